@@ -1,0 +1,163 @@
+"""The `toolkit` command, and what recipes/finetune.py runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import toolkit
+from toolkit.errors import BadInputError, ToolkitError
+from toolkit.recipe import DATA_SUFFIXES, Recipe, as_list, find_recipe, shipped_recipes
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fine-tune Hugging Face models by recipe.")
+recipes_app = typer.Typer(invoke_without_command=True, help="List the shipped recipes, or copy one.")
+app.add_typer(recipes_app, name="recipes")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+PATIENCE_SECONDS = 20.0
+"""How long other ranks stay alive after an error, so that rank 0 gets to print it before a launcher ends it."""
+
+
+def main() -> None:
+    """Entry point of the `toolkit` command. Exit codes: 0 done, 1 failed, 2 bad input."""
+    try:
+        app(standalone_mode=True)
+    except ToolkitError as error:
+        sys.exit(_fail(error))
+
+
+def finetune_command(arguments: list[str]) -> int:
+    """`recipes/finetune.py [--recipe NAME_OR_PATH] [section.key=value ...]`; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="finetune.py",
+        description="Fine-tune a model by a recipe.",
+        epilog="recipes:\n" + "\n".join(f"  {row['name']:<16} {row['description']}" for row in _recipe_rows()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--recipe", default="quickstart", metavar="NAME_OR_PATH", help="default: quickstart")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="replaces a value of the recipe, for example training.max_steps=50",
+    )
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        recipe = Recipe.load(options.recipe, options.overrides)
+        from toolkit.run import finetune  # torch is imported only for a recipe that is right
+
+        finetune(recipe)
+    except ToolkitError as error:
+        return _fail(error)
+    return 0
+
+
+def _fail(error: ToolkitError) -> int:
+    """Prints the error once for all ranks; the exit code."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        time.sleep(PATIENCE_SECONDS)
+    return error.exit_code
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"toolkit {toolkit.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Fine-tune Hugging Face models by recipe."""
+
+
+@recipes_app.callback()
+def list_recipes(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the shipped recipes with one line each."""
+    if context.invoked_subcommand is not None:
+        return
+    rows = _recipe_rows()
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    _print_table(["recipe", "what it does"], [[row["name"], row["description"]] for row in rows])
+
+
+@recipes_app.command("copy")
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="Name of a shipped recipe.")],
+    path: Annotated[Path, typer.Argument(help="New file, or a folder.")],
+) -> None:
+    """Copy a shipped recipe, to make it yours; files that it names keep being found."""
+    source = find_recipe(name)
+    target = path / source.name if path.is_dir() else path
+    if target.suffix not in (".yaml", ".yml"):
+        raise BadInputError(f"{str(target)!r}: a recipe's file ends in .yaml")
+    if target.exists():
+        raise BadInputError(f"{str(target)!r} exists; name another file or delete it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    target.write_text(_with_absolute_files(source), encoding="utf-8")
+    print(f"{target}: a copy of {name}. Run it with --recipe {target}")
+
+
+def _with_absolute_files(source: Path) -> str:
+    """A recipe's text, comments included, with the files it names relative to itself made absolute."""
+    text = source.read_text(encoding="utf-8")
+    recipe = Recipe.load(source)
+    for absolute in as_list(recipe.data.train) + as_list(recipe.data.validation):
+        if absolute.endswith(DATA_SUFFIXES) and Path(absolute).is_relative_to(source.parent):
+            text = text.replace(str(Path(absolute).relative_to(source.parent)), absolute)
+    return text
+
+
+@app.command()
+def validate(
+    recipe: Annotated[str, typer.Argument(help="Name or path of a recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Replaced values.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a recipe and print it resolved, with where each value came from."""
+    origins = Recipe.load(recipe, overrides or []).origins()
+    if as_json:
+        print(json.dumps({key: {"value": value, "from": origin} for key, (value, origin) in origins.items()}, indent=2))
+        return
+    _print_table(["key", "value", "from"], [[key, _shown(value), origin] for key, (value, origin) in origins.items()])
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _recipe_rows() -> list[dict[str, str]]:
+    return [{"name": name, "description": Recipe.load(path).description} for name, path in shipped_recipes().items()]
+
+
+def _print_table(columns: list[str], rows: list[list[str]]) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    Console(highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""From files or a hub name to micro-batches: sources -> text -> cache -> loader."""

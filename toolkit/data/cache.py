@@ -1,0 +1,47 @@
+"""Prepared data kept by content: a folder whose name is a digest of all that decides what is in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from toolkit.recipe import DataSection
+
+FORMAT = 1
+"""Part of every digest; raised when what is stored changes."""
+
+
+def cache_folder(data: DataSection) -> Path:
+    """`data.cache_dir`, or finetune-toolkit in the user's cache."""
+    if data.cache_dir is not None:
+        return Path(data.cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "finetune-toolkit"
+
+
+def digest(*parts: Any) -> str:
+    """A short name for JSON-like values; equal values, equal names."""
+    return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True).encode()).hexdigest()[:24]
+
+
+def kept(folder: Path, write: Callable[[Path], None]) -> Path:
+    """`folder`, filled by `write` if it is not there yet; never seen half-written."""
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+    try:
+        write(unfinished)
+        os.rename(unfinished, folder)
+    except OSError:
+        if not folder.exists():  # otherwise another process was faster, with the same content
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder

@@ -1,0 +1,151 @@
+"""Samples in one global order, dealt to ranks and micro-batches.
+
+The order is a function of the seed alone. Position p of the run is sample `order[p mod N]` of epoch
+`p // N`; optimizer step s trains on positions [s G, (s + 1) G), with G = micro-batch size x ranks x
+accumulation steps. Which rank and micro-batch holds a position changes nothing, since the loss is the
+mean over the target tokens of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import datasets
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from toolkit.data.text import IGNORED
+
+Batch = dict[str, torch.Tensor]
+
+
+class EpochOrder:
+    """The global order of samples.
+
+    Args:
+        num_samples: N.
+        seed: of the shuffling, which is anew in each epoch.
+        shuffle: off, every epoch is in the data set's order.
+    """
+
+    def __init__(self, num_samples: int, seed: int, shuffle: bool) -> None:
+        self.num_samples = num_samples
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._order: Sequence[int] = range(num_samples)
+
+    def __getitem__(self, position: int) -> int:
+        """The sample at a position of the run."""
+        epoch, offset = divmod(position, self.num_samples)
+        if self._shuffle and epoch != self._epoch:
+            # The pair is mixed: with seed + epoch, epoch 1 of seed 0 would be epoch 0 of seed 1.
+            generator = torch.Generator().manual_seed((self._seed << 32) + epoch)
+            self._order = torch.randperm(self.num_samples, generator=generator).tolist()
+            self._epoch = epoch
+        return self._order[offset]
+
+
+class TrainLoader:
+    """Yields, per optimizer step, this rank's micro-batches.
+
+    A micro-batch is `{input_ids, labels, position_ids}`, each (B, T). Past the last sample of the run
+    micro-batches get smaller, and then consist of one row without targets, so that every rank runs the
+    same collectives.
+
+    Args:
+        samples: rows of T tokens.
+        num_positions: length of the run in samples; may end inside an epoch or span several.
+    """
+
+    def __init__(
+        self,
+        samples: datasets.Dataset,
+        *,
+        num_positions: int,
+        micro_batch_size: int,
+        gradient_accumulation_steps: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self.order = EpochOrder(len(samples), seed, shuffle)
+        self.num_positions = num_positions
+        self.micro_batch_size = micro_batch_size
+        self.accumulation = gradient_accumulation_steps
+        self.rank = rank
+        self.world_size = world_size
+        self._rows = _Rows(samples)
+
+    @property
+    def samples_per_step(self) -> int:
+        """G, over all ranks."""
+        return self.micro_batch_size * self.world_size * self.accumulation
+
+    def epoch_at(self, step: int) -> float:
+        """Passes over the data after `step` optimizer steps."""
+        return self.samples_at(step) / self.order.num_samples
+
+    def samples_at(self, step: int) -> int:
+        """Samples seen by all ranks after `step` optimizer steps."""
+        return min(step * self.samples_per_step, self.num_positions)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        loader: DataLoader[Batch] = DataLoader(
+            self._rows,
+            batch_sampler=self._micro_batches(),
+            collate_fn=self._rows.collate,
+            pin_memory=torch.cuda.is_available(),
+        )
+        window: list[Batch] = []
+        for batch in loader:
+            window.append(batch)
+            if len(window) == self.accumulation:
+                yield window
+                window = []
+
+    def _micro_batches(self) -> Iterator[list[int]]:
+        """Sample numbers of each of this rank's micro-batches."""
+        size = self.micro_batch_size
+        for step_start in range(0, self.num_positions, self.samples_per_step):
+            for micro in range(self.accumulation):
+                start = step_start + (micro * self.world_size + self.rank) * size
+                yield [self.order[position] for position in range(start, min(start + size, self.num_positions))]
+
+
+def evaluation_batches(
+    samples: datasets.Dataset, micro_batch_size: int, rank: int, world_size: int, limit: int | None
+) -> Iterator[Batch]:
+    """This rank's part of a data set, each sample once over all ranks, equally many batches on each."""
+    rows = _Rows(samples)
+    num_samples = len(samples) if limit is None else min(limit, len(samples))
+    for round_start in range(0, num_samples, micro_batch_size * world_size):
+        start = round_start + rank * micro_batch_size
+        numbers = list(range(start, min(start + micro_batch_size, num_samples)))
+        yield rows.collate(rows.__getitems__(numbers))
+
+
+class _Rows(Dataset[Any]):
+    """Reads a micro-batch's rows at once."""
+
+    def __init__(self, samples: datasets.Dataset) -> None:
+        self._samples = samples.with_format("numpy")
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitems__(self, numbers: list[int]) -> Batch:
+        if not numbers:
+            return self._without_targets()
+        columns = self._samples[numbers]
+        return {name: torch.as_tensor(columns[name], dtype=torch.long) for name in columns}
+
+    def _without_targets(self) -> Batch:
+        row = self.__getitems__([0])
+        row["labels"] = torch.full_like(row["labels"], IGNORED)
+        return row
+
+    def collate(self, batch: Batch) -> Batch:
+        return batch

@@ -1,0 +1,92 @@
+"""The tokenizer: from the hub, from a folder, or trained on the recipe's own text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from toolkit import ranks
+from toolkit.data.cache import cache_folder, digest, kept
+from toolkit.data.sources import identify_rows, open_rows
+from toolkit.data.text import problem_of
+from toolkit.errors import BadInputError, first_line
+from toolkit.recipe import DataSection, ModelSection, require_folder
+
+END_OF_TEXT = "<|endoftext|>"
+PADDING = "<|pad|>"
+
+
+def load(model: ModelSection, data: DataSection, seed: int) -> PreTrainedTokenizerBase:
+    """The recipe's tokenizer; a trained one is trained once and kept by content.
+
+    Raises:
+        BadInputError: where there is none at the name or path.
+    """
+    if model.train_tokenizer_vocab_size is not None:
+        folder = train(data, model.train_tokenizer_vocab_size, seed)
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    name = model.tokenizer or model.name_or_path
+    assert name is not None
+    field = "model.tokenizer" if model.tokenizer else "model.name_or_path"
+    require_folder(name, field)
+    revision = None if model.tokenizer else model.revision
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{field}: no tokenizer can be loaded from {name!r}: {first_line(error)}") from error
+
+
+def train(data: DataSection, vocab_size: int, seed: int) -> Path:
+    """Trains a byte-level byte-pair tokenizer on the training rows; the folder it is kept in.
+
+    Reference: Sennrich et al., arXiv 1508.07909; byte level as in GPT-2.
+    """
+
+    def write(folder: Path) -> None:
+        rows, _ = open_rows(data, seed, cache_folder(data) / "datasets")
+        texts = (text for text in rows[data.text_column] if problem_of(text) is None)
+        _train_byte_pairs(texts, vocab_size).save_pretrained(folder)
+
+    def make() -> Path:
+        key = digest("tokenizer", identify_rows(data, seed), vocab_size)
+        return kept(cache_folder(data) / f"tokenizer-{key}", write)
+
+    return ranks.on_each_host(make)
+
+
+def identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Equal for tokenizers that encode every text alike."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return f"{hashlib.sha256(rules.encode()).hexdigest()}:{tokenizer.bos_token_id}:{tokenizer.eos_token_id}"
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What fills up a block; never a target, so any token does where there is no padding token."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    return 0
+
+
+def _train_byte_pairs(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PADDING],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=PADDING)

@@ -1,0 +1,54 @@
+"""The toolkit's exceptions. Exit codes: 1 failed, 2 bad input (`ToolkitError.exit_code`)."""
+
+from __future__ import annotations
+
+
+class ToolkitError(Exception):
+    """Something a person can act on; the message says what was found and how to mend it."""
+
+    exit_code = 1
+
+
+class BadInputError(ToolkitError):
+    """What the user gave cannot be used: a recipe, a file, a folder, a launch configuration."""
+
+    exit_code = 2
+
+
+class RecipeError(BadInputError):
+    """A recipe with one or more wrong fields, all of them reported together.
+
+    `problems` holds one line per wrong field, each beginning with the field's dotted path.
+    """
+
+    def __init__(self, origin: str, problems: list[str]) -> None:
+        self.origin = origin
+        self.problems = problems
+        noun = "problem" if len(problems) == 1 else "problems"
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        super().__init__(f"{origin}: {len(problems)} {noun}\n{lines}")
+
+    def __reduce__(self) -> tuple[type[RecipeError], tuple[str, list[str]]]:
+        return RecipeError, (self.origin, self.problems)
+
+
+class DataError(BadInputError):
+    """A data set that cannot be read or holds nothing to train on."""
+
+
+class UnitError(BadInputError):
+    """No FSDP units can be planned for this model, or an override matches nothing."""
+
+
+class TrainingError(ToolkitError):
+    """Training cannot go on, for example after too many non-finite losses in a row."""
+
+
+class ExportError(ToolkitError):
+    """The exported folder does not give the trained model's outputs back."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its class where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,213 @@
+"""A folder that `from_pretrained` loads: safetensors, configuration, tokenizer.
+
+Weights are written as they stream from the ranks: rank 0 holds one file's tensors at a time, the
+others their shards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from toolkit import ranks
+from toolkit.errors import ExportError
+from toolkit.metrics import GIB
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest difference of logits after reloading, as a share of the largest logit, by exported type."""
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """How the folder is written.
+
+    Attributes:
+        dtype: of the weights; buffers keep theirs.
+        max_shard_bytes: largest safetensors file, unless one tensor is larger.
+    """
+
+    dtype: torch.dtype
+    max_shard_bytes: int
+
+
+def export(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    settings: ExportSettings,
+) -> None:
+    """Writes `folder`, whole or not at all. Every rank calls this."""
+    inner = accelerator.unwrap_model(model)
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    if accelerator.is_main_process:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    _write_weights(inner, unfinished, settings)
+    if accelerator.is_main_process:
+        _write_configuration(inner, tokenizer, unfinished, settings.dtype)
+        os.replace(unfinished, folder)
+    accelerator.wait_for_everyone()
+
+
+def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every parameter once, under its first name, and every persistent buffer.
+
+    Collective; the tensor is on rank 0 alone, None elsewhere.
+    """
+    for name, parameter in model.named_parameters():
+        yield name, gather_on_rank_zero(parameter.detach())
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield name, gather_on_rank_zero(buffer.detach())
+
+
+def gather_on_rank_zero(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The whole of a tensor on rank 0; None on the other ranks. Collective for DTensors sharded on rows."""
+    if not isinstance(tensor, DTensor):
+        return tensor if ranks.rank() == 0 else None
+    axis = next(i for i, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
+    group = tensor.device_mesh.get_group(axis)
+    size = dist.get_world_size(group)
+    chunk = -(-tensor.shape[0] // size)
+    local = tensor.to_local()
+    padded = local.new_zeros((chunk, *tensor.shape[1:]))
+    padded[: local.shape[0]] = local
+    first = dist.get_rank(group) == 0
+    parts = [torch.empty_like(padded) for _ in range(size)] if first else None
+    dist.gather(padded, parts, group=group, group_dst=0)
+    if ranks.rank() != 0:
+        return None
+    assert parts is not None
+    return torch.cat(parts)[: tensor.shape[0]]
+
+
+def _write_weights(model: nn.Module, folder: Path, settings: ExportSettings) -> None:
+    files: list[list[str]] = []
+    group: dict[str, torch.Tensor] = {}
+    group_bytes = total_bytes = 0
+    trained = {name for name, _ in model.named_parameters()}
+    for name, whole in whole_tensors(model):
+        if whole is None:
+            continue
+        tensor = whole.to(device="cpu", dtype=settings.dtype if name in trained else whole.dtype).contiguous()
+        size = tensor.numel() * tensor.element_size()
+        if group and group_bytes + size > settings.max_shard_bytes:
+            files.append(_write_file(folder, len(files), group))
+            group, group_bytes = {}, 0
+        group[name] = tensor
+        group_bytes += size
+        total_bytes += size
+    if ranks.rank() == 0:
+        files.append(_write_file(folder, len(files), group))
+        _name_files(folder, files, total_bytes)
+
+
+def _write_file(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> list[str]:
+    save_file(tensors, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
+    return list(tensors)
+
+
+def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
+    """The names that transformers looks for, which hold the number of files."""
+    if len(files) == 1:
+        os.replace(folder / "part-0.safetensors", folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        os.replace(folder / f"part-{number}.safetensors", folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _write_configuration(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
+) -> None:
+    dtype_before = model.config.dtype
+    model.config.dtype = dtype
+    model.config.save_pretrained(folder)
+    model.config.dtype = dtype_before
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def reload(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The exported model in evaluation mode; on `device` if it is sure to have room, else on the host."""
+    if device.type == "cuda":
+        needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        free, _ = torch.cuda.mem_get_info(device)
+        device = device if needed + 4 * GIB < free else torch.device("cpu")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def verify(
+    accelerator: Accelerator, model: nn.Module, reloaded: PreTrainedModel | None, batch: dict[str, torch.Tensor]
+) -> float:
+    """Compares the trained model's logits with those of the export on one batch. Every rank calls this.
+
+    Args:
+        reloaded: on rank 0, None elsewhere.
+        batch: `input_ids` and `position_ids`, (B, T).
+
+    Returns:
+        The largest difference, as a share of the largest logit; 0 on ranks other than 0.
+
+    Raises:
+        ExportError: on every rank, where it is more than `TOLERANCE`.
+    """
+    model.eval()
+    inputs = {key: batch[key].to(accelerator.device) for key in ("input_ids", "position_ids")}
+    logits = model(**inputs, use_cache=False).logits.float()
+    difference = tolerance = 0.0
+    if reloaded is not None:
+        again = reloaded(**{key: value.to(reloaded.device) for key, value in inputs.items()}, use_cache=False).logits
+        difference = _relative_difference(again.float().to(logits.device), logits)
+        tolerance = TOLERANCE[reloaded.dtype]
+    results = ranks.gather_objects((difference, tolerance))
+    difference, tolerance = results[0]
+    if not difference <= tolerance:
+        raise ExportError(
+            f"the exported folder gives other logits than the trained model: they differ by {difference:.1e} of the "
+            f"largest, more than {tolerance:.0e}; the folder is not to be trusted"
+        )
+    return difference
+
+
+def _relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
+
+
+@torch.no_grad()
+def sample_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, seed: int
+) -> str:
+    """A continuation of `prompt`, drawn at temperature 0.8 from the 95 % most likely tokens."""
+    encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        tokens = model.generate(
+            **encoded,
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=0.8,
+            top_p=0.95,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )
+    return tokenizer.decode(tokens[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)  # type: ignore[no-any-return]

@@ -1,0 +1,267 @@
+"""The model: from the hub, a folder, or a configuration with random weights.
+
+A model is built on the meta device, without memory for its parameters. It carries
+`materialize_weights()`, which the sharding backend calls once every parameter has its shard: then each
+rank reads its own slices of the safetensors files. Where the files do not hold the parameters as the
+model names them (a conversion, a missing head, random weights), rank 0 makes them and sends them out
+one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from toolkit import ranks
+from toolkit.errors import BadInputError, first_line
+from toolkit.recipe import ModelSection, require_folder
+
+Rows = slice
+"""Rows of a tensor's first dimension."""
+
+
+class Weights(Protocol):
+    """Where parameters come from."""
+
+    def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Rows of the parameter `name`, on the host. Every rank calls this for every name, in one order."""
+
+
+def load(model: ModelSection, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """The recipe's model, on the meta device, with `materialize_weights`.
+
+    Args:
+        tokenizer: gives a model with random weights its vocabulary size and special tokens.
+        seed: of random weights.
+
+    Raises:
+        BadInputError: where there is no such model.
+    """
+    if model.name_or_path is not None:
+        require_folder(model.name_or_path, "model.name_or_path")
+    dtype = getattr(torch, model.dtype)
+    config = _configuration(model, tokenizer)
+    attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
+    settings = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **attention}
+    with init_empty_weights(include_buffers=False):
+        built = AutoModelForCausalLM.from_config(config, **settings)
+    built.tie_weights()
+    built.config.architectures = [type(built).__name__]
+    weights = _weights(model, built, lambda: _whole_model(model, config, settings, seed))
+    built.materialize_weights = lambda: materialize(built, weights)
+    return built
+
+
+def materialize(model: nn.Module, weights: Weights) -> None:
+    """Gives every meta parameter of `model` its values: a DTensor its local rows, a plain one all.
+
+    Tied parameters stay one object.
+    """
+    made: dict[int, nn.Parameter] = {}
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in made:
+            made[id(parameter)] = _made(name, parameter, weights)
+        state[name] = made[id(parameter)]
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict():
+            state[name] = weights.read(name, buffer, slice(0, _num_rows(buffer))).to(buffer)
+    model.load_state_dict(state, strict=False, assign=True)
+    del model.materialize_weights
+
+
+def _made(name: str, parameter: nn.Parameter, weights: Weights) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        values = weights.read(name, parameter, slice(0, _num_rows(parameter))).to(parameter.dtype)
+        return nn.Parameter(values, requires_grad=parameter.requires_grad)
+    local = weights.read(name, parameter, shard_rows(parameter))
+    local = local.to(device=parameter.device_mesh.device_type, dtype=parameter.dtype)
+    sharded = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def shard_rows(parameter: DTensor) -> Rows:
+    """The rows of dimension 0 that this rank holds: chunks of ceil(rows / F), as `torch.chunk` cuts them."""
+    axis = next(i for i, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
+    size, position = parameter.device_mesh.size(axis), parameter.device_mesh.get_local_rank(axis)
+    num_rows = parameter.shape[0]
+    chunk = -(-num_rows // size)
+    return slice(min(position * chunk, num_rows), min((position + 1) * chunk, num_rows))
+
+
+def _num_rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.ndim else 1
+
+
+class SafetensorsWeights:
+    """Slices of the safetensors files of a folder.
+
+    Args:
+        files: parameter's name in the model -> (file, name in the file).
+    """
+
+    def __init__(self, files: dict[str, tuple[Path, str]]) -> None:
+        self._files = files
+
+    def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
+        path, stored_name = self._files[name]
+        with safe_open(path, framework="pt") as file:
+            if like.ndim == 0:
+                return file.get_tensor(stored_name)  # type: ignore[no-any-return]
+            return file.get_slice(stored_name)[rows]  # type: ignore[no-any-return]
+
+
+class RankZeroWeights:
+    """Parameters of a whole model that rank 0 makes and broadcasts one at a time.
+
+    Host memory: the whole model on rank 0, one parameter on the others.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self._make = make
+        self._state: dict[str, torch.Tensor] | None = None
+
+    def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
+        if ranks.world_size() == 1:
+            return self._whole(name)[rows] if like.ndim else self._whole(name)
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        if ranks.rank() == 0:
+            whole = self._whole(name).to(device=device, dtype=like.dtype).contiguous()
+        else:
+            whole = torch.empty(like.shape, dtype=like.dtype, device=device)
+        dist.broadcast(whole, src=0)
+        return whole[rows].clone() if like.ndim else whole
+
+    def _whole(self, name: str) -> torch.Tensor:
+        if self._state is None:
+            self._state = self._make().state_dict()
+        return self._state[name]
+
+
+def _weights(model: ModelSection, built: PreTrainedModel, make_whole: Callable[[], nn.Module]) -> Weights:
+    if model.name_or_path is not None:
+        files = _stored_names(_model_folder(model), built)
+        if files is not None:
+            return SafetensorsWeights(files)
+    return RankZeroWeights(make_whole)
+
+
+def _whole_model(model: ModelSection, config: PretrainedConfig, settings: dict[str, Any], seed: int) -> nn.Module:
+    """The model with its weights, on the host of this rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if model.name_or_path is None:
+            return AutoModelForCausalLM.from_config(config, **settings)  # type: ignore[no-any-return]
+        return AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
+            model.name_or_path, config=config, revision=model.revision, **settings
+        )
+
+
+def _model_folder(model: ModelSection) -> Path:
+    """The folder of a pretrained model; from the hub, downloaded once for each host."""
+    assert model.name_or_path is not None
+    folder = Path(model.name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    name = model.name_or_path
+    patterns = ["*.safetensors", "*.json"]
+    return ranks.on_each_host(lambda: Path(snapshot_download(name, revision=model.revision, allow_patterns=patterns)))
+
+
+def _stored_names(folder: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]] | None:
+    """Where each parameter and buffer of `model` is stored; None where one is not stored as it is named."""
+    stored = _index(folder)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    tied_to = _first_names(model)
+    files: dict[str, tuple[Path, str]] = {}
+    for name, shape in shapes.items():
+        found = _lookup(tied_to.get(name, name), stored, model.base_model_prefix)
+        if found is None or _stored_shape(*found) != list(shape):
+            return None
+        files[name] = found
+    return files
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Parameter's name -> the first name of the same parameter, under which tied weights are stored."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+
+
+def _lookup(name: str, stored: dict[str, Path], prefix: str) -> tuple[Path, str] | None:
+    """A checkpoint of the bare model (gpt2) names its tensors without the prefix of the model with a head."""
+    for candidate in (name, name.removeprefix(f"{prefix}.")):
+        if candidate in stored:
+            return stored[candidate], candidate
+    return None
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    """Tensor's name -> file, of every safetensors file of a model's folder."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / Path(file).name for name, file in weight_map.items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        return {}
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _stored_shape(path: Path, name: str) -> list[int]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.get_slice(name).get_shape())
+
+
+def _configuration(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    try:
+        if model.name_or_path is not None:
+            return AutoConfig.from_pretrained(
+                model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
+            )
+        return _random_configuration(dict(model.config or {}), tokenizer)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        field = "model.name_or_path" if model.name_or_path is not None else "model.config"
+        found = model.name_or_path or model.config
+        raise BadInputError(f"{field}: no model can be made of {found!r}: {first_line(error)}") from error
+
+
+def _random_configuration(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """A configuration whose vocabulary and special tokens are the tokenizer's, unless it says otherwise."""
+    fields.setdefault("vocab_size", len(tokenizer))
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        fields.setdefault(token, getattr(tokenizer, token))
+    if fields["vocab_size"] < len(tokenizer):
+        raise BadInputError(
+            f"model.config.vocab_size: {fields['vocab_size']} is less than the tokenizer's {len(tokenizer)} tokens; "
+            "leave it out or raise it"
+        )
+    default = AutoConfig.for_model(fields["model_type"])
+    known = {*default.to_dict(), *default.attribute_map}
+    unknown = [key for key in fields if key not in known]
+    if unknown:
+        raise BadInputError(
+            f"model.config: {', '.join(unknown)}: unknown to the model type {fields['model_type']}; "
+            f"known: {', '.join(sorted(known))}"
+        )
+    return AutoConfig.for_model(**fields)

@@ -1,0 +1,94 @@
+"""What one process does for all: outcomes, errors included, are shared between ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from toolkit.errors import ToolkitError, first_line
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(days=7)
+"""Longest wait for another rank's preparation (tokenising, downloading); a collective's own is minutes."""
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def local_rank() -> int:
+    """This process's rank on its host, as the launcher told it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def on_first_rank(action: Callable[[], T]) -> T:
+    """Runs `action` on rank 0; its result, or what it raises, is every rank's.
+
+    The other ranks wait, however long it takes, and none is left waiting by an error.
+    """
+    return _shared(action if rank() == 0 else None)
+
+
+def on_each_host(build: Callable[[], Path]) -> Path:
+    """Runs `build` on rank 0, then on the first rank of each host that does not see the path it made.
+
+    Args:
+        build: makes a file or folder and returns its path; the same path on every host.
+    """
+    path = on_first_rank(build)
+    missing = local_rank() == 0 and not path.exists()
+    _shared(build if missing else lambda: path)
+    return path
+
+
+def gather_objects(value: T) -> list[T]:
+    """`value` of every rank, in rank order, on every rank; waits up to `PATIENCE`."""
+    if world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * world_size()
+    dist.all_gather_object(gathered, value, group=_patient_group())
+    return gathered
+
+
+def _shared(action: Callable[[], T] | None) -> T:
+    """The first outcome of the ranks that have an `action`; the first error of any rank is raised on all."""
+    result: T | None = None
+    error: ToolkitError | None = None
+    unexpected: Exception | None = None
+    try:
+        result = action() if action is not None else None
+    except ToolkitError as found:
+        error = found
+    except Exception as found:  # the others must not wait for a rank that is gone
+        unexpected = found
+        error = ToolkitError(f"rank {rank()} failed while preparing: {type(found).__name__}: {first_line(found)}")
+    outcomes = gather_objects((action is not None, result, error))
+    if unexpected is not None:
+        raise unexpected
+    for _, _, found_error in outcomes:
+        if found_error is not None:
+            raise found_error
+    return next(found for acted, found, _ in outcomes if acted)  # type: ignore[return-value]
+
+
+_patient: tuple[object, dist.ProcessGroup] | None = None
+
+
+def _patient_group() -> dist.ProcessGroup:
+    """A host-side group with a long timeout, made once in the life of the default group."""
+    global _patient
+    if _patient is None or _patient[0] is not dist.group.WORLD:
+        _patient = (dist.group.WORLD, dist.new_group(backend="gloo", timeout=PATIENCE))
+    return _patient[1]

@@ -1,0 +1,408 @@
+"""`finetune(recipe)`: builds the parts of a run in order, fits, exports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import platform
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import set_seed
+from rich.console import Console
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from toolkit import models, ranks
+from toolkit.data import build, tokenizer
+from toolkit.data.build import TokenisedData
+from toolkit.data.loader import Batch, TrainLoader, evaluation_batches
+from toolkit.errors import BadInputError
+from toolkit.export import ExportSettings, export, reload, sample_text, verify
+from toolkit.metrics import GIB, Metrics, flops_per_token, peak_flops
+from toolkit.objectives import CausalLM
+from toolkit.optim import build_optimizer, build_schedule
+from toolkit.recipe import Recipe, steps_of_run
+from toolkit.report import RunSummary, write_report
+from toolkit.sharding.apply import PRECISIONS
+from toolkit.sharding.plugin import ShardingPlugin, accumulation_plugin, reset_accelerate, sharding_kwargs
+
+RUN_FILES = ("recipe.yaml", "metrics.jsonl", "data_report.json", "report.html", "export", "checkpoints")
+"""What a run leaves in its output folder."""
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """What came of a run, on every rank.
+
+    Attributes:
+        output_dir: the run's folder.
+        export_dir: loadable by `from_pretrained`; None where the recipe switched it off.
+        metrics: the records of metrics.jsonl.
+        initial_eval_loss: held-out loss before the first step; None without held-out data.
+        final_eval_loss: held-out loss after the last step.
+        sample: continuation of the recipe's prompt; on rank 0 alone.
+        logits_difference: between model and export, as a share of the largest logit.
+        seconds: duration of the run.
+    """
+
+    output_dir: Path
+    export_dir: Path | None
+    metrics: list[dict[str, Any]]
+    initial_eval_loss: float | None
+    final_eval_loss: float | None
+    sample: str | None
+    logits_difference: float | None
+    seconds: float
+
+
+@dataclass
+class _Parts:
+    """What `_build` hands to the rest of the run."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    objective: CausalLM
+    tokenizer: PreTrainedTokenizerBase
+    data: TokenisedData
+    windows: TrainLoader
+    num_steps: int
+    facts: dict[str, str]
+
+
+def finetune(recipe: Recipe) -> FinetuneResult:
+    """Runs a recipe on this process, or on all processes that the launcher started.
+
+    Raises:
+        ToolkitError: on every rank; with exit code 2 for bad input, before anything is left behind.
+    """
+    _quiet()
+    started = time.perf_counter()
+    plugins = sharding_kwargs(recipe.sharding.strategy, unit_classes=recipe.sharding.unit_classes)
+    output_dir = Path(recipe.training.output_dir).expanduser().resolve()
+    accelerator = _accelerator(recipe, plugins, output_dir)
+    try:
+        with _claimed(output_dir, recipe):
+            parts = _build(accelerator, recipe, plugins["fsdp_plugin"])
+        return _fit_and_export(accelerator, recipe, plugins["fsdp_plugin"], parts, output_dir, started)
+    finally:
+        _release(accelerator)
+
+
+def _quiet() -> None:
+    """The run's own progress is shown, not that of the libraries below."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
+
+
+def _accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path) -> Accelerator:
+    for tracker in recipe.logging.trackers:
+        if tracker not in [str(available) for available in get_available_trackers()]:
+            raise BadInputError(
+                f"logging.trackers: {tracker} is not installed; pip install {tracker}, or remove it from the recipe"
+            )
+    accelerator = Accelerator(
+        mixed_precision=_mixed_precision(recipe),
+        gradient_accumulation_plugin=accumulation_plugin(recipe.training.gradient_accumulation_steps),
+        log_with=list(recipe.logging.trackers) or None,
+        project_dir=str(output_dir),
+        **plugins,
+    )
+    if accelerator.mixed_precision not in PRECISIONS or (
+        accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu"
+    ):
+        raise BadInputError(
+            f"mixed_precision {accelerator.mixed_precision} is not supported on {accelerator.device.type}; use bf16 or no"
+        )
+    return accelerator
+
+
+def _mixed_precision(recipe: Recipe) -> str | None:
+    """The recipe's precision; None leaves it to the Accelerate config. Raises where they contradict."""
+    asked = recipe.training.mixed_precision
+    configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    # The launcher exports "no" where its config says nothing, so "no" contradicts nobody.
+    if asked is not None and configured not in ("no", asked):
+        raise BadInputError(
+            f"training.mixed_precision is {asked}, but the Accelerate config's mixed_precision is {configured}; "
+            "remove one of them or make them agree"
+        )
+    return asked
+
+
+@contextmanager
+def _claimed(output_dir: Path, recipe: Recipe) -> Iterator[None]:
+    """Makes the output folder and writes the resolved recipe; takes both back if what follows fails.
+
+    Raises BadInputError where the folder already holds a run.
+    """
+
+    def claim() -> bool:
+        if output_dir.exists() and not output_dir.is_dir():
+            raise BadInputError(f"training.output_dir: {str(output_dir)!r} is a file; name a folder")
+        found = [name for name in RUN_FILES if (output_dir / name).exists()]
+        if found:
+            raise BadInputError(
+                f"training.output_dir: {str(output_dir)!r} already holds a run ({', '.join(found)}); "
+                "choose another folder, for example training.output_dir=outputs/second, or delete this one"
+            )
+        made = not output_dir.exists()
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        return made
+
+    made = ranks.on_first_rank(claim)
+    try:
+        yield
+    except BaseException:
+        if ranks.rank() == 0:
+            (output_dir / "recipe.yaml").unlink(missing_ok=True)
+            if made and not any(output_dir.iterdir()):
+                output_dir.rmdir()
+        raise
+
+
+def _build(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin) -> _Parts:
+    """Tokenizer, data, model, optimizer, in this order; the model is sharded and has its weights."""
+    training = recipe.training
+    tokens = tokenizer.load(recipe.model, recipe.data, training.seed)
+    data = build.build(recipe.data, tokens, training.seed)
+    model = models.load(recipe.model, tokens, training.seed)
+    _require_room(model, tokens, recipe)
+    objective = CausalLM(model)
+    samples_per_step = training.micro_batch_size * accelerator.num_processes * training.gradient_accumulation_steps
+    num_steps = steps_of_run(training, len(data.train), samples_per_step)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if not plugin.strategy.sharded:
+        model.materialize_weights()  # DDP wraps real tensors; a sharded model gets its weights in prepare
+    optimizer = build_optimizer(model, recipe.optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    windows = TrainLoader(
+        data.train,
+        num_positions=_num_positions(recipe, len(data.train), num_steps * samples_per_step),
+        micro_batch_size=training.micro_batch_size,
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        seed=training.seed,
+        shuffle=recipe.data.shuffle,
+    )
+    facts = {
+        "model": f"{accelerator.unwrap_model(model).config.architectures[0]}, {num_parameters:,} parameters",
+        "strategy": f"{plugin.strategy.name} ({plugin.strategy.summary})",
+        "ranks": f"{accelerator.num_processes} on {accelerator.device.type}",
+        "precision": "float32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision,
+        "steps": f"{num_steps} of {samples_per_step} samples of {recipe.data.max_length} tokens",
+    }
+    return _Parts(model, optimizer, objective, tokens, data, windows, num_steps, facts)
+
+
+def _num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
+    """Samples of the whole run: whole steps, or exactly the epochs asked for."""
+    if recipe.training.num_epochs is None:
+        return all_steps
+    return max(1, round(recipe.training.num_epochs * num_samples))
+
+
+def _require_room(model: nn.Module, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:
+    """Raises BadInputError where samples do not fit the model's positions or its vocabulary."""
+    config = model.config
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and recipe.data.max_length > positions:
+        raise BadInputError(
+            f"data.max_length: {recipe.data.max_length} is more than the model's {positions} positions "
+            f"(max_position_embeddings); lower it to {positions} or less"
+        )
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokens) > rows:
+        raise BadInputError(
+            f"model.tokenizer: {len(tokens)} tokens, but the model's embeddings have {rows} rows; "
+            "use the tokenizer that belongs to the model"
+        )
+
+
+def _fit_and_export(
+    accelerator: Accelerator,
+    recipe: Recipe,
+    plugin: ShardingPlugin,
+    parts: _Parts,
+    output_dir: Path,
+    started: float,
+) -> FinetuneResult:
+    from toolkit.trainer import Trainer
+
+    console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
+    _introduce(console, plugin, parts)
+    if accelerator.is_main_process:
+        (output_dir / "data_report.json").write_text(json.dumps(parts.data.report, indent=1), encoding="utf-8")
+    accelerator.init_trackers(recipe.logging.project_name, config=_tracker_config(recipe))
+    set_seed(recipe.training.seed, device_specific=True)  # dropout differs between ranks
+    with Metrics(accelerator, output_dir / "metrics.jsonl", recipe.logging, parts.num_steps) as metrics:
+        Trainer(
+            accelerator,
+            parts.model,
+            parts.optimizer,
+            build_schedule(_inner_optimizer(parts.optimizer), recipe.schedule, parts.num_steps),
+            parts.objective,
+            recipe.training,
+            metrics,
+            parts.windows,
+            evaluation=_evaluation(accelerator, recipe, parts.data),
+            flops=_flops(accelerator, recipe, parts.model),
+        ).fit()
+    export_dir, difference, sample = _export(accelerator, recipe, parts, output_dir)
+    losses = [record["loss"] for record in metrics.records if record["split"] == "eval"]
+    result = FinetuneResult(
+        output_dir=output_dir,
+        export_dir=export_dir,
+        metrics=metrics.records,
+        initial_eval_loss=losses[0] if losses else None,
+        final_eval_loss=losses[-1] if losses else None,
+        sample=sample,
+        logits_difference=difference,
+        seconds=time.perf_counter() - started,
+    )
+    if accelerator.is_main_process:
+        write_report(output_dir / "report.html", _summary(recipe, plugin, parts, result))
+    _conclude(console, recipe, result)
+    accelerator.wait_for_everyone()
+    return result
+
+
+def _inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside Accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _tracker_config(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as flat plain values, which is what trackers take."""
+    plain = {key: value for key, (value, _) in recipe.origins().items()}
+    return {key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in plain.items()}
+
+
+def _evaluation(accelerator: Accelerator, recipe: Recipe, data: TokenisedData) -> Any:
+    held_out = data.validation
+    if held_out is None:
+        return None
+
+    def batches() -> Iterator[Batch]:
+        return evaluation_batches(
+            held_out,
+            recipe.training.micro_batch_size,
+            accelerator.process_index,
+            accelerator.num_processes,
+            recipe.data.max_validation_samples,
+        )
+
+    return batches
+
+
+def _flops(accelerator: Accelerator, recipe: Recipe, model: nn.Module) -> tuple[float, float] | None:
+    peak = peak_flops(accelerator.device, accelerator.mixed_precision)
+    if peak is None:
+        return None
+    return flops_per_token(accelerator.unwrap_model(model), recipe.data.max_length), peak
+
+
+def _export(
+    accelerator: Accelerator, recipe: Recipe, parts: _Parts, output_dir: Path
+) -> tuple[Path | None, float | None, str | None]:
+    """Writes and checks the export: its folder, the difference of logits and a sample of text."""
+    settings = recipe.export
+    if not settings.enabled:
+        return None, None, None
+    folder = output_dir / "export"
+    dtype = getattr(torch, settings.dtype or recipe.model.dtype)
+    export(accelerator, parts.model, parts.tokenizer, folder, ExportSettings(dtype, int(settings.max_shard_gib * GIB)))
+    reloaded = None
+    if accelerator.is_main_process and (settings.verify or recipe.logging.sample_prompt is not None):
+        compute = PRECISIONS[accelerator.mixed_precision] or dtype
+        reloaded = reload(folder, accelerator.device, compute)
+    difference = sample = None
+    if settings.verify:
+        batch = next(iter(evaluation_batches(parts.data.train, 1, 0, 1, 1)))
+        difference = verify(accelerator, parts.model, reloaded, batch)
+    if reloaded is not None and recipe.logging.sample_prompt is not None:
+        sample = sample_text(
+            reloaded,
+            parts.tokenizer,
+            recipe.logging.sample_prompt,
+            recipe.logging.sample_max_new_tokens,
+            recipe.training.seed,
+        )
+    return folder, difference, sample
+
+
+def _introduce(console: Console, plugin: ShardingPlugin, parts: _Parts) -> None:
+    for name, fact in parts.facts.items():
+        console.print(f"{name:>10}: {fact}", markup=False)
+    report = parts.data.report
+    for split, counts in report.items():
+        dropped = f", {counts['num_dropped']} dropped" if counts["num_dropped"] else ""
+        console.print(
+            f"{split:>10}: {counts['kept']} rows{dropped}, {counts['tokens']:,} tokens, {counts['samples']:,} samples"
+        )
+    if plugin.unit_plan is not None:
+        console.print(plugin.unit_plan.table(), markup=False)
+
+
+def _conclude(console: Console, recipe: Recipe, result: FinetuneResult) -> None:
+    if result.initial_eval_loss is not None and result.final_eval_loss is not None:
+        change = result.final_eval_loss / result.initial_eval_loss - 1
+        console.print(
+            f"held-out loss {result.initial_eval_loss:.4f} -> {result.final_eval_loss:.4f} ({change:+.1%}) "
+            f"in {result.seconds:.0f} s"
+        )
+    if result.sample is not None:
+        console.print("sample:", style="bold")
+        console.print((recipe.logging.sample_prompt or "") + result.sample, markup=False)
+    console.print(f"run: {result.output_dir}", markup=False)
+    console.print(f"report: {result.output_dir / 'report.html'}", markup=False)
+    if result.export_dir is not None:
+        console.print(f"model: AutoModelForCausalLM.from_pretrained({str(result.export_dir)!r})", markup=False)
+
+
+def _summary(recipe: Recipe, plugin: ShardingPlugin, parts: _Parts, result: FinetuneResult) -> RunSummary:
+    units = [dataclasses.asdict(unit) for unit in plugin.unit_plan.units] if plugin.unit_plan is not None else []
+    facts = {**parts.facts, "duration": f"{result.seconds:.0f} s"}
+    if result.logits_difference is not None:
+        facts["export checked"] = f"logits differ by {result.logits_difference:.1e} of the largest"
+    packages = ("finetune-toolkit", "torch", "accelerate", "transformers", "datasets")
+    machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    if torch.cuda.is_available():
+        machine += f", {torch.cuda.get_device_name()}"
+    sample = None if result.sample is None else (recipe.logging.sample_prompt or "", result.sample)
+    return RunSummary(
+        title=recipe.description or "Fine-tuning run",
+        recipe_yaml=recipe.to_yaml(),
+        metrics=result.metrics,
+        data_report=parts.data.report,
+        units=[{**unit, "count": 1} for unit in units],
+        facts=facts,
+        versions={**{package: version(package) for package in packages}, "machine": machine},
+        sample=sample,
+    )
+
+
+def _release(accelerator: Accelerator) -> None:
+    """Ends trackers and the process group, so that this process can start another run."""
+    accelerator.end_training()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    reset_accelerate()

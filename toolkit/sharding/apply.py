@@ -1,0 +1,132 @@
+"""The only caller of `fully_shard`: a unit plan and a strategy become an FSDP2 model.
+
+Reference: torch.distributed.fsdp.fully_shard (FSDP2, per-parameter sharding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from toolkit.sharding.strategy import Strategy
+from toolkit.sharding.units import UnitPlan
+
+PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def precision_policies(mixed_precision: str) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """FSDP2 policies of the units and of the root.
+
+    Compute and all-gather are in the mixed type, reduction is in float32 (a bf16 sum over many ranks
+    loses what small gradients add), and what leaves the model is float32, so that the loss is.
+    """
+    param_dtype = PRECISIONS[mixed_precision]
+    if param_dtype is None:
+        return MixedPrecisionPolicy(), MixedPrecisionPolicy()
+    unit = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    root = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    return unit, root
+
+
+def apply(
+    model: nn.Module,
+    plan: UnitPlan,
+    strategy: Strategy,
+    mesh: DeviceMesh,
+    mixed_precision: str,
+    is_last_micro_batch: Callable[[], bool],
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Shards `model` in place, one `fully_shard` call per unit.
+
+    Parameters on the meta device stay there, sharded; a model that carries `materialize_weights`
+    (see toolkit.models) is then given its weights, each rank its own slices.
+
+    Args:
+        model: any device; trainable parameters are held in float32 under mixed precision.
+        mesh: 1-D (shard), or 2-D (replicate, shard).
+        mixed_precision: `no`, `bf16` or `fp16`.
+        is_last_micro_batch: asked before every forward; whether this micro-batch ends the window.
+
+    Returns:
+        Every parameter as it was -> as it is now.
+    """
+    if mixed_precision != "no":
+        _hold_masters_in_float32(model)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    unit_policy, root_policy = precision_policies(mixed_precision)
+    for unit in plan.units:
+        modules = [model.get_submodule(path) for path in unit.modules]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            mp_policy=root_policy if unit.kind == "root" else unit_policy,
+            reshard_after_forward=strategy.reshard_each_micro_batch and unit.reshard_after_forward,
+        )
+    materialize = getattr(model, "materialize_weights", None)
+    if materialize is not None:
+        materialize()
+    _follow_accumulation(model, strategy, is_last_micro_batch)
+    _reshard_after_evaluation(model)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    return {before[name]: after[name] for name in before}
+
+
+def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Every module that `fully_shard` was called on, the root first."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The full value of a DTensor, gathered on every rank; a plain tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _hold_masters_in_float32(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+
+
+def _follow_accumulation(model: nn.Module, strategy: Strategy, is_last_micro_batch: Callable[[], bool]) -> None:
+    """Before each training forward, says what this micro-batch's backward reduces and frees.
+
+    Stock `Accelerator.accumulate` switches reduction off until the last micro-batch, whatever the
+    stage: then ZeRO-3 keeps whole float32 gradients, 4 bytes per parameter on every rank.
+    """
+
+    def before_forward(module: nn.Module, _args: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        assert isinstance(module, FSDPModule)
+        last = is_last_micro_batch()
+        module.set_requires_gradient_sync(strategy.reduce_each_micro_batch or last)
+        if strategy.replicated and strategy.reduce_each_micro_batch:
+            module.set_requires_all_reduce(last)
+        module.set_reshard_after_backward(strategy.reshard_each_micro_batch or last)
+
+    model.register_forward_pre_hook(before_forward)
+
+
+def _reshard_after_evaluation(model: nn.Module) -> None:
+    """Frees what a forward without gradients gathered and no backward will free.
+
+    Otherwise the root's parameters stay whole, and `model.parameters()` gives tensors that the
+    optimizer does not know.
+    """
+
+    def after_forward(module: nn.Module, _args: object, _output: object) -> None:
+        if not torch.is_grad_enabled():
+            for unit in sharded_modules(module):
+                unit.reshard()
+
+    model.register_forward_hook(after_forward)

@@ -1,0 +1,287 @@
+"""What the stock `Accelerator` sees of the backend: two constructor arguments.
+
+    accelerator = Accelerator(**sharding_kwargs(strategy="zero3"))
+
+`ShardingMesh` is a `ParallelismConfig`: `Accelerator.__init__` asks it for the device mesh as soon as
+the process state exists, and there the backend is entered into that state, on CPU ranks too, where
+stock Accelerate drops an FSDP plugin without a word. `ShardingPlugin` is a
+`FullyShardedDataParallelPlugin`: `Accelerator.prepare` calls its `set_auto_wrap_policy(model)` first
+thing, and there the model is sharded; Accelerate's own wrapping then finds it done.
+
+Private names of Accelerate stand in this file alone; tests/unit/sharding/test_private_names.py says
+when one of them moves.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version as installed_version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+)
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from toolkit.errors import BadInputError
+from toolkit.sharding.apply import apply, precision_policies
+from toolkit.sharding.strategy import DEFAULT_STRATEGY, Strategy, parse_strategy
+from toolkit.sharding.units import UnitPlan, plan_units
+
+SUPPORTED_VERSIONS = {"torch": ">=2.11,<2.14", "accelerate": ">=1.13,<1.16"}
+"""What this file and apply.py were tested with; pyproject.toml says the same."""
+
+STRATEGY_VARIABLE = "FSDP_SHARDING_STRATEGY"
+"""Carries `fsdp_config.fsdp_sharding_strategy` of the Accelerate config, unread, under FSDP version 2."""
+
+
+def sharding_kwargs(
+    strategy: str | None = None, *, unit_classes: Sequence[str] | None = None
+) -> dict[str, FullyShardedDataParallelPlugin | ParallelismConfig]:
+    """Constructor arguments that register the backend with a stock `Accelerator`.
+
+    Args:
+        strategy: a word of `toolkit.sharding.strategy.STRATEGIES`; unset, the Accelerate config's, or zero3.
+        unit_classes: class names of the modules that form a unit each, instead of those found.
+
+    Raises:
+        BadInputError: an unknown strategy, one that the Accelerate config contradicts, or an
+            untested version of torch or Accelerate.
+    """
+    plugin = ShardingPlugin(strategy=strategy, unit_classes=unit_classes)
+    return {"fsdp_plugin": plugin, "parallelism_config": ShardingMesh(plugin=plugin)}
+
+
+def resolve_strategy(asked: str | None) -> Strategy:
+    """The strategy of the argument and of the Accelerate config, which must not contradict each other."""
+    configured = os.environ.get(STRATEGY_VARIABLE)
+    if asked is None:
+        return parse_strategy(configured or DEFAULT_STRATEGY, "fsdp_config.fsdp_sharding_strategy")
+    strategy = parse_strategy(asked, "sharding.strategy")
+    if configured is not None:
+        other = parse_strategy(configured, "fsdp_config.fsdp_sharding_strategy")
+        if other != strategy:
+            raise BadInputError(
+                f"sharding.strategy is {strategy.name}, but the Accelerate config's fsdp_config.fsdp_sharding_strategy "
+                f"is {other.name}; remove one of them or make them agree"
+            )
+    return strategy
+
+
+def check_versions() -> None:
+    """Raises BadInputError where torch or Accelerate is not of a tested version."""
+    for package, allowed in SUPPORTED_VERSIONS.items():
+        found = installed_version(package)
+        if not SpecifierSet(allowed).contains(Version(found).base_version):
+            raise BadInputError(f"{package} {found} is installed, but the sharding backend needs {package}{allowed}")
+
+
+class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
+    """Shards the model when `Accelerator.prepare` is called.
+
+    Attributes:
+        strategy: what is sharded.
+        unit_plan: the units of the prepared model; None before `prepare`.
+    """
+
+    def __init__(self, strategy: str | None = None, unit_classes: Sequence[str] | None = None, **kwargs: Any) -> None:
+        check_versions()
+        _rehearse_on_cpu()
+        self.strategy = resolve_strategy(strategy)
+        self.unit_classes = list(unit_classes) if unit_classes else None
+        self.unit_plan: UnitPlan | None = None
+        self._accelerator: weakref.ref[Accelerator] | None = None
+        _refuse_stock_settings()
+        kwargs.setdefault("state_dict_type", os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"))
+        super().__init__(
+            fsdp_version=2,
+            reshard_after_forward=self.strategy.reshard_each_micro_batch,
+            cpu_ram_efficient_loading=False,
+            **kwargs,
+        )
+
+    def set_mixed_precision(self, mixed_precision: str, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Replaces stock Accelerate's policy, which reduces gradients and returns the loss in 16 bits."""
+        self.mixed_precision_policy = precision_policies(mixed_precision)[0]
+
+    def register(self, accelerator: Accelerator) -> None:
+        """Remembers whose optimizers `set_auto_wrap_policy` rebinds."""
+        self._accelerator = weakref.ref(accelerator)
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Called by `Accelerator.prepare`: plans the units, shards the model, rebinds the optimizers."""
+        if isinstance(model, FSDPModule):
+            return
+        accelerator = self._accelerator() if self._accelerator is not None else None
+        if accelerator is None:
+            raise BadInputError(
+                "ShardingPlugin was passed without its ShardingMesh; use Accelerator(**sharding_kwargs(...))"
+            )
+        state = AcceleratorState()
+        self.unit_plan = plan_units(model, self.unit_classes)
+        renewed = apply(
+            model,
+            self.unit_plan,
+            self.strategy,
+            state.device_mesh,
+            state.mixed_precision,
+            is_last_micro_batch=lambda: bool(GradientState().sync_gradients),
+        )
+        _tell_empty_shards_apart(model)
+        for optimizer in accelerator._optimizers:
+            _rebind(optimizer, renewed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_accelerator": None}
+
+
+@dataclass
+class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
+    """Builds the device mesh and enters the plugin into Accelerate's state.
+
+    `TrainingArguments(parallelism_config=ShardingMesh(plugin=ShardingPlugin(strategy="zero3")))` is all
+    that `transformers.Trainer` needs.
+    """
+
+    plugin: ShardingPlugin | None = None
+
+    def __post_init__(self) -> None:
+        if self.plugin is None:
+            self.plugin = ShardingPlugin()
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.plugin.strategy.sharded:
+            self.dp_replicate_size, self.dp_shard_size = 1, world_size
+        else:
+            self.dp_replicate_size, self.dp_shard_size = world_size, 1
+        super().__post_init__()
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """Called by `Accelerator.__init__` once the process state exists."""
+        assert self.plugin is not None
+        self._require_all_processes()
+        _enter_state(self.plugin)
+        if self.device_mesh is None and self.plugin.strategy.sharded:
+            assert device_type is not None
+            _require_process_group(device_type)
+            self.device_mesh = init_device_mesh(device_type, (self.dp_shard_size,), mesh_dim_names=("dp_shard",))
+        return self.device_mesh
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Called by `Accelerator.__init__` next; its own check knows no CPU ranks."""
+        assert self.plugin is not None
+        self.plugin.register(accelerator)
+        if accelerator.ddp_handler is None:
+            # Without it DDP keeps a second whole copy of the gradients in its buckets.
+            accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+
+    def _require_all_processes(self) -> None:
+        """Raises BadInputError where each process would train a model of its own, unnoticed."""
+        found = PartialState().num_processes
+        if found != self.total_size:
+            raise BadInputError(
+                f"the launcher started {self.total_size} processes, but Accelerate sees {found}: each would train a "
+                "model of its own. On CPU ranks, ACCELERATE_USE_CPU=true must be set before anything of Accelerate "
+                "is built; build the sharding arguments first"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "device_mesh"}
+
+
+def _rehearse_on_cpu() -> None:
+    """Without a GPU, ranks meet over gloo; by itself Accelerate would leave each of them alone."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
+def _refuse_stock_settings() -> None:
+    """Raises BadInputError for keys of `fsdp_config` that would do something else than they say."""
+    for key in ("fsdp_activation_checkpointing", "fsdp_offload_params"):
+        if os.environ.get(key.upper(), "false").lower() == "true":
+            raise BadInputError(
+                f"fsdp_config.{key}: not supported by the sharding backend; remove it or set it to false"
+            )
+
+
+def accumulation_plugin(steps: int) -> GradientAccumulationPlugin:
+    """Accumulation over `steps` micro-batches, whatever the launcher's environment says.
+
+    Raises BadInputError where the Accelerate config asks for another number.
+    """
+    configured = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    if configured not in (None, "1", "auto", str(steps)):
+        raise BadInputError(
+            f"training.gradient_accumulation_steps is {steps}, but the Accelerate config's gradient_accumulation_steps "
+            f"is {configured}; remove it from the Accelerate config"
+        )
+    return GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=False)
+
+
+def reset_accelerate() -> None:
+    """Lets this process build another `Accelerator` with other arguments, as a notebook does."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def _enter_state(plugin: ShardingPlugin) -> None:
+    """Makes `plugin` the FSDP plugin of this process, or for `ddp` takes FSDP back out."""
+    state = AcceleratorState()
+    if plugin.strategy.sharded:
+        kind = DistributedType.FSDP
+        state.fsdp_plugin = plugin
+        plugin.set_mixed_precision(state.mixed_precision)
+    else:
+        kind = _plain_type()
+        state.fsdp_plugin = None
+    state.distributed_type = PartialState().distributed_type = kind
+
+
+def _plain_type() -> DistributedType:
+    """The distributed type of this process as it is without FSDP."""
+    state = PartialState()
+    if state.distributed_type != DistributedType.FSDP:
+        return state.distributed_type
+    if state.num_processes == 1:
+        return DistributedType.NO
+    return DistributedType.MULTI_GPU if state.device.type == "cuda" else DistributedType.MULTI_CPU
+
+
+def _require_process_group(device_type: str) -> None:
+    """A single process started by plain `python` gets a group of its own, so that it takes the same way."""
+    if not dist.is_initialized():
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _tell_empty_shards_apart(model: nn.Module) -> None:
+    """Accelerate maps an optimizer's parameters by `data_ptr`, which is 0 for every empty shard.
+
+    A parameter with fewer rows than ranks (a LoRA matrix, a classifier's head) has empty shards: they
+    would all become one parameter. A pointer of their own keeps them apart.
+    """
+    for parameter in model.parameters():
+        local = getattr(parameter, "_local_tensor", None)
+        if local is not None and local.numel() == 0:
+            local.data_ptr = lambda local=local: -id(local)
+
+
+def _rebind(optimizer: torch.optim.Optimizer, renewed: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Points `optimizer` at the sharded parameters, by identity."""
+    for group in optimizer.param_groups:
+        group["params"] = [renewed.get(parameter, parameter) for parameter in group["params"]]
+    for parameter in [known for known in optimizer.state if renewed.get(known, known) is not known]:
+        optimizer.state[renewed[parameter]] = optimizer.state.pop(parameter)

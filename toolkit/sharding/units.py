@@ -1,0 +1,504 @@
+"""Which modules FSDP2 gathers together: `plan_units(model) -> UnitPlan`, read from the model alone.
+
+Pure: no process group, no device, no transformers; a model on the meta device will do. Four kinds
+of unit, each of them one `fully_shard` call:
+
+- block: a repeated transformer block, found by `_no_split_modules`, by the base class
+  `GradientCheckpointingLayer`, or as elements of one class that fill a sizable part of the model.
+  Only the outermost: an expert inside a block runs on some ranks and not on others, and a unit of
+  its own would hang the collectives.
+- embeddings: the input embeddings, where they share nothing with the head.
+- tail: the head and the final norm; where tied, the embeddings, the final norm and the head.
+- root: the model itself with what is left. Without a head that `get_output_embeddings` knows
+  (encoders, classifiers), the final norm and the classifier are small and stay here.
+
+FSDP2 holds a parameter in one unit only (torch 2.13 refuses others in
+`_validate_no_duplicate_params`), so modules that share parameters end in one unit. First that applies:
+
+- One of them contains a block, or lies inside a unit but is also reached from outside it: all of
+  them go to the root, the only place where FSDP2 manages such a module once.
+- One of them is a block: the others join its unit. Blocks that share parameters (Zamba2) are one unit.
+- One of them is the head or the input embeddings: the others join that unit. An owner that contains
+  another (BERT's `cls.predictions` owns the bias of `cls.predictions.decoder`) stands for both.
+- Otherwise they are the root's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import groupby
+from typing import Literal
+
+from torch import nn
+
+from toolkit.errors import UnitError
+
+UnitKind = Literal["block", "embeddings", "tail", "root"]
+
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+BLOCK_BASE = "GradientCheckpointingLayer"  # compared by name: transformers is not imported here
+MIN_SHARE = 0.2  # of the parameters outside the vocabulary; a smaller list may stay in the root
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one `fully_shard` call groups and gathers together.
+
+    Attributes:
+        name: dotted path of a block (the first, where several share parameters), or the kind.
+        modules: dotted paths handed to the call, in this order; the root's is `("",)`.
+        class_name: the classes of these modules, each once, joined with `+`.
+        num_parameters: parameters that no earlier unit owns, shared ones counted once.
+        num_bytes: their size in the types they have now.
+        reshard_after_forward: False for tail and root, which backward needs again at once.
+    """
+
+    name: str
+    kind: UnitKind
+    modules: tuple[str, ...]
+    class_name: str
+    num_parameters: int
+    num_bytes: int
+    reshard_after_forward: bool
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The units of a model in the order in which `fully_shard` is applied; the root is the last."""
+
+    units: tuple[Unit, ...]
+
+    @property
+    def blocks(self) -> tuple[Unit, ...]:
+        return tuple(unit for unit in self.units if unit.kind == "block")
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(unit.num_parameters for unit in self.units)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(unit.num_bytes for unit in self.units)
+
+    def table(self) -> str:
+        """The plan as text; blocks of one class that follow each other share a row: `model.layers.0..31`."""
+        runs = groupby(enumerate(self.units), key=lambda numbered: _run_key(*numbered))
+        groups = [[unit for _, unit in run] for _, run in runs]
+        rows = [("unit", "class", "count", "parameters", "bytes")]
+        rows += [_row(_pattern(group), group[0].class_name, group) for group in groups]
+        rows.append(_row("total", "", self.units))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        return "\n".join(_aligned(row, widths) for row in rows)
+
+
+def plan_units(model: nn.Module, unit_classes: Sequence[str] | None = None) -> UnitPlan:
+    """Plans the FSDP units of a model.
+
+    Args:
+        model: any module; weights may be on the meta device, adapters may be in place.
+        unit_classes: class names; modules of these classes, outermost of each other, become the
+            blocks instead of those that are found.
+
+    Raises:
+        UnitError: where no block is found, a name matches nothing, or no block can be a unit.
+    """
+    tree = _Tree(model)
+    blocks = _found_blocks(tree) if unit_classes is None else _named_blocks(tree, unit_classes)
+    drafts = _drafts(tree, blocks)
+    if not any(draft.kind == "block" for draft in drafts):
+        raise UnitError(
+            f"{tree.class_of('')}: every block ({blocks[0]}, {len(blocks)} in all) shares parameters with a module "
+            "around it, so none can be a unit. Untie them, or name other classes in the recipe key sharding.unit_classes."
+        )
+    return UnitPlan(tuple(_measured(tree, drafts)))
+
+
+# The model as a tree of paths
+
+
+class _Tree:
+    """The modules of a model, each known by the first path that leads to it, in `named_modules` order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        self.path_of = {id(module): path for path, module in self.modules.items()}
+        self._order = {path: position for position, path in enumerate(self.modules)}
+        self._inside: dict[str, frozenset[str]] = {}
+
+    def class_of(self, path: str) -> str:
+        return type(self.modules[path]).__name__
+
+    def inside(self, path: str) -> frozenset[str]:
+        """The module and all below it; by object, since an alias can lead to a module known by another path."""
+        if path not in self._inside:
+            self._inside[path] = frozenset(self.path_of[id(module)] for module in self.modules[path].modules())
+        return self._inside[path]
+
+    def below(self, paths: Iterable[str]) -> set[str]:
+        return {inner for path in paths for inner in self.inside(path) if inner != path}
+
+    def in_order(self, paths: Iterable[str]) -> list[str]:
+        return sorted(set(paths), key=self._order.__getitem__)
+
+    def outermost(self, paths: Iterable[str]) -> list[str]:
+        """Those that lie in no other of them, in order."""
+        candidates = self.in_order(paths)
+        below = self.below(candidates)
+        return [path for path in candidates if path not in below]
+
+    def parameters(self, paths: Iterable[str]) -> list[nn.Parameter]:
+        """The parameters of the modules and of all below them, each once."""
+        found = {id(p): p for path in paths for p in self.modules[path].parameters()}
+        return list(found.values())
+
+    def num_parameters(self, paths: Iterable[str]) -> int:
+        return sum(p.numel() for p in self.parameters(paths))
+
+    def lists(self) -> Iterator[tuple[str, list[str]]]:
+        """Paths of lists, outer ones first, and of their elements; an object that is there twice counts twice."""
+        for path, module in self.modules.items():
+            if isinstance(module, LISTS):
+                yield path, [self.path_of[id(child)] for child in module._modules.values() if child is not None]
+
+
+# Which modules are blocks
+
+
+def _found_blocks(tree: _Tree) -> list[str]:
+    blocks = _marked_blocks(tree)
+    blocks += _blocks_by_share(tree, _repeated_elements(tree), blocks)
+    # The last resort: ALBERT holds one layer, applies it many times, and marks it in no way.
+    blocks = blocks or _blocks_by_share(tree, _lone_elements(tree), blocks)
+    if not blocks:
+        raise UnitError(_no_block_message(tree))
+    return tree.in_order(blocks)
+
+
+def _marked_blocks(tree: _Tree) -> list[str]:
+    """Elements of lists that transformers marks; `_no_split_modules` also names embeddings, which are in no list."""
+    marks = {name for module in tree.modules.values() for name in getattr(module, "_no_split_modules", None) or ()}
+    elements = {path for _, paths in tree.lists() for path in paths}
+    return tree.outermost(path for path in elements if _is_marked(tree.modules[path], marks | {BLOCK_BASE}))
+
+
+def _is_marked(module: nn.Module, marks: set[str]) -> bool:
+    return any(cls.__name__ in marks for cls in type(module).__mro__)
+
+
+def _repeated_elements(tree: _Tree) -> Iterator[list[str]]:
+    """Elements of one list that are of one class, where there are two or more."""
+    for _, paths in tree.lists():
+        by_class: dict[str, list[str]] = {}
+        for path in paths:
+            by_class.setdefault(tree.class_of(path), []).append(path)
+        yield from (alike for alike in by_class.values() if len(alike) > 1)
+
+
+def _lone_elements(tree: _Tree) -> Iterator[list[str]]:
+    """The only elements of their lists; not of Sequential and ModuleDict, which also wrap models and adapters."""
+    return (paths for path, paths in tree.lists() if len(paths) == 1 and isinstance(tree.modules[path], nn.ModuleList))
+
+
+def _blocks_by_share(tree: _Tree, groups: Iterable[list[str]], taken: Sequence[str]) -> list[str]:
+    """Groups of composite modules that lie apart from those taken and fill a sizable share, outer ones first."""
+    covered = {*taken, *tree.below(taken)}
+    floor = max(1.0, MIN_SHARE * _num_parameters_outside_vocabulary(tree))
+    blocks: list[str] = []
+    for group in groups:
+        fresh = [path for path in tree.in_order(group) if _is_composite(tree, path) and not tree.inside(path) & covered]
+        if tree.num_parameters(fresh) >= floor:
+            blocks += fresh
+            covered |= {*fresh, *tree.below(fresh)}
+    return blocks
+
+
+def _is_composite(tree: _Tree, path: str) -> bool:
+    """A bare Linear is no block, and FSDP2 refuses lists that have no forward."""
+    return any(True for _ in tree.modules[path].children()) and _has_forward(tree, path)
+
+
+def _has_forward(tree: _Tree, path: str) -> bool:
+    return not isinstance(tree.modules[path], (nn.ModuleList, nn.ModuleDict))
+
+
+def _num_parameters_outside_vocabulary(tree: _Tree) -> int:
+    """Leaves out what has a row per entry of the largest embedding: in small models that is nearly everything."""
+    sizes = [module.num_embeddings for module in tree.modules.values() if isinstance(module, nn.Embedding)]
+    vocabulary = max(sizes, default=-1)
+    return sum(p.numel() for p in tree.parameters([""]) if p.ndim == 0 or p.shape[0] != vocabulary)
+
+
+def _named_blocks(tree: _Tree, unit_classes: Sequence[str]) -> list[str]:
+    names = [unit_classes] if isinstance(unit_classes, str) else list(unit_classes)
+    candidates = _candidates(tree)
+    counts = _class_counts(tree, candidates)
+    unknown = [name for name in names if name not in counts]
+    if unknown or not names:
+        raise UnitError(_unmatched_message(tree, unknown, counts))
+    return tree.outermost(path for path in candidates if tree.class_of(path) in names)
+
+
+def _candidates(tree: _Tree) -> list[str]:
+    """Modules that could be blocks by name: any below the root that can run and owns parameters."""
+    return [path for path in tree.modules if path and _has_forward(tree, path) and tree.num_parameters([path])]
+
+
+def _class_counts(tree: _Tree, paths: Iterable[str]) -> Counter[str]:
+    return Counter(tree.class_of(path) for path in paths)
+
+
+# Which modules form a unit
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A unit before its parameters are counted."""
+
+    name: str
+    kind: UnitKind
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """Paths of the modules around the blocks that have a part of their own."""
+
+    embeddings: str | None
+    head: str | None
+    norm: str | None
+
+    def paths(self) -> set[str]:
+        return {path for path in (self.embeddings, self.head, self.norm) if path is not None}
+
+
+def _drafts(tree: _Tree, blocks: list[str]) -> list[_Draft]:
+    roles = _roles(tree, blocks)
+    components = _settled_components(tree, tree.outermost({*blocks, *roles.paths()}), blocks)
+    is_norm_free = roles.norm is not None and {roles.norm} in components
+    drafts = [_block_draft(tree, c, blocks) for c in components if c & set(blocks)]
+    drafts = sorted(drafts, key=lambda draft: blocks.index(draft.name))
+    others = [c for c in components if not c & set(blocks)]
+    tail = [_tail_draft(tree, c, roles, is_norm_free) for c in others if _holds(tree, c, roles.head)]
+    embeddings = [
+        _Draft("embeddings", "embeddings", tuple(_first(tree, c, roles.embeddings)))
+        for c in others
+        if _holds(tree, c, roles.embeddings) and not _holds(tree, c, roles.head)
+    ]
+    return [*embeddings, *drafts, *tail, _Draft("root", "root", ("",))]
+
+
+def _block_draft(tree: _Tree, component: set[str], blocks: list[str]) -> _Draft:
+    own = [path for path in blocks if path in component]
+    return _Draft(own[0], "block", (*own, *tree.in_order(component - set(own))))
+
+
+def _tail_draft(tree: _Tree, component: set[str], roles: _Roles, is_norm_free: bool) -> _Draft:
+    """Untied, the head stands first: the reduction keeps the gradient of a unit's last parameter alive
+    while it allocates its output (`foreach_reduce`), half a GiB less at 8B width if that is the norm's.
+    """
+    norm = [roles.norm] if is_norm_free and roles.norm is not None else []
+    rest = _first(tree, component, roles.embeddings)
+    head = [path for path in rest if roles.head in tree.inside(path)]
+    rest = [path for path in rest if path not in head]
+    is_tied = _holds(tree, set(rest), roles.embeddings)
+    return _Draft("tail", "tail", (*rest, *norm, *head) if is_tied else (*head, *rest, *norm))
+
+
+def _holds(tree: _Tree, paths: set[str], role: str | None) -> bool:
+    return any(role in tree.inside(path) for path in paths)
+
+
+def _first(tree: _Tree, paths: set[str], role: str | None) -> list[str]:
+    """The paths in order, the one that holds the role before the others."""
+    return sorted(tree.in_order(paths), key=lambda path: role not in tree.inside(path))
+
+
+# The modules around the blocks
+
+
+def _roles(tree: _Tree, blocks: list[str]) -> _Roles:
+    embeddings = _accessed(tree, "get_input_embeddings", blocks)
+    head = _accessed(tree, "get_output_embeddings", blocks)
+    return _Roles(embeddings, head, _final_norm(tree, blocks, embeddings) if head is not None else None)
+
+
+def _accessed(tree: _Tree, accessor: str, blocks: list[str]) -> str | None:
+    """Path of the module that a transformers accessor returns, unless blocks lie inside it."""
+    try:
+        module = getattr(tree.model, accessor)()
+    except (AttributeError, NotImplementedError):
+        return None
+    path = tree.path_of.get(id(module))
+    return None if path is None or tree.inside(path) & set(blocks) else path
+
+
+def _final_norm(tree: _Tree, blocks: list[str], embeddings: str | None) -> str | None:
+    """The last norm beside the last list of blocks, preferably after it (OPT defines it before).
+
+    Norms named after the embeddings are left to the root (Bloom, BART): in the tail, their forward at
+    the start would gather the head.
+    """
+    holders = {_holder(tree, block): block for block in blocks}
+    beside_embeddings = (embeddings or "").rpartition(".")[0]
+    # Kosmos-2 defines its vision tower last: what stands beside the embeddings is the language model.
+    holder = beside_embeddings if embeddings and beside_embeddings in holders else list(holders)[-1]
+    children = tree.modules[holder].named_children()
+    paths = {tree.path_of[id(child)]: name for name, child in children}
+    position = [holders[holder] in tree.inside(path) for path in paths].index(True)
+    norms = [(place > position, path) for place, (path, name) in enumerate(paths.items()) if _is_norm(tree, path, name)]
+    after = [path for is_after, path in norms if is_after]
+    return (after or [path for _, path in norms] or [None])[-1]
+
+
+def _holder(tree: _Tree, block: str) -> str:
+    """The module that holds the list of the block."""
+    path = block.rpartition(".")[0]
+    while path and isinstance(tree.modules[path], LISTS):
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _is_norm(tree: _Tree, path: str, name: str) -> bool:
+    is_norm = "norm" in tree.class_of(path).lower() or name.startswith("ln_")
+    return is_norm and "emb" not in name and tree.num_parameters([path]) > 0
+
+
+# Shared parameters
+
+
+def _settled_components(tree: _Tree, atoms: list[str], blocks: list[str]) -> list[set[str]]:
+    """Sets of modules that must stand in one unit, each set of one or more, none inside another.
+
+    An owner that joins a unit brings all that is below it, which may be shared in its turn: so again, until
+    nothing changes.
+    """
+    while True:
+        components = [c for c in _components(tree, atoms, blocks) if c & set(atoms)]
+        settled = tree.outermost(path for component in components for path in component)
+        if settled == atoms:
+            return components
+        atoms = settled
+
+
+def _components(tree: _Tree, atoms: list[str], blocks: list[str]) -> list[set[str]]:
+    """Connected components of "shares a parameter with", less those that only the root can hold."""
+    owners: dict[int, set[str]] = {}
+    for parameter, owner in _accesses(tree, tree.model, set(atoms)):
+        owners.setdefault(parameter, set()).add(owner)
+    links = [{atom} for atom in atoms] + [owner for owner in owners.values() if len(owner) > 1]
+    loose = {path for link in links for path in link} - set(atoms)
+    for_root = {path for path in loose if tree.inside(path) & set(blocks)} | (loose & tree.below(atoms))
+    links += [{path, *(tree.inside(path) & set(atoms))} for path in loose - for_root]
+    return [component for component in _merged(links) if not component & for_root]
+
+
+def _accesses(tree: _Tree, module: nn.Module, atoms: set[str], atom: str | None = None) -> Iterator[tuple[int, str]]:
+    """Every way that leads to a parameter, aliases included: its id, and the atom on the way or else its owner."""
+    path = tree.path_of[id(module)]
+    atom = path if atom is None and path in atoms else atom
+    for parameter in module.parameters(recurse=False):
+        yield id(parameter), path if atom is None else atom
+    for child in module.children():
+        yield from _accesses(tree, child, atoms, atom)
+
+
+def _merged(links: Iterable[set[str]]) -> list[set[str]]:
+    """Unites sets that have members in common."""
+    components: list[set[str]] = []
+    for link in links:
+        touching = [component for component in components if component & link]
+        components = [component for component in components if not component & link]
+        components.append(link.union(*touching))
+    return components
+
+
+# Numbers and text
+
+
+def _measured(tree: _Tree, drafts: Iterable[_Draft]) -> Iterator[Unit]:
+    seen: set[int] = set()
+    for draft in drafts:
+        own = [p for p in tree.parameters(draft.modules) if id(p) not in seen]
+        seen.update(id(p) for p in own)
+        yield Unit(
+            name=draft.name,
+            kind=draft.kind,
+            modules=draft.modules,
+            class_name="+".join(dict.fromkeys(tree.class_of(path) for path in draft.modules)),
+            num_parameters=sum(p.numel() for p in own),
+            num_bytes=sum(p.numel() * p.element_size() for p in own),
+            reshard_after_forward=draft.kind in ("block", "embeddings"),
+        )
+
+
+def _run_key(position: int, unit: Unit) -> tuple[object, ...]:
+    """Equal for blocks of one class and one list whose numbers follow each other."""
+    prefix, _, number = unit.name.rpartition(".")
+    is_numbered = unit.kind == "block" and number.isdecimal() and len(unit.modules) == 1
+    return (prefix, unit.class_name, position - int(number)) if is_numbered else (unit.name,)
+
+
+def _pattern(group: Sequence[Unit]) -> str:
+    first, last = group[0], group[-1]
+    if len(group) > 1:
+        return f"{first.name}..{last.name.rpartition('.')[2]}"
+    more = len(first.modules) - 1 if first.kind == "block" else 0
+    return f"{first.name} (+{more} sharing)" if more else first.name
+
+
+def _row(name: str, class_name: str, units: Sequence[Unit]) -> tuple[str, str, str, str, str]:
+    num_parameters = sum(unit.num_parameters for unit in units)
+    num_bytes = sum(unit.num_bytes for unit in units)
+    return name, class_name, str(len(units)), f"{num_parameters:,}", _readable(num_bytes)
+
+
+def _readable(num_bytes: int) -> str:
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{num_bytes} B" if units[0] == "B" else f"{size:.2f} {units[0]}"
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    texts = [text.ljust(width) for text, width in zip(row[:2], widths[:2], strict=True)]
+    numbers = [text.rjust(width) for text, width in zip(row[2:], widths[2:], strict=True)]
+    return "  ".join([*texts, *numbers])
+
+
+def _no_block_message(tree: _Tree) -> str:
+    lists = [
+        f"  {path or 'the model'}: {_counted(_class_counts(tree, paths))}" for path, paths in tree.lists() if paths
+    ]
+    return "\n".join(
+        [
+            f"no transformer block found in {tree.class_of('')} ({tree.num_parameters(['']):,} parameters)",
+            *(["its module lists:", *lists] if lists else ["it has no module lists"]),
+            f"its module classes: {_counted(_class_counts(tree, _candidates(tree))) or 'none with parameters'}",
+            "name the class of the blocks in the recipe key sharding.unit_classes",
+        ]
+    )
+
+
+def _unmatched_message(tree: _Tree, unknown: list[str], counts: Counter[str]) -> str:
+    problems = [f"{name!r} matches no module of {tree.class_of('')}{_hint(name, counts)}" for name in unknown]
+    return "\n".join(
+        [
+            "sharding.unit_classes: " + ("; ".join(problems) or "the list is empty"),
+            f"module classes that it may name: {_counted(counts)}",
+            "mend the recipe key sharding.unit_classes, or leave it out to have the blocks found",
+        ]
+    )
+
+
+def _hint(name: str, counts: Iterable[str]) -> str:
+    close = get_close_matches(name, list(counts), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} x {count}" for name, count in counts.items())

@@ -1,0 +1,242 @@
+"""The loop: micro-batches, backward, clip, step, evaluate. Knows torch and Accelerate only."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from toolkit.errors import TrainingError
+from toolkit.metrics import Metrics, peak_device_bytes, peak_host_bytes
+from toolkit.objectives import Objective
+from toolkit.recipe import TrainingSection
+from toolkit.sharding.apply import whole_tensor
+
+Batch = dict[str, torch.Tensor]
+
+
+class Windows(Protocol):
+    """Yields the micro-batches of one optimizer step at a time, equally many on every rank."""
+
+    def __iter__(self) -> Iterator[list[Batch]]: ...
+
+    def epoch_at(self, step: int) -> float: ...
+
+    def samples_at(self, step: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step, over all ranks."""
+
+    loss: float
+    grad_norm: float
+    target_tokens: int
+    tokens: int
+    peak_device_bytes: int
+    peak_host_bytes: int
+    non_finite_ranks: list[int]
+    skipped: bool
+
+
+class Trainer:
+    """Trains `model` on `windows`.
+
+    Args:
+        accelerator: whose `prepare` has been given `model` and `optimizer`.
+        schedule: stepped once per optimizer step.
+        evaluation: makes this rank's evaluation batches, equally many on every rank; None: no evaluation.
+        flops: per target token, and the peak of one device, for the MFU; None where unknown.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: LambdaLR,
+        objective: Objective,
+        settings: TrainingSection,
+        metrics: Metrics,
+        windows: Windows,
+        evaluation: Callable[[], Iterable[Batch]] | None = None,
+        flops: tuple[float, float] | None = None,
+    ) -> None:
+        self.accelerator = accelerator
+        self.model = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.objective = objective
+        self.settings = settings
+        self.metrics = metrics
+        self.windows = windows
+        self.evaluation = evaluation
+        self.flops = flops
+        self.global_step = 0
+        self.tokens = 0
+        self.target_tokens = 0
+        self._non_finite_in_a_row = 0
+
+    def fit(self) -> None:
+        """Runs every window, evaluating at the start, so often as the settings say, and at the end.
+
+        Raises:
+            TrainingError: after `max_non_finite_steps` steps in a row without a finite loss and gradient.
+        """
+        self.evaluate()
+        self.model.train()
+        started = time.perf_counter()
+        for window in self.windows:
+            learning_rate = self.schedule.get_last_lr()[0]
+            step = self.train_step(window)
+            self.schedule.step()
+            self.global_step += 1
+            finished = time.perf_counter()
+            self._record(step, learning_rate, finished - started)
+            self._watch(step, learning_rate)
+            if self._evaluation_due():
+                self.evaluate()
+            started = time.perf_counter()
+        if not self._evaluation_due():
+            self.evaluate()
+
+    def train_step(self, window: list[Batch]) -> Step:
+        """One optimizer step on this rank's micro-batches; the loss is the mean over all ranks' targets."""
+        local_targets = sum(self.objective.count_targets(batch) for batch in window)
+        local_tokens = sum(batch["input_ids"].numel() for batch in window)
+        counts = self._total([float(local_targets), float(local_tokens)])
+        target_tokens, tokens = int(counts[0]), int(counts[1])
+        # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks: both are undone.
+        scale = self.accelerator.num_processes * len(window) / max(1, target_tokens)
+        loss_sum = torch.zeros((), device=self.accelerator.device)
+        grad_norm = math.nan
+        skipped = False
+        for batch in window:
+            batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
+            with self.accelerator.accumulate(self.model):
+                loss = self.objective.loss_sum(self.model, batch)
+                loss_sum += loss.detach()
+                self.accelerator.backward(loss * scale)
+                del loss
+                if self.accelerator.sync_gradients:
+                    grad_norm = self._clip()
+                    skipped = self._update(grad_norm)
+        return self._gathered(loss_sum, grad_norm, target_tokens, tokens, skipped)
+
+    def _clip(self) -> float:
+        """Clips to the settings' norm, if any; the global norm before that."""
+        limit = self.settings.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf if limit is None else limit)
+        return float(whole_tensor(norm))
+
+    def _update(self, grad_norm: float) -> bool:
+        """Steps the optimizer unless the gradient is not finite; whether the step was skipped.
+
+        A gradient scaler (fp16) finds that out by itself, and has to, to lower its scale.
+        """
+        skipped = self.accelerator.scaler is None and not math.isfinite(grad_norm)
+        if not skipped:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return skipped or bool(self.accelerator.optimizer_step_was_skipped)
+
+    def _gathered(
+        self, loss_sum: torch.Tensor, grad_norm: float, target_tokens: int, tokens: int, skipped: bool
+    ) -> Step:
+        device = self.accelerator.device
+        mine = [loss_sum.double().item(), float(peak_device_bytes(device)), float(peak_host_bytes())]
+        rows = self.accelerator.gather(torch.tensor([mine], dtype=torch.float64, device=device)).tolist()
+        losses = [row[0] for row in rows]
+        return Step(
+            loss=sum(losses) / max(1, target_tokens),
+            grad_norm=grad_norm,
+            target_tokens=target_tokens,
+            tokens=tokens,
+            peak_device_bytes=int(max(row[1] for row in rows)),
+            peak_host_bytes=int(max(row[2] for row in rows)),
+            non_finite_ranks=[rank for rank, value in enumerate(losses) if not math.isfinite(value)],
+            skipped=skipped,
+        )
+
+    def _total(self, values: list[float]) -> list[float]:
+        """Sums over ranks; float64 counts exactly up to 2^53."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+        return self.accelerator.reduce(tensor, "sum").tolist()  # type: ignore[no-any-return]
+
+    def _record(self, step: Step, learning_rate: float, seconds: float) -> None:
+        self.tokens += step.tokens
+        self.target_tokens += step.target_tokens
+        tokens_per_second = step.target_tokens / seconds
+        mfu = None
+        if self.flops is not None:
+            mfu = tokens_per_second * self.flops[0] / (self.flops[1] * self.accelerator.num_processes)
+        self.metrics.train(
+            {
+                "step": self.global_step,
+                "epoch": self.windows.epoch_at(self.global_step),
+                "samples": self.windows.samples_at(self.global_step),
+                "tokens": self.tokens,
+                "target_tokens": self.target_tokens,
+                "loss": step.loss,
+                "grad_norm": step.grad_norm,
+                "learning_rate": learning_rate,
+                "tokens_per_second": tokens_per_second,
+                "step_seconds": seconds,
+                "peak_device_bytes": step.peak_device_bytes or None,
+                "peak_host_bytes": step.peak_host_bytes,
+                "mfu": mfu,
+            }
+        )
+
+    def _watch(self, step: Step, learning_rate: float) -> None:
+        """Reports a step without a finite loss or gradient, and stops after too many in a row."""
+        if math.isfinite(step.loss) and not step.skipped:
+            self._non_finite_in_a_row = 0
+            return
+        self._non_finite_in_a_row += 1
+        where = f" on rank {', '.join(map(str, step.non_finite_ranks))}" if step.non_finite_ranks else ""
+        what = "loss" if not math.isfinite(step.loss) else "gradient norm"
+        message = (
+            f"step {self.global_step}: non-finite {what}{where} (loss {step.loss}, gradient norm {step.grad_norm}, "
+            f"learning rate {learning_rate:.3e}); the optimizer step was skipped"
+        )
+        self.metrics.warn(message)
+        if self._non_finite_in_a_row >= self.settings.max_non_finite_steps:
+            raise TrainingError(
+                f"{message}. That makes {self._non_finite_in_a_row} in a row (training.max_non_finite_steps); "
+                "lower optimizer.learning_rate, lengthen the warm-up or look at the data of these steps"
+            )
+
+    def _evaluation_due(self) -> bool:
+        every = self.settings.eval_every_steps
+        return every is not None and self.global_step % every == 0
+
+    def evaluate(self) -> None:
+        """Records the mean loss over the held-out targets, each sample counted once."""
+        if self.evaluation is None:
+            return
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
+        with torch.no_grad():
+            for batch in self.evaluation():
+                targets = self.objective.count_targets(batch)
+                batch = send_to_device(batch, self.accelerator.device)
+                sums[0] += self.objective.loss_sum(self.model, batch).double()
+                sums[1] += targets
+        loss_sum, target_tokens = self.accelerator.reduce(sums, "sum").tolist()
+        self.model.train()
+        self.metrics.evaluation(_evaluation_record(self.global_step, loss_sum, int(target_tokens)))
+
+
+def _evaluation_record(step: int, loss_sum: float, target_tokens: int) -> dict[str, Any]:
+    loss = loss_sum / max(1, target_tokens)
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return {"step": step, "loss": loss, "target_tokens": target_tokens, "perplexity": perplexity}
