@@ -13,7 +13,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,16 @@ NOT_A_NUMBER_BY_DESIGN = frozenset({"peak_device_bytes", "mfu"})
 MAX_POINTS = 800
 """A curve keeps at most about so many points; a chart is fewer pixels wide (points)."""
 
+MAX_MARKERS = 40
+"""Evaluations drawn as dots; more of them would run into one thick line (points)."""
+
 MAX_LISTED_STEPS = 20
 """Non-finite steps named in the note before it says how many more there are (steps)."""
 
 MAX_EVALUATION_ROWS = 12
 """Evaluations in the table; of more, the first, the last and evenly spaced ones are shown (rows)."""
 
-WIDE_PX, NARROW_PX, SMALL_PX = (976, 300), (360, 240), (440, 190)
+WIDE_PX, NARROW_PX, SMALL_PX = (860, 264), (360, 240), (400, 180)
 """Width and height at which charts are drawn (CSS pixels); the browser scales them to their card."""
 
 INK = {"#010101": "chart-1", "#020202": "chart-2", "#030303": "muted", "#040404": "grid", "#050505": "warn"}
@@ -161,8 +164,8 @@ def _headline(train: Metrics, evals: Metrics, facts: dict[str, str]) -> str:
 def _tile(name: str, label: str, value: str, note: str, delta: str = "") -> str:
     """`value` and `delta` are HTML, `label` and `note` plain text."""
     return (
-        f'<div class="tile" id="{name}"><p class="label">{_text(label)}</p>'
-        f'<p class="value">{value}{delta}</p><p class="note">{_text(note)}</p></div>'
+        f'<div class="tile" id="{name}"><p class="label">{_text(label)}{delta}</p>'
+        f'<p class="value">{value}</p><p class="note">{_text(note)}</p></div>'
     )
 
 
@@ -186,13 +189,8 @@ def _train_loss_tile(train: Metrics) -> str:
 def _perplexity_tile(evals: Metrics) -> str:
     if not evals:
         return ""
-    return _tile(
-        "tile-perplexity", "Perplexity", _before_after(_perplexities(evals), _format_short), "on held-out data"
-    )
-
-
-def _perplexities(evals: Metrics) -> list[float]:
-    return _column(evals, "perplexity")
+    value = _before_after(_column(evals, "perplexity"), _format_perplexity)
+    return _tile("tile-perplexity", "Perplexity", value, "on held-out data")
 
 
 def _before_after(values: Sequence[float], form: Callable[[float], str]) -> str:
@@ -205,11 +203,12 @@ def _before_after(values: Sequence[float], form: Callable[[float], str]) -> str:
 def _eval_note(evals: Metrics, losses: list[float]) -> str:
     first, last = evals[0]["step"], evals[-1]["step"]
     if len(evals) == 1:
-        return f"one evaluation, at step {first}"
+        return f"one evaluation, at step {first:,}"
     finite = [(loss, line["step"]) for loss, line in zip(losses, evals, strict=True) if math.isfinite(loss)]
     best, best_step = min(finite, default=(math.nan, last))
-    best_note = "" if best_step == last else f"; best {_format_loss(best)} at step {best_step}"
-    return f"step {first} → step {last}{best_note}"
+    is_last_best = _format_loss(best) == _format_loss(losses[-1])
+    best_note = "" if is_last_best else f"; best {_format_loss(best)} at step {best_step:,}"
+    return f"step {first:,} → step {last:,}{best_note}"
 
 
 def _delta(values: Sequence[float]) -> str:
@@ -271,7 +270,7 @@ def _non_finite_note(found: list[_NonFinite]) -> str:
 
 
 def _describe_non_finite(item: _NonFinite) -> str:
-    where = f"step {item.step}" if item.split == "train" else f"evaluation at step {item.step}"
+    where = f"step {item.step:,}" if item.split == "train" else f"evaluation at step {item.step:,}"
     what = ", ".join(item.fields).replace("_", " ")
     return f"<li>{_text(f'{where}: {what}' if what else where)}</li>"
 
@@ -350,7 +349,7 @@ def _train_chart(
     smooth: bool = False,
     from_zero: bool = True,
 ) -> _Chart:
-    series = _train_series("every logged step", train, field)
+    series = _train_series("", train, field)
     return _Chart(name, title, _smoothed(series) if smooth else [series], _gaps(train, field), x_range, from_zero)
 
 
@@ -372,28 +371,31 @@ def _gaps(lines: Metrics, field: str) -> list[int]:
 
 
 def _smoothed(series: _Series) -> list[_Series]:
-    """The curve made faint with its moving mean on top; a short curve as it is."""
+    """The curve made faint with a smooth one on top; a short curve as it is."""
     count = len(series.ys)
     if count < 10:
         return [series]
-    half = min(250, max(2, count // 40))
-    faint = _Series(series.name, series.xs, series.ys, series.variable, "faint")
-    return [faint, _Series(f"mean of {2 * half + 1}", series.xs, _moving_mean(series.ys, half), series.variable)]
+    half = max(2, count // 30)
+    xs, ys = _running_midmean(series.xs, series.ys, half)
+    faint = replace(series, name=series.name or "raw", kind="faint")
+    return [faint, replace(series, name=f"smoothed over {2 * half + 1}", xs=xs, ys=ys)]
 
 
-def _moving_mean(values: list[float], half: int) -> list[float]:
-    """Centred mean of up to `2 * half + 1` values, fewer at both ends so that it never lags; gaps stay gaps.
+def _running_midmean(xs: list[int], ys: list[float], half: int) -> tuple[list[int], list[float]]:
+    """Centred means over up to `2 * half + 1` values, at about `MAX_POINTS` of the points; gaps stay gaps.
 
-    Windows are summed anew: with running sums one spike of 1e30 would wipe out every later mean.
+    Of each window the middle half by size is averaged: as smooth as a mean, and one spike does not lift it.
+    The window narrows towards the start, where a loss falls too fast for a wide one to follow.
     """
-    known = [math.isfinite(value) for value in values]
-    filled = [value if is_known else 0.0 for value, is_known in zip(values, known, strict=True)]
+    stride = math.ceil(len(xs) / MAX_POINTS)
+    centres = [index for index, y in enumerate(ys) if index % stride == 0 or index == len(ys) - 1 or math.isnan(y)]
     means = []
-    for index, is_known in enumerate(known):
-        reach = min(half, index, len(values) - 1 - index)
-        window = slice(index - reach, index + reach + 1)
-        means.append(sum(filled[window]) / sum(known[window]) if is_known else math.nan)
-    return means
+    for index in centres:
+        reach = min(half, index)
+        window = sorted(_finite(ys[index - reach : index + reach + 1]))
+        cut = len(window) // 4
+        means.append(statistics.fmean(window[cut : len(window) - cut]) if math.isfinite(ys[index]) else math.nan)
+    return [xs[index] for index in centres], means
 
 
 def _thinned(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
@@ -413,7 +415,7 @@ def _thinned(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
 
 def _chart_card(chart: _Chart) -> str:
     legend = _legend(chart)
-    scale = '<span class="muted"> log scale</span>' if chart.is_logarithmic() else ""
+    scale = '<span class="muted"> (log)</span>' if chart.is_logarithmic() else ""
     head = f"<div class='chart-head'><h2>{_text(chart.title)}{scale}</h2>{legend}</div>"
     if not chart.values():
         return f'<section class="card" id="chart-{chart.name}">{head}<p class="muted">No finite value.</p></section>'
@@ -428,10 +430,12 @@ def _legend(chart: _Chart) -> str:
     keys = [(series.kind, series.variable, series.name) for series in chart.series]
     if chart.gaps:
         keys.append(("gap", "warn", "not finite"))
-    if len(keys) < 2:
-        return ""
-    items = [f'<li><i class="{kind}" style="color:var(--{ink})"></i>{_text(name)}</li>' for kind, ink, name in keys]
-    return f'<ul class="legend">{"".join(items)}</ul>'
+    items = [
+        f'<li><i class="{kind}" style="color:var(--{variable})"></i>{_text(name)}</li>'
+        for kind, variable, name in keys
+        if name  # the title says what a nameless curve is
+    ]
+    return f'<ul class="legend">{"".join(items)}</ul>' if items else ""
 
 
 def _draw(chart: _Chart, size: tuple[int, int]) -> str:
@@ -456,8 +460,8 @@ def _draw_series(axes: Any, series: _Series) -> None:
     xs, ys = _thinned(series.xs, series.ys)
     color = COLOR_OF[series.variable]
     is_faint = series.kind == "faint"
-    marker = {"marker": "o", "markersize": 6} if series.kind == "points" else {}
-    axes.plot(xs, ys, color=color, linewidth=1 if is_faint else 2, alpha=0.35 if is_faint else 1, **marker)
+    marker = {"marker": "o", "markersize": 6} if series.kind == "points" and len(xs) <= MAX_MARKERS else {}
+    axes.plot(xs, ys, color=color, linewidth=1 if is_faint else 2, alpha=0.45 if is_faint else 1, **marker)
     lone_xs, lone_ys = _lone_points(xs, ys)
     axes.plot(lone_xs, lone_ys, color=color, linestyle="none", marker="o", markersize=4, alpha=0.5 if is_faint else 1)
 
@@ -481,10 +485,10 @@ def _style_axes(axes: Any, chart: _Chart, *, is_wide: bool) -> None:
     axes.set_xlabel("step", color=COLOR_OF["muted"])
     axes.grid(axis="y", color=COLOR_OF["grid"], linewidth=1)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=COLOR_OF["muted"], length=0, pad=6)
+    axes.tick_params(which="both", colors=COLOR_OF["muted"], length=0, pad=6)
     axes.spines[["top", "left", "right"]].set_visible(False)
     axes.spines["bottom"].set_color(COLOR_OF["grid"])
-    _scale_axes(axes, chart, num_x_ticks=8 if is_wide else 4)
+    _scale_axes(axes, chart, num_x_ticks=10 if is_wide else 6)
 
 
 def _scale_axes(axes: Any, chart: _Chart, num_x_ticks: int) -> None:
@@ -493,7 +497,7 @@ def _scale_axes(axes: Any, chart: _Chart, num_x_ticks: int) -> None:
     first, last = chart.x_range
     margin = 0.015 * (last - first) or 0.5  # a single step stands in the middle
     axes.set_xlim(first - margin, last + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(num_x_ticks, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(num_x_ticks, integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(_format_tick))
     if chart.is_logarithmic():
         axes.set_yscale("log")
@@ -540,14 +544,13 @@ def _sample_card(sample: tuple[str, str] | None) -> str:
 
 def _tables_section(summary: RunSummary, evals: Metrics) -> str:
     data = [(key, _format_value(key, value)) for key, value in _flattened(summary.data_report)]
-    cards = [
-        _table_card("evaluations", "Evaluations", ("Step", "Loss", "Perplexity"), _evaluation_rows(evals)),
-        _table_card("data", "Data", (), data),
-        _table_card("units", "FSDP units", ("Unit", "Class", "Count", "Parameters", "Size"), _unit_rows(summary.units)),
-        _table_card("versions", "Versions and machine", (), list(summary.versions.items())),
-    ]
-    shown = "".join(filter(None, cards))
-    return f'<div class="columns">{shown}</div>' if shown else ""
+    left = _table_card("data", "Data", (), data)
+    right = _table_card("evaluations", "Evaluations", ("Step", "Loss", "Perplexity"), _evaluation_rows(evals))
+    right += _table_card("versions", "Versions and machine", (), list(summary.versions.items()))
+    columns = "".join(f"<div>{column}</div>" for column in (left, right) if column)
+    head = ("Unit", "Class", "Count", "Parameters", "Size")
+    units = _table_card("units", "FSDP units", head, _unit_rows(summary.units))
+    return f'<div class="grid">{columns}</div>{units}'
 
 
 def _table_card(name: str, title: str, head: tuple[str, ...], rows: Sequence[Sequence[str]]) -> str:
@@ -571,7 +574,9 @@ def _evaluation_rows(evals: Metrics) -> list[tuple[str, str, str]]:
     shown = min(len(evals), MAX_EVALUATION_ROWS)
     picked = [evals[round(index * last / max(1, shown - 1))] for index in range(shown)]
     rows = zip(picked, _column(picked, "loss"), _column(picked, "perplexity"), strict=True)
-    return [(f"{line['step']:,}", _format_loss(loss), _format_short(perplexity)) for line, loss, perplexity in rows]
+    return [
+        (f"{line['step']:,}", _format_loss(loss), _format_perplexity(perplexity)) for line, loss, perplexity in rows
+    ]
 
 
 def _unit_rows(units: list[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -628,6 +633,13 @@ def _format_loss(value: float) -> str:
     if not math.isfinite(value):
         return "not finite"
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1e4 else f"{value:.3g}"
+
+
+def _format_perplexity(value: float) -> str:
+    """Three digits, with trailing zeros: 30.0 next to 8.80."""
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:#.3g}".rstrip(".") if value < 1000 else _format_short(value)
 
 
 def _format_short(value: float) -> str:
@@ -732,16 +744,15 @@ ul { list-style: none; margin: 0; padding: 0; }
   overflow-wrap: anywhere;
 }
 .chips span { color: var(--muted); margin-right: 4px; }
-.tiles { display: grid; grid-template-columns: repeat(6, 1fr); gap: 16px; margin-top: 24px; }
+.tiles { display: flex; flex-wrap: wrap; gap: 16px; margin-top: 24px; }
 .card, .tile { background: var(--card); border: 1px solid var(--edge); border-radius: 12px; min-width: 0; }
-.tile { padding: 16px 18px; grid-column: span 2; }
-.label { color: var(--soft); font-size: 13px; }
+.tile { padding: 16px 18px; flex: 1 1 30%; }
+.label { color: var(--soft); font-size: 13px; display: flex; justify-content: space-between; gap: 8px; }
 .value { font-size: 26px; line-height: 1.3; font-weight: 600; letter-spacing: -.02em; overflow-wrap: anywhere; }
 .value .before, .value .arrow { color: var(--muted); font-weight: 400; }
 .note { color: var(--muted); font-size: 13px; }
 .delta {
-  font-size: 13px; font-weight: 600; letter-spacing: 0; white-space: nowrap; border-radius: 999px; padding: 2px 9px;
-  vertical-align: 4px; margin-left: 4px;
+  font-size: 12px; line-height: 20px; font-weight: 600; white-space: nowrap; border-radius: 999px; padding: 0 8px;
 }
 .delta.good { color: var(--good); background: var(--good-page); }
 .delta.bad { color: var(--bad); background: var(--bad-page); }
@@ -756,29 +767,30 @@ ul { list-style: none; margin: 0; padding: 0; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; color: var(--soft); font-size: 13px; }
 .legend li { display: flex; align-items: center; gap: 6px; }
 .legend i { width: 16px; height: 0; border-top: 2px solid currentColor; }
-.legend i.faint { opacity: .4; }
+.legend i.faint { opacity: .45; }
 .legend i.gap { border-top-style: dashed; }
 .legend i.points { width: 9px; height: 9px; border: 0; border-radius: 50%; background: currentColor; }
-.legend i.prompt, .legend i.said { width: 12px; height: 12px; border: 1px solid var(--edge); border-radius: 3px; }
+.legend i.prompt, .legend i.said { width: 12px; height: 12px; border: 1px solid var(--muted); border-radius: 3px; }
 .legend i.said { background: var(--tint); border-color: var(--chart-1); }
 .chart svg { display: block; width: 100%; height: auto; overflow: visible; stroke-linejoin: round; }
 .chart svg text { font-family: inherit !important; font-variant-numeric: tabular-nums; }
 .chart.narrow { display: none; }
+.grid > div { min-width: 0; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 0 16px; }
-.columns { columns: 2 400px; column-gap: 16px; }
-.columns .card { break-inside: avoid; display: inline-block; width: 100%; }
-.scroll { overflow-x: auto; }
+.scroll { overflow: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; margin-top: 8px; }
 th { text-align: left; font-weight: 500; font-size: 13px; color: var(--muted); }
 th, td { padding: 6px 14px 6px 0; border-bottom: 1px solid var(--edge); vertical-align: top; }
 tbody tr:last-child td { border-bottom: 0; }
 td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
-td:first-child { color: var(--soft); }
+td:first-child { color: var(--soft); overflow-wrap: normal; }
 th:last-child, td:last-child { padding-right: 0; text-align: right; }
 #units td:first-child, #data td:first-child, pre, .sample {
   font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
 }
 #units td:first-child, #data td:first-child { font-size: 13px; }
+#units .scroll { max-height: 480px; }
+#units td { overflow-wrap: normal; }
 #units th:nth-child(n+3), #units td:nth-child(n+3) { text-align: right; white-space: nowrap; }
 #evaluations th, #evaluations td { text-align: right; }
 #evaluations th:first-child, #evaluations td:first-child { text-align: left; }
@@ -791,9 +803,9 @@ pre .comment { color: var(--muted); }
 @media (max-width: 700px) {
   main { padding: 24px 14px 40px; }
   h1 { font-size: 24px; }
-  .tiles { grid-template-columns: 1fr 1fr; gap: 10px; }
-  .tile { grid-column: auto; padding: 12px 14px; }
-  #tile-loss, #tile-perplexity { grid-column: 1 / -1; }
+  .tiles { gap: 10px; }
+  .tile { flex-basis: 40%; padding: 12px 14px; }
+  #tile-loss, #tile-perplexity { flex-basis: 100%; }
   .value { font-size: 22px; }
   .card { padding: 14px; margin-top: 10px; }
   .chart.wide { display: none; }

@@ -111,7 +111,7 @@ def plan_units(model: nn.Module, unit_classes: Sequence[str] | None = None) -> U
     if not any(draft.kind == "block" for draft in drafts):
         raise UnitError(
             f"{tree.class_of('')}: every block ({blocks[0]}, {len(blocks)} in all) shares parameters with a module "
-            "around it, so none can be a unit. Untie them, or name other classes in the recipe key sharding.unit_classes."
+            "around it, so none can be a unit; untie them, or name other classes in sharding.unit_classes of the recipe"
         )
     return UnitPlan(tuple(_measured(tree, drafts)))
 
@@ -346,12 +346,12 @@ def _final_norm(tree: _Tree, blocks: list[str], embeddings: str | None) -> str |
     beside_embeddings = (embeddings or "").rpartition(".")[0]
     # Kosmos-2 defines its vision tower last: what stands beside the embeddings is the language model.
     holder = beside_embeddings if embeddings and beside_embeddings in holders else list(holders)[-1]
-    children = tree.modules[holder].named_children()
-    paths = {tree.path_of[id(child)]: name for name, child in children}
-    position = [holders[holder] in tree.inside(path) for path in paths].index(True)
-    norms = [(place > position, path) for place, (path, name) in enumerate(paths.items()) if _is_norm(tree, path, name)]
-    after = [path for is_after, path in norms if is_after]
-    return (after or [path for _, path in norms] or [None])[-1]
+    children = {tree.path_of[id(child)]: name for name, child in tree.modules[holder].named_children()}
+    position = [holders[holder] in tree.inside(path) for path in children].index(True)
+    norms = [(place, path) for place, (path, name) in enumerate(children.items()) if _is_norm(tree, path, name)]
+    after = [path for place, path in norms if place > position]
+    before = [path for place, path in norms if place < position]
+    return (after or before)[-1] if norms else None
 
 
 def _holder(tree: _Tree, block: str) -> str:
@@ -471,9 +471,8 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _no_block_message(tree: _Tree) -> str:
-    lists = [
-        f"  {path or 'the model'}: {_counted(_class_counts(tree, paths))}" for path, paths in tree.lists() if paths
-    ]
+    contents = [(path or "the model", _counted(_class_counts(tree, paths))) for path, paths in tree.lists() if paths]
+    lists = [f"  {path}: {content}" for path, content in contents]
     return "\n".join(
         [
             f"no transformer block found in {tree.class_of('')} ({tree.num_parameters(['']):,} parameters)",

@@ -1,0 +1,35 @@
+"""Fixtures that several test folders use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+WORDS = (
+    "the king and queen of hearts walked by the river at night while the moon was high and all the world "
+    "lay still except a fox who sang of bread and wine"
+).split()
+
+
+def make_texts(num_rows: int, seed: int = 0) -> list[str]:
+    """Deterministic rows of 5 to 60 words."""
+    texts = []
+    state = seed * 7919 + 13
+    for _ in range(num_rows):
+        state = (state * 1103515245 + 12345) % 2**31
+        words = []
+        for _ in range(5 + state % 56):
+            state = (state * 1103515245 + 12345) % 2**31
+            words.append(WORDS[(state >> 8) % len(WORDS)])
+        texts.append(" ".join(words))
+    return texts
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A jsonl file of 60 rows with a `text` column."""
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(60)), encoding="utf-8")
+    return path

@@ -1,0 +1,156 @@
+"""Every strategy is the plain loop: same losses, same norms, same weights, on 1, 2 and 4 ranks.
+
+The plain loop is written out here, on one process, without any of the toolkit's code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_on_ranks
+from safetensors.torch import load_file
+from tiny import recipe_values, save_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+STEPS = 20
+ROWS_PER_STEP = 12
+T = 32
+LEARNING_RATE, WARMUP, DECAY, MAX_NORM = 2e-3, 4, 0.1, 0.5
+
+STRATEGIES = ("zero3", "ddp")
+CASES = list(itertools.product(STRATEGIES, (False, True), (1, 3)))  # strategy, tied, accumulation
+
+
+def plain_rows(model_folder: Path, data: Path) -> torch.Tensor:
+    """(N, 3, T): input ids, labels and positions, cut here by hand."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    ids, labels, positions = [], [], []
+    for line in data.read_text().splitlines():
+        document = tokenizer(json.loads(line)["text"])["input_ids"] + [tokenizer.eos_token_id]
+        ids += document
+        labels += [-100] + document[1:]
+        positions += list(range(len(document)))
+    rows = []
+    for start in range(0, len(ids) - 1, T - 1):
+        row = [ids[start : start + T], labels[start : start + T], positions[start : start + T]]
+        if len(row[0]) < T:
+            missing = T - len(row[0])
+            last = row[2][-1]
+            row = [
+                row[0] + [tokenizer.pad_token_id] * missing,
+                row[1] + [-100] * missing,
+                row[2] + list(range(last + 1, last + 1 + missing)),
+            ]
+        first = row[2][0]
+        length = next((i for i in range(1, T) if row[2][i] != first + i), T)
+        row[2][:length] = range(length)
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+def plain_loop(model_folder: Path, data: Path) -> dict[str, Any]:
+    """AdamW with decay and no-decay groups, clipping, linear warm-up and decay, 12 rows a step."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
+    rows = plain_rows(model_folder, data)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}], foreach=False
+    )
+    out: dict[str, Any] = {"loss": [], "norm": [], "lr": []}
+    for step in range(STEPS):
+        batch = rows[[(step * ROWS_PER_STEP + i) % len(rows) for i in range(ROWS_PER_STEP)]]
+        ids, labels, positions = batch[:, 0], batch[:, 1], batch[:, 2]
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+        if norm > MAX_NORM:
+            for p in model.parameters():
+                p.grad.mul_(MAX_NORM / (norm + 1e-6))
+        lr = LEARNING_RATE * ((step + 1) / (WARMUP + 1) if step < WARMUP else (19 - step) / (19 - WARMUP))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        out["loss"].append(loss.item())
+        out["norm"].append(norm)
+        out["lr"].append(lr)
+    out["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return out
+
+
+def toolkit_runs(folder: Path, data: Path) -> dict[str, Any]:
+    """All cases on the ranks at hand."""
+    import torch.distributed as dist
+
+    from toolkit import Recipe, finetune
+
+    world_size = dist.get_world_size()
+    results = {}
+    for number, (strategy, tied, accumulation) in enumerate(CASES):
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo",
+                init_method=(folder / f"meet-{world_size}-{number}").as_uri(),
+                rank=int(os.environ["RANK"]),
+                world_size=world_size,
+            )
+        output = folder / f"{strategy}-{tied}-{accumulation}-{world_size}"
+        values = recipe_values(
+            folder / f"model-{tied}",
+            data,
+            output,
+            folder / "cache",
+            micro_batch_size=ROWS_PER_STEP // world_size // accumulation,
+            gradient_accumulation_steps=accumulation,
+        )
+        values["sharding"] = {"strategy": strategy}
+        result = finetune(Recipe.from_mapping(values))
+        results[strategy, tied, accumulation] = (result.metrics, result.logits_difference)
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
+    folder = tmp_path_factory.mktemp("parity")
+    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    for tied in (False, True):
+        save_llama(folder / f"model-{tied}", texts, tied=tied)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, text_file: Path) -> dict[bool, dict[str, Any]]:
+    return {tied: plain_loop(folder / f"model-{tied}", text_file) for tied in (False, True)}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_parity_with_the_plain_loop(
+    num_ranks: int, folder: Path, text_file: Path, plain: dict[bool, dict[str, Any]]
+) -> None:
+    results = run_on_ranks(toolkit_runs, num_ranks, folder, text_file)[0]
+    assert set(results) == set(CASES)
+    for case in CASES:
+        strategy, tied, accumulation = case
+        records, logits_difference = results[case]
+        expected = plain[tied]
+        assert max(expected["norm"]) > MAX_NORM, "clipping must be active"
+        for key, name in (("loss", "loss"), ("norm", "grad_norm"), ("lr", "learning_rate")):
+            found = [record[name] for record in records]
+            # A norm is a square root of a sum over all gradients, whose rounding it adds up.
+            assert found == pytest.approx(expected[key], rel=1e-6 if key != "norm" else 1e-5), (case, key)
+        exported = load_file(folder / f"{strategy}-{tied}-{accumulation}-{num_ranks}" / "export" / "model.safetensors")
+        assert set(exported) == set(expected["weights"]), case
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(exported[name], weight, rtol=0, atol=1e-5, msg=f"{case} {name}")
+        assert logits_difference < 1e-6, case

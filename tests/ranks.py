@@ -1,0 +1,114 @@
+"""Runs a function on N ranks over gloo, as a launcher would, and brings their results back.
+
+Ranks are forked from a server process that has imported torch and transformers once: that import
+costs seconds, a fork costs milliseconds. The server has run no parallel code before, so its children
+start with clean thread pools.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+PRELOADED = ["toolkit.run", "toolkit.trainer"]
+DEFAULT_SECONDS = 240.0
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def run_on_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, seconds: float = DEFAULT_SECONDS, grouped: bool = True
+) -> list[Any]:
+    """`function(*args)` on every rank; the results in rank order.
+
+    Args:
+        function: a module-level function; its result must be picklable.
+        seconds: time limit for all ranks together.
+        grouped: with a process group (file rendezvous) already made, as under a launcher.
+
+    Raises:
+        AssertionError: with every failed rank's traceback, or naming the ranks that did not finish.
+    """
+    _context.set_forkserver_preload(PRELOADED)
+    with TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(num_ranks):
+            receiver, sender = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_rank, args=(sender, rank, num_ranks, folder, grouped, function, args), daemon=False
+            )
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            outcomes = _collect(pipes, seconds)
+        finally:
+            for process in processes:
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+    failed = [f"--- rank {rank} ---\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
+    assert not failed, "\n".join(failed)
+    return [result for _, result in outcomes]
+
+
+def _collect(pipes: list[Connection], seconds: float) -> list[tuple[bool, Any]]:
+    outcomes: list[tuple[bool, Any]] = [(False, f"did not finish in {seconds:.0f} s")] * len(pipes)
+    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
+    deadline = time.monotonic() + seconds
+    while waiting and time.monotonic() < deadline:
+        for ready in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+            rank = waiting.pop(ready)  # type: ignore[arg-type]
+            try:
+                outcomes[rank] = ready.recv()  # type: ignore[union-attr]
+            except EOFError:
+                outcomes[rank] = (False, "died without a word")
+            if not outcomes[rank][0]:
+                # The others may wait for the failed one forever; a launcher would end them now.
+                deadline = min(deadline, time.monotonic() + 20)
+    return outcomes
+
+
+def _rank(
+    sender: Connection, rank: int, num_ranks: int, folder: str, grouped: bool, function: Callable[..., Any], args: Any
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        ACCELERATE_USE_CPU="true",
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        if grouped:
+            dist.init_process_group(
+                "gloo",
+                init_method=Path(folder, "rendezvous").as_uri(),
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timedelta(seconds=120),
+            )
+        result = function(*args)
+        pickle.dumps(result)
+        sender.send((True, result))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
