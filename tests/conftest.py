@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-WORDS = (
-    "the king and queen of hearts walked by the river at night while the moon was high and all the world "
-    "lay still except a fox who sang of bread and wine"
-).split()
+STORY = """the king and queen of hearts walked by the river at night while the moon was high and all the
+world lay still except a fox who sang of bread and wine"""
+WORDS = STORY.split()
 
 
 def make_texts(num_rows: int, seed: int = 0) -> list[str]:

@@ -26,14 +26,14 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def run_on_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, seconds: float = DEFAULT_SECONDS, grouped: bool = True
+    function: Callable[..., Any], num_ranks: int, *args: Any, seconds: float = DEFAULT_SECONDS
 ) -> list[Any]:
     """`function(*args)` on every rank; the results in rank order.
 
     Args:
-        function: a module-level function; its result must be picklable.
+        function: a module-level function; its result must be picklable. The process group is made
+            over a shared file before it is called; after a run that took it down, it calls `meet`.
         seconds: time limit for all ranks together.
-        grouped: with a process group (file rendezvous) already made, as under a launcher.
 
     Raises:
         AssertionError: with every failed rank's traceback, or naming the ranks that did not finish.
@@ -44,7 +44,7 @@ def run_on_ranks(
         for rank in range(num_ranks):
             receiver, sender = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_rank, args=(sender, rank, num_ranks, folder, grouped, function, args), daemon=False
+                target=_rank, args=(sender, rank, num_ranks, folder, function, args), daemon=False
             )
             process.start()
             sender.close()
@@ -63,6 +63,25 @@ def run_on_ranks(
     return [result for _, result in outcomes]
 
 
+def meet() -> None:
+    """Makes the process group of this rank's run, if the last run has taken it down."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    _meetings.append(len(_meetings))
+    dist.init_process_group(
+        "gloo",
+        init_method=Path(os.environ["TEST_MEETING_FOLDER"], f"meeting-{len(_meetings)}").as_uri(),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=120),
+    )
+
+
+_meetings: list[int] = []
+
+
 def _collect(pipes: list[Connection], seconds: float) -> list[tuple[bool, Any]]:
     outcomes: list[tuple[bool, Any]] = [(False, f"did not finish in {seconds:.0f} s")] * len(pipes)
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
@@ -71,7 +90,7 @@ def _collect(pipes: list[Connection], seconds: float) -> list[tuple[bool, Any]]:
         for ready in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
             rank = waiting.pop(ready)  # type: ignore[arg-type]
             try:
-                outcomes[rank] = ready.recv()  # type: ignore[union-attr]
+                outcomes[rank] = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 outcomes[rank] = (False, "died without a word")
             if not outcomes[rank][0]:
@@ -80,9 +99,7 @@ def _collect(pipes: list[Connection], seconds: float) -> list[tuple[bool, Any]]:
     return outcomes
 
 
-def _rank(
-    sender: Connection, rank: int, num_ranks: int, folder: str, grouped: bool, function: Callable[..., Any], args: Any
-) -> None:
+def _rank(sender: Connection, rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: Any) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -91,24 +108,17 @@ def _rank(
         ACCELERATE_USE_CPU="true",
         OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1",
+        TEST_MEETING_FOLDER=folder,
     )
     try:
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        if grouped:
-            dist.init_process_group(
-                "gloo",
-                init_method=Path(folder, "rendezvous").as_uri(),
-                rank=rank,
-                world_size=num_ranks,
-                timeout=timedelta(seconds=120),
-            )
+        meet()
         result = function(*args)
-        pickle.dumps(result)
-        sender.send((True, result))
+        sender.send_bytes(pickle.dumps((True, result)))  # plain pickle: tensors travel as copies
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))

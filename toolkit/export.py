@@ -153,7 +153,7 @@ def reload(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrained
         needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         free, _ = torch.cuda.mem_get_info(device)
         device = device if needed + 4 * GIB < free else torch.device("cpu")
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import nn
+from transformers import PreTrainedModel
 
 from toolkit.recipe import LoggingSection
 
@@ -139,15 +139,15 @@ def peak_flops(device: torch.device, mixed_precision: str) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-def flops_per_token(model: nn.Module, max_length: int) -> float:
+def flops_per_token(model: PreTrainedModel, max_length: int) -> float:
     """Forward and backward of one token: 6 N + 12 L H T (PaLM, arXiv 2204.02311, appendix B).
 
     N are the parameters of matrix products: all but input embeddings that are not also the head.
     """
     config = getattr(model, "config", None)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    if embeddings is not None and not getattr(config, "tie_word_embeddings", False):
-        count -= sum(parameter.numel() for parameter in embeddings.parameters())
-    layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+    count: int = sum(parameter.numel() for parameter in model.parameters())
+    if not getattr(config, "tie_word_embeddings", False):
+        count -= sum(parameter.numel() for parameter in model.get_input_embeddings().parameters())
+    layers = int(getattr(config, "num_hidden_layers", 0))
+    width = int(getattr(config, "hidden_size", 0))
     return 6.0 * count + 12.0 * layers * width * max_length

@@ -83,10 +83,10 @@ def materialize(model: nn.Module, weights: Weights) -> None:
 
 def _made(name: str, parameter: nn.Parameter, weights: Weights) -> nn.Parameter:
     if not isinstance(parameter, DTensor):
-        values = weights.read(name, parameter, slice(0, _num_rows(parameter))).to(parameter.dtype)
-        return nn.Parameter(values, requires_grad=parameter.requires_grad)
+        whole = weights.read(name, parameter, slice(0, _num_rows(parameter)))
+        return nn.Parameter(_own(whole, parameter.dtype, torch.device("cpu")), requires_grad=parameter.requires_grad)
     local = weights.read(name, parameter, shard_rows(parameter))
-    local = local.to(device=parameter.device_mesh.device_type, dtype=parameter.dtype)
+    local = _own(local, parameter.dtype, torch.device(parameter.device_mesh.device_type))
     sharded = DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -96,6 +96,11 @@ def _made(name: str, parameter: nn.Parameter, weights: Weights) -> nn.Parameter:
         stride=parameter.stride(),
     )
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def _own(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A copy: what safetensors reads is a view of the mapped file, which may change or go away."""
+    return tensor.to(device=device, dtype=dtype, copy=True)
 
 
 def shard_rows(parameter: DTensor) -> Rows:
@@ -148,7 +153,7 @@ class RankZeroWeights:
         else:
             whole = torch.empty(like.shape, dtype=like.dtype, device=device)
         dist.broadcast(whole, src=0)
-        return whole[rows].clone() if like.ndim else whole
+        return whole[rows] if like.ndim else whole
 
     def _whole(self, name: str) -> torch.Tensor:
         if self._state is None:

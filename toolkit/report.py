@@ -28,6 +28,9 @@ MAX_POINTS = 800
 MAX_MARKERS = 40
 """Evaluations drawn as dots; more of them would run into one thick line (points)."""
 
+LARGEST_DRAWN = 1e60
+"""Values beyond it are drawn there, so that neither a sum nor the margin of an axis overflows."""
+
 MAX_LISTED_STEPS = 20
 """Non-finite steps named in the note before it says how many more there are (steps)."""
 
@@ -36,6 +39,9 @@ MAX_EVALUATION_ROWS = 12
 
 WIDE_PX, NARROW_PX, SMALL_PX = (860, 264), (360, 240), (400, 180)
 """Width and height at which charts are drawn (CSS pixels); the browser scales them to their card."""
+
+MARGINS_PX = (46, 12, 8, 36)
+"""Left, right, top, bottom of the plotting area: fixed, so that the axes of all charts line up (CSS pixels)."""
 
 INK = {"#010101": "chart-1", "#020202": "chart-2", "#030303": "muted", "#040404": "grid", "#050505": "warn"}
 """Stand-in colours given to matplotlib, each replaced by the CSS variable of that name in the SVG."""
@@ -127,7 +133,7 @@ def _non_finite(lines: Metrics) -> list[_NonFinite]:
         fields = tuple(field for field, value in line.items() if _is_non_finite(line, field, value))
         if fields or line.get("non_finite"):
             found.append(_NonFinite(line["split"], line["step"], fields))
-    return found
+    return sorted(found, key=lambda item: item.step)
 
 
 def _is_non_finite(line: dict[str, Any], field: str, value: Any) -> bool:
@@ -176,13 +182,13 @@ def _eval_loss_tile(evals: Metrics) -> str:
 
 
 def _train_loss_tile(train: Metrics) -> str:
-    """Without held-out data the training loss stands in; single steps are noise, so ends are averaged."""
+    """Without held-out data the training loss stands in; single steps are noise, so ends are medians."""
     losses = _finite(_column(train, "loss"))
     if not losses:
         return _tile("tile-loss", "Training loss", MISSING, "no finite value logged")
     width = max(1, len(losses) // 10)
-    ends = [statistics.fmean(losses[:width]), statistics.fmean(losses[-width:])][: len(losses)]
-    note = "no held-out data" if width == 1 else f"means of {width} logged steps; no held-out data"
+    ends = [statistics.median(losses[:width]), statistics.median(losses[-width:])][: len(losses)]
+    note = "no held-out data" if width == 1 else f"medians of {width} logged steps; no held-out data"
     return _tile("tile-loss", "Training loss", _before_after(ends, _format_loss), note, _delta(ends))
 
 
@@ -214,9 +220,11 @@ def _eval_note(evals: Metrics, losses: list[float]) -> str:
 def _delta(values: Sequence[float]) -> str:
     """The change from first to last in percent as a coloured pill; lower is better. Empty where it means nothing."""
     before, after = values[0], values[-1]
-    if len(values) < 2 or not (math.isfinite(before) and math.isfinite(after)) or before <= 0:
+    if len(values) < 2 or math.isnan(before) or math.isnan(after) or before <= 0:
         return ""
-    percent = round(100 * (after - before) / before, 1) or 0.0  # no "-0.0"
+    percent = round(100 * (after / before - 1), 1) or 0.0  # no "-0.0"
+    if not math.isfinite(percent):
+        return ""
     kind = "good" if percent < 0 else "bad" if percent > 0 else "same"
     sign = {"good": "▼ \N{MINUS SIGN}", "bad": "▲ +", "same": ""}[kind]
     return f' <span class="delta {kind}">{sign}{abs(percent):,.1f} %</span>'
@@ -261,10 +269,11 @@ def _non_finite_note(found: list[_NonFinite]) -> str:
         return ""
     listed = [_describe_non_finite(item) for item in found[:MAX_LISTED_STEPS]]
     more = len(found) - len(listed)
-    tail = f"<li>and {more} more</li>" if more else ""
-    noun = "step" if len(found) == 1 else "steps"
+    tail = f"<li>and {more:,} more</li>" if more else ""
+    num_steps = len({item.step for item in found})
+    noun = "step" if num_steps == 1 else "steps"
     return (
-        f'<section class="warning" id="non-finite" role="note"><strong>Non-finite numbers at {len(found)} {noun}.'
+        f'<section class="warning" id="non-finite" role="note"><strong>Non-finite numbers at {num_steps:,} {noun}.'
         f"</strong> Curves have a gap there, marked by a dashed line.<ul>{''.join(listed)}{tail}</ul></section>"
     )
 
@@ -327,7 +336,7 @@ def _charts_section(train: Metrics, evals: Metrics) -> str:
 
 def _loss_chart(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> _Chart:
     eval_steps = [line["step"] for line in evals]
-    held_out = _Series("held-out", eval_steps, _column(evals, "loss"), "chart-2", "points")
+    held_out = _Series("held-out", eval_steps, _drawable(_column(evals, "loss")), "chart-2", "points")
     return _Chart(
         "loss",
         "Loss",
@@ -363,7 +372,12 @@ def _memory_chart(train: Metrics, x_range: tuple[int, int]) -> _Chart:
 
 def _train_series(name: str, train: Metrics, field: str, *, scale: float = 1.0, variable: str = "chart-1") -> _Series:
     values = [value * scale for value in _column(train, field)]
-    return _Series(name, [line["step"] for line in train], values, variable)
+    return _Series(name, [line["step"] for line in train], _drawable(values), variable)
+
+
+def _drawable(values: list[float]) -> list[float]:
+    """Values no larger than `LARGEST_DRAWN`; gaps stay gaps."""
+    return [value if math.isnan(value) else max(-LARGEST_DRAWN, min(LARGEST_DRAWN, value)) for value in values]
 
 
 def _gaps(lines: Metrics, field: str) -> list[int]:
@@ -388,14 +402,21 @@ def _running_midmean(xs: list[int], ys: list[float], half: int) -> tuple[list[in
     The window narrows towards the start, where a loss falls too fast for a wide one to follow.
     """
     stride = math.ceil(len(xs) / MAX_POINTS)
-    centres = [index for index, y in enumerate(ys) if index % stride == 0 or index == len(ys) - 1 or math.isnan(y)]
-    means = []
-    for index in centres:
-        reach = min(half, index)
-        window = sorted(_finite(ys[index - reach : index + reach + 1]))
-        cut = len(window) // 4
-        means.append(statistics.fmean(window[cut : len(window) - cut]) if math.isfinite(ys[index]) else math.nan)
-    return [xs[index] for index in centres], means
+    last = len(ys) - 1
+    centres = [index for index in range(len(ys)) if index in (0, last) or index % stride == 0 or _starts_gap(ys, index)]
+    return [xs[index] for index in centres], [_midmean(ys, index, min(half, index)) for index in centres]
+
+
+def _starts_gap(ys: list[float], index: int) -> bool:
+    return math.isnan(ys[index]) and not math.isnan(ys[index - 1])
+
+
+def _midmean(ys: list[float], index: int, reach: int) -> float:
+    if math.isnan(ys[index]):
+        return math.nan
+    window = sorted(_finite(ys[index - reach : index + reach + 1]))
+    cut = len(window) // 4
+    return statistics.fmean(window[cut : len(window) - cut])
 
 
 def _thinned(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
@@ -416,7 +437,7 @@ def _thinned(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
 def _chart_card(chart: _Chart) -> str:
     legend = _legend(chart)
     scale = '<span class="muted"> (log)</span>' if chart.is_logarithmic() else ""
-    head = f"<div class='chart-head'><h2>{_text(chart.title)}{scale}</h2>{legend}</div>"
+    head = f'<div class="chart-head"><h2>{_text(chart.title)}{scale}</h2>{legend}</div>'
     if not chart.values():
         return f'<section class="card" id="chart-{chart.name}">{head}<p class="muted">No finite value.</p></section>'
     sizes = ("wide", "narrow") if len(chart.sizes) > 1 else ("any",)
@@ -444,11 +465,15 @@ def _draw(chart: _Chart, size: tuple[int, int]) -> str:
     from matplotlib.figure import Figure
 
     buffer = io.StringIO()
-    # Salted by the chart, ids of clip paths and markers are reproducible, and differ between charts of one page.
+    # Salted by the chart, ids of markers and clip paths are reproducible, and differ between charts of one page.
     options = {"svg.fonttype": "none", "svg.hashsalt": f"{chart.name}-{size[0]}", "font.size": 11.0}
-    with matplotlib.rc_context(options):
-        figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
-        axes = figure.add_subplot()
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # a user's matplotlibrc could ask for LaTeX, or for a style with its own colours
+        matplotlib.rcParams.update(options)
+        width, height = size
+        figure = Figure(figsize=(width / 72, height / 72))  # an SVG has 72 units to the inch: one unit is one pixel
+        left, right, top, bottom = MARGINS_PX
+        axes = figure.add_axes((left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height))
         for series in chart.series:
             _draw_series(axes, series)
         _style_axes(axes, chart, is_wide=size[0] > SMALL_PX[0])
@@ -458,12 +483,12 @@ def _draw(chart: _Chart, size: tuple[int, int]) -> str:
 
 def _draw_series(axes: Any, series: _Series) -> None:
     xs, ys = _thinned(series.xs, series.ys)
-    color = COLOR_OF[series.variable]
     is_faint = series.kind == "faint"
-    marker = {"marker": "o", "markersize": 6} if series.kind == "points" and len(xs) <= MAX_MARKERS else {}
-    axes.plot(xs, ys, color=color, linewidth=1 if is_faint else 2, alpha=0.45 if is_faint else 1, **marker)
-    lone_xs, lone_ys = _lone_points(xs, ys)
-    axes.plot(lone_xs, lone_ys, color=color, linestyle="none", marker="o", markersize=4, alpha=0.5 if is_faint else 1)
+    # Unclipped: a learning rate that ends at zero runs along the lower edge of its axes.
+    style = {"color": COLOR_OF[series.variable], "alpha": 0.45 if is_faint else 1, "clip_on": False}
+    has_dots = series.kind == "points" and len(xs) <= MAX_MARKERS
+    axes.plot(xs, ys, linewidth=1 if is_faint else 2, marker="o" if has_dots else "", markersize=6, **style)
+    axes.plot(*_lone_points(xs, ys), linestyle="none", marker="o", markersize=4, **style)
 
 
 def _lone_points(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
@@ -478,10 +503,9 @@ def _lone_points(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]
 
 
 def _style_axes(axes: Any, chart: _Chart, *, is_wide: bool) -> None:
-    axes.vlines(
-        chart.gaps[:MAX_POINTS], 0, 1, transform=axes.get_xaxis_transform(), colors=COLOR_OF["warn"],
-        linewidth=1, linestyles=(0, (3, 3)),
-    )  # fmt: skip
+    gaps = chart.gaps[:: math.ceil(4 * len(chart.gaps) / MAX_POINTS) or 1]  # more would be a solid wall
+    dashes = {"colors": COLOR_OF["warn"], "linewidth": 1, "linestyles": (0, (3, 3))}
+    axes.vlines(gaps, 0, 1, transform=axes.get_xaxis_transform(), **dashes)
     axes.set_xlabel("step", color=COLOR_OF["muted"])
     axes.grid(axis="y", color=COLOR_OF["grid"], linewidth=1)
     axes.set_axisbelow(True)
@@ -504,18 +528,19 @@ def _scale_axes(axes: Any, chart: _Chart, num_x_ticks: int) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(FuncFormatter(_format_tick))
         return
-    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     # A loss of 2.0012 next to one of 2.0014 needs the digits that matplotlib derives from the tick spacing.
     axes.yaxis.set_major_formatter(FuncFormatter(_format_tick) if chart.from_zero else ScalarFormatter(useOffset=False))
     if chart.from_zero:
-        axes.set_ylim(0, 1.12 * max(chart.values()) or 1)
+        lowest, highest = min(0, *chart.values()), max(0, *chart.values())
+        axes.set_ylim(1.12 * lowest, 1.12 * highest if highest > lowest else 1)
 
 
 def _inline_svg(document: str, label: str, size: tuple[int, int]) -> str:
     """matplotlib's SVG file as an element of an HTML page.
 
     Dropped: the XML prologue and metadata (they name outside addresses), a style sheet for `*` that would hold for
-    the whole page, and the ids of groups, which repeat from chart to chart. Clip paths and markers keep their ids.
+    the whole page, and the ids of groups, which repeat from chart to chart. Markers and clip paths keep theirs.
     """
     body = document[document.index("<svg") : document.rindex("</svg>")]
     body = body[body.index(">") + 1 :]
@@ -636,33 +661,43 @@ def _format_loss(value: float) -> str:
 
 
 def _format_perplexity(value: float) -> str:
-    """Three digits, with trailing zeros: 30.0 next to 8.80."""
     if not math.isfinite(value):
         return "not finite"
-    return f"{value:#.3g}".rstrip(".") if value < 1000 else _format_short(value)
+    return _three_digits(value) if value < 1000 else _format_short(value)
 
 
 def _format_short(value: float) -> str:
-    """Three digits or so, with k, M, G or T for large counts."""
+    """Three digits, with k, M, G or T for large values; whole numbers below 10,000 as they are."""
     if not math.isfinite(value):
         return MISSING
-    for power, suffix in ((15, "e"), (12, "T"), (9, "G"), (6, "M"), (4, "k")):
-        if abs(value) >= 10**power:
-            return f"{value:.2e}" if suffix == "e" else f"{value / 10 ** (power // 3 * 3):.3g} {suffix}"
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+    if abs(value) >= 1e15:
+        return f"{value:.2e}"
+    for start, scale, suffix in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= start:
+            return f"{_three_digits(value / scale)} {suffix}"
+    return f"{value:,.0f}" if value == int(value) else _three_digits(value)
+
+
+def _three_digits(value: float) -> str:
+    """Fixed point, unlike the format `.3g`, which writes 999.7 as 1e+03 and 30.0 as 30."""
+    decimals = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{decimals}f}"
 
 
 def _format_tick(value: float, _position: int | None = None) -> str:
-    if abs(value) >= 1000:
-        power, suffix = next(pair for pair in ((9, "G"), (6, "M"), (3, "k")) if abs(value) >= 10 ** pair[0])
-        return f"{value / 10**power:g}{suffix}"
-    return re.sub(r"e-0*", "e-", f"{value:.4g}")
+    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{value / scale:.10g}{suffix}"
+    if 0 < abs(value) < 1e-2:
+        mantissa, exponent = f"{value:.3e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.4g}"
 
 
 def _format_bytes(value: float) -> str:
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}" if value < 1000 * size else f"{value / size:,.0f} {unit}"
+    for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= scale:
+            return f"{_three_digits(value / scale)} {unit}"
     return f"{value:,.0f} B"
 
 

@@ -25,7 +25,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
 from rich.console import Console
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import models, ranks
 from toolkit.data import build, tokenizer
@@ -124,12 +124,9 @@ def _accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path) -> A
         project_dir=str(output_dir),
         **plugins,
     )
-    if accelerator.mixed_precision not in PRECISIONS or (
-        accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu"
-    ):
-        raise BadInputError(
-            f"mixed_precision {accelerator.mixed_precision} is not supported on {accelerator.device.type}; use bf16 or no"
-        )
+    precision, device = accelerator.mixed_precision, accelerator.device.type
+    if precision not in PRECISIONS or (precision == "fp16" and device == "cpu"):
+        raise BadInputError(f"mixed_precision {precision} is not possible on {device}; use bf16 or no")
     return accelerator
 
 
@@ -220,7 +217,7 @@ def _num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
     return max(1, round(recipe.training.num_epochs * num_samples))
 
 
-def _require_room(model: nn.Module, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:
+def _require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:
     """Raises BadInputError where samples do not fit the model's positions or its vocabulary."""
     config = model.config
     positions = getattr(config, "max_position_embeddings", None)
@@ -229,7 +226,7 @@ def _require_room(model: nn.Module, tokens: PreTrainedTokenizerBase, recipe: Rec
             f"data.max_length: {recipe.data.max_length} is more than the model's {positions} positions "
             f"(max_position_embeddings); lower it to {positions} or less"
         )
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = int(model.get_input_embeddings().weight.shape[0])
     if len(tokens) > rows:
         raise BadInputError(
             f"model.tokenizer: {len(tokens)} tokens, but the model's embeddings have {rows} rows; "
@@ -287,7 +284,8 @@ def _fit_and_export(
 
 def _inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The torch optimizer inside Accelerate's."""
-    return getattr(optimizer, "optimizer", optimizer)
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
 
 
 def _tracker_config(recipe: Recipe) -> dict[str, Any]:

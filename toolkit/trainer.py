@@ -95,7 +95,7 @@ class Trainer:
         self.model.train()
         started = time.perf_counter()
         for window in self.windows:
-            learning_rate = self.schedule.get_last_lr()[0]
+            learning_rate = float(self.schedule.get_last_lr()[0])
             step = self.train_step(window)
             self.schedule.step()
             self.global_step += 1

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_on_ranks
+from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
 from tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,7 +36,7 @@ def plain_rows(model_folder: Path, data: Path) -> torch.Tensor:
     for line in data.read_text().splitlines():
         document = tokenizer(json.loads(line)["text"])["input_ids"] + [tokenizer.eos_token_id]
         ids += document
-        labels += [-100] + document[1:]
+        labels += [-100, *document[1:]]
         positions += list(range(len(document)))
     rows = []
     for start in range(0, len(ids) - 1, T - 1):
@@ -91,20 +91,12 @@ def plain_loop(model_folder: Path, data: Path) -> dict[str, Any]:
 
 def toolkit_runs(folder: Path, data: Path) -> dict[str, Any]:
     """All cases on the ranks at hand."""
-    import torch.distributed as dist
-
     from toolkit import Recipe, finetune
 
-    world_size = dist.get_world_size()
+    world_size = int(os.environ["WORLD_SIZE"])
     results = {}
-    for number, (strategy, tied, accumulation) in enumerate(CASES):
-        if not dist.is_initialized():
-            dist.init_process_group(
-                "gloo",
-                init_method=(folder / f"meet-{world_size}-{number}").as_uri(),
-                rank=int(os.environ["RANK"]),
-                world_size=world_size,
-            )
+    for strategy, tied, accumulation in CASES:
+        meet()
         output = folder / f"{strategy}-{tied}-{accumulation}-{world_size}"
         values = recipe_values(
             folder / f"model-{tied}",

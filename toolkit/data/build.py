@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -87,12 +88,12 @@ def _write_split(
         new_fingerprint=digest(folder.name, split, "documents"),
     )
     counts = _write_blocks(documents, data.max_length, pad_id(tokenizer), folder / split, work)
-    shutil.rmtree(work, ignore_errors=True)
     if counts["samples"] == 0:
         raise DataError(
             f"data.{split}: none of its {counts['read']} rows gives a token to train on from column "
             f"{data.text_column!r}; dropped rows by reason: {counts['dropped']}"
         )
+    shutil.rmtree(work)
     return counts
 
 
@@ -112,10 +113,16 @@ def _write_blocks(documents: datasets.Dataset, max_length: int, pad: int, folder
             totals["target_tokens"] += sum(label != IGNORED for label in block["labels"])
             yield block
 
-    samples = datasets.Dataset.from_generator(
-        blocks, features=_SAMPLE, cache_dir=str(work), fingerprint=digest(str(folder), "blocks")
-    )
-    samples.save_to_disk(str(folder))
+    found = blocks()
+    first = next(found, None)
+    if first is not None:  # `datasets` cannot write a data set without rows
+        samples = datasets.Dataset.from_generator(
+            lambda: itertools.chain([first], found),
+            features=_SAMPLE,
+            cache_dir=str(work),
+            fingerprint=digest(str(folder), "blocks"),
+        )
+        samples.save_to_disk(str(folder))
     return {**asdict(count), **totals}
 
 

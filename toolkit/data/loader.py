@@ -8,6 +8,7 @@ mean over the target tokens of the step.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,8 +41,10 @@ class EpochOrder:
         """The sample at a position of the run."""
         epoch, offset = divmod(position, self.num_samples)
         if self._shuffle and epoch != self._epoch:
-            # The pair is mixed: with seed + epoch, epoch 1 of seed 0 would be epoch 0 of seed 1.
-            generator = torch.Generator().manual_seed((self._seed << 32) + epoch)
+            # The pair is mixed: with seed + epoch, epoch 1 of seed 0 would be epoch 0 of seed 1, and
+            # torch's generator uses 32 bits of what it is given.
+            mixed = int.from_bytes(hashlib.sha256(f"{self._seed}/{epoch}".encode()).digest()[:4])
+            generator = torch.Generator().manual_seed(mixed)
             self._order = torch.randperm(self.num_samples, generator=generator).tolist()
             self._epoch = epoch
         return self._order[offset]
@@ -147,5 +150,6 @@ class _Rows(Dataset[Any]):
         row["labels"] = torch.full_like(row["labels"], IGNORED)
         return row
 
-    def collate(self, batch: Batch) -> Batch:
-        return batch
+    def collate(self, batch: Any) -> Batch:
+        """What `__getitems__` gave is a micro-batch already."""
+        return batch  # type: ignore[no-any-return]

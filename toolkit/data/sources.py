@@ -38,17 +38,17 @@ def open_rows(data: DataSection, seed: int, cache: Path) -> tuple[datasets.Datas
 def identify_rows(data: DataSection, seed: int) -> list[Any]:
     """All that decides which rows are read and which of them train: a file counts by its content."""
     return [
-        [_identify(source, data) for source in as_list(data.train)],
-        [_identify(source, data) for source in as_list(data.validation)],
+        [_identify(source, "data.train", data) for source in as_list(data.train)],
+        [_identify(source, "data.validation", data) for source in as_list(data.validation)],
         data.validation_fraction,
         seed if data.validation_fraction is not None else None,
         data.text_column,
     ]
 
 
-def _identify(source: str, data: DataSection) -> list[Any]:
+def _identify(source: str, field: str, data: DataSection) -> list[Any]:
     if is_file_source(source):
-        return [[path.name, _sha256(path)] for path in expand_files(source, "data")]
+        return [[path.name, _sha256(path)] for path in expand_files(source, field)]
     return [source, data.hub_config, data.hub_split]
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
 from typing import Any
@@ -174,11 +174,13 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         assert self.plugin is not None
         self._require_all_processes()
         _enter_state(self.plugin)
-        if self.device_mesh is None and self.plugin.strategy.sharded:
+        mesh: DeviceMesh | None = self.device_mesh  # type: ignore[has-type]
+        if mesh is None and self.plugin.strategy.sharded:
             assert device_type is not None
             _require_process_group(device_type)
-            self.device_mesh = init_device_mesh(device_type, (self.dp_shard_size,), mesh_dim_names=("dp_shard",))
-        return self.device_mesh
+            mesh = init_device_mesh(device_type, (self.dp_shard_size,), mesh_dim_names=("dp_shard",))
+            self.device_mesh = mesh
+        return mesh
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Called by `Accelerator.__init__` next; its own check knows no CPU ranks."""
@@ -264,7 +266,8 @@ def _require_process_group(device_type: str) -> None:
     """A single process started by plain `python` gets a group of its own, so that it takes the same way."""
     if not dist.is_initialized():
         backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def _tell_empty_shards_apart(model: nn.Module) -> None:
@@ -279,7 +282,7 @@ def _tell_empty_shards_apart(model: nn.Module) -> None:
             local.data_ptr = lambda local=local: -id(local)
 
 
-def _rebind(optimizer: torch.optim.Optimizer, renewed: dict[nn.Parameter, nn.Parameter]) -> None:
+def _rebind(optimizer: torch.optim.Optimizer, renewed: Mapping[Any, nn.Parameter]) -> None:
     """Points `optimizer` at the sharded parameters, by identity."""
     for group in optimizer.param_groups:
         group["params"] = [renewed.get(parameter, parameter) for parameter in group["params"]]

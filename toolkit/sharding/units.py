@@ -5,8 +5,8 @@ of unit, each of them one `fully_shard` call:
 
 - block: a repeated transformer block, found by `_no_split_modules`, by the base class
   `GradientCheckpointingLayer`, or as elements of one class that fill a sizable part of the model.
-  Only the outermost: an expert inside a block runs on some ranks and not on others, and a unit of
-  its own would hang the collectives.
+  Only the outermost, and no list of experts: an expert runs on some ranks and not on others, and a
+  unit of its own would hang the collectives.
 - embeddings: the input embeddings, where they share nothing with the head.
 - tail: the head and the final norm; where tied, the embeddings, the final norm and the head.
 - root: the model itself with what is left. Without a head that `get_output_embeddings` knows
@@ -175,14 +175,14 @@ def _found_blocks(tree: _Tree) -> list[str]:
     blocks = blocks or _blocks_by_share(tree, _lone_elements(tree), blocks)
     if not blocks:
         raise UnitError(_no_block_message(tree))
-    return tree.in_order(blocks)
+    return tree.outermost(blocks)
 
 
 def _marked_blocks(tree: _Tree) -> list[str]:
     """Elements of lists that transformers marks; `_no_split_modules` also names embeddings, which are in no list."""
     marks = {name for module in tree.modules.values() for name in getattr(module, "_no_split_modules", None) or ()}
-    elements = {path for _, paths in tree.lists() for path in paths}
-    return tree.outermost(path for path in elements if _is_marked(tree.modules[path], marks | {BLOCK_BASE}))
+    elements = [path for _, paths in tree.lists() for path in paths]
+    return [path for path in elements if _is_marked(tree.modules[path], marks | {BLOCK_BASE})]
 
 
 def _is_marked(module: nn.Module, marks: set[str]) -> bool:
@@ -190,8 +190,8 @@ def _is_marked(module: nn.Module, marks: set[str]) -> bool:
 
 
 def _repeated_elements(tree: _Tree) -> Iterator[list[str]]:
-    """Elements of one list that are of one class, where there are two or more."""
-    for _, paths in tree.lists():
+    """Elements of one list that are of one class, where there are two or more; never experts."""
+    for _, paths in (listed for listed in tree.lists() if "expert" not in listed[0].lower()):
         by_class: dict[str, list[str]] = {}
         for path in paths:
             by_class.setdefault(tree.class_of(path), []).append(path)
@@ -217,12 +217,12 @@ def _blocks_by_share(tree: _Tree, groups: Iterable[list[str]], taken: Sequence[s
 
 
 def _is_composite(tree: _Tree, path: str) -> bool:
-    """A bare Linear is no block, and FSDP2 refuses lists that have no forward."""
+    """A bare Linear is no block, and FSDP2 hooks into a forward, which a ModuleList does not have."""
     return any(True for _ in tree.modules[path].children()) and _has_forward(tree, path)
 
 
 def _has_forward(tree: _Tree, path: str) -> bool:
-    return not isinstance(tree.modules[path], (nn.ModuleList, nn.ModuleDict))
+    return type(tree.modules[path]).forward is not nn.Module.forward
 
 
 def _num_parameters_outside_vocabulary(tree: _Tree) -> int:
@@ -337,10 +337,10 @@ def _accessed(tree: _Tree, accessor: str, blocks: list[str]) -> str | None:
 
 
 def _final_norm(tree: _Tree, blocks: list[str], embeddings: str | None) -> str | None:
-    """The last norm beside the last list of blocks, preferably after it (OPT defines it before).
+    """The first norm after the last list of blocks in the module that holds it, or the last before (OPT).
 
-    Norms named after the embeddings are left to the root (Bloom, BART): in the tail, their forward at
-    the start would gather the head.
+    Not the last after it: Gemma 3n and 4 have one for their per-layer embeddings there. Norms named after
+    the embeddings (BART) are left to the root: in the tail, their forward at the start would gather the head.
     """
     holders = {_holder(tree, block): block for block in blocks}
     beside_embeddings = (embeddings or "").rpartition(".")[0]
@@ -351,7 +351,7 @@ def _final_norm(tree: _Tree, blocks: list[str], embeddings: str | None) -> str |
     norms = [(place, path) for place, (path, name) in enumerate(children.items()) if _is_norm(tree, path, name)]
     after = [path for place, path in norms if place > position]
     before = [path for place, path in norms if place < position]
-    return (after or before)[-1] if norms else None
+    return next(iter([*after, *reversed(before)]), None)
 
 
 def _holder(tree: _Tree, block: str) -> str:
@@ -392,7 +392,6 @@ def _components(tree: _Tree, atoms: list[str], blocks: list[str]) -> list[set[st
     links = [{atom} for atom in atoms] + [owner for owner in owners.values() if len(owner) > 1]
     loose = {path for link in links for path in link} - set(atoms)
     for_root = {path for path in loose if tree.inside(path) & set(blocks)} | (loose & tree.below(atoms))
-    links += [{path, *(tree.inside(path) & set(atoms))} for path in loose - for_root]
     return [component for component in _merged(links) if not component & for_root]
 
 

@@ -1,0 +1,93 @@
+"""Bad input ends in one clear error on every rank, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import meet, run_on_ranks
+from tiny import recipe_values, save_llama
+
+TEXTS = ["a king and a queen walked by the river", "the moon was high"]
+
+
+def cases(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    """Name -> (changes of the recipe by dotted key, a part of the message)."""
+    return {
+        "missing model": ({"model.name_or_path": str(folder / "nowhere")}, "model.name_or_path: the folder"),
+        "no tokenizer": ({"model.name_or_path": str(folder / "empty")}, "model.name_or_path: no tokenizer"),
+        "no model": (
+            {"model.name_or_path": str(folder / "only-tokenizer")},
+            "model.name_or_path: no model can be made",
+        ),
+        "missing data": ({"data.train": str(folder / "nowhere.jsonl")}, "data.train: there is no file"),
+        "empty file": ({"data.train": str(folder / "empty.jsonl")}, "is empty"),
+        "no rows": ({"data.train": str(folder / "blank.jsonl")}, "none of its 1 rows"),
+        "wrong column": ({"data.text_column": "body"}, "no column 'body'; it has text"),
+        "too long": ({"data.max_length": 100}, "data.max_length: 100 is more than the model's 64 positions"),
+        "model type": (
+            {"model": {"config": {"model_type": "lama"}, "tokenizer": str(folder / "model")}},
+            "model.config: no model can be made",
+        ),
+        "config key": (
+            {"model": {"config": {"model_type": "llama", "hiden_size": 8}, "tokenizer": str(folder / "model")}},
+            "model.config: hiden_size: unknown",
+        ),
+        "output is a run": ({"training.output_dir": str(folder / "old")}, "already holds a run (metrics.jsonl)"),
+        "output is a file": ({"training.output_dir": str(folder / "blank.jsonl")}, "is a file"),
+        "unit class": ({"sharding.unit_classes": ["LamaDecoderLayer"]}, "LlamaDecoderLayer"),
+    }
+
+
+def run_cases(folder: Path) -> dict[str, tuple[str, str, int]]:
+    from toolkit import Recipe, finetune
+    from toolkit.errors import ToolkitError
+
+    found = {}
+    for name, (changes, _) in cases(folder).items():
+        meet()
+        values = recipe_values(folder / "model", folder / "rows.jsonl", folder / "out", folder / "cache")
+        for key, value in changes.items():
+            section, _, field = key.partition(".")
+            if field:
+                values.setdefault(section, {})[field] = value
+            else:
+                values[section] = value
+        try:
+            finetune(Recipe.from_mapping(values))
+            found[name] = ("no error", "", 0)
+        except ToolkitError as error:
+            found[name] = (type(error).__name__, str(error), error.exit_code)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    save_llama(folder / "model", TEXTS, tied=True)
+    (folder / "empty").mkdir()
+    (folder / "only-tokenizer").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "only-tokenizer" / name).write_text((folder / "model" / name).read_text())
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 10))
+    (folder / "empty.jsonl").write_text("")
+    (folder / "blank.jsonl").write_text('{"text": " "}\n')
+    (folder / "old").mkdir()
+    (folder / "old/metrics.jsonl").write_text("{}\n")
+    return folder
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_bad_input(num_ranks: int, folder: Path) -> None:
+    before = {path for path in folder.rglob("*") if "cache" not in path.parts}
+    results = run_on_ranks(run_cases, num_ranks, folder)
+    for name, (_, message) in cases(folder).items():
+        for found in results:
+            kind, text, exit_code = found[name]
+            assert message in text, (name, kind, text)
+            assert exit_code == 2, (name, kind)
+        assert len({found[name] for found in results}) == 1, (name, [found[name] for found in results])
+    after = {path for path in folder.rglob("*") if "cache" not in path.parts}
+    assert after == before, "something was left behind"

@@ -1,0 +1,160 @@
+"""The trainer's own promises: non-finite losses, evaluation, epochs, precision, trackers, export in files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import meet, run_on_ranks
+from safetensors.torch import load_file
+from tiny import recipe_values, save_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
+    folder = tmp_path_factory.mktemp("training")
+    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    save_llama(folder / "model", texts, tied=True)
+    poisoned = load_file(folder / "model/model.safetensors")
+    poisoned["model.norm.weight"][0] = float("nan")
+    broken = save_llama(folder / "broken", texts, tied=True)
+    from safetensors.torch import save_file
+
+    save_file(poisoned, broken / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def runs(folder: Path, data: Path) -> dict[str, Any]:
+    from toolkit import Recipe, finetune
+    from toolkit.errors import ToolkitError
+
+    results: dict[str, Any] = {}
+
+    def run(name: str, model: str = "model", **sections: dict[str, Any]) -> None:
+        meet()
+        values = recipe_values(folder / model, data, folder / name, folder / "cache")
+        for section, fields in sections.items():
+            values[section] = {**values.get(section, {}), **fields}
+        values["training"] = {key: value for key, value in values["training"].items() if value is not None}
+        try:
+            results[name] = finetune(Recipe.from_mapping(values))
+        except ToolkitError as error:
+            results[name] = (type(error).__name__, str(error), error.exit_code)
+
+    run("broken-run", model="broken", training={"max_non_finite_steps": 2})
+    run(
+        "epochs",
+        data={"validation_fraction": 0.3, "shuffle": True},
+        training={"max_steps": None, "num_epochs": 1.5, "micro_batch_size": 3, "eval_every_steps": 4},
+        logging={"sample_prompt": "the king", "sample_max_new_tokens": 5, "trackers": ["tensorboard"]},
+        export={"max_shard_gib": 0.0001},
+    )
+    run("bf16", training={"mixed_precision": "bf16", "max_steps": 3}, export={"dtype": "bfloat16"})
+    run("no-export", training={"max_steps": 2, "max_grad_norm": None}, export={"enabled": False})
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, text_file: Path) -> list[dict[str, Any]]:
+    return run_on_ranks(runs, 2, folder, text_file)
+
+
+def test_a_non_finite_loss_stops_the_run_with_step_ranks_and_rate(folder: Path, results: list[dict[str, Any]]) -> None:
+    for found in results:
+        kind, text, exit_code = found["broken-run"]
+        assert (kind, exit_code) == ("TrainingError", 1)
+        assert "step 2: non-finite loss on rank 0, 1" in text
+        assert "learning rate" in text
+    lines = [json.loads(line) for line in (folder / "broken-run/metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"], line["non_finite"]) for line in lines] == [(1, None, True), (2, None, True)]
+
+
+def test_epochs_end_with_the_last_sample(results: list[dict[str, Any]]) -> None:
+    result = results[0]["epochs"]
+    train = [record for record in result.metrics if record["split"] == "train"]
+    report = json.loads((result.output_dir / "data_report.json").read_text())
+    positions = round(1.5 * report["train"]["samples"])
+    assert train[-1]["samples"] == positions
+    assert train[-1]["epoch"] == pytest.approx(1.5, abs=0.02)
+    assert len(train) == -(-positions // 6)
+
+
+def test_evaluation_is_the_mean_over_held_out_targets(folder: Path, results: list[dict[str, Any]]) -> None:
+    result = results[0]["epochs"]
+    evaluations = [record for record in result.metrics if record["split"] == "eval"]
+    steps = [record["step"] for record in result.metrics if record["split"] == "train"]
+    assert [record["step"] for record in evaluations] == sorted({0, *range(4, len(steps), 4), len(steps)})
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(result.export_dir, dtype=torch.float32)
+    held_out = _held_out_rows(folder)
+    for network, record in ((model, evaluations[0]), (exported, evaluations[-1])):
+        loss_sum, count = _plain_loss(network, held_out)
+        assert record["target_tokens"] == count
+        assert record["loss"] == pytest.approx(loss_sum / count, rel=1e-6)
+    assert result.final_eval_loss < result.initial_eval_loss
+
+
+def _held_out_rows(folder: Path) -> torch.Tensor:
+    import datasets
+
+    found = list((folder / "cache").glob("text-*/validation"))
+    assert len(found) == 1
+    rows = datasets.load_from_disk(str(found[0]))[:]
+    return torch.tensor([rows["input_ids"], rows["labels"], rows["position_ids"]]).transpose(0, 1)
+
+
+@torch.no_grad()
+def _plain_loss(model: torch.nn.Module, rows: torch.Tensor) -> tuple[float, int]:
+    ids, labels, positions = rows[:, 0], rows[:, 1], rows[:, 2]
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, :-1].double()
+    targets = labels[:, 1:]
+    picked = logits.log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+    return -float(picked[targets != -100].sum()), int((targets != -100).sum())
+
+
+def test_the_export_in_several_files_loads(results: list[dict[str, Any]]) -> None:
+    result = results[0]["epochs"]
+    files = sorted(result.export_dir.glob("*.safetensors"))
+    assert len(files) > 1
+    index = json.loads((result.export_dir / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    assert result.logits_difference < 1e-6
+    tokenizer = AutoTokenizer.from_pretrained(result.export_dir)
+    assert tokenizer.eos_token_id is not None
+    assert AutoModelForCausalLM.from_pretrained(result.export_dir).config.architectures == ["LlamaForCausalLM"]
+
+
+def test_the_run_folder(results: list[dict[str, Any]], folder: Path) -> None:
+    result = results[0]["epochs"]
+    names = {path.name for path in result.output_dir.iterdir()}
+    assert {"recipe.yaml", "metrics.jsonl", "data_report.json", "report.html", "export"} <= names
+    assert not [name for name in names if "unfinished" in name]
+    lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert lines == result.metrics
+    keys = {"split", "step", "epoch", "samples", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate"}
+    keys |= {"tokens_per_second", "step_seconds", "peak_device_bytes", "peak_host_bytes", "mfu"}
+    assert set(next(line for line in lines if line["split"] == "train")) == keys
+    page = (result.output_dir / "report.html").read_text()
+    assert result.sample.strip()[:5] in page or not result.sample.strip()
+    assert "zero3" in page
+    assert list(result.output_dir.rglob("events.out.tfevents*")), "the tracker got nothing"
+
+
+def test_bf16_keeps_float32_masters_and_exports_bf16(results: list[dict[str, Any]]) -> None:
+    result = results[0]["bf16"]
+    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(result.export_dir / "model.safetensors").values())
+    assert result.logits_difference < 5e-2
+    losses = [record["loss"] for record in result.metrics]
+    reference = [r["loss"] for r in results[0]["no-export"].metrics]
+    assert losses[:2] == pytest.approx(reference, rel=2e-2)
+
+
+def test_without_export_and_clipping(results: list[dict[str, Any]]) -> None:
+    result = results[0]["no-export"]
+    assert result.export_dir is None
+    assert not (result.output_dir / "export").exists()
+    assert all(record["grad_norm"] > 0 for record in result.metrics)

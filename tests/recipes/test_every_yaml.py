@@ -1,0 +1,105 @@
+"""Every YAML of the repository is loaded and dry-run: no recipe or config rots unseen."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from ranks import run_on_ranks
+
+from toolkit.recipe import Recipe
+from toolkit.sharding.strategy import parse_strategy
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {"recipes", "accelerate_configs"}
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+CONFIGS = sorted((ROOT / "accelerate_configs").rglob("*.yaml"))
+LAUNCH = str(Path(sys.executable).with_name("accelerate"))
+
+
+def test_there_is_no_yaml_that_no_test_reads() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "*.yaml", "*.yml"], cwd=ROOT, text=True, capture_output=True, check=True
+    ).stdout.split()
+    assert {Path(name).parts[0] for name in listed} <= FOLDERS
+
+
+def dry_run(recipe: Path, output: Path) -> dict[str, Any]:
+    """The recipe's own parts for two steps, on what data and model it names."""
+    from toolkit import finetune
+
+    result = finetune(
+        Recipe.load(
+            recipe,
+            [
+                f"training.output_dir={output}",
+                "training.max_steps=2",
+                "training.num_epochs=null",
+                "training.eval_every_steps=null",
+                f"data.cache_dir={output.parent / 'cache'}",
+            ],
+        )
+    )
+    return {"records": len(result.metrics), "export": str(result.export_dir)}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe(recipe: Path, tmp_path: Path) -> None:
+    assert Recipe.load(recipe).description, "the line that `toolkit recipes` shows"
+    found = run_on_ranks(dry_run, 2, recipe, tmp_path / "out")
+    assert all(result["records"] >= 2 for result in found)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_config(config: Path) -> None:
+    text = config.read_text()
+    assert text.startswith("# "), "a comment says when to choose it"
+    values = yaml.safe_load(text)
+    load_config_from_file(str(config))
+    assert values["distributed_type"] == "FSDP"
+    assert values["fsdp_config"]["fsdp_version"] == 2
+    assert parse_strategy(values["fsdp_config"]["fsdp_sharding_strategy"], config.name)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_config_launches(config: Path, tmp_path: Path) -> None:
+    """With the launcher's own reading of the file; the script only tells what it was given."""
+    script = tmp_path / "tell.py"
+    script.write_text(
+        "from accelerate import Accelerator\n"
+        "from toolkit import sharding_kwargs\n"
+        "a = Accelerator(**sharding_kwargs())\n"
+        "plugin = a.state.parallelism_config.plugin\n"
+        "a.print('TOLD', plugin.strategy.name, a.num_processes, a.distributed_type)\n"
+        "a.end_training()\n"
+    )
+    shutil.copy(config, tmp_path / "config.yaml")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    told = subprocess.run(
+        [
+            LAUNCH,
+            "launch",
+            "--config_file",
+            "config.yaml",
+            "--num_processes",
+            "2",
+            "--main_process_port",
+            "0",
+            str(script),
+        ],
+        cwd=tmp_path,
+        env={**clean, "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+    line = next((line for line in told.stdout.splitlines() if line.startswith("TOLD")), told.stderr[-2000:])
+    strategy = yaml.safe_load(config.read_text())["fsdp_config"]["fsdp_sharding_strategy"]
+    assert line.split()[1:3] == [parse_strategy(strategy, "").name, "2"]

@@ -1,0 +1,79 @@
+"""The private names of torch and Accelerate that plugin.py and apply.py lean on are still there.
+
+When one of these fails after an upgrade, the named place in toolkit/sharding is what to mend.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FSDPModule
+
+from toolkit.sharding.plugin import SUPPORTED_VERSIONS
+
+
+def source(function: object) -> str:
+    return inspect.getsource(function)  # type: ignore[arg-type]
+
+
+def test_the_accelerator_asks_the_parallelism_config_for_the_mesh_and_then_validates() -> None:
+    text = source(Accelerator.__init__)
+    asked = text.index("self.parallelism_config.get_device_mesh(self.device.type)")
+    validated = text.index("self.parallelism_config._validate_accelerator(self)")
+    decided = text.index("self.native_amp = False")
+    assert asked < validated < decided, "ShardingMesh must enter the state before precision is decided"
+
+
+def test_prepare_calls_set_auto_wrap_policy_before_it_wraps() -> None:
+    text = source(Accelerator._prepare_fsdp2)
+    called = text.index("self.state.fsdp_plugin.set_auto_wrap_policy(model)")
+    assert text.index("self._prepare_one(obj, first_pass=True)") < called < text.index("fsdp2_prepare_model")
+
+
+def test_accelerate_leaves_a_model_that_is_sharded_already() -> None:
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    assert "isinstance(model, FSDPModule)" in source(fsdp2_prepare_model)
+
+
+def test_names_of_accelerate() -> None:
+    assert "self._optimizers = []" in source(Accelerator.__init__)
+    assert "self.ddp_handler = None" in source(Accelerator.__init__)
+    assert callable(ParallelismConfig._validate_accelerator)
+    assert callable(AcceleratorState._reset_state)
+    assert callable(GradientState._reset_state)
+    assert "distributed_type" in source(PartialState.__init__)
+    assert "FSDP_VERSION" in source(FullyShardedDataParallelPlugin.__post_init__) or "VERSION" in source(
+        FullyShardedDataParallelPlugin.__post_init__
+    )
+
+
+def test_optimizers_are_mapped_by_data_ptr_of_the_local_tensor() -> None:
+    """Why empty shards need a pointer of their own; when this goes, `_tell_empty_shards_apart` can go."""
+    assert "p._local_tensor.data_ptr() if isinstance(p, DTensor) else p.data_ptr()" in source(
+        Accelerator._prepare_fsdp2
+    )
+
+
+def test_public_methods_of_fsdp2() -> None:
+    for name in (
+        "set_requires_gradient_sync",
+        "set_requires_all_reduce",
+        "set_reshard_after_backward",
+        "reshard",
+        "unshard",
+    ):
+        assert callable(getattr(FSDPModule, name)), name
+
+
+def test_the_supported_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    for package, allowed in SUPPORTED_VERSIONS.items():
+        assert f"{package}{allowed}" in project["dependencies"]
+    assert torch.__version__ >= "2.11"

@@ -1,0 +1,832 @@
+"""Units of transformers models, adapters and models of one's own; and that FSDP2 accepts them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from toolkit.errors import UnitError
+from toolkit.sharding.units import UnitPlan, plan_units
+
+VOCABULARY = 64
+DECODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+ENCODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+BART = {
+    "vocab_size": VOCABULARY,
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+T5 = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 3}
+ZAMBA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "hybrid", "mamba", "hybrid"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+    "num_mem_blocks": 1,
+    "mamba_d_state": 8,
+    "mamba_headdim": 8,
+    "n_mamba_heads": 4,
+    "mamba_ngroups": 1,
+}
+
+
+def causal(config: type, **values: Any) -> nn.Module:
+    return hf.AutoModelForCausalLM.from_config(config(**values))
+
+
+def masked(config: type, **values: Any) -> nn.Module:
+    return hf.AutoModelForMaskedLM.from_config(config(**values))
+
+
+def classifier(config: type, **values: Any) -> nn.Module:
+    return hf.AutoModelForSequenceClassification.from_config(config(**values))
+
+
+def seq2seq(config: type, **values: Any) -> nn.Module:
+    return hf.AutoModelForSeq2SeqLM.from_config(config(**values))
+
+
+def two_towers() -> nn.Module:
+    return hf.AutoModel.from_config(hf.CLIPConfig(text_config=ENCODER, vision_config=VISION, projection_dim=8))
+
+
+def image_text_model() -> nn.Module:
+    text, vision = hf.LlamaConfig(**DECODER), hf.CLIPVisionConfig(**VISION)
+    return hf.LlavaForConditionalGeneration(hf.LlavaConfig(text_config=text, vision_config=vision, image_token_id=5))
+
+
+def vision_tower_last() -> nn.Module:
+    text = {"vocab_size": VOCABULARY, "embed_dim": 16, "ffn_dim": 32, "layers": 3, "attention_heads": 2}
+    return hf.Kosmos2ForConditionalGeneration(hf.Kosmos2Config(text_config=text, vision_config=VISION))
+
+
+def lora(tied: bool = False, **values: Any) -> nn.Module:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, **values)
+    return peft.get_peft_model(causal(hf.LlamaConfig, **DECODER, tie_word_embeddings=tied), config)
+
+
+def lora_classifier() -> nn.Module:
+    return peft.get_peft_model(classifier(hf.BertConfig, **ENCODER), peft.LoraConfig(task_type="SEQ_CLS", r=2))
+
+
+def prompt_tuned() -> nn.Module:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    return peft.get_peft_model(causal(hf.LlamaConfig, **DECODER), config)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to build a tiny model, and the plan expected of it. Paths are written with spaces between them."""
+
+    build: Callable[[], nn.Module]
+    blocks: str
+    embeddings: str = ""
+    tail: str = ""
+
+    @classmethod
+    def of(cls, kind: Callable[..., nn.Module], config: type, values: dict[str, Any], *expected: str) -> Family:
+        return cls(functools.partial(kind, config, **values), *expected)
+
+
+TIED = DECODER | {"tie_word_embeddings": True}
+ROWS = "model.layers.0..2"
+EMBED = "model.embed_tokens"
+UNTIED_TAIL = "lm_head model.norm"
+TIED_TAIL = "model.embed_tokens model.norm lm_head"
+PEFT = "base_model.model."
+PEFT_ROWS = PEFT + ROWS
+PEFT_TIED_TAIL = f"{PEFT}model.embed_tokens {PEFT}model.norm {PEFT}lm_head"
+PEFT_UNTIED_TAIL = f"{PEFT}lm_head {PEFT}model.norm"
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
+OPT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "word_embed_proj_dim": 16,
+    "ffn_dim": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+}
+BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 3, "n_head": 2}
+FALCON = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
+DISTIL = {"vocab_size": VOCABULARY, "dim": 16, "hidden_dim": 32, "n_layers": 3, "n_heads": 2}
+SEQ2SEQ_EMBED = "model.shared model.encoder.embed_tokens model.decoder.embed_tokens"
+
+FAMILIES = {
+    "llama": Family.of(causal, hf.LlamaConfig, DECODER, ROWS, EMBED, UNTIED_TAIL),
+    "llama_tied": Family.of(causal, hf.LlamaConfig, TIED, ROWS, "", TIED_TAIL),
+    "llama_one_layer": Family.of(
+        causal, hf.LlamaConfig, DECODER | {"num_hidden_layers": 1}, "model.layers.0", EMBED, UNTIED_TAIL
+    ),
+    "llama_classifier": Family.of(classifier, hf.LlamaConfig, DECODER | {"pad_token_id": 0}, ROWS, EMBED),
+    "qwen2": Family.of(causal, hf.Qwen2Config, DECODER, ROWS, EMBED, UNTIED_TAIL),
+    "qwen3": Family.of(causal, hf.Qwen3Config, TIED, ROWS, "", TIED_TAIL),
+    "mistral": Family.of(causal, hf.MistralConfig, DECODER, ROWS, EMBED, UNTIED_TAIL),
+    "gemma": Family.of(causal, hf.GemmaConfig, DECODER, ROWS, "", TIED_TAIL),
+    "gemma2": Family.of(causal, hf.Gemma2Config, DECODER, ROWS, "", TIED_TAIL),
+    "gemma3n": Family.of(causal, hf.Gemma3nTextConfig, DECODER | {"num_kv_shared_layers": 0}, ROWS, "", TIED_TAIL),
+    "phi": Family.of(causal, hf.PhiConfig, DECODER, ROWS, EMBED, "lm_head model.final_layernorm"),
+    "phi3": Family.of(causal, hf.Phi3Config, DECODER | {"pad_token_id": 0}, ROWS, EMBED, UNTIED_TAIL),
+    "mixtral": Family.of(causal, hf.MixtralConfig, DECODER | {"num_local_experts": 4}, ROWS, EMBED, UNTIED_TAIL),
+    "gpt2": Family.of(
+        causal, hf.GPT2Config, GPT2, "transformer.h.0..2", "", "transformer.wte transformer.ln_f lm_head"
+    ),
+    "gpt_neox": Family.of(
+        causal,
+        hf.GPTNeoXConfig,
+        ENCODER,
+        "gpt_neox.layers.0..2",
+        "gpt_neox.embed_in",
+        "lm_head gpt_neox.final_layer_norm",
+    ),
+    "opt": Family.of(
+        causal,
+        hf.OPTConfig,
+        OPT,
+        "model.decoder.layers.0..2",
+        "",
+        "model.decoder.embed_tokens model.decoder.final_layer_norm lm_head",
+    ),
+    "bloom": Family.of(
+        causal,
+        hf.BloomConfig,
+        BLOOM,
+        "transformer.h.0..2",
+        "",
+        "transformer.word_embeddings transformer.ln_f lm_head",
+    ),
+    "falcon": Family.of(
+        causal,
+        hf.FalconConfig,
+        FALCON,
+        "transformer.h.0..2",
+        "",
+        "transformer.word_embeddings transformer.ln_f lm_head",
+    ),
+    "zamba2": Family.of(
+        causal,
+        hf.Zamba2Config,
+        ZAMBA,
+        "model.layers.0 model.layers.1+model.layers.3 model.layers.2",
+        "",
+        "model.embed_tokens model.final_layernorm lm_head",
+    ),
+    "bert": Family.of(
+        masked, hf.BertConfig, ENCODER, "bert.encoder.layer.0..2", "", "bert.embeddings.word_embeddings cls.predictions"
+    ),
+    "bert_classifier": Family.of(
+        classifier, hf.BertConfig, ENCODER, "bert.encoder.layer.0..2", "bert.embeddings.word_embeddings"
+    ),
+    "roberta": Family.of(
+        masked,
+        hf.RobertaConfig,
+        ENCODER,
+        "roberta.encoder.layer.0..2",
+        "",
+        "roberta.embeddings.word_embeddings lm_head",
+    ),
+    "distilbert": Family.of(
+        masked,
+        hf.DistilBertConfig,
+        DISTIL,
+        "distilbert.transformer.layer.0..2",
+        "",
+        "distilbert.embeddings.word_embeddings vocab_projector",
+    ),
+    "albert": Family.of(
+        masked,
+        hf.AlbertConfig,
+        ENCODER | {"embedding_size": 8},
+        "albert.encoder.albert_layer_groups.0",
+        "",
+        "albert.embeddings.word_embeddings predictions",
+    ),
+    "t5": Family.of(
+        seq2seq,
+        hf.T5Config,
+        T5,
+        "encoder.block.0..1 decoder.block.0..2",
+        "",
+        "shared encoder.embed_tokens decoder.embed_tokens decoder.final_layer_norm lm_head",
+    ),
+    "bart": Family.of(
+        seq2seq,
+        hf.BartConfig,
+        BART,
+        "model.encoder.layers.0..1 model.decoder.layers.0..2",
+        "",
+        SEQ2SEQ_EMBED + " lm_head",
+    ),
+    "mbart": Family.of(
+        seq2seq,
+        hf.MBartConfig,
+        BART,
+        "model.encoder.layers.0..1 model.decoder.layers.0..2",
+        "",
+        SEQ2SEQ_EMBED + " model.decoder.layer_norm lm_head",
+    ),
+    "bart_classifier": Family.of(
+        classifier, hf.BartConfig, BART, "model.encoder.layers.0..1 model.decoder.layers.0..2", SEQ2SEQ_EMBED
+    ),
+    "vit": Family(
+        lambda: hf.AutoModelForImageClassification.from_config(hf.ViTConfig(**VISION)),
+        "vit.layers.0..1",
+        "vit.embeddings.patch_embeddings",
+    ),
+    "swin": Family(
+        lambda: hf.AutoModelForImageClassification.from_config(hf.SwinConfig(**SWIN)),
+        "swin.encoder.layers.0..1",
+        "swin.embeddings.patch_embeddings",
+    ),
+    "clip": Family(two_towers, "text_model.encoder.layers.0..2 vision_model.encoder.layers.0..1"),
+    "llava": Family(
+        image_text_model,
+        "model.vision_tower.encoder.layers.0..1 model.language_model.layers.0..2",
+        "model.language_model.embed_tokens",
+        "lm_head model.language_model.norm",
+    ),
+    "kosmos2": Family(
+        vision_tower_last,
+        "text_model.model.layers.0..2 vision_model.model.encoder.layers.0..1",
+        "",
+        "text_model.model.embed_tokens text_model.model.layer_norm text_model.lm_head",
+    ),
+    "lora": Family(lora, PEFT_ROWS, PEFT + EMBED, PEFT_UNTIED_TAIL),
+    "lora_tied": Family(functools.partial(lora, True), PEFT_ROWS, "", PEFT_TIED_TAIL),
+    "lora_saved_modules": Family(
+        functools.partial(lora, modules_to_save=["lm_head", "embed_tokens"]),
+        PEFT_ROWS,
+        PEFT + EMBED,
+        PEFT_UNTIED_TAIL,
+    ),
+    "lora_saved_modules_tied": Family(
+        functools.partial(lora, True, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+        PEFT_ROWS,
+        "",
+        PEFT_TIED_TAIL,
+    ),
+    "lora_new_tokens_tied": Family(
+        functools.partial(lora, True, trainable_token_indices=[1, 2]), PEFT_ROWS, "", PEFT_TIED_TAIL
+    ),
+    "lora_classifier": Family(
+        lora_classifier, PEFT + "bert.encoder.layer.0..2", PEFT + "bert.embeddings.word_embeddings"
+    ),
+    "prompt_tuned": Family(
+        prompt_tuned, "base_model." + ROWS, "base_model." + EMBED, "base_model.lm_head base_model.model.norm"
+    ),
+}
+
+
+@functools.cache
+def built(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return FAMILIES[name].build()
+
+
+@functools.cache
+def planned(name: str) -> UnitPlan:
+    return plan_units(built(name))
+
+
+def modules_of(plan: UnitPlan, kind: str) -> tuple[str, ...]:
+    """The module paths of all units of a kind, in order."""
+    return tuple(path for unit in plan.units if unit.kind == kind for path in unit.modules)
+
+
+def written_out(blocks: str) -> list[tuple[str, ...]]:
+    """`a.0..1 b+c` -> [(a.0,), (a.1,), (b, c)]."""
+    units: list[tuple[str, ...]] = []
+    for pattern in blocks.split():
+        prefix, _, last = pattern.partition("..")
+        if last:
+            stem, _, first = prefix.rpartition(".")
+            units += [(f"{stem}.{number}",) for number in range(int(first), int(last) + 1)]
+        else:
+            units.append(tuple(pattern.split("+")))
+    return units
+
+
+def managed_parameters(model: nn.Module, plan: UnitPlan) -> list[dict[int, nn.Parameter]]:
+    """Per unit, what `fully_shard` would manage: all below its modules, down to modules of other units."""
+    taken = {id(model.get_submodule(path)) for unit in plan.units for path in unit.modules}
+
+    def below(module: nn.Module) -> Iterator[nn.Parameter]:
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            if id(child) not in taken:
+                yield from below(child)
+
+    return [{id(p): p for path in unit.modules for p in below(model.get_submodule(path))} for unit in plan.units]
+
+
+def check_rules(model: nn.Module, plan: UnitPlan) -> None:
+    """What holds for the plan of any model."""
+    managed = managed_parameters(model, plan)
+    everything = {id(p): p for p in model.parameters()}
+
+    assert [unit.kind for unit in plan.units].index("root") == len(plan.units) - 1
+    assert plan.units[-1].modules == ("",)
+    assert len([unit for unit in plan.units if unit.kind in ("embeddings", "tail")]) <= 2
+    # every parameter in exactly one unit, so that owners of a tied one are in one unit too
+    assert sorted(p for unit in managed for p in unit) == sorted(everything)
+    for unit, parameters in zip(plan.units, managed, strict=True):
+        assert unit.num_parameters == sum(p.numel() for p in parameters.values()), unit.name
+        assert unit.num_bytes == sum(p.numel() * p.element_size() for p in parameters.values()), unit.name
+        assert unit.reshard_after_forward == (unit.kind in ("block", "embeddings"))
+    assert plan.num_parameters == sum(p.numel() for p in everything.values())
+    assert plan.num_bytes == sum(p.numel() * p.element_size() for p in everything.values())
+    # no module handed to FSDP2 lies inside another, and none is in two units
+    paths = [path for unit in plan.units[:-1] for path in unit.modules]
+    inside = {path: {id(m) for m in model.get_submodule(path).modules()} for path in paths}
+    assert len(paths) == len(set(paths))
+    assert not [(a, b) for a in paths for b in paths if a != b and id(model.get_submodule(a)) in inside[b]]
+    of_units = [set().union(*(inside[path] for path in unit.modules)) for unit in plan.units[:-1]]
+    assert len(set().union(*of_units)) == sum(len(modules) for modules in of_units)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_units_of_a_family(name: str) -> None:
+    plan, family = planned(name), FAMILIES[name]
+    assert [unit.modules for unit in plan.blocks] == written_out(family.blocks)
+    assert modules_of(plan, "embeddings") == tuple(family.embeddings.split())
+    assert modules_of(plan, "tail") == tuple(family.tail.split())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rules_hold_for_a_family(name: str) -> None:
+    check_rules(built(name), planned(name))
+
+
+def test_owners_of_tied_weights_share_a_unit() -> None:
+    model, plan = built("t5"), planned("t5")
+    owners = ["shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"]
+    assert len({id(model.get_submodule(owner).weight) for owner in owners}) == 1
+    assert set(owners) <= set(modules_of(plan, "tail"))
+    assert plan.units[-2].num_parameters == VOCABULARY * 16 + 16
+
+
+def test_units_are_in_forward_order() -> None:
+    assert [unit.name for unit in planned("llama").units] == [
+        "embeddings",
+        "model.layers.0",
+        "model.layers.1",
+        "model.layers.2",
+        "tail",
+        "root",
+    ]
+
+
+def test_plan_is_the_same_every_time() -> None:
+    with torch.device("meta"):
+        assert plan_units(FAMILIES["bart"].build()) == planned("bart")
+
+
+def test_bytes_follow_the_types_of_the_parameters() -> None:
+    with torch.device("meta"):
+        plan = plan_units(FAMILIES["llama"].build().to(torch.bfloat16))
+    assert plan.num_bytes == 2 * plan.num_parameters
+
+
+def test_table() -> None:
+    plan = planned("t5")
+    lines = plan.table().splitlines()
+    assert lines[0].split() == ["unit", "class", "count", "parameters", "bytes"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        "encoder.block.0..1",
+        "decoder.block.0..2",
+        "tail",
+        "root",
+        "total",
+    ]
+    assert lines[1].split()[1:3] == ["T5Block", "2"]
+    assert lines[-1].split()[:3] == ["total", "7", f"{plan.num_parameters:,}"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_table_names_blocks_that_share() -> None:
+    model = stack(5)
+    model.layers[2].up = model.layers[0].up
+    rows = [line.split("  ")[0] for line in plan_units(model).table().splitlines()]
+    assert rows[2:-3] == ["layers.0 (+1 sharing)", "layers.1", "layers.3..4"]
+
+
+# Models of one's own: no mark on any class
+
+
+class Block(nn.Module):
+    """(B, D) -> (B, D), D = 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Mixture(nn.Module):
+    """A block whose list of experts holds most of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((expert(x) for expert in self.experts), torch.zeros_like(x))
+
+
+class Stack(nn.Module):
+    """Embeddings, blocks, norm, head; (B, T) -> (B, T, V). `get_*_embeddings` as transformers has them."""
+
+    def __init__(self, blocks: list[nn.Module], vocabulary: int = 11) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 8)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def stack(num_blocks: int = 3) -> Stack:
+    return Stack([Block() for _ in range(num_blocks)])
+
+
+def block_shares_with_head() -> nn.Module:
+    """The head, tied to the embeddings, also is a projection of the second block."""
+    model = stack()
+    model.head.weight = model.embed.weight
+    model.layers[1].down = nn.Linear(16, 8)
+    model.layers[1].extra = nn.Linear(8, 11, bias=False)
+    model.layers[1].extra.weight = model.head.weight
+    return model
+
+
+def blocks_share_a_module() -> nn.Module:
+    model = stack()
+    model.layers[2].up = model.layers[0].up
+    return model
+
+
+def blocks_share_a_weight() -> nn.Module:
+    model = stack()
+    model.layers[2].up.weight = model.layers[0].up.weight
+    return model
+
+
+def block_reached_from_outside() -> nn.Module:
+    model = stack()
+    model.alias = model.layers[0].up
+    return model
+
+
+def norm_shares_outside_the_tail() -> nn.Module:
+    model = stack()
+    model.other = nn.LayerNorm(8)
+    model.other.weight = model.norm.weight
+    return model
+
+
+def model_owns_the_head_weight() -> nn.Module:
+    model = stack()
+    model.vocabulary_weight = model.head.weight
+    return model
+
+
+class Front(nn.Module):
+    """Embeddings and a bias that the head uses: it contains the one and shares with the other."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.bias = head.bias
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.words(ids) + self.bias.mean()
+
+
+def front_shares_with_head() -> nn.Module:
+    model = stack()
+    model.head = nn.Linear(8, 11)
+    model.embed = Front(model.head)
+    model.get_input_embeddings = lambda: model.embed.words
+    return model
+
+
+class Predictions(nn.Module):
+    """A head with a transform, which owns the bias of its decoder, as BERT's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.decoder = nn.Linear(8, 8), nn.Linear(8, 11)
+        self.bias = self.decoder.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.dense(x))
+
+
+class StackWithPredictions(Stack):
+    """What joins the tail with the head's owner, the transform, is tied to a module elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__([Block(), Block(), Block()])
+        self.head, self.pooler = Predictions(), nn.Linear(8, 8)
+        self.pooler.weight = self.head.dense.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + self.pooler(self.embed(ids)).mean()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head.decoder
+
+
+SHARING = {
+    block_shares_with_head: ("layers.0 layers.1+embed+head layers.2", "", ""),
+    blocks_share_a_module: ("layers.0+layers.2 layers.1", "embed", "head norm"),
+    blocks_share_a_weight: ("layers.0+layers.2 layers.1", "embed", "head norm"),
+    block_reached_from_outside: ("layers.1..2", "embed", "head norm"),
+    norm_shares_outside_the_tail: ("layers.0..2", "embed", "head"),
+    model_owns_the_head_weight: ("layers.0..2", "embed", ""),
+    front_shares_with_head: ("layers.0..2", "", "embed norm head"),
+    StackWithPredictions: ("layers.0..2", "embed", "head pooler norm"),
+}
+
+
+@pytest.mark.parametrize("build", SHARING, ids=lambda build: build.__name__)
+def test_parameters_shared_across_the_model(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    plan = plan_units(model)
+    blocks, embeddings, tail = SHARING[build]
+    check_rules(model, plan)
+    assert [unit.modules for unit in plan.blocks] == written_out(blocks)
+    assert modules_of(plan, "embeddings") == tuple(embeddings.split())
+    assert modules_of(plan, "tail") == tuple(tail.split())
+
+
+def test_no_block_can_be_a_unit() -> None:
+    model = stack()
+    for layer in model.layers:
+        layer.up.weight = model.layers[0].up.weight
+    model.weight = model.layers[0].up.weight
+    with pytest.raises(UnitError, match=r"every block \(layers\.0, 3 in all\) shares .*sharding\.unit_classes"):
+        plan_units(model)
+
+
+def test_custom_model_without_marks() -> None:
+    model = stack()
+    plan = plan_units(model)
+    check_rules(model, plan)
+    assert [unit.name for unit in plan.units] == ["embeddings", "layers.0", "layers.1", "layers.2", "tail", "root"]
+    assert modules_of(plan, "tail") == ("head", "norm")
+
+
+def test_custom_model_without_accessors() -> None:
+    model = nn.Sequential(nn.Embedding(11, 8), *[Block() for _ in range(3)], nn.LayerNorm(8), nn.Linear(8, 11))
+    plan = plan_units(model)
+    check_rules(model, plan)
+    assert [unit.name for unit in plan.units] == ["1", "2", "3", "root"]
+
+
+def test_vocabulary_does_not_hide_the_blocks_of_a_small_model() -> None:
+    plan = plan_units(Stack([Block(), Block()], vocabulary=50_000))
+    assert len(plan.blocks) == 2
+    assert sum(unit.num_parameters for unit in plan.blocks) < 0.001 * plan.num_parameters
+
+
+class GradientCheckpointingLayer(Block):
+    """Known to transformers' own by its name."""
+
+
+@pytest.mark.parametrize("mark", ["base class", "_no_split_modules"])
+def test_one_small_block_that_is_marked(mark: str) -> None:
+    model = Stack([GradientCheckpointingLayer() if mark == "base class" else Block()])
+    model.middle = nn.Linear(8, 1000)
+    if mark == "_no_split_modules":
+        model._no_split_modules = {"Block", "Linear"}
+    assert [unit.name for unit in plan_units(model).blocks] == ["layers.0"]
+
+
+def test_marked_blocks_are_found_inside_towers() -> None:
+    model = nn.Module()
+    model.towers = nn.ModuleList([Stack([GradientCheckpointingLayer()]) for _ in range(2)])
+    assert [unit.name for unit in plan_units(model).blocks] == ["towers.0.layers.0", "towers.1.layers.0"]
+
+
+def test_final_norm_is_the_one_after_the_blocks() -> None:
+    model = nn.Module()
+    model.embed, model.norm_in = nn.Embedding(11, 8), nn.LayerNorm(8)
+    model.layers, model.norm_out = stack().layers, nn.LayerNorm(8)
+    model.head = nn.Linear(8, 11)
+    model.get_output_embeddings = lambda: model.head
+    assert modules_of(plan_units(model), "tail") == ("head", "norm_out")
+
+
+def test_small_lists_are_no_blocks() -> None:
+    model = stack(6)
+    model.heads = nn.ModuleList([nn.Sequential(nn.Linear(8, 2), nn.ReLU()) for _ in range(2)])
+    assert [unit.name for unit in plan_units(model).blocks] == [f"layers.{number}" for number in range(6)]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_experts_inside_a_block_are_no_blocks(num_blocks: int) -> None:
+    model = Stack([Mixture() for _ in range(num_blocks)])
+    plan = plan_units(model)
+    check_rules(model, plan)
+    assert [unit.class_name for unit in plan.blocks] == ["Mixture"] * num_blocks
+
+
+def test_one_block_applied_many_times() -> None:
+    block = Block()
+    model = Stack([block] * 4)
+    plan = plan_units(model)
+    check_rules(model, plan)
+    assert [unit.name for unit in plan.blocks] == ["layers.0"]
+
+
+def not_implemented() -> nn.Module:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("answer", ["error", "none", "stranger", "model"])
+def test_accessors_may_have_nothing_to_say(answer: str) -> None:
+    model = stack()
+    answers = {"none": lambda: None, "stranger": lambda: nn.Linear(8, 8), "model": lambda: model}
+    model.get_input_embeddings = model.get_output_embeddings = answers.get(answer, not_implemented)
+    plan = plan_units(model)
+    check_rules(model, plan)
+    assert [unit.kind for unit in plan.units] == ["block"] * 3 + ["root"]
+
+
+# sharding.unit_classes, and errors
+
+
+@pytest.mark.parametrize(
+    ("classes", "blocks"),
+    [
+        (["LlamaMLP"], [f"model.layers.{number}.mlp" for number in range(3)]),
+        (["LlamaMLP", "LlamaDecoderLayer"], [f"model.layers.{number}" for number in range(3)]),
+        (["LlamaModel"], ["model"]),
+    ],
+)
+def test_classes_by_name(classes: list[str], blocks: list[str]) -> None:
+    model = built("llama")
+    plan = plan_units(model, classes)
+    check_rules(model, plan)
+    assert [unit.name for unit in plan.blocks] == blocks
+
+
+def test_tied_head_joins_a_block_that_holds_the_embeddings() -> None:
+    model = built("llama_tied")
+    plan = plan_units(model, ["LlamaModel"])
+    check_rules(model, plan)
+    assert [unit.modules for unit in plan.units] == [("model", "lm_head"), ("",)]
+
+
+def test_class_that_matches_nothing() -> None:
+    with pytest.raises(UnitError) as error:
+        plan_units(built("llama"), ["LlamaDecodrLayer", "LlamaMLP", "Nonsense"])
+    text = str(error.value)
+    assert "'LlamaDecodrLayer' matches no module" in text
+    assert "did you mean 'LlamaDecoderLayer'?" in text
+    assert "'Nonsense'" in text
+    assert "LlamaDecoderLayer x 3" in text
+    assert "recipe key sharding.unit_classes" in text
+
+
+@pytest.mark.parametrize("classes", [["LlamaForCausalLM"], ["ModuleList"], ["SiLUActivation"], []])
+def test_classes_that_cannot_be_blocks(classes: list[str]) -> None:
+    """The root itself, a list without a forward, modules without parameters, nothing."""
+    with pytest.raises(UnitError, match=r"sharding\.unit_classes"):
+        plan_units(built("llama"), classes)
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda layers: nn.Sequential(*layers)])
+def test_model_without_blocks(container: Callable[[list[nn.Module]], nn.Module]) -> None:
+    model = nn.Module()
+    model.layers = container([nn.Linear(8, 8) for _ in range(3)])
+    with pytest.raises(UnitError) as error:
+        plan_units(model)
+    text = str(error.value)
+    assert "no transformer block found in Module (216 parameters)" in text
+    assert "layers: Linear x 3" in text
+    assert "sharding.unit_classes" in text
+
+
+# FSDP2 takes the plan
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[dist.DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def shard(model: nn.Module, plan: UnitPlan, mesh: dist.DeviceMesh) -> None:
+    for unit in plan.units:
+        modules = [model.get_submodule(path) for path in unit.modules]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0], mesh=mesh, reshard_after_forward=unit.reshard_after_forward
+        )
+
+
+def forward_backward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    model.zero_grad()
+    output = model(**inputs)
+    logits = getattr(output, "logits", output)
+    logits.square().mean().backward()
+    return logits.detach()
+
+
+def check_sharded(model: nn.Module, mesh: dist.DeviceMesh, inputs: dict[str, torch.Tensor]) -> None:
+    """Logits and gradients of the sharded model are those of the plain one, on the second step too."""
+    model.eval()
+    plain, plan = copy.deepcopy(model), plan_units(model)
+    shard(model, plan, mesh)
+    expected = forward_backward(plain, inputs)
+    for _ in range(2):
+        assert torch.equal(forward_backward(model, inputs), expected)
+    gradients = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        expected_gradient = gradients[name].grad
+        assert (parameter.grad is None) == (expected_gradient is None), name
+        if expected_gradient is not None:
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected_gradient, msg=name)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_tied", "gpt2", "t5", "bart", "bert", "albert", "lora_saved_modules_tied"]
+)
+def test_sharded_model_equals_the_plain_one(name: str, mesh: dist.DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = FAMILIES[name].build()
+    for parameter in model.parameters():
+        parameter.requires_grad_()
+    ids = torch.randint(3, VOCABULARY, (2, 8))
+    inputs = {"input_ids": ids, "decoder_input_ids": ids} if name in ("t5", "bart") else {"input_ids": ids}
+    check_sharded(model, mesh, inputs)
+
+
+@pytest.mark.parametrize("build", SHARING, ids=lambda build: build.__name__)
+def test_sharded_model_with_shared_parameters_equals_the_plain_one(
+    build: Callable[[], nn.Module], mesh: dist.DeviceMesh
+) -> None:
+    torch.manual_seed(0)
+    model = build()
+    check_sharded(model, mesh, {"ids": torch.randint(0, 11, (2, 5))})

@@ -1,0 +1,64 @@
+"""docs/recipes.md lists every field of a recipe as the schema has it.
+
+`python tests/unit/test_docs.py` writes it anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from toolkit.recipe import Recipe, Section, _choices
+
+PAGE = Path(__file__).parents[2] / "docs/recipes.md"
+HEAD = """# Recipe fields
+
+A recipe is a YAML mapping of these sections. Files that it names are relative to the recipe itself. `required` fields
+have no default; `null` means unset. Written from `toolkit/recipe.py`, which also checks it.
+"""
+
+
+def render() -> str:
+    parts = [HEAD]
+    for name, field in Recipe.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            parts.append(_section(name, field.annotation))
+    return "\n".join(parts)
+
+
+def _section(name: str, section: type[Section]) -> str:
+    lines = [
+        f"## {name}\n",
+        (section.__doc__ or "").split("\n\n")[0] + "\n",
+        "| field | default | what it is |",
+        "|---|---|---|",
+    ]
+    for key, field in section.model_fields.items():
+        choices = _choices(field.annotation)
+        text = field.description or ""
+        if choices:
+            text += " One of " + ", ".join(f"`{_plain(choice)}`" for choice in choices) + "."
+        lines.append(f"| `{name}.{key}` | {_default(field)} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    return f"`{_plain(field.get_default(call_default_factory=True))}`"
+
+
+def _plain(value: Any) -> str:
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, list) else "[]"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render(), "run python tests/unit/test_docs.py"
+
+
+def test_every_field_is_described() -> None:
+    assert "|  |" not in render()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

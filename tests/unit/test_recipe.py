@@ -1,0 +1,146 @@
+"""toolkit.recipe: everything wrong is reported together, before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from toolkit.errors import BadInputError, RecipeError
+from toolkit.recipe import Recipe, find_recipe, shipped_recipes, steps_of_run
+
+MINIMAL = {
+    "model": {"name_or_path": "someone/model"},
+    "data": {"train": "rows.jsonl", "max_length": 128},
+    "optimizer": {"learning_rate": 1e-4},
+    "training": {"output_dir": "out", "max_steps": 10},
+}
+
+
+def write(path: Path, values: object) -> Path:
+    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def problems(tmp_path: Path, values: object, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        Recipe.load(write(tmp_path / "r.yaml", values), overrides)
+    return caught.value.problems
+
+
+def test_a_minimal_recipe_gets_defaults(tmp_path: Path) -> None:
+    recipe = Recipe.load(write(tmp_path / "r.yaml", MINIMAL))
+    assert recipe.training.micro_batch_size == 1
+    assert recipe.schedule.kind == "cosine"
+    assert recipe.origins()["training.max_steps"] == (10, str(tmp_path / "r.yaml"))
+    assert recipe.origins()["training.micro_batch_size"] == (1, "default")
+
+
+def test_overrides_replace_and_are_named_as_origin(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.yaml", MINIMAL)
+    recipe = Recipe.load(path, ["training.max_steps=null", "training.num_epochs=2", "optimizer.learning_rate=3e-4"])
+    assert (recipe.training.max_steps, recipe.training.num_epochs) == (None, 2.0)
+    assert recipe.origins()["optimizer.learning_rate"] == (3e-4, "override")
+
+
+def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -> None:
+    values = yaml.safe_load(yaml.safe_dump(MINIMAL))
+    values["training"]["max_step"] = 3
+    values["optimizer"]["learning_rate"] = -1
+    values["model"]["dtype"] = "fp8"
+    values["data"]["validation_fraction"] = 1.5
+    found = "\n".join(problems(tmp_path, values, "data.shuffle=maybe", "nonsense", "max_steps=3"))
+    assert "training.max_step: unknown key; did you mean 'max_steps'?" in found
+    assert "optimizer.learning_rate: found -1" in found
+    assert "greater than 0" in found
+    assert "model.dtype: found 'fp8'" in found
+    assert "float32, bfloat16, float16" in found
+    assert "data.validation_fraction: found 1.5" in found
+    assert "data.shuffle: found 'maybe'" in found
+    assert "override 'nonsense': expected key.sub=value" in found
+    assert "max_steps: unknown key; did you mean 'training.max_steps'?" in found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["training.num_epochs=1"], "exactly one of training.max_steps and training.num_epochs"),
+        (["model.config={model_type: llama}"], "exactly one of model.name_or_path and model.config"),
+        (["training.eval_every_steps=5"], "training.eval_every_steps has no effect"),
+        (["data.max_validation_samples=5"], "data.max_validation_samples has no effect"),
+        (["schedule.warmup_steps=1", "schedule.warmup_fraction=0.1"], "contradict each other"),
+        (["schedule.decay_fraction=0.1"], "schedule.decay_fraction has no effect with schedule.kind cosine"),
+        (["logging.sample_max_new_tokens=5"], "logging.sample_max_new_tokens has no effect"),
+        (["data.hub_split=train"], "no effect on files"),
+        (["export.enabled=false", "export.dtype=float16"], "no effect with export.enabled: false"),
+        (["checkpoint.every_steps=5"], "checkpoint.every_steps"),
+    ],
+)
+def test_contradictions_and_settings_without_effect(tmp_path: Path, overrides: list[str], message: str) -> None:
+    assert message in "\n".join(problems(tmp_path, MINIMAL, *overrides))
+
+
+def test_a_contradiction_is_reported_beside_an_unknown_key(tmp_path: Path) -> None:
+    found = problems(tmp_path, MINIMAL, "training.num_epochs=1", "training.sed=1")
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1\n- 2\n", "found list"),
+        ("", "found nothing"),
+        ("a: [", "not readable as YAML"),
+        ("model: {name_or_path: a}\nmodel: {name_or_path: b}\n", "the key 'model' stands twice"),
+        ("5", "found int"),
+    ],
+)
+def test_a_file_that_is_no_mapping(tmp_path: Path, text: str, message: str) -> None:
+    assert message in problems(tmp_path, text)[0]
+
+
+def test_a_missing_recipe_lists_the_shipped_ones() -> None:
+    with pytest.raises(BadInputError, match=r"did you mean 'quickstart'.*Shipped recipes: .*quickstart"):
+        find_recipe("quickstar")
+    with pytest.raises(BadInputError, match="there is no such file"):
+        find_recipe("nowhere/x.yaml")
+
+
+def test_the_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
+    for name in shipped_recipes():
+        recipe = Recipe.load(name)
+        again = Recipe.load(write(tmp_path / f"{name}.yaml", recipe.to_yaml()))
+        assert again.model_dump() == recipe.model_dump()
+
+
+def test_files_in_a_recipe_are_relative_to_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    recipe = Recipe.load(write(tmp_path / "r.yaml", MINIMAL))
+    assert recipe.data.train == str(tmp_path / "rows.jsonl")
+    assert recipe.model.name_or_path == "someone/model"
+
+
+def test_a_recipe_is_frozen(tmp_path: Path) -> None:
+    recipe = Recipe.load(write(tmp_path / "r.yaml", MINIMAL))
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.training.seed = 1  # type: ignore[misc]
+
+
+def test_steps_of_a_run() -> None:
+    training = Recipe.from_mapping({**MINIMAL, "training": {"output_dir": "o", "num_epochs": 1.5}}).training
+    assert steps_of_run(training, num_samples=100, samples_per_step=16) == 10  # 150 / 16, rounded up
+    assert steps_of_run(Recipe.from_mapping(MINIMAL).training, 100, 16) == 10
+
+
+def test_importing_the_package_or_a_recipe_imports_no_torch() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import toolkit; seconds = time.perf_counter() - start\n"
+        "from toolkit.recipe import Recipe; Recipe.load('quickstart')\n"
+        "import toolkit.cli\n"
+        "assert not {'torch', 'transformers', 'accelerate'} & set(sys.modules), 'heavy imports'\n"
+        "assert seconds < 0.2, seconds\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

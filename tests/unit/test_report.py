@@ -1,0 +1,466 @@
+"""The report: right headline numbers, every text escaped, gaps shown, nothing loaded from outside."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.report import MAX_LISTED_STEPS, RunSummary, render_report, write_report
+
+GIB = 2**30
+VOID_ELEMENTS = {"meta", "link", "br", "img", "hr", "input"}
+HOSTILE = "</span></code></style><script src=\"https://evil.example/x.js\">alert('1')</script>&amp;"
+
+
+class Page(HTMLParser):
+    """The report as a browser's parser sees it: elements, attributes, and the text below each id."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.text_of: dict[str, str] = {}
+        self._open: list[tuple[str, str | None]] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._count(tag, attrs)
+        if tag not in VOID_ELEMENTS:
+            self._open.append((tag, dict(attrs).get("id")))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._count(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        for name in {name for _, name in self._open if name}:
+            self.text_of[name] = self.text_of.get(name, "") + data
+
+    def _count(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+
+def train_line(step: int, **changes: Any) -> dict[str, Any]:
+    line = {
+        "split": "train",
+        "step": step,
+        "epoch": step / 50,
+        "samples": 8 * step,
+        "tokens": 4096 * step,
+        "target_tokens": 4000 * step,
+        "loss": 2 + math.exp(-step / 20) + 0.01 * (step % 3),
+        "grad_norm": 1 + 0.1 * (step % 5),
+        "learning_rate": 1e-4 / step,
+        "tokens_per_second": 9000.0 + step,
+        "step_seconds": 0.5,
+        "peak_device_bytes": 3 * GIB + step * 2**20,
+        "peak_host_bytes": GIB,
+        "mfu": 0.4,
+    }
+    return line | changes
+
+
+def eval_line(step: int, loss: float | None, **changes: Any) -> dict[str, Any]:
+    perplexity = None if loss is None else math.exp(loss)
+    return {"split": "eval", "step": step, "loss": loss, "target_tokens": 500, "perplexity": perplexity} | changes
+
+
+def non_finite_line(step: int) -> dict[str, Any]:
+    return train_line(step, loss=None, grad_norm=None, non_finite=True)
+
+
+def train_lines(last_step: int) -> list[dict[str, Any]]:
+    return [train_line(step) for step in range(1, last_step + 1)]
+
+
+def summary(metrics: list[dict[str, Any]], **changes: Any) -> RunSummary:
+    whole = RunSummary(
+        title="quickstart",
+        recipe_yaml="# small\nmodel:\n  name_or_path: tiny\n",
+        metrics=metrics,
+        data_report={
+            "train": {"rows": 1200, "files": ["a.jsonl", "b.jsonl"], "source_bytes": 3 * GIB},
+            "shuffle": True,
+        },
+        units=[
+            {"name": "layers.*", "class_name": "Block", "count": 4, "num_parameters": 123456, "num_bytes": 2 * GIB},
+        ],
+        facts={"strategy": "full_shard", "ranks": "2", "duration": "51 s"},
+        versions={"torch": "2.13.0"},
+        sample=("To be,\n", "\n  or not < to be"),
+    )
+    return replace(whole, **changes)
+
+
+def page_of(metrics: list[dict[str, Any]], **changes: Any) -> Page:
+    return Page(render_report(summary(metrics, **changes)))
+
+
+def chart(html_text: str, name: str) -> str:
+    """The HTML of one chart's card."""
+    found = re.search(rf'<section class="card" id="chart-{name}">.*?</section>', html_text, re.DOTALL)
+    assert found is not None
+    return found.group()
+
+
+def curves(card: str, variable: str) -> list[str]:
+    """The path data of the opaque lines of one colour."""
+    strokes = re.findall(r'<path d="([^"]*)"[^>]*style="([^"]*)"', card)
+    return [
+        data
+        for data, css in strokes
+        if f"stroke: var(--{variable})" in css and "fill: none" in css and "opacity" not in css
+    ]
+
+
+# ---- headline ----
+
+
+def test_headline_numbers() -> None:
+    metrics = [eval_line(0, 4.0), *train_lines(101), eval_line(50, 2.9), eval_line(101, 3.0)]
+    text_of = page_of(metrics).text_of
+    assert "4.000 → 3.000" in text_of["tile-loss"]
+    assert "▼ \N{MINUS SIGN}25.0 %" in text_of["tile-loss"]
+    assert "step 0 → step 101; best 2.900 at step 50" in text_of["tile-loss"]
+    assert "54.6 → 20.1" in text_of["tile-perplexity"]
+    assert "414 k" in text_of["tile-tokens"]
+    assert "404 k with loss, 808 samples" in text_of["tile-tokens"]
+    assert "51 s" in text_of["tile-duration"]
+    assert "101 steps" in text_of["tile-duration"]
+    assert "9,051" in text_of["tile-throughput"]
+    assert "MFU 40.0 %" in text_of["tile-throughput"]
+    assert "3.10 GiB" in text_of["tile-memory"]
+    assert "on the device; host 1.00 GiB" in text_of["tile-memory"]
+
+
+def test_a_loss_that_rose_is_shown_as_worse() -> None:
+    text = render_report(summary([eval_line(0, 2.0), train_line(1), eval_line(1, 2.5)]))
+    assert '<span class="delta bad">▲ +25.0 %</span>' in text
+    assert "delta good" not in text
+
+
+def test_an_unchanged_loss_has_no_direction() -> None:
+    text = render_report(summary([eval_line(0, 2.0), train_line(1), eval_line(1, 2.0)]))
+    assert '<span class="delta same">0.0 %</span>' in text
+
+
+def test_duration_without_a_fact_is_the_sum_of_step_times() -> None:
+    assert "1 min 05 s" in page_of(train_lines(130), facts={}).text_of["tile-duration"]
+
+
+def test_memory_on_cpu_is_the_hosts() -> None:
+    metrics = [train_line(step, peak_device_bytes=None, mfu=None) for step in range(1, 20)]
+    page = page_of(metrics)
+    assert "1.00 GiBon the host" in page.text_of["tile-memory"]
+    assert "MFU" not in page.text_of["tile-throughput"]
+    assert "device" not in page.text_of["chart-memory"]
+    assert "non-finite" not in page.text_of  # null by design is not a fault
+    metrics[2] |= {"grad_norm": None, "non_finite": True}
+    assert page_of(metrics).text_of["non-finite"].endswith("step 3: grad norm")
+
+
+def test_a_step_trained_again_after_a_resume_counts_once() -> None:
+    metrics = [train_line(1), train_line(2), train_line(3, tokens=1), train_line(2), train_line(3, tokens=777)]
+    page = page_of(metrics, facts={})
+    assert "777" in page.text_of["tile-tokens"]
+    assert "1.5 s" in page.text_of["tile-duration"]
+
+
+# ---- runs of every shape ----
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        [],
+        [train_line(1)],
+        [eval_line(0, 3.0)],
+        [eval_line(0, 3.0), train_line(1), eval_line(1, 2.0)],
+        train_lines(9),
+        train_lines(100),
+        [non_finite_line(step) for step in range(1, 30)],
+        [train_line(1, loss=1e308), train_line(2, loss=0.0), train_line(3, loss=-1.0)],
+        [{"split": "train", "step": 1, "loss": 2.0}],
+    ],
+    ids=["nothing", "one-step", "eval-only", "one-of-each", "short", "no-eval", "all-null", "extreme", "sparse"],
+)
+def test_every_shape_of_run_renders(metrics: list[dict[str, Any]]) -> None:
+    text = render_report(summary(metrics, sample=None))
+    page = Page(text)
+    assert page.elements["h1"] == 1
+    assert "sample" not in page.text_of
+    assert re.search(r"\b(nan|inf|None)\b", " ".join(page.text_of.values())) is None
+    assert re.search(r"\b(nan|inf)\b", text, re.IGNORECASE) is None  # no such coordinates in a chart either
+
+
+def test_without_evaluation_the_training_loss_stands_in() -> None:
+    page = page_of([train_line(step, loss=4.0 if step <= 10 else 1.0) for step in range(1, 101)])
+    assert "Training loss" in page.text_of["tile-loss"]
+    assert "4.000 → 1.000" in page.text_of["tile-loss"]
+    assert "75.0 %" in page.text_of["tile-loss"]
+    assert "tile-perplexity" not in page.text_of
+    assert "evaluations" not in page.text_of
+    assert "held-out" not in page.text_of["chart-loss"]
+
+
+def test_one_evaluation_has_no_change() -> None:
+    text_of = page_of([train_line(1), eval_line(1, 2.5)]).text_of
+    assert "2.500" in text_of["tile-loss"]
+    assert "one evaluation, at step 1" in text_of["tile-loss"]
+    assert "→" not in text_of["tile-loss"]
+    assert "%" not in text_of["tile-loss"]
+
+
+def test_a_single_step_is_visible_as_a_dot() -> None:
+    card = chart(render_report(summary([train_line(1)])), "loss")
+    assert re.search(r'<use href="#\w+"[^>]*fill: var\(--chart-1\)', card)
+
+
+def test_a_long_run_stays_small_and_keeps_its_spike() -> None:
+    metrics = [train_line(step) for step in range(1, 5001)]
+    metrics[2345]["grad_norm"] = 5e6
+    text = render_report(summary(metrics))
+    assert len(text) < 300_000
+    card = chart(text, "grad-norm")
+    assert "(log)" in card
+    assert ">1M<" in card  # an axis that reaches the spike
+    assert "(log)" not in chart(text, "loss")
+
+
+# ---- gaps ----
+
+
+def test_a_null_is_a_gap_with_a_note_and_a_mark() -> None:
+    healthy, broken = train_lines(60), train_lines(60)
+    broken[40] = non_finite_line(41)
+    whole, cut = (render_report(summary(metrics)) for metrics in (healthy, broken))
+
+    assert Page(cut).text_of["non-finite"].startswith("Non-finite numbers at 1 step.")
+    assert "step 41: loss, grad norm" in Page(cut).text_of["non-finite"]
+    assert "non-finite" not in Page(whole).text_of
+
+    for name in ("loss", "grad-norm"):
+        assert {data.count("M") for data in curves(chart(whole, name), "chart-1")} == {1}
+        assert {data.count("M") for data in curves(chart(cut, name), "chart-1")} == {2}
+        assert "stroke: var(--warn)" in chart(cut, name)
+        assert "var(--warn)" not in chart(whole, name)
+    assert "var(--warn)" not in chart(cut, "learning-rate")
+
+
+def test_a_held_out_loss_that_is_null_is_named() -> None:
+    metrics = [eval_line(0, 3.0), *train_lines(20), eval_line(20, None, non_finite=True)]
+    text_of = page_of(metrics).text_of
+    assert "3.000 → not finite" in text_of["tile-loss"]
+    assert "%" not in text_of["tile-loss"]
+    assert "evaluation at step 20: loss, perplexity" in text_of["non-finite"]
+    assert "not finite" in text_of["evaluations"]
+
+
+def test_a_number_that_json_cannot_hold_is_a_gap_too() -> None:
+    metrics = train_lines(20)
+    metrics[4]["loss"] = math.nan
+    metrics[7]["grad_norm"] = math.inf
+    note = page_of(metrics).text_of["non-finite"]
+    assert "at 2 steps" in note
+    assert "step 5: loss" in note
+    assert "step 8: grad norm" in note
+
+
+def test_the_note_names_the_first_steps_and_counts_the_rest() -> None:
+    note = page_of([non_finite_line(step) for step in range(1, MAX_LISTED_STEPS + 8)]).text_of["non-finite"]
+    assert f"step {MAX_LISTED_STEPS}:" in note
+    assert f"step {MAX_LISTED_STEPS + 1}:" not in note
+    assert "and 7 more" in note
+
+
+# ---- tables and texts ----
+
+
+def test_tables_hold_what_they_were_given() -> None:
+    metrics = [eval_line(0, 4.0), *train_lines(20), eval_line(20, 3.0)]
+    text_of = page_of(metrics).text_of
+    for expected in ("train.rows", "1,200", "a.jsonl, b.jsonl", "3.00 GiB", "shuffle", "yes"):
+        assert expected in text_of["data"]
+    for expected in ("layers.*", "Block", "4", "123,456", "2.00 GiB"):
+        assert expected in text_of["units"]
+    assert "torch2.13.0" in text_of["versions"]
+    assert "04.00054.6203.00020.1" in text_of["evaluations"]
+    assert text_of["recipe"] == "Recipe# small\nmodel:\n  name_or_path: tiny"
+    assert text_of["sample"].endswith("To be,\n\n  or not < to be")
+
+
+def test_facts_stand_below_the_title() -> None:
+    text = render_report(summary(train_lines(3)))
+    header = text[text.index("<header>") : text.index("</header>")]
+    assert "<li><span>strategy</span> full_shard</li>" in header
+    assert "duration" not in header  # it has a tile
+
+
+def test_many_evaluations_are_thinned_to_a_short_table_with_both_ends() -> None:
+    page = page_of([eval_line(step, 3.0 - step / 1000) for step in range(1001)])
+    cells = page.text_of["evaluations"]
+    assert cells.startswith("EvaluationsStepLossPerplexity03.000")
+    assert cells.endswith("1,0002.0007.39")
+    assert page.elements["tr"] < 30
+
+
+def with_text_everywhere(text: str) -> RunSummary:
+    unit = {"name": text, "class_name": text, "count": 1, "num_parameters": 1, "num_bytes": 1}
+    return summary(
+        [*train_lines(12), eval_line(12, 1.0)],
+        title=text,
+        recipe_yaml=f"{text}\n# {text}\nkey: {text}\n",
+        data_report={text: {"file": text, "files": [text, text]}},
+        units=[unit],
+        facts={text: text, "duration": text},
+        versions={text: text},
+        sample=(text, text),
+    )
+
+
+def test_every_text_is_escaped() -> None:
+    hostile = render_report(with_text_everywhere(HOSTILE))
+    benign = render_report(with_text_everywhere("benign"))
+    assert HOSTILE not in hostile
+    # Each place of the benign text is one of the hostile text, and none of them made an element or an attribute.
+    page, expected = Page(hostile), Page(benign)
+    assert page.elements == expected.elements
+    assert page.attributes == expected.attributes
+    assert page.elements["script"] == 0
+    assert "".join(page.text_of.values()).count(HOSTILE) == "".join(expected.text_of.values()).count("benign")
+    assert page.text_of["sample"].endswith(HOSTILE * 2)
+
+
+# ---- one page, by itself ----
+
+
+@pytest.fixture(scope="module")
+def rendered() -> str:
+    metrics = [eval_line(0, 3.5), *train_lines(100), eval_line(100, 2.0)]
+    metrics[30] = non_finite_line(30)
+    return render_report(summary(metrics))
+
+
+def test_nothing_comes_from_outside(rendered: str) -> None:
+    page = Page(rendered)
+    links = [value for _, name, value in page.attributes if name in {"href", "src", "xlink:href", "action", "srcset"}]
+    assert links
+    assert [link for link in links if not link.startswith(("#", "data:"))] == []
+    assert re.findall(r"url\((?!#)", rendered) == []
+    assert "//" not in rendered
+    assert "@import" not in rendered
+    assert page.elements["script"] == page.elements["iframe"] == page.elements["img"] == 0
+    assert "default-src 'none'" in rendered
+
+
+def test_charts_follow_light_and_dark(rendered: str) -> None:
+    svgs = re.findall(r"<svg.*?</svg>", rendered, re.DOTALL)
+    assert len(svgs) == 6  # loss twice, for wide and narrow windows
+    for svg in svgs:
+        assert re.findall(r"#[0-9a-f]{6}\b", svg) == []
+        assert "<text" in svg
+        assert "<style" not in svg
+    style = rendered[rendered.index("<style>") : rendered.index("</style>")]
+    light, dark = style.split("prefers-color-scheme: dark")
+    for variable in set(re.findall(r"var\(--([\w-]+)\)", rendered)):
+        assert f"--{variable}:" in light
+        assert f"--{variable}:" in dark
+
+
+def test_ids_are_unique_and_references_resolve(rendered: str) -> None:
+    attributes = Page(rendered).attributes
+    ids = Counter(value for _, name, value in attributes if name == "id")
+    assert [name for name, count in ids.items() if count > 1] == []
+    references = {value[1:] for _, name, value in attributes if name == "href" and value.startswith("#")}
+    references |= set(re.findall(r"url\(#(\w+)\)", rendered))
+    assert references <= set(ids)
+
+
+def test_the_same_run_gives_the_same_page_whatever_the_users_style() -> None:
+    import matplotlib
+
+    first = render_report(summary(train_lines(20)))
+    with matplotlib.rc_context(
+        {"font.size": 40, "font.weight": "bold", "lines.linestyle": "--", "svg.fonttype": "path"}
+    ):
+        second = render_report(summary(train_lines(20)))
+        assert matplotlib.rcParams["font.size"] == 40
+    assert first == second
+
+
+def test_importing_is_light_and_rendering_needs_no_gui() -> None:
+    code = """
+import sys
+import toolkit.report as report
+assert not {"matplotlib", "numpy", "torch", "transformers"} & set(sys.modules), "import is heavy"
+report.render_report(report.RunSummary("t", "", [{"split": "train", "step": 1, "loss": 1.0}], {}, [], {}, {}, None))
+assert "matplotlib.figure" in sys.modules
+assert not {"matplotlib.pyplot", "tkinter", "torch"} & set(sys.modules), "pyplot was imported"
+"""
+    # A backend that does not exist: whoever asks for a GUI fails.
+    environment = os.environ | {"MPLBACKEND": "module://no_such_backend"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- writing ----
+
+
+def test_write_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    run = summary(train_lines(3))
+    write_report(path, run)
+    assert path.read_text(encoding="utf-8") == render_report(run)
+    assert [item.name for item in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_the_file_is_as_readable_as_any_other(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.touch()
+    write_report(tmp_path / "report.html", summary([]))
+    assert stat.S_IMODE((tmp_path / "report.html").stat().st_mode) == stat.S_IMODE(other.stat().st_mode)
+
+
+def test_a_write_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    seen: list[Path] = []
+
+    def fail(source: Path, target: Path) -> None:
+        seen.append(Path(source))
+        assert path.read_text() == "old"
+        assert Path(source).stat().st_size > 1000
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_report(path, summary([]))
+    assert seen[0].parent == tmp_path  # a rename is atomic inside one file system only
+    assert [item.name for item in tmp_path.iterdir()] == ["report.html"]
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("text", ["half a pair \ud83d", "nul \0 byte", "עברית", "😀"])
+def test_any_generated_text_can_be_written(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, summary([], sample=("", text)))
+    content = path.read_bytes()
+    assert b"\0" not in content
+    assert "sample" in Page(content.decode("utf-8")).text_of
