@@ -69,7 +69,7 @@ def test_the_readmes_test_command_is_what_ci_runs() -> None:
     [
         (["accelerate", "launch", "recipes/finetune.py"], 1),
         (["python", "recipes/finetune.py"], 1),
-        (["torchrun", "--nproc_per_node", "2", "--master_port", "0", "recipes/finetune.py"], 2),
+        (["torchrun", "--standalone", "--nproc_per_node", "2", "recipes/finetune.py"], 2),
         (
             [
                 "accelerate",

@@ -27,12 +27,8 @@ def render() -> str:
 
 
 def _section(name: str, section: type[Section]) -> str:
-    lines = [
-        f"## {name}\n",
-        (section.__doc__ or "").split("\n\n")[0] + "\n",
-        "| field | default | what it is |",
-        "|---|---|---|",
-    ]
+    lines = [f"## {name}\n", (section.__doc__ or "").split("\n\n")[0] + "\n"]
+    lines += ["| field | default | what it is |", "|---|---|---|"]
     for key, field in section.model_fields.items():
         choices = _choices(field.annotation)
         text = field.description or ""
@@ -49,7 +45,7 @@ def _default(field: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, list) else "[]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def test_the_page_is_up_to_date() -> None:
