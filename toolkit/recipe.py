@@ -157,6 +157,16 @@ class ShardingSection(Section):
     unit_classes: list[str] | None = Field(
         None, description="Class names of the modules that form a unit each, instead of those found."
     )
+    activation_checkpointing: PositiveInt | None = Field(
+        None, description="Run every n-th block again in backward instead of keeping its activations; 1: all."
+    )
+    offload_checkpoints: bool = Field(False, description="Keep the inputs of checkpointed blocks in host memory.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ShardingSection:
+        if self.offload_checkpoints and self.activation_checkpointing is None:
+            raise _contradiction("sharding.offload_checkpoints has no effect without sharding.activation_checkpointing")
+        return self
 
 
 class OptimizerSection(Section):

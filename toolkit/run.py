@@ -38,8 +38,15 @@ from toolkit.objectives import CausalLM
 from toolkit.optim import build_optimizer, build_schedule
 from toolkit.recipe import Recipe, steps_of_run
 from toolkit.report import RunSummary, write_report
-from toolkit.sharding.apply import PRECISIONS
-from toolkit.sharding.plugin import ShardingPlugin, accumulation_plugin, reset_accelerate, sharding_kwargs
+from toolkit.sharding.apply import PRECISIONS, Checkpointing, checkpoint_blocks
+from toolkit.sharding.plugin import (
+    ShardingPlugin,
+    accumulation_plugin,
+    reset_accelerate,
+    resolve_strategy,
+    sharding_kwargs,
+)
+from toolkit.sharding.units import plan_units
 
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "data_report.json", "report.html", "export", "checkpoints")
 """What a run leaves in its output folder."""
@@ -92,7 +99,12 @@ def finetune(recipe: Recipe) -> FinetuneResult:
     """
     _quiet()
     started = time.perf_counter()
-    plugins = sharding_kwargs(recipe.sharding.strategy, unit_classes=recipe.sharding.unit_classes)
+    sharded = resolve_strategy(recipe.sharding.strategy).sharded
+    plugins = sharding_kwargs(
+        recipe.sharding.strategy,
+        unit_classes=recipe.sharding.unit_classes,
+        checkpointing=_checkpointing(recipe) if sharded else None,
+    )
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
     accelerator = _accelerator(recipe, plugins, output_dir)
     try:
@@ -101,6 +113,11 @@ def finetune(recipe: Recipe) -> FinetuneResult:
         return _fit_and_export(accelerator, recipe, plugins["fsdp_plugin"], parts, output_dir, started)
     finally:
         _release(accelerator)
+
+
+def _checkpointing(recipe: Recipe) -> Checkpointing | None:
+    every = recipe.sharding.activation_checkpointing
+    return None if every is None else Checkpointing(every, recipe.sharding.offload_checkpoints)
 
 
 def _quiet() -> None:
@@ -187,7 +204,7 @@ def _build(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin) -> 
     num_steps = steps_of_run(training, len(data.train), samples_per_step)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if not plugin.strategy.sharded:
-        model.materialize_weights()  # DDP wraps real tensors; a sharded model gets its weights in prepare
+        _make_whole(model, recipe)
     optimizer = build_optimizer(model, recipe.optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     windows = TrainLoader(
@@ -208,6 +225,14 @@ def _build(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin) -> 
         "steps": f"{num_steps} of {samples_per_step} samples of {recipe.data.max_length} tokens",
     }
     return _Parts(model, optimizer, objective, tokens, data, windows, num_steps, facts)
+
+
+def _make_whole(model: PreTrainedModel, recipe: Recipe) -> None:
+    """What the sharding plugin does in `prepare`, for a model that DDP wraps as it is."""
+    model.materialize_weights()
+    checkpointing = _checkpointing(recipe)
+    if checkpointing is not None:
+        checkpoint_blocks(model, plan_units(model, recipe.sharding.unit_classes), checkpointing)
 
 
 def _num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:

@@ -25,8 +25,13 @@ ROWS_PER_STEP = 12
 T = 32
 LEARNING_RATE, WARMUP, DECAY, MAX_NORM = 2e-3, 4, 0.1, 0.5
 
-STRATEGIES = ("zero3", "ddp")
-CASES = list(itertools.product(STRATEGIES, (False, True), (1, 3)))  # strategy, tied, accumulation
+STRATEGIES = ("zero3", "ddp", "zero1", "zero2", "hybrid")
+
+
+def cases(num_ranks: int) -> list[tuple[str, bool, int]]:
+    """(strategy, tied, accumulation); hybrid needs two groups of two."""
+    possible = [strategy for strategy in STRATEGIES if strategy != "hybrid" or num_ranks >= 4]
+    return list(itertools.product(possible, (False, True), (1, 3)))
 
 
 def plain_rows(model_folder: Path, data: Path) -> torch.Tensor:
@@ -95,7 +100,8 @@ def toolkit_runs(folder: Path, data: Path) -> dict[str, Any]:
 
     world_size = int(os.environ["WORLD_SIZE"])
     results = {}
-    for strategy, tied, accumulation in CASES:
+    for strategy, tied, accumulation in cases(world_size):
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2" if strategy == "hybrid" else "1"
         meet()
         output = folder / f"{strategy}-{tied}-{accumulation}-{world_size}"
         values = recipe_values(
@@ -131,8 +137,8 @@ def test_parity_with_the_plain_loop(
     num_ranks: int, folder: Path, text_file: Path, plain: dict[bool, dict[str, Any]]
 ) -> None:
     results = run_on_ranks(toolkit_runs, num_ranks, folder, text_file)[0]
-    assert set(results) == set(CASES)
-    for case in CASES:
+    assert set(results) == set(cases(num_ranks))
+    for case in cases(num_ranks):
         strategy, tied, accumulation = case
         records, logits_difference = results[case]
         expected = plain[tied]

@@ -1,6 +1,17 @@
 """The sharding backend: strategy, units, and what Accelerate sees of them."""
 
+from toolkit.sharding.apply import Checkpointing, checkpoint_blocks
+from toolkit.sharding.memory import MemoryReport, memory_report
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
 from toolkit.sharding.units import plan_units
 
-__all__ = ["ShardingMesh", "ShardingPlugin", "plan_units", "sharding_kwargs"]
+__all__ = [
+    "Checkpointing",
+    "MemoryReport",
+    "ShardingMesh",
+    "ShardingPlugin",
+    "checkpoint_blocks",
+    "memory_report",
+    "plan_units",
+    "sharding_kwargs",
+]

@@ -5,13 +5,18 @@ Reference: torch.distributed.fsdp.fully_shard (FSDP2, per-parameter sharding).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.units import UnitPlan
@@ -26,11 +31,49 @@ def precision_policies(mixed_precision: str) -> tuple[MixedPrecisionPolicy, Mixe
     loses what small gradients add), and what leaves the model is float32, so that the loss is.
     """
     param_dtype = PRECISIONS[mixed_precision]
-    if param_dtype is None:
-        return MixedPrecisionPolicy(), MixedPrecisionPolicy()
     unit = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     root = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     return unit, root
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Activation checkpointing of the blocks (Chen et al., arXiv 1604.06174).
+
+    Attributes:
+        every: checkpoint every n-th block; 1: all.
+        offload: keep the checkpointed inputs in host memory.
+    """
+
+    every: int
+    offload: bool = False
+
+
+def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpointing) -> None:
+    """Makes blocks keep their inputs alone and run again in backward, with the same random numbers.
+
+    The forward itself is wrapped, below FSDP2's hooks: the unit's parameters are gathered once for the
+    second forward and the backward, and no parameter changes its name.
+    """
+    paths = [path for unit in plan.blocks for path in unit.modules]
+    for path in paths[:: checkpointing.every]:
+        block = model.get_submodule(path)
+        block.forward = _checkpointed(block.forward, checkpointing.offload)
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        config.use_cache = False  # the second forward would append to the cache again
+
+
+def _checkpointed(forward: Callable[..., Any], offload: bool) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        pin = torch.cuda.is_available()
+        with torch.autograd.graph.save_on_cpu(pin_memory=pin) if offload else contextlib.nullcontext():
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+
+    return run
 
 
 def apply(
@@ -40,6 +83,7 @@ def apply(
     mesh: DeviceMesh,
     mixed_precision: str,
     is_last_micro_batch: Callable[[], bool],
+    checkpointing: Checkpointing | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shards `model` in place, one `fully_shard` call per unit.
 
@@ -51,12 +95,15 @@ def apply(
         mesh: 1-D (shard), or 2-D (replicate, shard).
         mixed_precision: `no`, `bf16` or `fp16`.
         is_last_micro_batch: asked before every forward; whether this micro-batch ends the window.
+        checkpointing: of activations; None: every activation is kept.
 
     Returns:
         Every parameter as it was -> as it is now.
     """
     if mixed_precision != "no":
         _hold_masters_in_float32(model)
+    if checkpointing is not None:
+        checkpoint_blocks(model, plan, checkpointing)
     before = dict(model.named_parameters(remove_duplicate=False))
     unit_policy, root_policy = precision_policies(mixed_precision)
     for unit in plan.units:
@@ -130,3 +177,17 @@ def _reshard_after_evaluation(model: nn.Module) -> None:
                 unit.reshard()
 
     model.register_forward_hook(after_forward)
+
+
+def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's record of each sharded parameter (`FSDPParam`), for counting what it holds.
+
+    The private names are those of torch 2.13, and of 2.11 where a state has one group.
+    """
+    for module in sharded_modules(model):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [group for group in (state._fsdp_param_group,) if group is not None]
+        for group in groups:
+            yield from group.fsdp_params

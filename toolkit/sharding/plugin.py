@@ -38,8 +38,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.errors import BadInputError
-from toolkit.sharding.apply import apply, precision_policies
-from toolkit.sharding.strategy import DEFAULT_STRATEGY, Strategy, parse_strategy
+from toolkit.sharding.apply import Checkpointing, apply, precision_policies
+from toolkit.sharding.strategy import DEFAULT_STRATEGY, Strategy, mesh_shape, parse_strategy
 from toolkit.sharding.units import UnitPlan, plan_units
 
 SUPPORTED_VERSIONS = {"torch": ">=2.11,<2.14", "accelerate": ">=1.13,<1.16"}
@@ -50,20 +50,29 @@ STRATEGY_VARIABLE = "FSDP_SHARDING_STRATEGY"
 
 
 def sharding_kwargs(
-    strategy: str | None = None, *, unit_classes: Sequence[str] | None = None
+    strategy: str | None = None,
+    *,
+    replicate_size: int | None = None,
+    shard_size: int | None = None,
+    unit_classes: Sequence[str] | None = None,
+    checkpointing: Checkpointing | None = None,
 ) -> dict[str, FullyShardedDataParallelPlugin | ParallelismConfig]:
     """Constructor arguments that register the backend with a stock `Accelerator`.
 
     Args:
         strategy: a word of `toolkit.sharding.strategy.STRATEGIES`; unset, the Accelerate config's, or zero3.
+        replicate_size: of `hybrid`, the number of replicas; unset, the Accelerate config's.
+        shard_size: of `hybrid`, the ranks among which one replica is sharded.
         unit_classes: class names of the modules that form a unit each, instead of those found.
+        checkpointing: of activations; unset, as `fsdp_activation_checkpointing` says.
 
     Raises:
         BadInputError: an unknown strategy, one that the Accelerate config contradicts, or an
             untested version of torch or Accelerate.
     """
-    plugin = ShardingPlugin(strategy=strategy, unit_classes=unit_classes)
-    return {"fsdp_plugin": plugin, "parallelism_config": ShardingMesh(plugin=plugin)}
+    plugin = ShardingPlugin(strategy=strategy, unit_classes=unit_classes, checkpointing=checkpointing)
+    mesh = ShardingMesh(plugin=plugin, dp_replicate_size=replicate_size, dp_shard_size=shard_size)
+    return {"fsdp_plugin": plugin, "parallelism_config": mesh}
 
 
 def resolve_strategy(asked: str | None) -> Strategy:
@@ -98,7 +107,13 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         unit_plan: the units of the prepared model; None before `prepare`.
     """
 
-    def __init__(self, strategy: str | None = None, unit_classes: Sequence[str] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        strategy: str | None = None,
+        unit_classes: Sequence[str] | None = None,
+        checkpointing: Checkpointing | None = None,
+        **kwargs: Any,
+    ) -> None:
         check_versions()
         _rehearse_on_cpu()
         self.strategy = resolve_strategy(strategy)
@@ -113,6 +128,16 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             cpu_ram_efficient_loading=False,
             **kwargs,
         )
+        # Stock checkpointing, which Accelerate applies next, redraws dropout in the second forward.
+        asked = Checkpointing(every=1, offload=self.activation_checkpointing_offload)
+        self.checkpointing = checkpointing or (asked if self.activation_checkpointing else None)  # type: ignore[has-type]
+        self.activation_checkpointing = False
+        if self.checkpointing is not None and not self.strategy.sharded:
+            raise BadInputError(
+                "activation checkpointing: with strategy ddp the backend does not touch the model; call "
+                "toolkit.sharding.checkpoint_blocks(model, plan_units(model), Checkpointing(every=1)) before prepare, "
+                "set sharding.activation_checkpointing in a recipe, or choose zero3"
+            )
 
     def set_mixed_precision(self, mixed_precision: str, buffer_autocast: bool = False, override: bool = False) -> None:
         """Replaces stock Accelerate's policy, which reduces gradients and returns the loss in 16 bits."""
@@ -140,6 +165,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             state.device_mesh,
             state.mixed_precision,
             is_last_micro_batch=lambda: bool(GradientState().sync_gradients),
+            checkpointing=self.checkpointing,
         )
         _tell_empty_shards_apart(model)
         for optimizer in accelerator._optimizers:
@@ -163,10 +189,13 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         if self.plugin is None:
             self.plugin = ShardingPlugin()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        if self.plugin.strategy.sharded:
-            self.dp_replicate_size, self.dp_shard_size = 1, world_size
-        else:
-            self.dp_replicate_size, self.dp_shard_size = world_size, 1
+        shape = mesh_shape(
+            self.plugin.strategy,
+            world_size,
+            replicate=self.dp_replicate_size or _configured_size("REPLICATE"),  # type: ignore[has-type]
+            shard=self.dp_shard_size or _configured_size("SHARD"),  # type: ignore[has-type]
+        )
+        self.dp_replicate_size, self.dp_shard_size = shape.replicate, shape.shard
         super().__post_init__()
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
@@ -178,7 +207,11 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         if mesh is None and self.plugin.strategy.sharded:
             assert device_type is not None
             _require_process_group(device_type)
-            mesh = init_device_mesh(device_type, (self.dp_shard_size,), mesh_dim_names=("dp_shard",))
+            sizes: tuple[int, ...] = (self.dp_shard_size,)
+            names: tuple[str, ...] = ("dp_shard",)
+            if self.plugin.strategy.replicated:
+                sizes, names = (self.dp_replicate_size, *sizes), ("dp_replicate", *names)
+            mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
             self.device_mesh = mesh
         return mesh
 
@@ -212,11 +245,14 @@ def _rehearse_on_cpu() -> None:
 
 def _refuse_stock_settings() -> None:
     """Raises BadInputError for keys of `fsdp_config` that would do something else than they say."""
-    for key in ("fsdp_activation_checkpointing", "fsdp_offload_params"):
-        if os.environ.get(key.upper(), "false").lower() == "true":
-            raise BadInputError(
-                f"fsdp_config.{key}: not supported by the sharding backend; remove it or set it to false"
-            )
+    if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+        raise BadInputError("fsdp_config.fsdp_offload_params: not supported by the sharding backend; set it to false")
+
+
+def _configured_size(axis: str) -> int | None:
+    """Size of a mesh axis in the Accelerate config's `parallelism_config`."""
+    size = os.environ.get(f"PARALLELISM_CONFIG_DP_{axis}_SIZE")
+    return int(size) if size is not None else None
 
 
 def accumulation_plugin(steps: int) -> GradientAccumulationPlugin:

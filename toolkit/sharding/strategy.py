@@ -23,7 +23,9 @@ class Strategy:
             optimizer step (ZeRO-1).
         reshard_each_micro_batch: free the gathered parameters after each unit's forward and backward
             (ZeRO-3) or keep them over the accumulation window (ZeRO-1 and 2).
-        replicated: the mesh is replicate x shard; gradients are all-reduced over the replicas.
+        replicated: sharded inside groups of ranks, whole across them: the mesh is replicate x shard, and
+            gradients are all-reduced over the replicas once per optimizer step.
+        summary: one line for tables.
     """
 
     name: str
@@ -37,12 +39,15 @@ class Strategy:
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("ddp", False, False, False, True, "nothing is sharded; torch's DistributedDataParallel"),
-        Strategy("zero3", True, True, True, False, "parameters, gradients and optimizer state are sharded"),
+        Strategy("ddp", False, False, False, False, "nothing is sharded; torch's DistributedDataParallel"),
+        Strategy("zero1", True, False, False, False, "sharded; gathered, and reduced once, per optimizer step"),
+        Strategy("zero2", True, True, False, False, "sharded; gathered per optimizer step, reduced per micro-batch"),
+        Strategy("zero3", True, True, True, False, "sharded; gathered unit by unit, reduced per micro-batch"),
+        Strategy("hybrid", True, True, True, True, "zero3 inside groups of ranks, replicated across them"),
     )
 }
 
-ALIASES = {"full_shard": "zero3", "no_shard": "ddp"}
+ALIASES = {"full_shard": "zero3", "shard_grad_op": "zero2", "no_shard": "ddp", "hybrid_shard": "hybrid"}
 """Stock FSDP words, so that an existing Accelerate config keeps its meaning."""
 
 DEFAULT_STRATEGY = "zero3"
@@ -63,3 +68,56 @@ def parse_strategy(text: str, origin: str) -> Strategy:
     if word not in STRATEGIES:
         raise BadInputError(f"{origin}: unknown strategy {text!r}; allowed: {', '.join(STRATEGIES)}")
     return STRATEGIES[word]
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Ranks as replicate x shard; `shard` is the sharding factor F."""
+
+    replicate: int
+    shard: int
+
+
+def mesh_shape(strategy: Strategy, world_size: int, *, replicate: int | None, shard: int | None) -> MeshShape:
+    """The two sizes of the mesh for a number of ranks.
+
+    Args:
+        replicate: asked number of replicas; `hybrid` needs this or `shard`. 1 counts as not asked.
+        shard: asked sharding factor; 1 counts as not asked.
+
+    Raises:
+        BadInputError: sizes that do not make up the ranks, or that the strategy has no use for.
+    """
+    replicate = replicate if replicate != 1 else None
+    shard = shard if shard != 1 else None
+    if strategy.replicated:
+        return _hybrid_shape(world_size, replicate, shard)
+    shape = MeshShape(1, world_size) if strategy.sharded else MeshShape(world_size, 1)
+    _refuse_size("dp_replicate_size", replicate, shape.replicate, strategy)
+    _refuse_size("dp_shard_size", shard, shape.shard, strategy)
+    return shape
+
+
+def _refuse_size(key: str, asked: int | None, size: int, strategy: Strategy) -> None:
+    if asked not in (None, size):
+        raise BadInputError(
+            f"{key} is {asked}, but with strategy {strategy.name} it is {size}; remove it, or choose hybrid"
+        )
+
+
+def _hybrid_shape(world_size: int, replicate: int | None, shard: int | None) -> MeshShape:
+    factors = [size for size in range(2, world_size) if world_size % size == 0]
+    if not factors:
+        raise BadInputError(
+            f"strategy hybrid needs equal groups of at least 2 ranks, and at least 2 groups; "
+            f"{world_size} ranks cannot be parted so. Choose zero3"
+        )
+    asked = f"dp_replicate_size {replicate or 'unset'} and dp_shard_size {shard or 'unset'}"
+    if shard is None and replicate is not None and world_size % replicate == 0:
+        shard = world_size // replicate
+    if shard not in factors or replicate not in (None, world_size // shard):
+        raise BadInputError(
+            f"strategy hybrid: {asked} do not part {world_size} ranks into equal groups; "
+            f"set dp_shard_size, the ranks of a group, to one of {', '.join(map(str, factors))}"
+        )
+    return MeshShape(world_size // shard, shard)

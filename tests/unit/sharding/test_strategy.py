@@ -45,7 +45,7 @@ def test_an_untested_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         sharding_kwargs("zero3")
 
 
-@pytest.mark.parametrize("key", ["FSDP_ACTIVATION_CHECKPOINTING", "FSDP_OFFLOAD_PARAMS"])
+@pytest.mark.parametrize("key", ["FSDP_OFFLOAD_PARAMS"])
 def test_stock_settings_that_would_mean_something_else_are_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv(key, "true")
     with pytest.raises(BadInputError, match=key.lower()):

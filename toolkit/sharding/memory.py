@@ -1,0 +1,95 @@
+"""Bytes that a rank really holds, by unique storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.sharding.apply import fsdp_parameters
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of this rank.
+
+    Attributes:
+        sharded_parameters: shards, padding included; of an unsharded model, the parameters.
+        gathered_parameters: whole copies of sharded parameters that are there right now.
+        gradients: sharded or whole, in whatever type they are accumulated.
+        optimizer_state: moments and step counts.
+    """
+
+    sharded_parameters: int
+    gathered_parameters: int
+    gradients: int
+    optimizer_state: int
+
+    @property
+    def total(self) -> int:
+        return self.sharded_parameters + self.gathered_parameters + self.gradients + self.optimizer_state
+
+
+def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
+    """What this rank holds for `model` and `optimizer`, each storage counted once.
+
+    Args:
+        model: sharded, in DDP, or plain.
+        optimizer: torch's or Accelerate's.
+    """
+    seen: set[int] = set()
+    sharded = _count(_shards(model), seen)
+    gathered = _count(_gathered(model), seen)
+    gradients = _count(_gradients(model), seen)
+    state = _count(_states(optimizer), seen) if optimizer is not None else 0
+    return MemoryReport(sharded, gathered, gradients, state)
+
+
+def _count(tensors: Iterator[torch.Tensor | None], seen: set[int]) -> int:
+    """Bytes of the storages that were not counted before; freed storages have none."""
+    total = 0
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def _shards(model: nn.Module) -> Iterator[torch.Tensor | None]:
+    sharded = list(fsdp_parameters(model))
+    for parameter in sharded:
+        yield parameter._sharded_param_data
+        yield parameter.sharded_param
+    if not sharded:
+        yield from model.parameters()
+
+
+def _gathered(model: nn.Module) -> Iterator[torch.Tensor | None]:
+    for parameter in fsdp_parameters(model):
+        yield getattr(parameter, "_unsharded_param", None)
+        yield from parameter.all_gather_outputs
+
+
+def _gradients(model: nn.Module) -> Iterator[torch.Tensor | None]:
+    sharded = list(fsdp_parameters(model))
+    for parameter in sharded:
+        whole = getattr(parameter, "_unsharded_param", None)
+        yield whole.grad if whole is not None else None
+        yield parameter.unsharded_accumulated_grad
+        yield parameter.sharded_param.grad
+    if not sharded:
+        for plain in model.parameters():
+            yield plain.grad
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor | None]:
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    for state in inner.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
