@@ -179,8 +179,8 @@ def _reshard_after_evaluation(model: nn.Module) -> None:
     model.register_forward_hook(after_forward)
 
 
-def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's record of each sharded parameter (`FSDPParam`), for counting what it holds.
+def fsdp_groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's record of each unit (`FSDPParamGroup`), for counting what it holds.
 
     The private names are those of torch 2.13, and of 2.11 where a state has one group.
     """
@@ -189,5 +189,4 @@ def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             groups = [group for group in (state._fsdp_param_group,) if group is not None]
-        for group in groups:
-            yield from group.fsdp_params
+        yield from groups

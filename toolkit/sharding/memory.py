@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.sharding.apply import fsdp_parameters
+from toolkit.sharding.apply import fsdp_groups
 
 
 @dataclass(frozen=True)
@@ -63,30 +64,38 @@ def _count(tensors: Iterator[torch.Tensor | None], seen: set[int]) -> int:
 
 
 def _shards(model: nn.Module) -> Iterator[torch.Tensor | None]:
-    sharded = list(fsdp_parameters(model))
-    for parameter in sharded:
+    groups = list(fsdp_groups(model))
+    for parameter in _fsdp_parameters(groups):
         yield parameter._sharded_param_data
         yield parameter.sharded_param
-    if not sharded:
+    if not groups:
         yield from model.parameters()
 
 
 def _gathered(model: nn.Module) -> Iterator[torch.Tensor | None]:
-    for parameter in fsdp_parameters(model):
+    for parameter in _fsdp_parameters(fsdp_groups(model)):
         yield getattr(parameter, "_unsharded_param", None)
         yield from parameter.all_gather_outputs
 
 
 def _gradients(model: nn.Module) -> Iterator[torch.Tensor | None]:
-    sharded = list(fsdp_parameters(model))
-    for parameter in sharded:
+    groups = list(fsdp_groups(model))
+    for group in groups:
+        # Of a replicated unit: reduced inside the shard group, not yet over the replicas.
+        yield getattr(group, "_partial_reduce_output", None)
+    for parameter in _fsdp_parameters(groups):
         whole = getattr(parameter, "_unsharded_param", None)
         yield whole.grad if whole is not None else None
         yield parameter.unsharded_accumulated_grad
         yield parameter.sharded_param.grad
-    if not sharded:
+    if not groups:
         for plain in model.parameters():
             yield plain.grad
+
+
+def _fsdp_parameters(groups: Iterable[Any]) -> Iterator[Any]:
+    for group in groups:
+        yield from group.fsdp_params
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor | None]:
