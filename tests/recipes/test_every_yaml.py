@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,23 +76,21 @@ def test_accelerate_config_launches(config: Path, tmp_path: Path) -> None:
         "from toolkit import sharding_kwargs\n"
         "a = Accelerator(**sharding_kwargs())\n"
         "plugin = a.state.parallelism_config.plugin\n"
-        "a.print('TOLD', plugin.strategy.name, a.num_processes, a.distributed_type)\n"
+        "a.print('TOLD', plugin.strategy.name, a.num_processes, a.distributed_type, a.mixed_precision)\n"
         "a.end_training()\n"
     )
-    shutil.copy(config, tmp_path / "config.yaml")
+    values = yaml.safe_load(config.read_text())
+    strategy = values["fsdp_config"]["fsdp_sharding_strategy"]
+    num_processes = 4 if strategy == "hybrid" else 2
+    values |= {"num_processes": num_processes, "num_machines": 1, "main_process_port": 0, "rdzv_backend": "static"}
+    for key in ("machine_rank", "main_process_ip"):
+        values.pop(key, None)
+    if "parallelism_config" in values:
+        values["parallelism_config"] = {f"parallelism_config_dp_{axis}_size": 2 for axis in ("replicate", "shard")}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
     told = subprocess.run(
-        [
-            LAUNCH,
-            "launch",
-            "--config_file",
-            "config.yaml",
-            "--num_processes",
-            "2",
-            "--main_process_port",
-            "0",
-            str(script),
-        ],
+        [LAUNCH, "launch", "--config_file", "config.yaml", str(script)],
         cwd=tmp_path,
         env={**clean, "OMP_NUM_THREADS": "1"},
         text=True,
@@ -101,5 +98,5 @@ def test_accelerate_config_launches(config: Path, tmp_path: Path) -> None:
         timeout=300,
     )
     line = next((line for line in told.stdout.splitlines() if line.startswith("TOLD")), told.stderr[-2000:])
-    strategy = yaml.safe_load(config.read_text())["fsdp_config"]["fsdp_sharding_strategy"]
-    assert line.split()[1:3] == [parse_strategy(strategy, "").name, "2"]
+    kind = "MULTI_CPU" if strategy == "ddp" else "FSDP"
+    assert line.split()[1:] == [strategy, str(num_processes), f"DistributedType.{kind}", values["mixed_precision"]]
