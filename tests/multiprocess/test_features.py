@@ -1,0 +1,303 @@
+"""What must work with every sharded model: checkpointed dropout, frozen and tiny parameters, LoRA, compile, evaluation.
+
+Each case is compared with a plain model on one process; all cases of a number of ranks share one start.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import meet, run_on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+STEPS = 4
+ROWS = 8
+
+
+def llama(**fields: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=131, num_key_value_heads=2, **{**sizes, **fields}))
+
+
+def gpt2_with_dropout() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    dropout = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=131, n_embd=48, n_layer=4, n_head=4, n_positions=32, **dropout))
+
+
+def lora_llama(dropout: float = 0.0, rank: int = 2) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        llama(), LoraConfig(r=rank, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zeros at first: then lora_A would have no gradient
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+class TwoSmallHeads(nn.Module):
+    """Parameters of one row: on more ranks most of their shards are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.one = nn.Linear(16, 1)
+        self.two = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.one(x) + 2 * self.two(x)
+
+
+def frozen_llama() -> LlamaForCausalLM:
+    model = llama()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    for block in model.model.layers[:2]:
+        block.requires_grad_(False)
+    return model
+
+
+def token_rows(step: int) -> torch.Tensor:
+    return torch.randint(0, 131, (ROWS, 16), generator=torch.Generator().manual_seed(step))
+
+
+def language_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=rows, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), rows[:, 1:].flatten())
+
+
+def head_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return (model(rows[:, :16].float() / 131) - 1).square().mean()
+
+
+MODELS = {
+    "frozen": (frozen_llama, language_loss),
+    "small heads": (TwoSmallHeads, head_loss),
+    "lora": (lora_llama, language_loss),
+    "tied": (lambda: llama(tie_word_embeddings=True), language_loss),
+}
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def plain_run(name: str) -> dict[str, Any]:
+    make, loss_of = MODELS[name]
+    model: Any = make()
+    optimizer = adamw(model)
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = loss_of(model, token_rows(step))
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def accelerator_for(strategy: str, **kwargs: Any) -> Any:
+    from accelerate import Accelerator
+
+    from toolkit import sharding_kwargs
+    from toolkit.sharding.plugin import reset_accelerate
+
+    meet()
+    reset_accelerate()
+    extra = {"dynamo_plugin": kwargs.pop("dynamo_plugin")} if "dynamo_plugin" in kwargs else {}
+    sizes = {"shard_size": 2} if strategy == "hybrid" else {}
+    return Accelerator(**sharding_kwargs(strategy, **sizes, **kwargs), **extra)
+
+
+def sharded_run(name: str, strategy: str, **kwargs: Any) -> dict[str, Any]:
+    accelerator = accelerator_for(strategy, **kwargs)
+    make, loss_of = MODELS[name]
+    model: Any = make()
+    names = {id(p): n for n, p in model.named_parameters()}
+    optimizer = adamw(model)
+    asked = [names[id(p)] for p in optimizer.param_groups[0]["params"]]
+    model, optimizer = accelerator.prepare(model, optimizer)
+    inner = accelerator.unwrap_model(model)
+    names = {id(p): n for n, p in inner.named_parameters()}
+    bound = [names[id(p)] for p in optimizer.param_groups[0]["params"]]
+    rows = ROWS // accelerator.num_processes
+    mine = slice(accelerator.process_index * rows, (accelerator.process_index + 1) * rows)
+    losses, norms = [], []
+    for step in range(STEPS):
+        model.eval()
+        with torch.no_grad():  # an evaluation between steps must leave nothing gathered
+            loss_of(model, token_rows(99)[mine])
+        model.train()
+        loss = loss_of(model, token_rows(step)[mine])
+        accelerator.backward(loss)
+        norms.append(float(whole(accelerator.clip_grad_norm_(model.parameters(), 0.3))))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    with torch.no_grad():
+        loss_of(model, token_rows(99)[mine])
+    kinds = {isinstance(p, DTensor) for p in inner.parameters()}
+    state = accelerator.get_state_dict(model)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {n: whole(p) for n, p in inner.named_parameters()},
+        "state": {key: value.clone() for key, value in state.items()} if accelerator.is_main_process else {},
+        "rebound": asked == bound,
+        "distinct": len(bound) == len(set(bound)),
+        "kinds": kinds,
+    }
+
+
+def runs_under_strategies() -> dict[tuple[str, str], dict[str, Any]]:
+    strategies = ["zero1", "zero2", "zero3"] + (["hybrid"] if int(os.environ["WORLD_SIZE"]) == 4 else [])
+    return {(name, strategy): sharded_run(name, strategy) for name in MODELS for strategy in strategies}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_models_with_special_parameters_train_as_the_plain_model(num_ranks: int) -> None:
+    plain = {name: plain_run(name) for name in MODELS}
+    results = run_on_ranks(runs_under_strategies, num_ranks)
+    for rank, found in enumerate(results):
+        for (name, strategy), run in found.items():
+            where = f"{name}, {strategy}, rank {rank} of {num_ranks}"
+            assert run["rebound"], f"{where}: the optimizer's parameters are not those of the model"
+            assert run["distinct"], f"{where}: several parameters became one"
+            assert run["kinds"] == {True}, f"{where}: a parameter stayed gathered after an evaluation"
+            assert run["losses"] == pytest.approx(plain[name]["losses"], rel=1e-6), where
+            assert run["norms"] == pytest.approx(plain[name]["norms"], rel=1e-5), where
+            for parameter, value in plain[name]["weights"].items():
+                torch.testing.assert_close(run["weights"][parameter], value, rtol=0, atol=2e-5, msg=where)
+            if rank == 0:
+                assert all(torch.equal(run["state"][key], value) for key, value in run["weights"].items()), where
+
+
+def gradients(make: Any, strategy: str, checkpointing: Any, micro_batches: int = 2) -> dict[str, Any]:
+    """Gradients of two micro-batches with dropout, from the same random state."""
+    accelerator = accelerator_for(strategy, checkpointing=checkpointing)
+    model = make()
+    model, _ = accelerator.prepare(model, adamw(model))
+    model.train()
+    inner = accelerator.unwrap_model(model)
+    calls = [0]
+    block = next(m for n, m in inner.named_modules() if n.endswith((".h.0.mlp", "layers.0.mlp")))
+    block.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    torch.manual_seed(7 + accelerator.process_index)
+    for micro in range(micro_batches):
+        loss = language_loss(model, token_rows(micro)[:2])
+        accelerator.backward(loss)
+    found = {n: whole(p.grad) for n, p in inner.named_parameters() if p.grad is not None}
+    return {"gradients": found, "loss": loss.item(), "calls": calls[0]}
+
+
+def checkpointed_gradients() -> dict[str, dict[str, Any]]:
+    from toolkit.sharding import Checkpointing
+
+    found = {}
+    for name, make in (("gpt2", gpt2_with_dropout), ("lora", lambda: lora_llama(dropout=0.1))):
+        for strategy in ("zero3", "zero1"):
+            found[f"{name} {strategy} none"] = gradients(make, strategy, None)
+            found[f"{name} {strategy} all"] = gradients(make, strategy, Checkpointing(every=1))
+            found[f"{name} {strategy} second"] = gradients(make, strategy, Checkpointing(every=2))
+            found[f"{name} {strategy} offload"] = gradients(make, strategy, Checkpointing(every=1, offload=True))
+    return found
+
+
+def test_checkpointed_dropout_gives_the_same_gradients() -> None:
+    for found in run_on_ranks(checkpointed_gradients, 2):
+        for key, run in found.items():
+            reference = found[key.rpartition(" ")[0] + " none"]
+            assert run["calls"] == (2 if key.endswith("none") else 4), f"{key}: the first block must run again"
+            assert run["loss"] == reference["loss"], key
+            assert set(run["gradients"]) == set(reference["gradients"])
+            for name, gradient in reference["gradients"].items():
+                assert gradient.abs().max() > 0, (key, name)
+                assert torch.equal(run["gradients"][name], gradient), (key, name)
+
+
+def saved_bytes() -> dict[str, int]:
+    """Bytes that autograd keeps between forward and backward, on the device's side."""
+    from toolkit.sharding import Checkpointing, checkpoint_blocks, plan_units
+
+    found = {}
+    for name, checkpointing in (("none", None), ("all", Checkpointing(1)), ("offload", Checkpointing(1, offload=True))):
+        model = llama(num_hidden_layers=8)
+        if checkpointing is not None:
+            checkpoint_blocks(model, plan_units(model), checkpointing)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            language_loss(model, token_rows(0))
+        found[name] = sum(kept.values())
+    return found
+
+
+def test_checkpointing_keeps_less_and_offload_less_still() -> None:
+    found = run_on_ranks(saved_bytes, 1)[0]
+    assert found["all"] < 0.6 * found["none"]
+    assert found["offload"] < found["all"]
+
+
+def compiled_losses() -> dict[str, Any]:
+    from accelerate.utils import TorchDynamoPlugin
+
+    found = {}
+    for strategy in ("zero3", "zero2"):
+        plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
+        found[strategy] = sharded_run("tied", strategy, dynamo_plugin=plugin)["losses"]
+    return found
+
+
+def test_compiled_blocks_train_the_same() -> None:
+    plain = plain_run("tied")
+    for losses in run_on_ranks(compiled_losses, 2)[0].values():
+        assert losses == pytest.approx(plain["losses"], rel=1e-5)
+
+
+def gathered_rows() -> list[int]:
+    from torch.utils.data import DataLoader
+
+    accelerator = accelerator_for("zero3")
+    model = llama()
+    model, _ = accelerator.prepare(model, adamw(model))
+    loader = accelerator.prepare(DataLoader([torch.tensor([i] * 4) for i in range(9)], batch_size=2))
+    seen: list[int] = []
+    with torch.no_grad():
+        for batch in loader:
+            model(input_ids=batch, use_cache=False)
+            seen += accelerator.gather_for_metrics(batch)[:, 0].tolist()
+    assert accelerator.unwrap_model(model) is model
+    return seen
+
+
+def test_gather_for_metrics_counts_each_row_once() -> None:
+    assert sorted(run_on_ranks(gathered_rows, 2)[0]) == list(range(9))
+
+
+def test_the_plan_of_a_copy_is_the_same() -> None:
+    from toolkit.sharding import plan_units
+
+    model = llama()
+    assert plan_units(copy.deepcopy(model)) == plan_units(model)
