@@ -1,0 +1,136 @@
+"""Two launchers, machine_rank 0 and 1, are the same run as one launcher with as many ranks.
+
+Where the system lets us, each launcher runs in a network namespace of its own, as two hosts joined by
+a cable; where not, both run on this host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny import recipe_values, save_llama
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+ADDRESSES = ("10.199.7.1", "10.199.7.2")
+
+
+def run(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a command is preceded by to run on a host, and the interface of its cable."""
+
+    prefix: list[str]
+    interface: str
+
+
+@contextmanager
+def two_hosts() -> Iterator[list[Host]]:
+    """Two network namespaces joined by a cable; an empty list where the system makes none."""
+    names = [f"toolkit-test-{os.getpid()}-{host}" for host in (0, 1)]
+    ends = [f"tk{os.getpid() % 10**6}{end}" for end in "ab"]
+    try:
+        made = _joined(names, ends)
+        yield [Host(["ip", "netns", "exec", name], end) for name, end in zip(names, ends, strict=True)] if made else []
+    finally:
+        for name in names if shutil.which("ip") else []:
+            run("ip", "netns", "delete", name)
+
+
+def _joined(names: list[str], ends: list[str]) -> bool:
+    if shutil.which("ip") is None:
+        return False
+    commands = [["ip", "netns", "add", name] for name in names]
+    commands += [["ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1]]]
+    for name, end, address in zip(names, ends, ADDRESSES, strict=True):
+        commands += [["ip", "link", "set", end, "netns", name]]
+        commands += [["ip", "-n", name, "addr", "add", f"{address}/24", "dev", end]]
+        commands += [["ip", "-n", name, "link", "set", device, "up"] for device in (end, "lo")]
+    return all(run(*command) for command in commands)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def launcher(folder: Path, config: dict[str, object], recipe: Path, name: str) -> list[str]:
+    path = folder / f"{name}-{config.get('machine_rank', 0)}.config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    script = [str(ROOT / "recipes/finetune.py"), "--recipe", str(recipe), f"training.output_dir={folder / name}"]
+    return [str(BIN / "accelerate"), "launch", "--config_file", str(path), *script]
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, text_file: Path) -> Path:
+    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    values = recipe_values(
+        save_llama(tmp_path / "model", texts, tied=True),
+        text_file,
+        tmp_path / "out",
+        tmp_path / "cache",
+        max_steps=6,
+        micro_batch_size=2,
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_two_machines_are_one_run(tmp_path: Path, recipe: Path) -> None:
+    config = yaml.safe_load((ROOT / "accelerate_configs/two_nodes.yaml").read_text())
+    config |= {"num_processes": 2, "mixed_precision": "no", "main_process_port": free_port()}
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    clean |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with two_hosts() as hosts:
+        address = ADDRESSES[0] if hosts else "127.0.0.1"
+        commands = [
+            launcher(tmp_path, config | {"machine_rank": number, "main_process_ip": address}, recipe, "two")
+            for number in (0, 1)
+        ]
+        machines = [
+            subprocess.Popen(
+                [*(host.prefix if host else []), *command],
+                env=clean | ({"GLOO_SOCKET_IFNAME": host.interface} if host else {}),
+                cwd=ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for host, command in zip(hosts or [None, None], commands, strict=True)
+        ]
+        try:
+            outputs = [machine.communicate(timeout=120)[0] for machine in machines]
+        finally:
+            for machine in machines:
+                machine.kill()
+    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(outputs)[-4000:]
+    one = config | {"num_machines": 1, "main_process_port": 0}
+    for key in ("machine_rank", "main_process_ip"):
+        one.pop(key)
+    subprocess.run(
+        launcher(tmp_path, one, recipe, "one"), env=clean, cwd=ROOT, check=True, capture_output=True, timeout=240
+    )
+    assert len(losses(tmp_path / "one")) == 6
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+    assert "ranks: 2 on" in outputs[0]
+    print("two hosts in network namespaces" if hosts else "two launchers on one host")
