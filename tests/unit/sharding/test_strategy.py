@@ -8,8 +8,9 @@ import pytest
 
 from toolkit.errors import BadInputError
 from toolkit.sharding import plugin
+from toolkit.sharding.apply import Checkpointing
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, accumulation_plugin, resolve_strategy, sharding_kwargs
-from toolkit.sharding.strategy import STRATEGIES, parse_strategy
+from toolkit.sharding.strategy import STRATEGIES, mesh_shape, parse_strategy
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +76,63 @@ def test_the_plugin_keeps_reduction_and_loss_in_float32() -> None:
         unit, root = precision_policies(precision)
         assert (unit.param_dtype, unit.reduce_dtype) == (dtype, torch.float32)
         assert (root.param_dtype, root.reduce_dtype, root.output_dtype) == (dtype, torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "replicate", "shard", "expected"),
+    [
+        ("zero3", 6, None, None, (1, 6)),
+        ("zero3", 6, 1, 6, (1, 6)),
+        ("ddp", 6, None, None, (6, 1)),
+        ("hybrid", 8, None, 4, (2, 4)),
+        ("hybrid", 8, 4, None, (4, 2)),
+        ("hybrid", 8, 2, 4, (2, 4)),
+        ("hybrid", 6, 1, 3, (2, 3)),
+    ],
+)
+def test_the_mesh_of_a_strategy(
+    strategy: str, world_size: int, replicate: int | None, shard: int | None, expected: tuple[int, int]
+) -> None:
+    shape = mesh_shape(STRATEGIES[strategy], world_size, replicate=replicate, shard=shard)
+    assert (shape.replicate, shape.shard) == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "replicate", "shard", "message"),
+    [
+        ("hybrid", 8, None, 3, "dp_shard_size 3 do not part 8 ranks into equal groups; .* one of 2, 4"),
+        ("hybrid", 8, 3, None, "dp_replicate_size 3 .* one of 2, 4"),
+        ("hybrid", 8, 2, 2, "do not part 8 ranks"),
+        ("hybrid", 8, None, 8, "do not part 8 ranks"),
+        ("hybrid", 8, None, None, "dp_shard_size unset do not part 8 ranks"),
+        ("hybrid", 2, None, 2, "2 ranks cannot be parted so. Choose zero3"),
+        ("hybrid", 7, None, 7, "7 ranks cannot be parted so"),
+        ("zero3", 8, 2, 4, "dp_replicate_size is 2, but with strategy zero3 it is 1"),
+        ("ddp", 8, None, 4, "dp_shard_size is 4, but with strategy ddp it is 1"),
+    ],
+)
+def test_a_mesh_that_cannot_be(
+    strategy: str, world_size: int, replicate: int | None, shard: int | None, message: str
+) -> None:
+    with pytest.raises(BadInputError, match=message):
+        mesh_shape(STRATEGIES[strategy], world_size, replicate=replicate, shard=shard)
+
+
+def test_sizes_come_from_the_accelerate_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4")
+    mesh = sharding_kwargs("hybrid")["parallelism_config"]
+    assert (mesh.dp_replicate_size, mesh.dp_shard_size) == (2, 4)
+    with pytest.raises(BadInputError, match="dp_replicate_size is 2, but with strategy zero2"):
+        sharding_kwargs("zero2")
+
+
+def test_checkpointing_of_the_accelerate_config_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ShardingPlugin("zero3").checkpointing is None
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    plugin = ShardingPlugin("zero3")
+    assert plugin.checkpointing == Checkpointing(every=1, offload=False)
+    assert plugin.activation_checkpointing is False, "Accelerate would apply its own, without random state"
+    with pytest.raises(BadInputError, match="with strategy ddp the backend does not touch the model"):
+        ShardingPlugin("ddp")

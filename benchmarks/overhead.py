@@ -1,0 +1,195 @@
+"""Time of an optimizer step: the toolkit's strategies against loops written by hand, in turn in one run.
+
+    python benchmarks/overhead.py [--ranks 2] [--rounds 20] [--output benchmarks/results/overhead.json]
+
+Every variant has ranks of its own, which wait while the others work; a round lets each variant do a few
+steps, one variant after the other. Machines drift, so what counts is the ratio of a variant's time to
+its counterpart's in the same round, and of these the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+STEPS_A_TURN = 3
+ROWS, T, VOCAB = 4, 128, 2048
+PAIRS = {"zero3": "fsdp2 by hand", "zero2": "fsdp2 by hand, no reshard", "ddp": "ddp by hand"}
+Turn = Callable[[], float]
+
+
+def make_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=6,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def batch(rank: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    ids = torch.randint(0, VOCAB, (ROWS, T), generator=generator)
+    return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(T).expand(ROWS, T).contiguous()}
+
+
+def by_hand(variant: str, rank: int) -> Turn:
+    """The loop that an expert writes: no metrics, no checks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    model: nn.Module = make_model()
+    if variant == "ddp by hand":
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.model.layers:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh, reshard_after_forward="no reshard" not in variant)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    steps = iter(range(10**9))
+
+    def step() -> float:
+        rows = batch(rank, next(steps))
+        logits = model(input_ids=rows["input_ids"], position_ids=rows["position_ids"], use_cache=False).logits
+        loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), rows["labels"][:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def by_toolkit(strategy: str, rank: int) -> Turn:
+    """The trainer's own step: global token count, gathered losses and memory, checks for non-finite values."""
+    from accelerate import Accelerator
+
+    from toolkit import sharding_kwargs
+    from toolkit.objectives import CausalLM
+    from toolkit.optim import build_optimizer, build_schedule
+    from toolkit.recipe import OptimizerSection, ScheduleSection, TrainingSection
+    from toolkit.trainer import Trainer
+
+    accelerator = Accelerator(**sharding_kwargs(strategy))
+    model: Any = make_model()
+    objective = CausalLM(model)
+    optimizer: Any = build_optimizer(model, OptimizerSection(learning_rate=1e-3))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    schedule = build_schedule(optimizer.optimizer, ScheduleSection(kind="constant"), 10**6)
+    settings = TrainingSection(output_dir="unused", max_steps=1)
+    unused: Any = None
+    trainer = Trainer(accelerator, model, optimizer, schedule, objective, settings, unused, unused)
+    model.train()
+    steps = iter(range(10**9))
+    return lambda: trainer.train_step([batch(rank, next(steps))]).loss
+
+
+def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    step = by_toolkit(variant, rank) if variant in PAIRS else by_hand(variant, rank)
+    pipe.send("ready")
+    while pipe.recv() == "go":
+        dist.barrier()
+        started = time.perf_counter()
+        losses = [step() for _ in range(STEPS_A_TURN)]
+        dist.barrier()
+        pipe.send(((time.perf_counter() - started) / STEPS_A_TURN, losses))
+
+
+def start(variant: str, ranks: int, folder: str) -> list[Connection]:
+    """The parent's ends of the pipes to a variant's ranks."""
+    context = torch.multiprocessing.get_context("spawn")
+    meeting = Path(folder, variant.replace(" ", "-").replace(",", "")).as_uri()
+    ends = []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe()
+        context.Process(target=work, args=(theirs, variant, rank, ranks, meeting), daemon=True).start()
+        ends.append(ours)
+    for end in ends:
+        end.recv()
+    return ends
+
+
+def turn(ends: list[Connection]) -> float:
+    """Seconds per step of one turn, of the slowest rank."""
+    for end in ends:
+        end.send("go")
+    return max(end.recv()[0] for end in ends)
+
+
+def measure(ranks: int, rounds: int) -> dict[str, list[float]]:
+    variants = [name for pair in PAIRS.items() for name in pair]
+    with tempfile.TemporaryDirectory() as folder:
+        ends = {variant: start(variant, ranks, folder) for variant in variants}
+        seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+        for number in range(rounds + 1):
+            for variant in variants if number % 2 else reversed(variants):
+                taken = turn(ends[variant])
+                if number:  # the first round warms up
+                    seconds[variant].append(taken)
+        for end in (end for pair in ends.values() for end in pair):
+            end.send("stop")
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    seconds = measure(options.ranks, options.rounds)
+    result: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "versions": {package: version(package) for package in ("torch", "accelerate", "transformers")},
+        "ranks": options.ranks,
+        "rounds": options.rounds,
+        "parameters": sum(p.numel() for p in make_model().parameters()),
+        "rows": f"{ROWS} x {T} tokens per rank, float32, clipping",
+    }
+    print(f"{'variant':<28}{'median ms':>12}{'ratio':>8}{'low':>8}{'high':>8}")
+    for ours, theirs in PAIRS.items():
+        ratios = sorted(a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True))
+        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+        for name in (theirs, ours):
+            result[name] = {"median_seconds": statistics.median(seconds[name])}
+            print(f"{name:<28}{1000 * statistics.median(seconds[name]):>12.1f}", end="\n" if name == theirs else "")
+        result[ours] |= {"ratio": statistics.median(ratios), "quartiles": [low, high], "against": theirs}
+        print(f"{statistics.median(ratios):>8.3f}{low:>8.3f}{high:>8.3f}")
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The paths that only a CUDA device takes. Skipped where there is none.
+
+What runs here is the same code as on CPU ranks; what differs is nccl, the device's memory counter, fp16's
+gradient scaler and where the export is checked.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import recipe_values, save_llama
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path, text_file: Path) -> Any:
+    from toolkit import Recipe, finetune
+
+    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    model = save_llama(tmp_path / "model", texts, tied=True)
+
+    def start(name: str, **training: Any) -> Any:
+        values = recipe_values(model, text_file, tmp_path / name, tmp_path / "cache", micro_batch_size=8, **training)
+        return finetune(Recipe.from_mapping(values))
+
+    return start
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_follows_float32(run: Any, precision: str) -> None:
+    plain = [record["loss"] for record in run("float32").metrics]
+    mixed = run(precision, mixed_precision=precision)
+    assert [record["loss"] for record in mixed.metrics] == pytest.approx(plain, rel=2e-2)
+    assert mixed.logits_difference < 5e-2
+    assert all(record["peak_device_bytes"] > 0 for record in mixed.metrics)
+
+
+def test_float32_on_the_device_is_float32_on_the_host(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = [record["loss"] for record in run("device").metrics]
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    host = [record["loss"] for record in run("host").metrics]
+    assert device == pytest.approx(host, rel=1e-4)
