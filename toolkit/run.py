@@ -47,6 +47,7 @@ from toolkit.sharding.plugin import (
     sharding_kwargs,
 )
 from toolkit.sharding.units import plan_units
+from toolkit.trainer import Trainer
 
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "data_report.json", "report.html", "export", "checkpoints")
 """What a run leaves in its output folder."""
@@ -177,8 +178,13 @@ def _claimed(output_dir: Path, recipe: Recipe) -> Iterator[None]:
                 "choose another folder, for example training.output_dir=outputs/second, or delete this one"
             )
         made = not output_dir.exists()
-        output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            (output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        except OSError as error:
+            raise BadInputError(
+                f"training.output_dir: {str(output_dir)!r} cannot be written: {error.strerror}; name another folder"
+            ) from error
         return made
 
     made = ranks.on_first_rank(claim)
@@ -267,8 +273,6 @@ def _fit_and_export(
     output_dir: Path,
     started: float,
 ) -> FinetuneResult:
-    from toolkit.trainer import Trainer
-
     console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
     _introduce(console, plugin, parts)
     if accelerator.is_main_process:

@@ -37,6 +37,7 @@ def cases(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
         ),
         "output is a run": ({"training.output_dir": str(folder / "old")}, "already holds a run (metrics.jsonl)"),
         "output is a file": ({"training.output_dir": str(folder / "blank.jsonl")}, "is a file"),
+        "output not writable": ({"training.output_dir": "/proc/nowhere/out"}, "cannot be written"),
         "unit class": ({"sharding.unit_classes": ["LamaDecoderLayer"]}, "LlamaDecoderLayer"),
     }
 
