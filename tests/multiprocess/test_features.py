@@ -301,3 +301,45 @@ def test_the_plan_of_a_copy_is_the_same() -> None:
 
     model = llama()
     assert plan_units(copy.deepcopy(model)) == plan_units(model)
+
+
+def precisions() -> dict[str, dict[str, Any]]:
+    from accelerate import Accelerator
+
+    from toolkit import sharding_kwargs
+    from toolkit.sharding.plugin import reset_accelerate
+
+    found = {}
+    for name, strategy, precision, held in (
+        ("bf16", "zero3", "bf16", torch.float32),
+        ("bf16 checkpoint", "zero2", "bf16", torch.bfloat16),
+        ("pure bf16", "zero3", "no", torch.bfloat16),
+        ("float32", "zero1", "no", torch.float32),
+    ):
+        meet()
+        reset_accelerate()
+        accelerator = Accelerator(mixed_precision=precision, **sharding_kwargs(strategy))
+        model: Any = llama().to(held)
+        model, _ = accelerator.prepare(model, adamw(model))
+        computed: list[torch.dtype] = []
+        model.model.layers[1].mlp.register_forward_hook(lambda _m, _i, out, seen=computed: seen.append(out.dtype))
+        logits = model(input_ids=token_rows(0), use_cache=False).logits
+        accelerator.backward(logits.square().mean())
+        parameters = list(model.parameters())
+        found[name] = {
+            "logits": logits.dtype,
+            "compute": computed[0],
+            "held": {p.dtype for p in parameters},
+            "gradients": {p.grad.dtype for p in parameters if p.grad is not None},
+        }
+    return found
+
+
+def test_what_is_computed_held_and_returned_in_which_type() -> None:
+    found = run_on_ranks(precisions, 2)[0]
+    f32, b16 = torch.float32, torch.bfloat16
+    mixed = {"logits": f32, "compute": b16, "held": {f32}, "gradients": {f32}}
+    assert found["bf16"] == mixed
+    assert found["bf16 checkpoint"] == mixed, "weights of a 16-bit checkpoint get float32 masters"
+    assert found["pure bf16"] == {"logits": f32, "compute": b16, "held": {b16}, "gradients": {b16}}
+    assert found["float32"] == {"logits": f32, "compute": f32, "held": {f32}, "gradients": {f32}}
