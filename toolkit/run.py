@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -46,7 +45,7 @@ from toolkit.sharding.plugin import (
     resolve_strategy,
     sharding_kwargs,
 )
-from toolkit.sharding.units import plan_units
+from toolkit.sharding.units import UnitPlan, plan_units
 from toolkit.trainer import Trainer
 
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "data_report.json", "report.html", "export", "checkpoints")
@@ -406,7 +405,6 @@ def _conclude(console: Console, recipe: Recipe, result: FinetuneResult) -> None:
 
 
 def _summary(recipe: Recipe, plugin: ShardingPlugin, parts: _Parts, result: FinetuneResult) -> RunSummary:
-    units = [dataclasses.asdict(unit) for unit in plugin.unit_plan.units] if plugin.unit_plan is not None else []
     facts = {**parts.facts, "duration": f"{result.seconds:.0f} s"}
     if result.logits_difference is not None:
         facts["export checked"] = f"logits differ by {result.logits_difference:.1e} of the largest"
@@ -420,11 +418,24 @@ def _summary(recipe: Recipe, plugin: ShardingPlugin, parts: _Parts, result: Fine
         recipe_yaml=recipe.to_yaml(),
         metrics=result.metrics,
         data_report=parts.data.report,
-        units=[{**unit, "count": 1} for unit in units],
+        units=_unit_rows(plugin.unit_plan),
         facts=facts,
         versions={**{package: version(package) for package in packages}, "machine": machine},
         sample=sample,
     )
+
+
+def _unit_rows(plan: UnitPlan | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "class_name": units[0].class_name,
+            "count": len(units),
+            "num_parameters": sum(unit.num_parameters for unit in units),
+            "num_bytes": sum(unit.num_bytes for unit in units),
+        }
+        for name, units in (plan.groups() if plan is not None else [])
+    ]
 
 
 def _release(accelerator: Accelerator) -> None:

@@ -83,12 +83,16 @@ class UnitPlan:
     def num_bytes(self) -> int:
         return sum(unit.num_bytes for unit in self.units)
 
-    def table(self) -> str:
-        """The plan as text; blocks of one class that follow each other share a row: `model.layers.0..31`."""
+    def groups(self) -> list[tuple[str, list[Unit]]]:
+        """Units under a name; blocks of one class that follow each other go together: `model.layers.0..31`."""
         runs = groupby(enumerate(self.units), key=lambda numbered: _run_key(*numbered))
         groups = [[unit for _, unit in run] for _, run in runs]
+        return [(_pattern(group), group) for group in groups]
+
+    def table(self) -> str:
+        """The plan as text, a row for each of `groups`."""
         rows = [("unit", "class", "count", "parameters", "bytes")]
-        rows += [_row(_pattern(group), group[0].class_name, group) for group in groups]
+        rows += [_row(name, units[0].class_name, units) for name, units in self.groups()]
         rows.append(_row("total", "", self.units))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         return "\n".join(_aligned(row, widths) for row in rows)
