@@ -6,10 +6,11 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,6 +20,9 @@ from rich.table import Table
 import toolkit
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe import DATA_SUFFIXES, Recipe, as_list, find_recipe, shipped_recipes
+
+if TYPE_CHECKING:
+    from toolkit.verify import Report
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fine-tune Hugging Face models by recipe.")
 recipes_app = typer.Typer(invoke_without_command=True, help="List the shipped recipes, or copy one.")
@@ -140,6 +144,63 @@ def validate(
         print(json.dumps({key: {"value": value, "from": origin} for key, (value, origin) in origins.items()}, indent=2))
         return
     _print_table(["key", "value", "from"], [[key, _shown(value), origin] for key, (value, origin) in origins.items()])
+
+
+@app.command("verify")
+def verify_command(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Replaced values.")] = None,
+    recipe: Annotated[str, typer.Option(help="Name or path of a recipe.")] = "quickstart",
+    accelerate_config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Accelerate config: strategy, number of processes, precision. By default what `accelerate launch` "
+            "reads, or else two ranks under zero3.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 5,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Keep the model's first so many blocks; random weights where none fit.", show_default=False),
+    ] = None,
+    time_limit: Annotated[float, typer.Option(help="End the ranks after so long (seconds).")] = 1800.0,
+    as_json: AsJson = False,
+) -> None:
+    """Train a few steps on one process and sharded, and compare losses, gradients and weights.
+
+    The ranks run on this machine, on the CPU where it has too few GPUs; dropout is off, and no output
+    folder is touched. Exit codes: 0 all checks hold, 1 one failed, 2 bad input.
+    """
+    loaded = Recipe.load(recipe, overrides or [])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clears up, as after Ctrl-C
+    from toolkit.verify import FAILED, verify  # torch is imported only for a recipe that is right
+
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    report = verify(
+        loaded,
+        accelerate_config,
+        steps=steps,
+        layers=layers,
+        time_limit_seconds=time_limit,
+        tell=lambda line: progress.print(line, markup=False),
+    )
+    if as_json:
+        print(report.to_json())
+    else:
+        _print_report(report)
+    if report.verdict == FAILED:
+        raise typer.Exit(1)
+
+
+def _print_report(report: Report) -> None:
+    for name, fact in report.facts.items():
+        print(f"{name:>10}: {fact}")
+    numbers = [["" if value is None else f"{value:.1e}" for value in (row.found, row.tolerance)] for row in report.rows]
+    _print_table(
+        ["check", "found", "tolerance", "verdict", "note"],
+        [[row.check, *shown, row.verdict, row.note] for row, shown in zip(report.rows, numbers, strict=True)],
+    )
+    print(f"verdict: {report.verdict}")
 
 
 def _shown(value: Any) -> str:

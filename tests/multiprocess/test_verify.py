@@ -1,0 +1,223 @@
+"""`toolkit verify` for real: right runs pass, runs made wrong on a rank are told, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import recipe_values, save_llama
+
+from toolkit import cli
+from toolkit.errors import ToolkitError
+from toolkit.recipe import Recipe
+from toolkit.verify import FAILED, NOT_USED, OK, Report, Row, verify
+
+TOOLKIT = str(Path(sys.executable).with_name("toolkit"))
+Main = Callable[..., tuple[int, str, str]]
+CHECKS = ["loss", "gradient norm", "weights", "gradients", "dropout replay", "packing"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
+    """A Llama of three blocks, its recipe, and a config of two CPU ranks for every strategy used."""
+    folder = tmp_path_factory.mktemp("verify")
+    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    save_llama(folder / "model", texts, tied=True, layers=3)
+    training = {"micro_batch_size": 2, "gradient_accumulation_steps": 2}
+    values = recipe_values(folder / "model", text_file, folder / "out", folder / "cache", **training)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    for strategy in ("zero3", "ddp", "hybrid"):
+        config = {
+            "distributed_type": "FSDP",
+            "use_cpu": True,
+            "num_processes": 2,
+            "mixed_precision": "no",
+            "fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": strategy},
+        }
+        (folder / f"{strategy}.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def temporary(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Temporary folders go where they can be seen to be gone, and no output folder is made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert not list(tmp_path.glob("toolkit-verify-*"))
+    assert not (folder / "out").exists()
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    return subprocess.run(
+        [TOOLKIT, "verify", *arguments],
+        text=True,
+        capture_output=True,
+        timeout=200,
+        env={**clean, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"},
+    )
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Main:
+    """The command in this process: its exit code and what it wrote."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["toolkit", "verify", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capfd.readouterr()
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return run
+
+
+def here(folder: Path, strategy: str = "zero3", *overrides: str, **settings: Any) -> Report:
+    return verify(Recipe.load(folder / "recipe.yaml", overrides), folder / f"{strategy}.yaml", **settings)
+
+
+def break_ranks(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs `code` at the start of every rank, before anything else."""
+    (tmp_path / "broken").mkdir()
+    lines = "".join(f"    {line}\n" for line in code.splitlines())
+    (tmp_path / "broken/sitecustomize.py").write_text(f"import os\nif 'LOCAL_WORLD_SIZE' in os.environ:\n{lines}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+
+
+def test_the_command_passes_on_two_ranks(folder: Path) -> None:
+    done = command(
+        *("--recipe", str(folder / "recipe.yaml"), "--accelerate-config", str(folder / "zero3.yaml"), "--json"),
+        *("--steps", "4", "sharding.activation_checkpointing=1"),
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["verdict"] == OK
+    assert [row["check"] for row in told["rows"]] == CHECKS
+    assert {row["verdict"] for row in told["rows"]} == {OK}
+    assert all(row["found"] <= row["tolerance"] for row in told["rows"] if row["tolerance"] is not None)
+    assert told["facts"]["compared"] == "4 optimizer steps"
+    assert told["facts"]["ranks"] == "2 on cpu"
+    assert "zero3" in told["facts"]["strategy"]
+    assert "3 blocks checkpointed" in told["rows"][4]["note"]
+
+
+def test_a_model_cut_to_its_first_blocks(folder: Path, tmp_path: Path) -> None:
+    """A configuration alone, whose blocks get random weights; DDP; documents in a bf16 run."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (bare / name).write_text((folder / "model" / name).read_text())
+    report = here(folder, "ddp", f"model.name_or_path={bare}", "training.mixed_precision=bf16", layers=2, steps=2)
+    assert report.verdict == OK, report
+    assert report.facts["weights"] == f"random: {bare} holds no weights that fit its first 2 blocks"
+    assert report.facts["precision"] == "bf16"
+    rows = {row.check: row for row in report.rows}
+    assert rows["loss"].tolerance == 2e-2
+    assert rows["loss"].found > 1e-6, "16 bits were really computed in"
+    assert rows["dropout replay"].verdict == NOT_USED
+    assert len(list(bare.iterdir())) == 3, "nothing is written into the model's folder"
+
+
+def test_a_run_that_is_wrong_on_one_rank_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 trains on doubled losses, and one norm is never trained at all."""
+    break_ranks(
+        "from toolkit import models, objectives\n"
+        "load, loss_sum = models.load, objectives.CausalLM.loss_sum\n"
+        "scale = 1 + int(os.environ['RANK'])\n"
+        "objectives.CausalLM.loss_sum = lambda self, *given: loss_sum(self, *given) * scale\n"
+        "def deaf(*given):\n"
+        "    model = load(*given)\n"
+        "    norm = model.model.norm\n"
+        "    forward = norm.forward\n"
+        "    norm.forward = lambda x: (forward(x) / norm.weight.detach() * 1.0).detach() * 0 + x\n"
+        "    return model\n"
+        "models.load = deaf\n",
+        tmp_path,
+        monkeypatch,
+    )
+    report = here(folder, steps=2)
+    assert report.verdict == FAILED
+    rows = {row.check: row for row in report.rows}
+    assert {check for check, row in rows.items() if row.verdict == FAILED} == {
+        "loss",
+        "gradient norm",
+        "weights",
+        "gradients",
+    }
+    assert rows["gradients"].note == "no gradient in any step: model.norm.weight"
+
+
+def test_a_rank_that_dies_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_ranks(
+        "import signal, sys\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    print('no memory left', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n",
+        tmp_path,
+        monkeypatch,
+    )
+    with pytest.raises(ToolkitError, match="rank 1 was ended by SIGKILL") as found:
+        here(folder, steps=1)
+    assert "no memory left" in str(found.value)
+    assert found.value.exit_code == 1
+
+
+def test_ranks_that_hang_are_ended(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_ranks(f"import time\nopen(r'{tmp_path}/' + str(os.getpid()), 'w')\ntime.sleep(600)\n", tmp_path, monkeypatch)
+    with pytest.raises(ToolkitError, match="rank 0, 1: not done in 2 s"):
+        here(folder, steps=1, time_limit_seconds=2)
+    started = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert len(started) == 2
+    for pid in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_hybrid_on_two_ranks_is_bad_input(folder: Path, main: Main) -> None:
+    config = str(folder / "hybrid.yaml")
+    code, _, told = main("--recipe", str(folder / "recipe.yaml"), "--accelerate-config", config)
+    assert code == 2
+    assert f"--accelerate-config: {config}: strategy hybrid needs equal groups" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps: found 0"),
+        (["--layers", "0"], "--layers: found 0"),
+        (["--layers", "9"], "--layers: found 9, but the model has 3 blocks"),
+        (["--accelerate-config", "nowhere.yaml"], "--accelerate-config: there is no file 'nowhere.yaml'"),
+        (["training.max_step=3"], "did you mean 'max_steps'"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, folder: Path, main: Main) -> None:
+    code, _, told = main("--recipe", str(folder / "recipe.yaml"), *arguments)
+    assert code == 2
+    assert message in told
+
+
+def test_a_failed_check_is_exit_code_1(folder: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Report(
+        {"ranks": "2 on cpu"}, [Row("loss", 0.25, 1e-6, FAILED, "[at] step 3"), Row("packing", None, None, OK)]
+    )
+    monkeypatch.setattr("toolkit.verify.verify", lambda *_, **__: failed)
+    code, table, _ = main("--recipe", str(folder / "recipe.yaml"))
+    assert code == 1
+    assert "ranks: 2 on cpu" in table
+    assert [line.split() for line in table.splitlines() if line.startswith("loss")] == [
+        ["loss", "2.5e-01", "1.0e-06", "FAILED", "[at]", "step", "3"]
+    ]
+    assert table.endswith("verdict: FAILED\n")
+    code, text, _ = main("--recipe", str(folder / "recipe.yaml"), "--json")
+    assert code == 1
+    assert json.loads(text)["rows"][0]["verdict"] == FAILED

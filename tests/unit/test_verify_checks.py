@@ -1,0 +1,356 @@
+"""What `toolkit verify` compares, and that it tells a wrong run from a right one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny import recipe_values, save_llama
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config
+
+from toolkit import verify as v
+from toolkit.errors import BadInputError, ToolkitError
+from toolkit.recipe import Recipe
+from toolkit.verify import FAILED, NOT_USED, OK, Outcome, PlainRun, Report, Row, ShardedRun, compare
+
+WEIGHTS = {"a.weight": torch.ones(4, 3), "b.bias": torch.zeros(5)}
+STEADY = {"a.weight": torch.ones(4, 3, dtype=torch.bool), "b.bias": torch.tensor([True, True, False, True, True])}
+PACKING = Row("packing", 0.0, 1e-4, OK)
+
+
+def runs(precision: str = "no", **changes: Any) -> tuple[PlainRun, ShardedRun]:
+    """Two equal runs of two steps; `changes` are made to the sharded one's outcome."""
+    plain = Outcome([5.0, 4.0], [1.0, 2.0], WEIGHTS, [])
+    same = dataclasses.replace(plain, weights={name: weight.clone() for name, weight in WEIGHTS.items()})
+    sharded = ShardedRun(dataclasses.replace(same, **changes), {}, precision, "cpu", None)
+    return PlainRun(plain, STEADY, 1e-3, PACKING), sharded
+
+
+def verdicts(plain: PlainRun, sharded: ShardedRun, dtype: str = "float32") -> dict[str, str]:
+    return {row.check: row.verdict for row in compare(plain, sharded, dtype)}
+
+
+def failed(plain: PlainRun, sharded: ShardedRun) -> set[str]:
+    return {check for check, verdict in verdicts(plain, sharded).items() if verdict == FAILED}
+
+
+def changed(name: str, position: tuple[int, ...], by: float) -> dict[str, torch.Tensor]:
+    weights = {key: weight.clone() for key, weight in WEIGHTS.items()}
+    weights[name][position] += by
+    return weights
+
+
+def test_equal_runs_pass() -> None:
+    assert verdicts(*runs()) == {
+        "loss": OK,
+        "gradient norm": OK,
+        "weights": OK,
+        "gradients": OK,
+        "dropout replay": NOT_USED,
+        "packing": OK,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "check"),
+    [
+        ({"losses": [5.0, 4.0 * (1 + 2e-6)]}, "loss"),
+        ({"losses": [5.0, math.nan]}, "loss"),
+        ({"losses": [math.nan, 4.0]}, "loss"),
+        ({"losses": [5.0]}, "loss"),
+        ({"grad_norms": [1.0, 2.0 * (1 - 2e-5)]}, "gradient norm"),
+        ({"weights": changed("a.weight", (3, 2), 2e-5)}, "weights"),
+        ({"weights": changed("a.weight", (0, 0), math.nan)}, "weights"),
+        ({"weights": changed("b.bias", (2,), 3e-3)}, "weights"),
+        ({"weights": changed("b.bias", (2,), math.nan)}, "weights"),
+        ({"weights": {"a.weight": WEIGHTS["a.weight"]}}, "weights"),
+        ({"weights": {**WEIGHTS, "b.bias": torch.zeros(4)}}, "weights"),
+        ({"without_gradient": ["b.bias"]}, "gradients"),
+    ],
+)
+def test_a_wrong_run_is_told(changes: dict[str, Any], check: str) -> None:
+    assert failed(*runs(**changes)) == {check}
+
+
+def test_rounding_passes() -> None:
+    changes = {"losses": [5.0, 4.0 * (1 + 5e-7)], "grad_norms": [1.0, 2.0 * (1 + 5e-6)]}
+    assert not failed(*runs(**changes, weights=changed("a.weight", (1, 1), 5e-6)))
+    assert not failed(*runs(weights=changed("b.bias", (2,), 1e-3))), "a gradient near rounding: AdamW may turn it round"
+
+
+def test_bf16_is_held_to_wider_tolerances() -> None:
+    wide = {"losses": [5.0, 4.04], "grad_norms": [1.0, 2.1], "weights": changed("a.weight", (1, 1), 1e-3)}
+    assert failed(*runs(**wide)) == {"loss", "gradient norm", "weights"}
+    assert not failed(*runs("bf16", **wide))
+    assert failed(*runs("bf16", losses=[5.0, 4.4], weights=changed("a.weight", (1, 1), 3e-3))) == {"loss", "weights"}
+
+
+def test_the_weights_tolerance_follows_the_learning_rate() -> None:
+    tight, loose = v.weight_tolerance(1e-3, 0.0, 5, mixed=False, dtype="float32")
+    assert (tight, loose) == (1e-5, 2e-3)
+    assert v.weight_tolerance(1e-6, 0.0, 5, mixed=False, dtype="float32")[0] == pytest.approx(1e-7)
+    assert v.weight_tolerance(1e-6, 1.0, 5, mixed=False, dtype="float32")[0] > 5e-7, "float32's own rounding"
+
+
+def test_missing_gradients_are_named_and_compared_with_the_plain_loop() -> None:
+    plain, sharded = runs(without_gradient=["b.bias"])
+    row = next(row for row in compare(plain, sharded, "float32") if row.check == "gradients")
+    assert "b.bias" in row.note
+    assert "nor in the plain loop" not in row.note
+    plain = dataclasses.replace(plain, outcome=dataclasses.replace(plain.outcome, without_gradient=["b.bias"]))
+    row = next(row for row in compare(plain, sharded, "float32") if row.check == "gradients")
+    assert "nor in the plain loop" in row.note
+    assert row.verdict == FAILED
+
+
+def test_a_part_on_any_rank_is_a_gradient() -> None:
+    result = {"losses": [], "grad_norms": [], "trainable": ["a", "b"], "facts": {}, "precision": "no", "device": "cpu"}
+    ranks = [
+        {**result, "with_gradient": ["a"], "replay": {"difference": 0.0}},
+        {**result, "with_gradient": ["b"], "replay": {"difference": 1.0}},
+    ]
+    merged = v._merged(ranks, {})
+    assert merged.outcome.without_gradient == []
+    assert merged.replay == {"difference": 1.0}
+    assert v._merged(ranks[:1], {}).outcome.without_gradient == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("replay", "verdict"),
+    [
+        (None, NOT_USED),
+        ({"blocks": 2, "difference": 0.0, "effect": 0.1}, OK),
+        ({"blocks": 2, "difference": 0.01, "effect": 0.1}, FAILED),
+        ({"blocks": 0, "difference": 0.0, "effect": 0.1}, FAILED),
+        ({"blocks": 2, "difference": 0.0, "effect": 0.0}, NOT_USED),
+    ],
+)
+def test_dropout_replay(replay: dict[str, float] | None, verdict: str) -> None:
+    plain, sharded = runs()
+    assert verdicts(plain, dataclasses.replace(sharded, replay=replay))["dropout replay"] == verdict
+
+
+def test_the_report_as_json() -> None:
+    report = Report({"ranks": "2 on cpu"}, [Row("loss", math.nan, 1e-6, FAILED, "x"), PACKING])
+    assert report.verdict == FAILED
+    told = json.loads(report.to_json())
+    assert told["verdict"] == FAILED
+    assert told["rows"][0] == {"check": "loss", "found": "nan", "tolerance": 1e-6, "verdict": FAILED, "note": "x"}
+
+
+# Packing
+
+
+def gpt2(**fields: Any) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0)
+    config.update(fields)
+    return GPT2LMHeadModel(config)
+
+
+class Leaky(nn.Module):
+    """Numbers the tokens of a row through, whatever documents they belong to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = gpt2()
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> Any:
+        through = torch.arange(input_ids.shape[1])[None]
+        return self.model(input_ids=input_ids, position_ids=through, use_cache=use_cache)
+
+
+def samples(ids: list[list[int]], positions: list[list[int]]) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"input_ids": ids, "position_ids": positions})
+
+
+def test_a_leak_between_documents_is_told() -> None:
+    shared = samples([[*range(1, 13)]], [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    model = gpt2()
+    v.set_dropout(model, 0.0)
+    assert v._packing_row(model.train(), shared).verdict == OK
+    leaky = Leaky()
+    v.set_dropout(leaky, 0.0)
+    row = v._packing_row(leaky, shared)
+    assert row.verdict == FAILED
+    assert row.found is not None
+    assert row.found > 1e-2
+
+
+def test_two_documents_are_found_or_made() -> None:
+    found = v.two_documents(
+        samples([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]], [[0, 0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 2]])
+    )
+    assert found == ([7, 8, 9], [10, 11, 12], "which share a sample"), "the pair whose shorter document is longest"
+    made = v.two_documents(samples([[1, 2, 3, 4], [5, 6, 7, 8]], [[0, 1, 2, 3], [0, 1, 2, 3]]))
+    assert made == ([1, 2], [7, 8], "joined from two samples")
+    assert v.two_documents(datasets.Dataset.from_dict({"input_ids": [[1, 2]]})) is None
+
+
+# Preparing
+
+
+def test_every_dropout_is_switched() -> None:
+    model = gpt2().train()
+    ids = torch.arange(1, 20)[None]
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    v.set_dropout(model, 0.0)
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    assert model.config.attn_pdrop == 0.0
+    v.set_dropout(model, 0.1)
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "expected"),
+    [
+        ({"n_layer": 4}, GPT2Config(n_layer=4), {"n_layer": 2}),
+        ({"num_hidden_layers": 4}, GPT2Config(n_layer=4), {"n_layer": 2}),
+        (
+            {"num_hidden_layers": 4, "eos": [1, 2]},
+            LlamaConfig(num_hidden_layers=4),
+            {"num_hidden_layers": 2, "eos": [1, 2]},
+        ),
+        (
+            {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
+            Qwen3Config(num_hidden_layers=3),
+            {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+        ),
+    ],
+)
+def test_a_configuration_is_cut_to_its_first_blocks(
+    fields: dict[str, Any], config: Any, expected: dict[str, Any]
+) -> None:
+    v._shrink(fields, config, 2)
+    assert fields == expected
+
+
+def test_layers_that_the_model_has_not_are_bad_input() -> None:
+    with pytest.raises(BadInputError, match="--layers: found 5, but the model has 4 blocks"):
+        v._shrink({"n_layer": 4}, GPT2Config(n_layer=4), 5)
+    nameless = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
+    with pytest.raises(BadInputError, match="--layers: SimpleNamespace has no num_hidden_layers"):
+        v._shrink({}, nameless, 1)
+
+
+def test_a_cut_model_keeps_its_weights(tmp_path: Path, text_file: Path) -> None:
+    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    model = save_llama(tmp_path / "model", texts, tied=False, layers=3)
+    before = (model / "model.safetensors").read_bytes()
+    whole = Recipe.from_mapping(recipe_values(model, text_file, tmp_path / "out", tmp_path / "cache"))
+    cut, weights = v._with_layers(whole, 2, tmp_path)
+    assert weights == f"of {model}; the first 2 blocks"
+    assert cut.model.name_or_path == str(tmp_path / "model-cut")
+    stored = load_file(model / "model.safetensors")
+    found = dict(LlamaForCausalLM.from_pretrained(cut.model.name_or_path).named_parameters())
+    assert set(stored) - set(found) == {name for name in stored if name.startswith("model.layers.2.")}
+    assert all(torch.equal(weight, stored[name]) for name, weight in found.items())
+    v._write_random_weights(Path(cut.model.name_or_path), cut.model, seed=0)
+    assert (model / "model.safetensors").read_bytes() == before, "links are not written through"
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return Recipe.load("quickstart")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "there is no file"),
+        ("- a\n- b\n", "holds no mapping but list"),
+        ("", "holds no mapping but nothing"),
+        ("a: [", "not readable as YAML"),
+        ("distributed_type: FSDP\n", "num_processes is None"),
+        ("num_processes: two\n", "num_processes is 'two'"),
+        ("num_processes: 2\nfsdp_config: zero3\n", "fsdp_config is no mapping"),
+        ("num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: zero4\n", "unknown strategy 'zero4'"),
+        ("num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: hybrid\n", "strategy hybrid needs equal groups"),
+    ],
+)
+def test_a_config_that_cannot_be_used(text: str | None, message: str, tmp_path: Path, recipe: Recipe) -> None:
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(BadInputError, match="--accelerate-config") as found:
+        v.read_launch(path, recipe)
+    assert message in str(found.value)
+
+
+@pytest.mark.parametrize(("flag", "settings"), [("--steps", {"steps": 0}), ("--layers", {"layers": 0})])
+def test_numbers_below_one_are_bad_input(flag: str, settings: dict[str, int], recipe: Recipe) -> None:
+    with pytest.raises(BadInputError, match=f"{flag}: found 0"):
+        v.verify(recipe, **settings)
+
+
+def test_the_ranks_get_what_the_launcher_would_give(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Accelerate's own, partly private, reading of the config: this tells when that moves."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    config = {
+        "distributed_type": "FSDP",
+        "num_machines": 2,
+        "num_processes": 4,
+        "mixed_precision": "bf16",
+        "main_process_ip": "10.0.0.1",
+        "machine_rank": 1,
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_sharding_strategy": "hybrid",
+            "fsdp_activation_checkpointing": True,
+        },
+        "parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    launch = v.read_launch(tmp_path / "config.yaml", recipe)
+    environments = v.rank_environments(dataclasses.replace(launch, on_cpu=True), tmp_path)
+    expected = {
+        "FSDP_SHARDING_STRATEGY": "hybrid",
+        "FSDP_ACTIVATION_CHECKPOINTING": "true",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_USE_CPU": "true",
+        "MASTER_ADDR": "127.0.0.1",
+        "WORLD_SIZE": "4",
+    }
+    for rank, environment in enumerate(environments):
+        assert {key: environment.get(key) for key in expected} == expected
+        assert (environment["RANK"], environment["LOCAL_RANK"]) == (str(rank), str(rank))
+    assert len({environment["MASTER_PORT"] for environment in environments}) == 1
+
+
+def test_stock_distributed_types_are_refused(tmp_path: Path, recipe: Recipe) -> None:
+    (tmp_path / "config.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: 'no'\n")
+    launch = v.read_launch(tmp_path / "config.yaml", recipe)
+    with pytest.raises(BadInputError, match="distributed_type"):
+        v.rank_environments(launch, tmp_path)
+
+
+# Ranks that fail
+
+
+def test_the_failure_names_the_rank(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_text("connection lost\n")
+    (tmp_path / "rank-1.log").write_text("out of memory\n")
+    (tmp_path / "rank-0.json").write_text(json.dumps({"error": "connection lost", "bad_input": False}))
+    killed = v._failure([1, -9], tmp_path)
+    assert str(killed).startswith("verify: rank 1 was ended by SIGKILL")
+    assert "out of memory" in str(killed)
+    assert "rank 1 died with exit code 3" in str(v._failure([0, 3], tmp_path))
+    assert "rank 0 failed: connection lost" in str(v._failure([1, None], tmp_path))
+    (tmp_path / "rank-1.json").write_text(json.dumps({"error": "no such file", "bad_input": True}))
+    assert isinstance(v._failure([None, 1], tmp_path), BadInputError)
+    late = v._lateness([0, None], tmp_path, 5)
+    assert isinstance(late, ToolkitError)
+    assert "rank 1: not done in 5 s" in str(late)
