@@ -78,8 +78,8 @@ class FinetuneResult:
 
 
 @dataclass
-class _Parts:
-    """What `_build` hands to the rest of the run."""
+class Parts:
+    """What `build_parts` hands to the rest of the run."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -97,30 +97,30 @@ def finetune(recipe: Recipe) -> FinetuneResult:
     Raises:
         ToolkitError: on every rank; with exit code 2 for bad input, before anything is left behind.
     """
-    _quiet()
+    quiet_libraries()
     started = time.perf_counter()
     sharded = resolve_strategy(recipe.sharding.strategy).sharded
     plugins = sharding_kwargs(
         recipe.sharding.strategy,
         unit_classes=recipe.sharding.unit_classes,
-        checkpointing=_checkpointing(recipe) if sharded else None,
+        checkpointing=checkpointing_of(recipe) if sharded else None,
     )
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
-    accelerator = _accelerator(recipe, plugins, output_dir)
+    accelerator = build_accelerator(recipe, plugins, output_dir)
     try:
         with _claimed(output_dir, recipe):
-            parts = _build(accelerator, recipe, plugins["fsdp_plugin"])
+            parts = build_parts(accelerator, recipe, plugins["fsdp_plugin"])
         return _fit_and_export(accelerator, recipe, plugins["fsdp_plugin"], parts, output_dir, started)
     finally:
-        _release(accelerator)
+        release(accelerator)
 
 
-def _checkpointing(recipe: Recipe) -> Checkpointing | None:
+def checkpointing_of(recipe: Recipe) -> Checkpointing | None:
     every = recipe.sharding.activation_checkpointing
     return None if every is None else Checkpointing(every, recipe.sharding.offload_checkpoints)
 
 
-def _quiet() -> None:
+def quiet_libraries() -> None:
     """The run's own progress is shown, not that of the libraries below."""
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
@@ -128,7 +128,7 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
 
 
-def _accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path) -> Accelerator:
+def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path) -> Accelerator:
     for tracker in recipe.logging.trackers:
         if tracker not in [str(available) for available in get_available_trackers()]:
             raise BadInputError(
@@ -197,13 +197,13 @@ def _claimed(output_dir: Path, recipe: Recipe) -> Iterator[None]:
         raise
 
 
-def _build(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin) -> _Parts:
+def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin) -> Parts:
     """Tokenizer, data, model, optimizer, in this order; the model is sharded and has its weights."""
     training = recipe.training
     tokens = tokenizer.load(recipe.model, recipe.data, training.seed)
     data = build.build(recipe.data, tokens, training.seed)
     model = models.load(recipe.model, tokens, training.seed)
-    _require_room(model, tokens, recipe)
+    require_room(model, tokens, recipe)
     objective = CausalLM(model)
     samples_per_step = training.micro_batch_size * accelerator.num_processes * training.gradient_accumulation_steps
     num_steps = steps_of_run(training, len(data.train), samples_per_step)
@@ -214,7 +214,7 @@ def _build(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin) -> 
     model, optimizer = accelerator.prepare(model, optimizer)
     windows = TrainLoader(
         data.train,
-        num_positions=_num_positions(recipe, len(data.train), num_steps * samples_per_step),
+        num_positions=num_positions(recipe, len(data.train), num_steps * samples_per_step),
         micro_batch_size=training.micro_batch_size,
         gradient_accumulation_steps=training.gradient_accumulation_steps,
         rank=accelerator.process_index,
@@ -229,25 +229,25 @@ def _build(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin) -> 
         "precision": "float32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision,
         "steps": f"{num_steps} of {samples_per_step} samples of {recipe.data.max_length} tokens",
     }
-    return _Parts(model, optimizer, objective, tokens, data, windows, num_steps, facts)
+    return Parts(model, optimizer, objective, tokens, data, windows, num_steps, facts)
 
 
 def _make_whole(model: PreTrainedModel, recipe: Recipe) -> None:
     """What the sharding plugin does in `prepare`, for a model that DDP wraps as it is."""
     model.materialize_weights()
-    checkpointing = _checkpointing(recipe)
+    checkpointing = checkpointing_of(recipe)
     if checkpointing is not None:
         checkpoint_blocks(model, plan_units(model, recipe.sharding.unit_classes), checkpointing)
 
 
-def _num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
+def num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
     """Samples of the whole run: whole steps, or exactly the epochs asked for."""
     if recipe.training.num_epochs is None:
         return all_steps
     return max(1, round(recipe.training.num_epochs * num_samples))
 
 
-def _require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:
+def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:
     """Raises BadInputError where samples do not fit the model's positions or its vocabulary."""
     config = model.config
     positions = getattr(config, "max_position_embeddings", None)
@@ -268,7 +268,7 @@ def _fit_and_export(
     accelerator: Accelerator,
     recipe: Recipe,
     plugin: ShardingPlugin,
-    parts: _Parts,
+    parts: Parts,
     output_dir: Path,
     started: float,
 ) -> FinetuneResult:
@@ -283,7 +283,7 @@ def _fit_and_export(
             accelerator,
             parts.model,
             parts.optimizer,
-            build_schedule(_inner_optimizer(parts.optimizer), recipe.schedule, parts.num_steps),
+            build_schedule(inner_optimizer(parts.optimizer), recipe.schedule, parts.num_steps),
             parts.objective,
             recipe.training,
             metrics,
@@ -310,7 +310,7 @@ def _fit_and_export(
     return result
 
 
-def _inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The torch optimizer inside Accelerate's."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
@@ -347,7 +347,7 @@ def _flops(accelerator: Accelerator, recipe: Recipe, model: nn.Module) -> tuple[
 
 
 def _export(
-    accelerator: Accelerator, recipe: Recipe, parts: _Parts, output_dir: Path
+    accelerator: Accelerator, recipe: Recipe, parts: Parts, output_dir: Path
 ) -> tuple[Path | None, float | None, str | None]:
     """Writes and checks the export: its folder, the difference of logits and a sample of text."""
     settings = recipe.export
@@ -375,7 +375,7 @@ def _export(
     return folder, difference, sample
 
 
-def _introduce(console: Console, plugin: ShardingPlugin, parts: _Parts) -> None:
+def _introduce(console: Console, plugin: ShardingPlugin, parts: Parts) -> None:
     for name, fact in parts.facts.items():
         console.print(f"{name:>10}: {fact}", markup=False)
     report = parts.data.report
@@ -404,7 +404,7 @@ def _conclude(console: Console, recipe: Recipe, result: FinetuneResult) -> None:
         console.print(f"model: AutoModelForCausalLM.from_pretrained({str(result.export_dir)!r})", markup=False)
 
 
-def _summary(recipe: Recipe, plugin: ShardingPlugin, parts: _Parts, result: FinetuneResult) -> RunSummary:
+def _summary(recipe: Recipe, plugin: ShardingPlugin, parts: Parts, result: FinetuneResult) -> RunSummary:
     facts = {**parts.facts, "duration": f"{result.seconds:.0f} s"}
     if result.logits_difference is not None:
         facts["export checked"] = f"logits differ by {result.logits_difference:.1e} of the largest"
@@ -438,7 +438,7 @@ def _unit_rows(plan: UnitPlan | None) -> list[dict[str, Any]]:
     ]
 
 
-def _release(accelerator: Accelerator) -> None:
+def release(accelerator: Accelerator) -> None:
     """Ends trackers and the process group, so that this process can start another run."""
     accelerator.end_training()
     if dist.is_initialized():

@@ -18,10 +18,26 @@ from tiny import recipe_values, save_llama
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
-from toolkit import verify as v
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe import Recipe
-from toolkit.verify import FAILED, NOT_USED, OK, Outcome, PlainRun, Report, Row, ShardedRun, compare
+from toolkit.verify import (
+    FAILED,
+    NOT_USED,
+    OK,
+    Outcome,
+    PlainRun,
+    Report,
+    Row,
+    ShardedRun,
+    compare,
+    launch,
+    packing,
+    plain,
+    ranks,
+    shrink,
+    verify,
+)
+from toolkit.verify.compare import weight_tolerance
 
 WEIGHTS = {"a.weight": torch.ones(4, 3), "b.bias": torch.zeros(5)}
 STEADY = {"a.weight": torch.ones(4, 3, dtype=torch.bool), "b.bias": torch.tensor([True, True, False, True, True])}
@@ -96,10 +112,10 @@ def test_bf16_is_held_to_wider_tolerances() -> None:
 
 
 def test_the_weights_tolerance_follows_the_learning_rate() -> None:
-    tight, loose = v.weight_tolerance(1e-3, 0.0, 5, mixed=False, dtype="float32")
+    tight, loose = weight_tolerance(1e-3, 0.0, 5, mixed=False, dtype="float32")
     assert (tight, loose) == (1e-5, 2e-3)
-    assert v.weight_tolerance(1e-6, 0.0, 5, mixed=False, dtype="float32")[0] == pytest.approx(1e-7)
-    assert v.weight_tolerance(1e-6, 1.0, 5, mixed=False, dtype="float32")[0] > 5e-7, "float32's own rounding"
+    assert weight_tolerance(1e-6, 0.0, 5, mixed=False, dtype="float32")[0] == pytest.approx(1e-7)
+    assert weight_tolerance(1e-6, 1.0, 5, mixed=False, dtype="float32")[0] > 5e-7, "float32's own rounding"
 
 
 def test_missing_gradients_are_named_and_compared_with_the_plain_loop() -> None:
@@ -115,14 +131,14 @@ def test_missing_gradients_are_named_and_compared_with_the_plain_loop() -> None:
 
 def test_a_part_on_any_rank_is_a_gradient() -> None:
     result = {"losses": [], "grad_norms": [], "trainable": ["a", "b"], "facts": {}, "precision": "no", "device": "cpu"}
-    ranks = [
+    results = [
         {**result, "with_gradient": ["a"], "replay": {"difference": 0.0}},
         {**result, "with_gradient": ["b"], "replay": {"difference": 1.0}},
     ]
-    merged = v._merged(ranks, {})
+    merged = ranks._merged(results, {})
     assert merged.outcome.without_gradient == []
     assert merged.replay == {"difference": 1.0}
-    assert v._merged(ranks[:1], {}).outcome.without_gradient == ["b"]
+    assert ranks._merged(results[:1], {}).outcome.without_gradient == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -177,24 +193,24 @@ def samples(ids: list[list[int]], positions: list[list[int]]) -> datasets.Datase
 def test_a_leak_between_documents_is_told() -> None:
     shared = samples([[*range(1, 13)]], [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
     model = gpt2()
-    v.set_dropout(model, 0.0)
-    assert v._packing_row(model.train(), shared).verdict == OK
+    plain.set_dropout(model, 0.0)
+    assert packing.packing_row(model.train(), shared).verdict == OK
     leaky = Leaky()
-    v.set_dropout(leaky, 0.0)
-    row = v._packing_row(leaky, shared)
+    plain.set_dropout(leaky, 0.0)
+    row = packing.packing_row(leaky, shared)
     assert row.verdict == FAILED
     assert row.found is not None
     assert row.found > 1e-2
 
 
 def test_two_documents_are_found_or_made() -> None:
-    found = v.two_documents(
+    found = packing.two_documents(
         samples([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]], [[0, 0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 2]])
     )
     assert found == ([7, 8, 9], [10, 11, 12], "which share a sample"), "the pair whose shorter document is longest"
-    made = v.two_documents(samples([[1, 2, 3, 4], [5, 6, 7, 8]], [[0, 1, 2, 3], [0, 1, 2, 3]]))
+    made = packing.two_documents(samples([[1, 2, 3, 4], [5, 6, 7, 8]], [[0, 1, 2, 3], [0, 1, 2, 3]]))
     assert made == ([1, 2], [7, 8], "joined from two samples")
-    assert v.two_documents(datasets.Dataset.from_dict({"input_ids": [[1, 2]]})) is None
+    assert packing.two_documents(datasets.Dataset.from_dict({"input_ids": [[1, 2]]})) is None
 
 
 # Preparing
@@ -204,10 +220,10 @@ def test_every_dropout_is_switched() -> None:
     model = gpt2().train()
     ids = torch.arange(1, 20)[None]
     assert not torch.equal(model(ids).logits, model(ids).logits)
-    v.set_dropout(model, 0.0)
+    plain.set_dropout(model, 0.0)
     assert torch.equal(model(ids).logits, model(ids).logits)
     assert model.config.attn_pdrop == 0.0
-    v.set_dropout(model, 0.1)
+    plain.set_dropout(model, 0.1)
     assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
@@ -231,16 +247,16 @@ def test_every_dropout_is_switched() -> None:
 def test_a_configuration_is_cut_to_its_first_blocks(
     fields: dict[str, Any], config: Any, expected: dict[str, Any]
 ) -> None:
-    v._shrink(fields, config, 2)
+    shrink.shrink(fields, config, 2)
     assert fields == expected
 
 
 def test_layers_that_the_model_has_not_are_bad_input() -> None:
     with pytest.raises(BadInputError, match="--layers: found 5, but the model has 4 blocks"):
-        v._shrink({"n_layer": 4}, GPT2Config(n_layer=4), 5)
+        shrink.shrink({"n_layer": 4}, GPT2Config(n_layer=4), 5)
     nameless = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
     with pytest.raises(BadInputError, match="--layers: SimpleNamespace has no num_hidden_layers"):
-        v._shrink({}, nameless, 1)
+        shrink.shrink({}, nameless, 1)
 
 
 def test_a_cut_model_keeps_its_weights(tmp_path: Path, text_file: Path) -> None:
@@ -248,14 +264,14 @@ def test_a_cut_model_keeps_its_weights(tmp_path: Path, text_file: Path) -> None:
     model = save_llama(tmp_path / "model", texts, tied=False, layers=3)
     before = (model / "model.safetensors").read_bytes()
     whole = Recipe.from_mapping(recipe_values(model, text_file, tmp_path / "out", tmp_path / "cache"))
-    cut, weights = v._with_layers(whole, 2, tmp_path)
+    cut, weights = shrink.with_layers(whole, 2, tmp_path)
     assert weights == f"of {model}; the first 2 blocks"
     assert cut.model.name_or_path == str(tmp_path / "model-cut")
     stored = load_file(model / "model.safetensors")
     found = dict(LlamaForCausalLM.from_pretrained(cut.model.name_or_path).named_parameters())
     assert set(stored) - set(found) == {name for name in stored if name.startswith("model.layers.2.")}
     assert all(torch.equal(weight, stored[name]) for name, weight in found.items())
-    v._write_random_weights(Path(cut.model.name_or_path), cut.model, seed=0)
+    shrink._write_random_weights(Path(cut.model.name_or_path), cut.model, seed=0)
     assert (model / "model.safetensors").read_bytes() == before, "links are not written through"
 
 
@@ -283,14 +299,14 @@ def test_a_config_that_cannot_be_used(text: str | None, message: str, tmp_path: 
     if text is not None:
         path.write_text(text)
     with pytest.raises(BadInputError, match="--accelerate-config") as found:
-        v.read_launch(path, recipe)
+        launch.read_launch(path, recipe)
     assert message in str(found.value)
 
 
 @pytest.mark.parametrize(("flag", "settings"), [("--steps", {"steps": 0}), ("--layers", {"layers": 0})])
 def test_numbers_below_one_are_bad_input(flag: str, settings: dict[str, int], recipe: Recipe) -> None:
     with pytest.raises(BadInputError, match=f"{flag}: found 0"):
-        v.verify(recipe, **settings)
+        verify(recipe, **settings)
 
 
 def test_the_ranks_get_what_the_launcher_would_give(
@@ -313,8 +329,8 @@ def test_the_ranks_get_what_the_launcher_would_give(
         "parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    launch = v.read_launch(tmp_path / "config.yaml", recipe)
-    environments = v.rank_environments(dataclasses.replace(launch, on_cpu=True), tmp_path)
+    config_launch = launch.read_launch(tmp_path / "config.yaml", recipe)
+    environments = launch.rank_environments(dataclasses.replace(config_launch, on_cpu=True), tmp_path)
     expected = {
         "FSDP_SHARDING_STRATEGY": "hybrid",
         "FSDP_ACTIVATION_CHECKPOINTING": "true",
@@ -332,9 +348,9 @@ def test_the_ranks_get_what_the_launcher_would_give(
 
 def test_stock_distributed_types_are_refused(tmp_path: Path, recipe: Recipe) -> None:
     (tmp_path / "config.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: 'no'\n")
-    launch = v.read_launch(tmp_path / "config.yaml", recipe)
+    config_launch = launch.read_launch(tmp_path / "config.yaml", recipe)
     with pytest.raises(BadInputError, match="distributed_type"):
-        v.rank_environments(launch, tmp_path)
+        launch.rank_environments(config_launch, tmp_path)
 
 
 # Ranks that fail
@@ -344,13 +360,13 @@ def test_the_failure_names_the_rank(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").write_text("connection lost\n")
     (tmp_path / "rank-1.log").write_text("out of memory\n")
     (tmp_path / "rank-0.json").write_text(json.dumps({"error": "connection lost", "bad_input": False}))
-    killed = v._failure([1, -9], tmp_path)
+    killed = ranks._failure([1, -9], tmp_path)
     assert str(killed).startswith("verify: rank 1 was ended by SIGKILL")
     assert "out of memory" in str(killed)
-    assert "rank 1 died with exit code 3" in str(v._failure([0, 3], tmp_path))
-    assert "rank 0 failed: connection lost" in str(v._failure([1, None], tmp_path))
+    assert "rank 1 died with exit code 3" in str(ranks._failure([0, 3], tmp_path))
+    assert "rank 0 failed: connection lost" in str(ranks._failure([1, None], tmp_path))
     (tmp_path / "rank-1.json").write_text(json.dumps({"error": "no such file", "bad_input": True}))
-    assert isinstance(v._failure([None, 1], tmp_path), BadInputError)
-    late = v._lateness([0, None], tmp_path, 5)
+    assert isinstance(ranks._failure([None, 1], tmp_path), BadInputError)
+    late = ranks._lateness([0, None], tmp_path, 5)
     assert isinstance(late, ToolkitError)
     assert "rank 1: not done in 5 s" in str(late)

@@ -77,3 +77,21 @@ def test_the_supported_versions_are_those_of_the_package() -> None:
     for package, allowed in SUPPORTED_VERSIONS.items():
         assert f"{package}{allowed}" in project["dependencies"]
     assert torch.__version__ >= "2.11"
+
+
+def test_what_memory_report_reads_of_fsdp2() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+
+    assert "_fsdp_param_group" in source(_fsdp_state)
+    assert "_partial_reduce_output" in source(_fsdp_param_group)
+    text = source(_fsdp_param)
+    for name in ("_sharded_param_data", "sharded_param", "_unsharded_param", "all_gather_outputs"):
+        assert f"self.{name}" in text, name
+    assert "unsharded_accumulated_grad" in text
+
+
+def test_what_verify_takes_of_the_launcher() -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    assert callable(launch_command_parser)
+    assert "return args, defaults, mp_from_config_flag" in source(_validate_launch_command)

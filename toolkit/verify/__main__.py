@@ -1,0 +1,179 @@
+"""One rank of the sharded side: `python -m toolkit.verify FOLDER`, started by `toolkit.verify.ranks`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+from safetensors.torch import save_file
+
+from toolkit import run
+from toolkit.data.loader import Batch
+from toolkit.errors import BadInputError, ToolkitError
+from toolkit.export import whole_tensors
+from toolkit.metrics import Metrics
+from toolkit.optim import build_schedule
+from toolkit.recipe import Recipe
+from toolkit.sharding import apply
+from toolkit.sharding.apply import local_tensor
+from toolkit.sharding.plugin import resolve_strategy, sharding_kwargs
+from toolkit.trainer import Trainer
+from toolkit.verify.plain import is_felt, set_dropout
+from toolkit.verify.ranks import outcome_path
+from toolkit.verify.results import REHEARSED_DROPOUT
+
+
+def rank_main(folder: Path) -> int:
+    """Runs this process's part of the sharded side, and leaves `rank-N.json` in `folder`."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    outcome: dict[str, Any]
+    try:
+        recipe = Recipe.from_mapping(yaml.safe_load(job["recipe"]))
+        outcome = {"result": _run_sharded(recipe, job["steps"], folder)}
+    except ToolkitError as error:
+        outcome = {"error": str(error), "bad_input": isinstance(error, BadInputError)}
+    except Exception:
+        outcome = {"error": traceback.format_exc(), "bad_input": False}
+    path = outcome_path(folder, int(os.environ["RANK"]))
+    path.with_suffix(".unfinished").write_text(json.dumps(outcome), encoding="utf-8")
+    path.with_suffix(".unfinished").replace(path)
+    return 0 if "result" in outcome else 1
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that started it is gone, however that went."""
+    while os.read(0, 1):  # the file itself: a thread inside Python's own stdin spoils the exit
+        pass
+    os._exit(1)
+
+
+def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
+    """`finetune`'s own parts, for a few steps; rank 0 leaves the weights in `folder`."""
+    run.quiet_libraries()
+    sharded = resolve_strategy(recipe.sharding.strategy).sharded
+    plugins = sharding_kwargs(
+        recipe.sharding.strategy,
+        unit_classes=recipe.sharding.unit_classes,
+        checkpointing=run.checkpointing_of(recipe) if sharded else None,
+    )
+    accelerator = run.build_accelerator(recipe, plugins, folder / "run")
+    if accelerator.mixed_precision == "fp16":
+        raise BadInputError("mixed_precision fp16: its gradient scaler skips steps, which no plain loop does; use bf16")
+    parts = run.build_parts(accelerator, recipe, plugins["fsdp_plugin"])
+    model = accelerator.unwrap_model(parts.model)
+    set_dropout(model, 0.0)
+    result = _train(accelerator, recipe, parts, steps, folder)
+    weights = {name: t.float().cpu().contiguous() for name, t in whole_tensors(model) if t is not None}
+    if accelerator.is_main_process:
+        save_file(weights, folder / "weights.safetensors")
+    checkpointed = recipe.sharding.activation_checkpointing or plugins["fsdp_plugin"].checkpointing
+    result["replay"] = _replay(accelerator, parts) if checkpointed else None
+    run.release(accelerator)
+    return result
+
+
+def _train(accelerator: Accelerator, recipe: Recipe, parts: run.Parts, steps: int, folder: Path) -> dict[str, Any]:
+    """The trainer's own steps, each gradient looked at before the optimizer takes it."""
+    model = accelerator.unwrap_model(parts.model)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = run.inner_optimizer(parts.optimizer)
+    with_gradient: set[str] = set()
+
+    def look(*_: Any) -> None:
+        with_gradient.update(name for name, p in named.items() if is_felt(p.grad))
+
+    optimizer.register_step_pre_hook(look)
+    schedule = build_schedule(optimizer, recipe.schedule, parts.num_steps)
+    metrics = Metrics(accelerator, folder / "metrics.jsonl", recipe.logging, steps)
+    trainer = Trainer(
+        accelerator, parts.model, parts.optimizer, schedule, parts.objective, recipe.training, metrics, parts.windows
+    )
+    parts.model.train()
+    found = []
+    for window in itertools.islice(parts.windows, steps):
+        found.append(trainer.train_step(window))
+        schedule.step()
+    return {
+        "losses": [step.loss for step in found],
+        "grad_norms": [step.grad_norm for step in found],
+        "trainable": sorted(named),
+        "with_gradient": sorted(with_gradient),
+        "facts": parts.facts,
+        "precision": accelerator.mixed_precision,
+        "device": accelerator.device.type,
+    }
+
+
+def _replay(accelerator: Accelerator, parts: run.Parts) -> dict[str, float]:
+    """Gradients of this rank's first micro-batch, blocks checkpointed and not, from one random state.
+
+    Returns:
+        `blocks`: forwards under checkpointing; `difference`: of the gradients, as a share of the
+        largest; `effect`: what another random state changes, 0 where the model has no dropout.
+    """
+    set_dropout(accelerator.unwrap_model(parts.model), REHEARSED_DROPOUT)
+    batch = next(iter(parts.windows))[0]
+    checkpointed = _gradients(accelerator, parts, batch, seed=0)
+    with _direct_blocks() as calls:
+        direct = _gradients(accelerator, parts, batch, seed=0)
+        blocks = len(calls)
+        other = _gradients(accelerator, parts, batch, seed=1)
+    return {
+        "blocks": blocks,
+        "difference": _largest_difference(checkpointed, direct),
+        "effect": _largest_difference(other, direct),
+    }
+
+
+@contextlib.contextmanager
+def _direct_blocks() -> Iterator[list[str]]:
+    """Checkpointed blocks run as if they were not; yields a list that gets an item for each of their forwards."""
+    calls: list[str] = []
+
+    def direct(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls.append(forward.__qualname__)
+        del kwargs["use_reentrant"], kwargs["preserve_rng_state"]
+        return forward(*args, **kwargs)
+
+    stock = vars(apply)["checkpoint"]
+    vars(apply)["checkpoint"] = direct  # what `checkpoint_blocks` has the blocks call
+    try:
+        yield calls
+    finally:
+        vars(apply)["checkpoint"] = stock
+
+
+def _gradients(accelerator: Accelerator, parts: run.Parts, batch: Batch, seed: int) -> list[torch.Tensor]:
+    """This rank's parts of the gradients of one micro-batch."""
+    torch.manual_seed(1000 * seed + accelerator.process_index)
+    batch = {key: value.to(accelerator.device) for key, value in batch.items()}
+    accelerator.backward(parts.objective.loss_sum(parts.model, batch))
+    found = [local_tensor(p.grad).clone() for p in parts.model.parameters() if p.grad is not None]
+    parts.model.zero_grad(set_to_none=True)
+    return found
+
+
+def _largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Over all tensors, as a share of the largest element; infinite where tensors are missing."""
+    if len(found) != len(expected):
+        return math.inf
+    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if b.numel()]
+    largest = max((b.abs().max().item() for _, b in pairs), default=0.0)
+    return max(((a - b).abs().max().item() for a, b in pairs), default=0.0) / max(largest, 1e-30)
+
+
+if __name__ == "__main__":
+    sys.exit(rank_main(Path(sys.argv[1])))

@@ -1,0 +1,122 @@
+"""The Accelerate config of the sharded side, and the environment its launcher would give each rank.
+
+`_validate_launch_command` is private to Accelerate; tests/unit/sharding/test_private_names.py guards it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate.commands.config.config_args import default_config_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from toolkit.errors import BadInputError, first_line
+from toolkit.recipe import Recipe
+from toolkit.sharding.strategy import DEFAULT_STRATEGY, mesh_shape, parse_strategy
+
+TWO_RANKS: dict[str, Any] = {
+    "distributed_type": "FSDP",
+    "num_processes": 2,
+    "fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": DEFAULT_STRATEGY},
+}
+"""The Accelerate config where the user names none and `accelerate config` has made none."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An Accelerate config, for one machine.
+
+    Attributes:
+        origin: where it was read, for messages.
+        on_cpu: whether its ranks are rehearsed on the CPU.
+    """
+
+    values: dict[str, Any]
+    origin: str
+    num_processes: int
+    on_cpu: bool
+
+
+def read_launch(path: Path | None, recipe: Recipe) -> Launch:
+    """The config's values, checked as far as they decide about the ranks.
+
+    Raises BadInputError where the file is none, holds no mapping, or cannot launch this recipe.
+    """
+    if path is None and Path(default_config_file).is_file():
+        path = Path(default_config_file)
+    origin = str(path) if path is not None else "none; two ranks under zero3"
+    values = _read_config(path) if path is not None else dict(TWO_RANKS)
+    num_processes = _num_processes(values, origin)
+    _check_strategy(values, origin, num_processes, recipe)
+    on_cpu = bool(values.get("use_cpu")) or torch.cuda.device_count() < num_processes
+    return Launch(values, origin, num_processes, on_cpu)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise BadInputError(f"--accelerate-config: there is no file {str(path)!r}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInputError(f"--accelerate-config: {path} is not readable as YAML: {first_line(error)}") from error
+    if not isinstance(values, dict):
+        found = "nothing" if values is None else type(values).__name__
+        raise BadInputError(f"--accelerate-config: {path} holds no mapping but {found}; `accelerate config` makes one")
+    return values
+
+
+def _num_processes(values: dict[str, Any], origin: str) -> int:
+    found = values.get("num_processes")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise BadInputError(f"--accelerate-config: {origin}: num_processes is {found!r}; needs a number of at least 1")
+    return found
+
+
+def _check_strategy(values: dict[str, Any], origin: str, num_processes: int, recipe: Recipe) -> None:
+    """Raises BadInputError where the strategy is unknown or does not fit the number of processes."""
+    sections = {key: values.get(key) or {} for key in ("fsdp_config", "parallelism_config")}
+    for key, section in sections.items():
+        if not isinstance(section, dict):
+            raise BadInputError(f"--accelerate-config: {origin}: {key} is no mapping")
+    word = sections["fsdp_config"].get("fsdp_sharding_strategy") or recipe.sharding.strategy or DEFAULT_STRATEGY
+    sizes = [
+        sections["parallelism_config"].get(f"parallelism_config_dp_{axis}_size") for axis in ("replicate", "shard")
+    ]
+    try:
+        strategy = parse_strategy(str(word), "fsdp_config.fsdp_sharding_strategy")
+        mesh_shape(strategy, num_processes, replicate=sizes[0], shard=sizes[1])
+    except BadInputError as error:
+        raise BadInputError(f"--accelerate-config: {origin}: {error}") from error
+
+
+def rank_environments(launch: Launch, folder: Path) -> list[dict[str, str]]:
+    """What `accelerate launch` would give each rank, were there one machine with so many processes."""
+    config = folder / "accelerate.yaml"
+    one_machine = {"num_machines": 1, "machine_rank": 0, "main_process_port": 0, "rdzv_backend": "static"}
+    values = {key: value for key, value in launch.values.items() if key != "main_process_ip"} | one_machine
+    config.write_text(yaml.safe_dump(values), encoding="utf-8")
+    common = _launcher_environment(config, launch)
+    common["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), common.get("PYTHONPATH")]))
+    if launch.on_cpu:
+        common |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    world = {"WORLD_SIZE": str(launch.num_processes), "LOCAL_WORLD_SIZE": str(launch.num_processes)}
+    return [{**common, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(launch.num_processes)]
+
+
+def _launcher_environment(config: Path, launch: Launch) -> dict[str, str]:
+    threads = max(1, (os.cpu_count() or 1) // launch.num_processes)
+    arguments = ["--config_file", str(config), "--num_cpu_threads_per_process", str(threads), "verify"]
+    try:
+        settings, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+        if settings.use_deepspeed or settings.use_megatron_lm or settings.tpu:
+            raise ValueError("its distributed_type is not one that the sharding backend runs under; use FSDP")
+        environment: dict[str, str] = prepare_multi_gpu_env(settings)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise BadInputError(f"--accelerate-config: {launch.origin}: {first_line(error)}") from error
+    return {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(settings.main_process_port)}

@@ -1,0 +1,172 @@
+"""The plain side: an ordinary torch loop on one process, in float32, without any of the sharding code."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from toolkit import models, run
+from toolkit.data import build, tokenizer
+from toolkit.data.loader import Batch, TrainLoader
+from toolkit.objectives import CausalLM
+from toolkit.optim import learning_rate_factor
+from toolkit.recipe import Recipe, steps_of_run
+from toolkit.sharding.apply import local_tensor
+from toolkit.verify.launch import Launch
+from toolkit.verify.packing import packing_row
+from toolkit.verify.results import Outcome, PlainRun, Row
+
+
+def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
+    training = recipe.training
+    tokens = tokenizer.load(recipe.model, recipe.data, training.seed)
+    samples = build.build(recipe.data, tokens, training.seed).train
+    device = torch.device("cpu" if launch.on_cpu else "cuda")
+    model = _plain_model(recipe, tokens).to(device).train()
+    set_dropout(model, 0.0)
+    packing = packing_row(model, samples)
+    num_micro_batches = launch.num_processes * training.gradient_accumulation_steps
+    samples_per_step = training.micro_batch_size * num_micro_batches
+    num_steps = steps_of_run(training, len(samples), samples_per_step)
+    windows = TrainLoader(
+        samples,
+        num_positions=run.num_positions(recipe, len(samples), num_steps * samples_per_step),
+        micro_batch_size=training.micro_batch_size,
+        gradient_accumulation_steps=num_micro_batches,
+        rank=0,
+        world_size=1,
+        seed=training.seed,
+        shuffle=recipe.data.shuffle,
+    )
+    factor = learning_rate_factor(recipe.schedule, num_steps)
+    rates = [recipe.optimizer.learning_rate * factor(step) for step in range(min(steps, num_steps))]
+    plain = plain_loop(model, recipe, windows, rates, packing)
+    del model
+    torch.cuda.empty_cache()
+    return plain
+
+
+def _plain_model(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model as transformers itself makes it, in float32: not by the toolkit's reading of slices."""
+    section = recipe.model
+    built = models.load(section, tokens, recipe.training.seed)
+    run.require_room(built, tokens, recipe)
+    CausalLM(built)  # refuses what it cannot train
+    settings: dict[str, Any] = {"dtype": built.dtype, "trust_remote_code": section.trust_remote_code}
+    if section.attention != "auto":
+        settings["attn_implementation"] = section.attention
+    torch.manual_seed(recipe.training.seed)
+    if section.name_or_path is None:
+        model = AutoModelForCausalLM.from_config(built.config, **settings)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            section.name_or_path, config=built.config, revision=section.revision, **settings
+        )
+    return model.float()
+
+
+def plain_loop(
+    model: nn.Module, recipe: Recipe, windows: TrainLoader, rates: Sequence[float], packing: Row
+) -> PlainRun:
+    """AdamW as anybody would write it: one step per window, at the learning rates given."""
+    section, limit = recipe.optimizer, recipe.training.max_grad_norm
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(section.beta1, section.beta2), eps=section.eps, foreach=False)
+    steadiness = _Steadiness(named, section.beta2)
+    losses, norms, with_gradient = [], [], set()
+    for rate, window in zip(rates, windows, strict=False):
+        losses.append(_accumulate(model, window))
+        norms.append(_global_norm(named))
+        with_gradient |= {name for name, p in named.items() if is_felt(p.grad)}
+        for p in named.values():
+            if p.grad is not None and limit is not None and norms[-1] > limit:
+                p.grad.mul_(limit / (norms[-1] + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if math.isfinite(norms[-1]):
+            optimizer.step()
+            steadiness.look(optimizer)
+        optimizer.zero_grad()
+    weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    without = sorted(named.keys() - with_gradient)
+    return PlainRun(Outcome(losses, norms, weights, without), steadiness.found(), sum(rates), packing)
+
+
+def _accumulate(model: nn.Module, window: list[Batch]) -> float:
+    """Backward over the whole global batch; the mean loss over its target tokens."""
+    device = next(model.parameters()).device
+    num_targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
+    mean = 0.0
+    for batch in window:
+        ids, labels, positions = (batch[key].to(device) for key in ("input_ids", "labels", "position_ids"))
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits  # (B, T, V)
+        loss_sum = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        torch.autograd.backward(loss_sum / max(1, num_targets))
+        mean += loss_sum.item() / max(1, num_targets)
+    return mean
+
+
+def _global_norm(named: Mapping[str, nn.Parameter]) -> float:
+    return math.sqrt(sum(p.grad.double().square().sum().item() for p in named.values() if p.grad is not None))
+
+
+def is_felt(gradient: torch.Tensor | None) -> bool:
+    """Whether this rank's part of a gradient is there and not all zero."""
+    return gradient is not None and bool(local_tensor(gradient).any())
+
+
+class _Steadiness:
+    """Tells the elements whose gradient stayed well above rounding in every step.
+
+    AdamW divides by the gradient's own size. Where that is next to nothing (a key's bias, whose gradient
+    is zero but for rounding; an element that happens to change sign), rounding alone decides the
+    direction of a whole step, on one process as on many. Such elements are held to a wider tolerance.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], beta2: float) -> None:
+        self._named = named
+        self._beta2 = beta2
+        self._step = 0
+        self._steady = {name: torch.ones_like(p, dtype=torch.bool) for name, p in named.items()}
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a step: elements whose running gradient is small beside their tensor's or the model's."""
+        self._step += 1
+        correction = 1 - self._beta2**self._step
+        known = {name: optimizer.state[p]["exp_avg_sq"] for name, p in self._named.items() if p in optimizer.state}
+        num_elements = sum(squares.numel() for squares in known.values())
+        everywhere = sum(squares.sum().item() for squares in known.values()) / max(1, num_elements)
+        for name, squares in known.items():
+            floor = max(1e-6 * squares.mean().item(), 1e-8 * everywhere) / correction
+            self._steady[name] &= (squares / correction >= floor) | (squares == 0)
+
+    def found(self) -> dict[str, torch.Tensor]:
+        return {name: steady.cpu() for name, steady in self._steady.items()}
+
+
+def set_dropout(model: nn.Module, probability: float) -> None:
+    """Sets every dropout of a model: modules, numbers that its layers keep, and its configuration."""
+    config: Any = getattr(model, "config", None)
+    configs = [] if config is None else [config, config.get_text_config()]
+    for owner in [*model.modules(), *configs]:
+        for name, value in list(vars(owner).items()):
+            named_so = (name == "p" and isinstance(owner, nn.modules.dropout._DropoutNd)) or _names_dropout(name)
+            switched_on_safely = probability == 0.0 or not re.search("layer|path|jitter", name)
+            if named_so and switched_on_safely and isinstance(value, int | float) and not isinstance(value, bool):
+                setattr(owner, name, probability)
+
+
+def _names_dropout(name: str) -> bool:
+    """`attention_dropout`, `resid_pdrop`, `layerdrop`, `router_jitter_noise`: what makes training random."""
+    return re.search("drop|jitter", name) is not None

@@ -1,0 +1,111 @@
+"""`--layers`: the recipe's model with its first blocks only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from toolkit.errors import BadInputError, first_line
+from toolkit.recipe import ModelSection, Recipe, require_folder
+
+
+def with_layers(recipe: Recipe, layers: int | None, folder: Path) -> tuple[Recipe, str]:
+    """The recipe with its model shrunk to its first blocks, and where the weights come from."""
+    section = recipe.model
+    if layers is None:
+        return recipe, f"of {section.name_or_path}" if section.name_or_path else "random, as the recipe says"
+    if section.config is not None:
+        fields = dict(section.config)
+        shrink(fields, _configuration_of(fields), layers)
+        return _with_model(recipe, {"config": fields}), f"random, as the recipe says; the first {layers} blocks"
+    source, shrunk = source_folder(section), folder / "model-cut"
+    _copy_model(source, shrunk, layers, section)
+    name = section.name_or_path
+    origin = f"of {name}; the first {layers} blocks"
+    if not _has_its_weights(shrunk, section):
+        _write_random_weights(shrunk, section, recipe.training.seed)
+        origin = f"random: {name} holds no weights that fit its first {layers} blocks"
+    return _with_model(recipe, {"name_or_path": str(shrunk), "revision": None}), origin
+
+
+def _with_model(recipe: Recipe, update: dict[str, Any]) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
+
+
+def _configuration_of(fields: dict[str, Any]) -> PretrainedConfig:
+    try:
+        return AutoConfig.for_model(**fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInputError(f"model.config: no model can be made of {fields!r}: {first_line(error)}") from error
+
+
+def shrink(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:
+    """Cuts the fields of a configuration, in place, to its first blocks; lists of an item per block as well.
+
+    Raises BadInputError where the model has fewer blocks, or does not tell how many.
+    """
+    text = config.get_text_config()
+    found = getattr(text, "num_hidden_layers", None)
+    if not isinstance(found, int):
+        raise BadInputError(f"--layers: {type(config).__name__} has no num_hidden_layers; leave --layers out")
+    if layers > found:
+        raise BadInputError(f"--layers: found {layers}, but the model has {found} blocks; lower it")
+    if text is not config and isinstance(fields.get("text_config"), dict):
+        fields["text_config"] = fields = dict(fields["text_config"])
+    for key, value in fields.items():
+        if isinstance(value, list) and len(value) == found:
+            fields[key] = value[:layers]
+    fields.pop("num_hidden_layers", None)
+    fields[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = layers
+
+
+def source_folder(section: ModelSection) -> Path:
+    assert section.name_or_path is not None
+    require_folder(section.name_or_path, "model.name_or_path")
+    folder = Path(section.name_or_path).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+    return Path(snapshot_download(section.name_or_path, revision=section.revision, allow_patterns=patterns))
+
+
+def _copy_model(source: Path, target: Path, layers: int, section: ModelSection) -> None:
+    """A folder like `source` with a shrunk configuration. Weights are linked, and never written through."""
+    target.mkdir()
+    for file in source.iterdir():
+        if file.suffix == ".safetensors":
+            (target / file.name).symlink_to(file.resolve())
+        elif file.is_file() and file.suffix not in (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"):
+            shutil.copyfile(file, target / file.name)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=section.trust_remote_code)
+        fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInputError(f"model.name_or_path: no configuration in {str(source)!r}: {first_line(error)}") from error
+    shrink(fields, config, layers)
+    (target / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+
+
+def _has_its_weights(folder: Path, section: ModelSection) -> bool:
+    """Whether every parameter of the shrunk model is stored, in its shape."""
+    try:
+        _, found = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=section.trust_remote_code, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError):
+        return False
+    return not found["missing_keys"] and not found["mismatched_keys"]
+
+
+def _write_random_weights(folder: Path, section: ModelSection, seed: int) -> None:
+    for file in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+        file.unlink()
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code).save_pretrained(folder)
