@@ -4,7 +4,8 @@
 
 Every variant has ranks of its own, which wait while the others work; a round lets each variant do a few
 steps, one variant after the other. Machines drift, so what counts is the ratio of a variant's time to
-its counterpart's in the same round, and of these the median.
+its counterpart's in the same round, and of these the median. CPU time, of all ranks and threads
+together, is the steadier of the two where other programs use the machine.
 """
 
 from __future__ import annotations
@@ -120,10 +121,11 @@ def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str) ->
     pipe.send("ready")
     while pipe.recv() == "go":
         dist.barrier()
-        started = time.perf_counter()
-        losses = [step() for _ in range(STEPS_A_TURN)]
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(STEPS_A_TURN):
+            step()
         dist.barrier()
-        pipe.send(((time.perf_counter() - started) / STEPS_A_TURN, losses))
+        pipe.send(((time.perf_counter() - wall) / STEPS_A_TURN, (time.process_time() - cpu) / STEPS_A_TURN))
 
 
 def start(variant: str, ranks: int, folder: str) -> list[Connection]:
@@ -140,18 +142,19 @@ def start(variant: str, ranks: int, folder: str) -> list[Connection]:
     return ends
 
 
-def turn(ends: list[Connection]) -> float:
-    """Seconds per step of one turn, of the slowest rank."""
+def turn(ends: list[Connection]) -> tuple[float, float]:
+    """Seconds per step of one turn: on the clock, of the slowest rank, and of CPU time, of all ranks."""
     for end in ends:
         end.send("go")
-    return max(end.recv()[0] for end in ends)
+    taken = [end.recv() for end in ends]
+    return max(wall for wall, _ in taken), sum(cpu for _, cpu in taken)
 
 
-def measure(ranks: int, rounds: int) -> dict[str, list[float]]:
+def measure(ranks: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
     variants = [name for pair in PAIRS.items() for name in pair]
     with tempfile.TemporaryDirectory() as folder:
         ends = {variant: start(variant, ranks, folder) for variant in variants}
-        seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+        seconds: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
         for number in range(rounds + 1):
             for variant in variants if number % 2 else reversed(variants):
                 taken = turn(ends[variant])
@@ -160,6 +163,18 @@ def measure(ranks: int, rounds: int) -> dict[str, list[float]]:
         for end in (end for pair in ends.values() for end in pair):
             end.send("stop")
     return seconds
+
+
+def compared(ours: list[tuple[float, float]], theirs: list[tuple[float, float]], at: int) -> dict[str, float]:
+    """Median and quartiles of the ratios round by round, and the medians of both (seconds)."""
+    ratios = sorted(a[at] / b[at] for a, b in zip(ours, theirs, strict=True))
+    return {
+        "ratio": round(statistics.median(ratios), 4),
+        "low": round(ratios[len(ratios) // 4], 4),
+        "high": round(ratios[-1 - len(ratios) // 4], 4),
+        "seconds": round(statistics.median(a[at] for a in ours), 4),
+        "seconds_by_hand": round(statistics.median(b[at] for b in theirs), 4),
+    }
 
 
 def main() -> None:
@@ -178,15 +193,12 @@ def main() -> None:
         "parameters": sum(p.numel() for p in make_model().parameters()),
         "rows": f"{ROWS} x {T} tokens per rank, float32, clipping",
     }
-    print(f"{'variant':<28}{'median ms':>12}{'ratio':>8}{'low':>8}{'high':>8}")
+    print(f"{'strategy':<8}{'against':<28}{'clock':>8}{'quartiles':>16}{'CPU time':>10}{'quartiles':>16}")
     for ours, theirs in PAIRS.items():
-        ratios = sorted(a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True))
-        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-        for name in (theirs, ours):
-            result[name] = {"median_seconds": statistics.median(seconds[name])}
-            print(f"{name:<28}{1000 * statistics.median(seconds[name]):>12.1f}", end="\n" if name == theirs else "")
-        result[ours] |= {"ratio": statistics.median(ratios), "quartiles": [low, high], "against": theirs}
-        print(f"{statistics.median(ratios):>8.3f}{low:>8.3f}{high:>8.3f}")
+        rows = {kind: compared(seconds[ours], seconds[theirs], at) for at, kind in enumerate(("clock", "cpu"))}
+        result[ours] = {"against": theirs, **rows}
+        texts = [f"{row['ratio']:>8.3f}{row['low']:>9.3f}-{row['high']:.3f} " for row in rows.values()]
+        print(f"{ours:<8}{theirs:<28}{'  '.join(texts)}")
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

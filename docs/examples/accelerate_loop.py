@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,6 +34,27 @@ def make_rows() -> torch.Tensor:
     """The start of a play, (257, 64): 240 rows to train on and 17 held out."""
     play = json.loads(Path("recipes/data/plays.jsonl").read_text().splitlines()[0])["text"]
     return torch.tensor(list(play.encode()[: 257 * 64])).view(257, 64)
+
+
+def evaluate(accelerator: Accelerator, model: nn.Module, batches: DataLoader) -> float:
+    """Mean loss over the held-out rows, each counted once."""
+    model.eval()
+    row_losses = []
+    for batch in batches:
+        with torch.no_grad():
+            logits = model(input_ids=batch).logits  # (B, T, V)
+        row_loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), batch[:, 1:], reduction="none").mean(1)  # (B,)
+        row_losses.append(accelerator.gather_for_metrics(row_loss))  # drops the rows that only fill up the last batch
+    model.train()
+    return torch.cat(row_losses).mean().item()
+
+
+def export(accelerator: Accelerator, model: nn.Module, folder: str) -> None:
+    """Writes what `from_pretrained` loads; every rank calls it."""
+    whole = accelerator.get_state_dict(model)
+    inner = accelerator.unwrap_model(model)
+    inner.save_pretrained(folder, state_dict=whole, is_main_process=accelerator.is_main_process)
+    accelerator.wait_for_everyone()  # the main process is still writing
 
 
 def train(output: str, steps: int, resume: str | None) -> None:
@@ -60,29 +82,18 @@ def train(output: str, steps: int, resume: str | None) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             window.append(loss.detach())
-            if not accelerator.sync_gradients:
-                continue
-            scheduler.step()
-            step += 1
-            losses.append(accelerator.reduce(torch.stack(window), "mean").mean().item())
-            window.clear()
-            if step % 10 == 0:
-                accelerator.save_state(f"{output}/step_{step}")
+            if accelerator.sync_gradients:
+                scheduler.step()
+                step += 1
+                losses.append(accelerator.reduce(torch.stack(window), "mean").mean().item())
+                window.clear()
+                if step % 10 == 0:
+                    accelerator.save_state(f"{output}/step_{step}")
             if step == steps:
                 break
 
-    model.eval()
-    row_losses = []
-    for batch in held_out:
-        with torch.no_grad():
-            logits = model(input_ids=batch).logits  # (B, T, V)
-        row_loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), batch[:, 1:], reduction="none").mean(1)  # (B,)
-        row_losses.append(accelerator.gather_for_metrics(row_loss))  # drops the rows that only fill up the ranks
-
-    whole = accelerator.get_state_dict(model)
-    exported = accelerator.unwrap_model(model)
-    exported.save_pretrained(f"{output}/export", state_dict=whole, is_main_process=accelerator.is_main_process)
-    eval_loss = torch.cat(row_losses).mean().item()
+    eval_loss = evaluate(accelerator, model, held_out)
+    export(accelerator, model, f"{output}/export")
     accelerator.print(json.dumps({"type": accelerator.distributed_type, "losses": losses, "eval_loss": eval_loss}))
     accelerator.end_training()
 

@@ -1,0 +1,80 @@
+"""The examples in docs/examples, as a user starts them: sharded as in DDP, resumed as if never stopped, exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file"]
+STEPS = 20
+CHECKPOINTS = {"accelerate_loop": "step_10", "trainer": "checkpoint-10", "sft_trainer": "checkpoint-10"}
+
+
+def start(example: str, strategy: str, output: Path, *flags: str) -> dict[str, Any]:
+    """The example's last line, which tells its losses."""
+    config = yaml.safe_load((ROOT / "accelerate_configs/cpu_2.yaml").read_text())
+    config["fsdp_config"]["fsdp_sharding_strategy"] = strategy
+    path = output.parent / f"{output.name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    done = subprocess.run(
+        [*LAUNCH, str(path), f"docs/examples/{example}.py", "--output", str(output), "--steps", str(STEPS), *flags],
+        cwd=ROOT,
+        env={**clean, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))  # type: ignore[no-any-return]
+
+
+def plain_evaluation(folder: Path) -> float:
+    """Mean loss of the export over the 17 held-out rows of bytes, on one process."""
+    play = json.loads((ROOT / "recipes/data/plays.jsonl").read_text().splitlines()[0])["text"]
+    rows = torch.tensor(list(play.encode()[: 257 * 64])).view(257, 64)[240:]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(input_ids=rows).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
+
+
+@pytest.mark.parametrize("example", CHECKPOINTS)
+def test_an_example_trains_resumes_and_exports(example: str, tmp_path: Path) -> None:
+    sharded = start(example, "zero3", tmp_path / "zero3")
+    replicated = start(example, "ddp", tmp_path / "ddp")
+    assert "FSDP" in sharded["type"]
+    assert "MULTI_CPU" in replicated["type"]
+    assert len(sharded["losses"]) == STEPS
+    assert sharded["losses"][-1] < 0.8 * sharded["losses"][0]
+    assert sharded["losses"] == pytest.approx(replicated["losses"], rel=1e-6)
+    assert sharded["eval_loss"] == pytest.approx(replicated["eval_loss"], rel=1e-6)
+
+    checkpoint = tmp_path / "zero3" / CHECKPOINTS[example]
+    resumed = start(example, "zero3", tmp_path / "resumed", "--resume", str(checkpoint))
+    assert resumed["losses"][-10:] == sharded["losses"][10:]
+    assert resumed["eval_loss"] == sharded["eval_loss"]
+
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "zero3/export").num_parameters() > 0
+    if example == "accelerate_loop":
+        assert plain_evaluation(tmp_path / "zero3/export") == pytest.approx(sharded["eval_loss"], rel=1e-5)
+    if example == "trainer":  # Trainer weighs the rows of an uneven last batch otherwise
+        assert plain_evaluation(tmp_path / "zero3/export") == pytest.approx(sharded["eval_loss"], rel=1e-2)
+
+
+def test_the_hand_written_loop_is_short() -> None:
+    lines = (ROOT / "docs/examples/accelerate_loop.py").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("def train"))
+    last = next(i for i, line in enumerate(lines) if line.startswith("if __name__"))
+    code = [line for line in lines[first:last] if line.strip() and not line.strip().startswith("#")]
+    assert len(code) < 40
