@@ -18,12 +18,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.errors import ExportError
 from toolkit.metrics import GIB
+from toolkit.sharding.apply import shard_chunk, shard_group
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of logits after reloading, as a share of the largest logit, by exported type."""
@@ -67,24 +68,21 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]
 
     Collective; the tensor is on rank 0 alone, None elsewhere.
     """
-    for name, parameter in model.named_parameters():
-        yield name, gather_on_rank_zero(parameter.detach())
-    persistent = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            yield name, gather_on_rank_zero(buffer.detach())
+    state = model.state_dict()  # holds the float32 masters where the optimizer state is offloaded
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    for name in names:
+        if name in state:
+            yield name, gather_on_rank_zero(state[name])
 
 
 def gather_on_rank_zero(tensor: torch.Tensor) -> torch.Tensor | None:
     """The whole of a tensor on rank 0; None on the other ranks. Collective for DTensors sharded on rows."""
     if not isinstance(tensor, DTensor):
         return tensor if ranks.rank() == 0 else None
-    axis = next(i for i, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
-    group = tensor.device_mesh.get_group(axis)
+    group = shard_group(tensor)
     size = dist.get_world_size(group)
-    chunk = -(-tensor.shape[0] // size)
-    local = tensor.to_local()
-    padded = local.new_zeros((chunk, *tensor.shape[1:]))
+    local = tensor.to_local().to(tensor.device_mesh.device_type)
+    padded = local.new_zeros((shard_chunk(tensor), *tensor.shape[1:]))
     padded[: local.shape[0]] = local
     first = dist.get_rank(group) == 0
     parts = [torch.empty_like(padded) for _ in range(size)] if first else None

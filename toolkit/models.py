@@ -20,12 +20,13 @@ from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, first_line
 from toolkit.recipe import ModelSection, require_folder
+from toolkit.sharding.apply import KeepsMasters, shard_rows
 
 Rows = slice
 """Rows of a tensor's first dimension."""
@@ -59,33 +60,42 @@ def load(model: ModelSection, tokenizer: PreTrainedTokenizerBase, seed: int) -> 
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
     weights = _weights(model, built, lambda: _whole_model(model, config, settings, seed))
-    built.materialize_weights = lambda: materialize(built, weights)
+    built.materialize_weights = lambda keep_master=None: materialize(built, weights, keep_master)
     return built
 
 
-def materialize(model: nn.Module, weights: Weights) -> None:
+def materialize(model: nn.Module, weights: Weights, keep_master: KeepsMasters | None = None) -> None:
     """Gives every meta parameter of `model` its values: a DTensor its local rows, a plain one all.
 
     Tied parameters stay one object.
+
+    Args:
+        keep_master: is given the rows of each trainable DTensor before they are rounded to its type.
     """
     made: dict[int, nn.Parameter] = {}
     state: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in made:
-            made[id(parameter)] = _made(name, parameter, weights)
+            made[id(parameter)] = _made(name, parameter, weights, keep_master)
         state[name] = made[id(parameter)]
+    persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
-        if name in model.state_dict():
+        if name in persistent:
             state[name] = weights.read(name, buffer, slice(0, _num_rows(buffer))).to(buffer)
     model.load_state_dict(state, strict=False, assign=True)
     del model.materialize_weights
 
 
-def _made(name: str, parameter: nn.Parameter, weights: Weights) -> nn.Parameter:
+def _made(name: str, parameter: nn.Parameter, weights: Weights, keep_master: KeepsMasters | None) -> nn.Parameter:
     if not isinstance(parameter, DTensor):
         whole = weights.read(name, parameter, slice(0, _num_rows(parameter)))
         return nn.Parameter(_own(whole, parameter.dtype, torch.device("cpu")), requires_grad=parameter.requires_grad)
-    local = weights.read(name, parameter, shard_rows(parameter))
+    if keep_master is not None and parameter.requires_grad:
+        unrounded = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
+        local = weights.read(name, unrounded, shard_rows(parameter))
+        keep_master(name, local)
+    else:
+        local = weights.read(name, parameter, shard_rows(parameter))
     local = _own(local, parameter.dtype, torch.device(parameter.device_mesh.device_type))
     sharded = DTensor.from_local(
         local,
@@ -101,15 +111,6 @@ def _made(name: str, parameter: nn.Parameter, weights: Weights) -> nn.Parameter:
 def _own(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A copy: what safetensors reads is a view of the mapped file, which may change or go away."""
     return tensor.to(device=device, dtype=dtype, copy=True)
-
-
-def shard_rows(parameter: DTensor) -> Rows:
-    """The rows of dimension 0 that this rank holds: chunks of ceil(rows / F), as `torch.chunk` cuts them."""
-    axis = next(i for i, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
-    size, position = parameter.device_mesh.size(axis), parameter.device_mesh.get_local_rank(axis)
-    num_rows = parameter.shape[0]
-    chunk = -(-num_rows // size)
-    return slice(min(position * chunk, num_rows), min((position + 1) * chunk, num_rows))
 
 
 def _num_rows(tensor: torch.Tensor) -> int:

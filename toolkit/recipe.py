@@ -148,6 +148,10 @@ class AdapterSection(Section):
     kind: Literal["none"] = Field("none", description="none: every parameter of the model.")
 
 
+OFFLOAD_DETAILS = ("offload_executor", "device_state_gib", "offload_threads")
+"""Fields of the sharding section that say how state is offloaded."""
+
+
 class ShardingSection(Section):
     """How the model is sharded. The strategy may stand in the Accelerate config instead."""
 
@@ -161,9 +165,26 @@ class ShardingSection(Section):
         None, description="Run every n-th block again in backward instead of keeping its activations; 1: all."
     )
     offload_checkpoints: bool = Field(False, description="Keep the inputs of checkpointed blocks in host memory.")
+    offload: Literal["none", "optimizer"] | None = Field(
+        None,
+        description="optimizer: master weights and optimizer state in host memory. "
+        "Unset: as the strategy in the Accelerate config says (`zero3+offload`).",
+    )
+    offload_executor: Literal["auto", "cpu_torch", "cpu_fused", "device_stream"] | None = Field(
+        None, description="What steps the offloaded state; auto (also when unset) measures and picks."
+    )
+    device_state_gib: Annotated[float, Field(ge=0.0)] | Literal["auto"] | None = Field(
+        None, description="Optimizer state of the first units that stays on each device (GiB); unset: none."
+    )
+    offload_threads: PositiveInt | None = Field(
+        None, description="Threads of the step on the host; unset: the rank's share of the cores less two."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ShardingSection:
+        for key in OFFLOAD_DETAILS:
+            if self.offload == "none" and getattr(self, key) is not None:
+                raise _contradiction(f"sharding.{key} has no effect with sharding.offload: none; remove one of them")
         if self.offload_checkpoints and self.activation_checkpointing is None:
             raise _contradiction("sharding.offload_checkpoints has no effect without sharding.activation_checkpointing")
         return self

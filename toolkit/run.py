@@ -35,13 +35,15 @@ from toolkit.export import ExportSettings, export, reload, sample_text, verify
 from toolkit.metrics import GIB, Metrics, flops_per_token, peak_flops
 from toolkit.objectives import CausalLM
 from toolkit.optim import build_optimizer, build_schedule
-from toolkit.recipe import Recipe, steps_of_run
+from toolkit.recipe import OFFLOAD_DETAILS, Recipe, steps_of_run
 from toolkit.report import RunSummary, write_report
 from toolkit.sharding.apply import PRECISIONS, Checkpointing, checkpoint_blocks
+from toolkit.sharding.offload import OffloadSettings
 from toolkit.sharding.plugin import (
     ShardingPlugin,
     accumulation_plugin,
     reset_accelerate,
+    resolve_offload,
     resolve_strategy,
     sharding_kwargs,
 )
@@ -99,12 +101,7 @@ def finetune(recipe: Recipe) -> FinetuneResult:
     """
     quiet_libraries()
     started = time.perf_counter()
-    sharded = resolve_strategy(recipe.sharding.strategy).sharded
-    plugins = sharding_kwargs(
-        recipe.sharding.strategy,
-        unit_classes=recipe.sharding.unit_classes,
-        checkpointing=checkpointing_of(recipe) if sharded else None,
-    )
+    plugins = build_plugins(recipe)
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
     accelerator = build_accelerator(recipe, plugins, output_dir)
     try:
@@ -112,7 +109,38 @@ def finetune(recipe: Recipe) -> FinetuneResult:
             parts = build_parts(accelerator, recipe, plugins["fsdp_plugin"])
         return _fit_and_export(accelerator, recipe, plugins["fsdp_plugin"], parts, output_dir, started)
     finally:
-        release(accelerator)
+        release(accelerator, plugins["fsdp_plugin"])
+
+
+def build_plugins(recipe: Recipe) -> dict[str, Any]:
+    """The sharding that the recipe and the Accelerate config ask for, as arguments of `Accelerator`."""
+    section = recipe.sharding
+    sharded = resolve_strategy(section.strategy).sharded
+    return sharding_kwargs(
+        section.strategy,
+        unit_classes=section.unit_classes,
+        checkpointing=checkpointing_of(recipe) if sharded else None,
+        offload=_offload_of(recipe),
+    )
+
+
+def _offload_of(recipe: Recipe) -> str | OffloadSettings | None:
+    """How optimizer state is offloaded. Raises BadInputError for details of an offload that nobody asked for."""
+    section = recipe.sharding
+    details = {key: getattr(section, key) for key in OFFLOAD_DETAILS if getattr(section, key) is not None}
+    if resolve_offload(section.strategy, section.offload) is None:
+        for key in details:
+            raise BadInputError(
+                f"sharding.{key} has no effect without offload; set sharding.offload=optimizer, or the strategy "
+                "zero3+offload in the Accelerate config"
+            )
+        return section.offload
+    return OffloadSettings(
+        executor=section.offload_executor or "auto",
+        device_state_gib=section.device_state_gib if section.device_state_gib is not None else 0.0,
+        threads=section.offload_threads,
+        during_backward=recipe.training.max_grad_norm is None,
+    )
 
 
 def checkpointing_of(recipe: Recipe) -> Checkpointing | None:
@@ -229,6 +257,8 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         "precision": "float32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision,
         "steps": f"{num_steps} of {samples_per_step} samples of {recipe.data.max_length} tokens",
     }
+    if plugin.engine is not None:
+        facts["offload"] = plugin.engine.describe()
     return Parts(model, optimizer, objective, tokens, data, windows, num_steps, facts)
 
 
@@ -291,6 +321,8 @@ def _fit_and_export(
             evaluation=_evaluation(accelerator, recipe, parts.data),
             flops=_flops(accelerator, recipe, parts.model),
         ).fit()
+        if plugin.engine is not None:
+            plugin.engine.flush()  # the last step may still fail
     export_dir, difference, sample = _export(accelerator, recipe, parts, output_dir)
     losses = [record["loss"] for record in metrics.records if record["split"] == "eval"]
     result = FinetuneResult(
@@ -438,8 +470,9 @@ def _unit_rows(plan: UnitPlan | None) -> list[dict[str, Any]]:
     ]
 
 
-def release(accelerator: Accelerator) -> None:
-    """Ends trackers and the process group, so that this process can start another run."""
+def release(accelerator: Accelerator, plugin: ShardingPlugin) -> None:
+    """Ends trackers, offload and the process group, so that this process can start another run."""
+    plugin.close()
     accelerator.end_training()
     if dist.is_initialized():
         dist.destroy_process_group()

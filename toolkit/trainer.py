@@ -19,6 +19,7 @@ from toolkit.metrics import Metrics, peak_device_bytes, peak_host_bytes
 from toolkit.objectives import Objective
 from toolkit.recipe import TrainingSection
 from toolkit.sharding.apply import whole_tensor
+from toolkit.sharding.offload import engine_of
 
 Batch = dict[str, torch.Tensor]
 
@@ -84,6 +85,8 @@ class Trainer:
         self.tokens = 0
         self.target_tokens = 0
         self._non_finite_in_a_row = 0
+        engine = engine_of(accelerator.unwrap_model(model))
+        self._steps_in_backward = engine is not None and engine.settings.during_backward
 
     def fit(self) -> None:
         """Runs every window, evaluating at the start, so often as the settings say, and at the end.
@@ -143,6 +146,11 @@ class Trainer:
         A gradient scaler (fp16) finds that out by itself, and has to, to lower its scale.
         """
         skipped = self.accelerator.scaler is None and not math.isfinite(grad_norm)
+        if skipped and self._steps_in_backward:
+            raise TrainingError(
+                f"step {self.global_step + 1}: the gradient norm is {grad_norm}, and the weights were stepped during "
+                "backward; set training.max_grad_norm, for example to 1.0, and such steps are skipped"
+            )
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()

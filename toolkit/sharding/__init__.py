@@ -2,12 +2,14 @@
 
 from toolkit.sharding.apply import Checkpointing, checkpoint_blocks
 from toolkit.sharding.memory import MemoryReport, memory_report
+from toolkit.sharding.offload import OffloadSettings
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
 from toolkit.sharding.units import plan_units
 
 __all__ = [
     "Checkpointing",
     "MemoryReport",
+    "OffloadSettings",
     "ShardingMesh",
     "ShardingPlugin",
     "checkpoint_blocks",

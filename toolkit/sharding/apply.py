@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.sharding.strategy import Strategy
@@ -24,15 +27,26 @@ from toolkit.sharding.units import UnitPlan
 PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def precision_policies(mixed_precision: str) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+class KeepsMasters(Protocol):
+    """Takes this rank's rows of a trainable parameter, as exactly as they are known, by its first name."""
+
+    def __call__(self, name: str, rows: torch.Tensor) -> None: ...
+
+
+def precision_policies(
+    mixed_precision: str, reduce_dtype: torch.dtype | None = torch.float32
+) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """FSDP2 policies of the units and of the root.
 
     Compute and all-gather are in the mixed type, reduction is in float32 (a bf16 sum over many ranks
     loses what small gradients add), and what leaves the model is float32, so that the loss is.
+
+    Args:
+        reduce_dtype: None: the type of compute, for one rank, where nothing is summed.
     """
     param_dtype = PRECISIONS[mixed_precision]
-    unit = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    root = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    unit = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    root = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=torch.float32)
     return unit, root
 
 
@@ -84,6 +98,7 @@ def apply(
     mixed_precision: str,
     is_last_micro_batch: Callable[[], bool],
     checkpointing: Checkpointing | None = None,
+    offload: Callable[[nn.Module], KeepsMasters] | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shards `model` in place, one `fully_shard` call per unit.
 
@@ -96,27 +111,36 @@ def apply(
         mixed_precision: `no`, `bf16` or `fp16`.
         is_last_micro_batch: asked before every forward; whether this micro-batch ends the window.
         checkpointing: of activations; None: every activation is kept.
+        offload: called with the sharded model before it has weights; what it returns is given the
+            masters, and trainable parameters are held in the type of compute.
 
     Returns:
         Every parameter as it was -> as it is now.
     """
-    if mixed_precision != "no":
+    if mixed_precision != "no" and offload is None:
         _hold_masters_in_float32(model)
     if checkpointing is not None:
         checkpoint_blocks(model, plan, checkpointing)
     before = dict(model.named_parameters(remove_duplicate=False))
-    unit_policy, root_policy = precision_policies(mixed_precision)
+    originals: dict[str, torch.Tensor] = {}
+    alone = offload is not None and mesh.size() == 1 and strategy.reduce_each_micro_batch
+    unit_policy, root_policy = precision_policies(mixed_precision, None if alone else torch.float32)
     for unit in plan.units:
         modules = [model.get_submodule(path) for path in unit.modules]
+        if offload is not None:
+            originals |= _hold_in_compute_type(model, modules, PRECISIONS[mixed_precision])
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,
             mp_policy=root_policy if unit.kind == "root" else unit_policy,
             reshard_after_forward=strategy.reshard_each_micro_batch and unit.reshard_after_forward,
         )
+    keep_master = offload(model) if offload is not None else None
+    if keep_master is not None:
+        _hand_over(model, originals, keep_master)
     materialize = getattr(model, "materialize_weights", None)
     if materialize is not None:
-        materialize()
+        materialize(keep_master)
     _follow_accumulation(model, strategy, is_last_micro_batch)
     _reshard_after_evaluation(model)
     after = dict(model.named_parameters(remove_duplicate=False))
@@ -142,6 +166,65 @@ def _hold_masters_in_float32(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
+
+
+def _hold_in_compute_type(
+    model: nn.Module, modules: Sequence[nn.Module], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Rounds a unit's trainable parameters to `dtype`, if any; what they were, by their first names."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    originals: dict[str, torch.Tensor] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            name = names[id(parameter)]
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and name not in originals:
+                originals[name] = parameter.data
+                parameter.data = parameter.data.to(dtype or parameter.dtype)
+    return originals
+
+
+def _hand_over(model: nn.Module, originals: dict[str, torch.Tensor], keep_master: KeepsMasters) -> None:
+    """Gives this rank's rows of the unrounded parameters away and lets go of the rest."""
+    for name, parameter in model.named_parameters():
+        original = originals.pop(name, None)
+        if original is not None and not original.is_meta:
+            assert isinstance(parameter, DTensor)
+            keep_master(name, original[shard_rows(parameter)] if original.ndim else original)
+
+
+def shard_chunk(parameter: DTensor) -> int:
+    """Rows of dimension 0 in one shard, padding included: ceil(rows / F)."""
+    return -(-parameter.shape[0] // parameter.device_mesh.size(_shard_axis(parameter)))
+
+
+def shard_rows(parameter: DTensor) -> slice:
+    """The rows of dimension 0 that this rank holds: chunks of ceil(rows / F), as `torch.chunk` cuts them."""
+    position = parameter.device_mesh.get_local_rank(_shard_axis(parameter))
+    chunk, num_rows = shard_chunk(parameter), parameter.shape[0]
+    return slice(min(position * chunk, num_rows), min((position + 1) * chunk, num_rows))
+
+
+def shard_group(parameter: DTensor) -> dist.ProcessGroup:
+    """The ranks that hold the shards of one copy of the parameter."""
+    return parameter.device_mesh.get_group(_shard_axis(parameter))
+
+
+def _shard_axis(parameter: DTensor) -> int:
+    return next(i for i, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
+
+
+def beside(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """`local` as this rank's part of a tensor that is sharded as `parameter` is, wherever `local` lies.
+
+    `DTensor.from_local` would move it to the mesh's device; FSDP2's own host offload holds such tensors
+    too, and torch's state dict functions gather them.
+    """
+    spec = DTensorSpec(
+        parameter.device_mesh,
+        parameter.placements,
+        tensor_meta=TensorMeta(parameter.shape, parameter.stride(), local.dtype),
+    )
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _follow_accumulation(model: nn.Module, strategy: Strategy, is_last_micro_batch: Callable[[], bool]) -> None:
@@ -180,13 +263,38 @@ def _reshard_after_evaluation(model: nn.Module) -> None:
 
 
 def fsdp_groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's record of each unit (`FSDPParamGroup`), for counting what it holds.
+    """FSDP2's record of each unit (`FSDPParamGroup`), once.
 
     The private names are those of torch 2.13, and of 2.11 where a state has one group.
     """
+    seen: set[int] = set()
     for module in sharded_modules(model):
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             groups = [group for group in (state._fsdp_param_group,) if group is not None]
-        yield from groups
+        yield from (group for group in groups if id(group) not in seen)
+        seen.update(id(group) for group in groups)
+
+
+def fsdp_units(model: nn.Module) -> Iterator[tuple[list[Any], list[DTensor]]]:
+    """The modules of each unit and its sharded parameters, in the order in which FSDP2 reduces them."""
+    for group in fsdp_groups(model):
+        yield list(group.modules), [parameter.sharded_param for parameter in group.fsdp_params]
+
+
+def gate_all_gather(module: FSDPModule, wait: Callable[[], None]) -> None:
+    """Calls `wait` before every all-gather of the module's unit reads the shards.
+
+    `allocate` runs on the stream that copies the shards in, just before it does, whoever asked for the
+    gather: the unit's own forward, a prefetch, backward or `unshard`.
+    """
+
+    class Gate(DefaultAllGather):
+        def allocate(
+            self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+        ) -> torch.Tensor:
+            wait()
+            return super().allocate(size, dtype=dtype, device=device)
+
+    module.set_custom_all_gather(Gate())

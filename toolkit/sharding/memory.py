@@ -11,26 +11,30 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.sharding.apply import fsdp_groups
+from toolkit.sharding.offload import OffloadEngine, engine_of
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of this rank.
+    """Bytes of this rank, on the device unless said otherwise.
 
     Attributes:
         sharded_parameters: shards, padding included; of an unsharded model, the parameters.
         gathered_parameters: whole copies of sharded parameters that are there right now.
         gradients: sharded or whole, in whatever type they are accumulated.
-        optimizer_state: moments and step counts.
+        optimizer_state: moments and step counts; of offloaded state, what stays on the device, masters included.
+        host_state: what offload takes of host memory: masters, moments, landing places, staging.
     """
 
     sharded_parameters: int
     gathered_parameters: int
     gradients: int
     optimizer_state: int
+    host_state: int = 0
 
     @property
     def total(self) -> int:
+        """Bytes on the device."""
         return self.sharded_parameters + self.gathered_parameters + self.gradients + self.optimizer_state
 
 
@@ -45,8 +49,9 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     sharded = _count(_shards(model), seen)
     gathered = _count(_gathered(model), seen)
     gradients = _count(_gradients(model), seen)
-    state = _count(_states(optimizer), seen) if optimizer is not None else 0
-    return MemoryReport(sharded, gathered, gradients, state)
+    engine = engine_of(model)
+    state = _count(_states(optimizer, engine), seen) if optimizer is not None else 0
+    return MemoryReport(sharded, gathered, gradients, state, 0 if engine is None else engine.state.host_bytes)
 
 
 def _count(tensors: Iterator[torch.Tensor | None], seen: set[int]) -> int:
@@ -88,6 +93,9 @@ def _gradients(model: nn.Module) -> Iterator[torch.Tensor | None]:
         yield whole.grad if whole is not None else None
         yield parameter.unsharded_accumulated_grad
         yield parameter.sharded_param.grad
+    engine = engine_of(model)
+    for unit in engine.state.units if engine is not None else ():
+        yield unit.accumulated
     if not groups:
         for plain in model.parameters():
             yield plain.grad
@@ -98,7 +106,11 @@ def _fsdp_parameters(groups: Iterable[Any]) -> Iterator[Any]:
         yield from group.fsdp_params
 
 
-def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor | None]:
+def _states(optimizer: torch.optim.Optimizer, engine: OffloadEngine | None) -> Iterator[torch.Tensor | None]:
+    if engine is not None:
+        for unit in engine.state.residents:
+            yield from (unit.master, unit.landing, *unit.moments.values())
+        return
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     for state in inner.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))

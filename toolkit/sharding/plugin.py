@@ -41,8 +41,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.errors import BadInputError
-from toolkit.sharding.apply import Checkpointing, apply, precision_policies
-from toolkit.sharding.strategy import DEFAULT_STRATEGY, Strategy, mesh_shape, parse_strategy
+from toolkit.sharding.apply import Checkpointing, KeepsMasters, apply, precision_policies
+from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect, parse_offload
+from toolkit.sharding.strategy import (
+    DEFAULT_STRATEGY,
+    OFFLOAD,
+    MeshShape,
+    Strategy,
+    asks_for_offload,
+    mesh_shape,
+    parse_strategy,
+)
 from toolkit.sharding.units import UnitPlan, plan_units
 
 SUPPORTED_VERSIONS = {"torch": ">=2.11,<2.14", "accelerate": ">=1.13,<1.16"}
@@ -59,21 +68,25 @@ def sharding_kwargs(
     shard_size: int | None = None,
     unit_classes: Sequence[str] | None = None,
     checkpointing: Checkpointing | None = None,
+    offload: str | OffloadSettings | None = None,
 ) -> dict[str, FullyShardedDataParallelPlugin | ParallelismConfig]:
     """Constructor arguments that register the backend with a stock `Accelerator`.
 
     Args:
-        strategy: a word of `toolkit.sharding.strategy.STRATEGIES`; unset, the Accelerate config's, or zero3.
+        strategy: a word of `toolkit.sharding.strategy.STRATEGIES`, or one with `+offload`; unset, the
+            Accelerate config's, or zero3.
         replicate_size: of `hybrid`, the number of replicas; unset, the Accelerate config's.
         shard_size: of `hybrid`, the ranks among which one replica is sharded.
         unit_classes: class names of the modules that form a unit each, instead of those found.
         checkpointing: of activations; unset, as `fsdp_activation_checkpointing` says.
+        offload: `optimizer` keeps optimizer state in host memory, `none` doesn't; `OffloadSettings` say how;
+            unset, as the strategy's text says.
 
     Raises:
         BadInputError: an unknown strategy, one that the Accelerate config contradicts, or an
             untested version of torch or Accelerate.
     """
-    plugin = ShardingPlugin(strategy=strategy, unit_classes=unit_classes, checkpointing=checkpointing)
+    plugin = ShardingPlugin(strategy=strategy, unit_classes=unit_classes, checkpointing=checkpointing, offload=offload)
     mesh = ShardingMesh(plugin=plugin, dp_replicate_size=replicate_size, dp_shard_size=shard_size)
     return {"fsdp_plugin": plugin, "parallelism_config": mesh}
 
@@ -94,6 +107,27 @@ def resolve_strategy(asked: str | None) -> Strategy:
     return strategy
 
 
+def resolve_offload(strategy: str | None, offload: str | OffloadSettings | None) -> OffloadSettings | None:
+    """The offload of the arguments and of the Accelerate config; None: optimizer state stays on the device.
+
+    Raises BadInputError where one asks for offload and the other refuses it, or the strategy has none.
+    """
+    configured = os.environ.get(STRATEGY_VARIABLE)
+    in_text = asks_for_offload(strategy) or asks_for_offload(configured)
+    settings = parse_offload(offload)
+    if offload is not None and settings is None and in_text:
+        place = "sharding.strategy" if asks_for_offload(strategy) else "fsdp_config.fsdp_sharding_strategy"
+        raise BadInputError(f"sharding.offload is none, but {place} ends with {OFFLOAD}; make them agree")
+    if settings is None and in_text:
+        settings = OffloadSettings()
+    if settings is not None and not resolve_strategy(strategy).sharded:
+        raise BadInputError(
+            "offload: strategy ddp leaves the model to torch's DistributedDataParallel and cannot offload; choose "
+            f"zero3{OFFLOAD}, which on one rank shards nothing either"
+        )
+    return settings
+
+
 def check_versions() -> None:
     """Raises BadInputError where torch or Accelerate is not of a tested version."""
     for package, allowed in SUPPORTED_VERSIONS.items():
@@ -107,7 +141,9 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 
     Attributes:
         strategy: what is sharded.
+        offload: how optimizer state is offloaded; None: it isn't.
         unit_plan: the units of the prepared model; None before `prepare`.
+        engine: of the offloaded optimizer state; None before `prepare`, or without offload.
     """
 
     def __init__(
@@ -115,11 +151,14 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         strategy: str | None = None,
         unit_classes: Sequence[str] | None = None,
         checkpointing: Checkpointing | None = None,
+        offload: str | OffloadSettings | None = None,
         **kwargs: Any,
     ) -> None:
         check_versions()
         _rehearse_on_cpu()
         self.strategy = resolve_strategy(strategy)
+        self.offload = resolve_offload(strategy, offload)
+        self.engine: OffloadEngine | None = None
         self.unit_classes = list(unit_classes) if unit_classes else None
         self.unit_plan: UnitPlan | None = None
         self._accelerator: weakref.ref[Accelerator] | None = None
@@ -167,15 +206,44 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             self.strategy,
             state.device_mesh,
             state.mixed_precision,
-            is_last_micro_batch=lambda: bool(GradientState().sync_gradients),
+            is_last_micro_batch=_is_last_micro_batch,
             checkpointing=self.checkpointing,
+            offload=functools.partial(self._offload, accelerator) if self.offload is not None else None,
         )
         _tell_empty_shards_apart(model)
         for optimizer in accelerator._optimizers:
             _rebind(optimizer, renewed)
+        if self.engine is not None:
+            self.engine.attach()
+            connect(self.engine, accelerator)
+
+    def _offload(self, accelerator: Accelerator, model: nn.Module) -> KeepsMasters:
+        """Takes the memory for the offloaded state of a model that is sharded and has no weights yet."""
+        assert self.offload is not None
+        optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
+        if len(optimizers) != 1:
+            raise BadInputError(
+                f"offload needs one optimizer, found {len(optimizers)}; pass the model and its one optimizer to the "
+                "same accelerator.prepare"
+            )
+        self.engine = OffloadEngine(
+            model,
+            optimizers[0],
+            self.offload,
+            AcceleratorState().mixed_precision,
+            _is_last_micro_batch,
+            accumulates=accelerator.gradient_accumulation_steps > 1,
+        )
+        return self.engine.state.seed
+
+    def close(self) -> None:
+        """Lets go of the offloaded state, if any: the model is not trained any more."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_accelerator": None}
+        return {**self.__dict__, "_accelerator": None, "engine": None}
 
 
 @dataclass
@@ -198,6 +266,8 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
             replicate=self.dp_replicate_size or _configured_size("REPLICATE"),  # type: ignore[has-type]
             shard=self.dp_shard_size or _configured_size("SHARD"),  # type: ignore[has-type]
         )
+        if self.plugin.offload is not None:
+            _refuse_replicas_on_one_host(shape)
         self.dp_replicate_size, self.dp_shard_size = shape.replicate, shape.shard
         super().__post_init__()
 
@@ -242,6 +312,10 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         return {key: value for key, value in self.__dict__.items() if key != "device_mesh"}
 
 
+def _is_last_micro_batch() -> bool:
+    return bool(GradientState().sync_gradients)
+
+
 def _rehearse_on_cpu() -> None:
     """Without a GPU, ranks meet over gloo; by itself Accelerate would leave each of them alone."""
     if not torch.cuda.is_available():
@@ -252,6 +326,17 @@ def _refuse_stock_settings() -> None:
     """Raises BadInputError for keys of `fsdp_config` that would do something else than they say."""
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
         raise BadInputError("fsdp_config.fsdp_offload_params: not supported by the sharding backend; set it to false")
+
+
+def _refuse_replicas_on_one_host(shape: MeshShape) -> None:
+    """Raises BadInputError where replicas would each hold, and step, the whole state in one host's memory."""
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(shape.replicate * shape.shard)))
+    if shape.replicate > 1 and shape.shard < on_host:
+        raise BadInputError(
+            f"hybrid{OFFLOAD}: the {on_host} ranks of a host form {on_host // shape.shard} replicas, each of which "
+            f"would hold and step all optimizer state in the same host memory; set dp_shard_size to {on_host} or "
+            f"a multiple, or choose zero3{OFFLOAD}"
+        )
 
 
 def _configured_size(axis: str) -> int | None:

@@ -53,8 +53,12 @@ ALIASES = {"full_shard": "zero3", "shard_grad_op": "zero2", "no_shard": "ddp", "
 DEFAULT_STRATEGY = "zero3"
 
 
+OFFLOAD = "+offload"
+"""Behind a strategy's word: its optimizer state is offloaded to host memory."""
+
+
 def parse_strategy(text: str, origin: str) -> Strategy:
-    """The strategy of a word, in any case.
+    """The strategy of a word, in any case, with or without `+offload`.
 
     Args:
         text: a strategy's word or a stock FSDP alias.
@@ -63,11 +67,18 @@ def parse_strategy(text: str, origin: str) -> Strategy:
     Raises:
         BadInputError: with the known words.
     """
-    word = text.strip().lower()
+    word = text.strip().lower().removesuffix(OFFLOAD)
     word = ALIASES.get(word, word)
     if word not in STRATEGIES:
-        raise BadInputError(f"{origin}: unknown strategy {text!r}; allowed: {', '.join(STRATEGIES)}")
+        raise BadInputError(
+            f"{origin}: unknown strategy {text!r}; allowed: {', '.join(STRATEGIES)}, each but ddp also with {OFFLOAD}"
+        )
     return STRATEGIES[word]
+
+
+def asks_for_offload(text: str | None) -> bool:
+    """Whether a strategy's text ends with `+offload`."""
+    return text is not None and text.strip().lower().endswith(OFFLOAD)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from toolkit.optim import build_schedule
 from toolkit.recipe import Recipe
 from toolkit.sharding import apply
 from toolkit.sharding.apply import local_tensor
-from toolkit.sharding.plugin import resolve_strategy, sharding_kwargs
 from toolkit.trainer import Trainer
 from toolkit.verify.plain import is_felt, set_dropout
 from toolkit.verify.ranks import outcome_path
@@ -63,12 +62,7 @@ def _end_with_parent() -> None:
 def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     """`finetune`'s own parts, for a few steps; rank 0 leaves the weights in `folder`."""
     run.quiet_libraries()
-    sharded = resolve_strategy(recipe.sharding.strategy).sharded
-    plugins = sharding_kwargs(
-        recipe.sharding.strategy,
-        unit_classes=recipe.sharding.unit_classes,
-        checkpointing=run.checkpointing_of(recipe) if sharded else None,
-    )
+    plugins = run.build_plugins(recipe)
     accelerator = run.build_accelerator(recipe, plugins, folder / "run")
     if accelerator.mixed_precision == "fp16":
         raise BadInputError("mixed_precision fp16: its gradient scaler skips steps, which no plain loop does; use bf16")
@@ -80,22 +74,18 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     if accelerator.is_main_process:
         save_file(weights, folder / "weights.safetensors")
     checkpointed = recipe.sharding.activation_checkpointing or plugins["fsdp_plugin"].checkpointing
-    result["replay"] = _replay(accelerator, parts) if checkpointed else None
-    run.release(accelerator)
+    # Offload takes gradients away as they come; blocks are checkpointed in the same way with and without it.
+    offloaded = plugins["fsdp_plugin"].offload is not None
+    result["replay"] = _replay(accelerator, parts) if checkpointed and not offloaded else None
+    run.release(accelerator, plugins["fsdp_plugin"])
     return result
 
 
 def _train(accelerator: Accelerator, recipe: Recipe, parts: run.Parts, steps: int, folder: Path) -> dict[str, Any]:
-    """The trainer's own steps, each gradient looked at before the optimizer takes it."""
+    """The trainer's own steps. A parameter had a gradient where its first moment is not zero."""
     model = accelerator.unwrap_model(parts.model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = run.inner_optimizer(parts.optimizer)
-    with_gradient: set[str] = set()
-
-    def look(*_: Any) -> None:
-        with_gradient.update(name for name, p in named.items() if is_felt(p.grad))
-
-    optimizer.register_step_pre_hook(look)
     schedule = build_schedule(optimizer, recipe.schedule, parts.num_steps)
     metrics = Metrics(accelerator, folder / "metrics.jsonl", recipe.logging, steps)
     trainer = Trainer(
@@ -106,11 +96,12 @@ def _train(accelerator: Accelerator, recipe: Recipe, parts: run.Parts, steps: in
     for window in itertools.islice(parts.windows, steps):
         found.append(trainer.train_step(window))
         schedule.step()
+    moments = {name: optimizer.state[p].get("exp_avg") for name, p in named.items()}
     return {
         "losses": [step.loss for step in found],
         "grad_norms": [step.grad_norm for step in found],
         "trainable": sorted(named),
-        "with_gradient": sorted(with_gradient),
+        "with_gradient": sorted(name for name, moment in moments.items() if is_felt(moment)),
         "facts": parts.facts,
         "precision": accelerator.mixed_precision,
         "device": accelerator.device.type,

@@ -1,0 +1,104 @@
+"""Offloaded optimizer state is ordinary FSDP2 mixed precision, bit for bit.
+
+The ordinary run is written out in offload_loops.py with torch alone. Steps on the host are slowed down
+where a forward that does not wait for them would otherwise go unseen.
+"""
+
+from __future__ import annotations
+
+import pytest
+from offload_loops import (
+    Case,
+    bf16_ulps,
+    differences,
+    offloaded,
+    ordinary,
+    waiting_in_the_pre_forward_hook_alone,
+)
+from ranks import run_on_ranks
+
+CASES = [
+    Case(),
+    Case(tied=False),
+    Case(max_norm=None),
+    Case(accumulation=3),
+    Case(tied=False, max_norm=None, accumulation=3),
+    Case(checkpointing=True, tied=False),
+    Case(prefetch=True),
+    Case(prefetch=True, tied=False, accumulation=3, checkpointing=True, max_norm=None),
+    Case(precision="no", tied=False),
+    Case(optimizer="adam"),
+    Case(optimizer="sgd", accumulation=3),
+    Case(optimizer="sgd", max_norm=None),
+    Case(strategy="zero1", accumulation=3),
+    Case(strategy="zero2", accumulation=3),
+    Case(freeze="mlp"),
+    Case(forwards=2),
+    Case(forwards=2, accumulation=3, tied=False),
+    Case(poison=2),
+]
+
+
+def compare(cases: list[Case]) -> list[tuple[list[str], int, int]]:
+    """For each case: what differs with cpu_torch, and how far off the other executors are."""
+    found = []
+    for case in cases:
+        expected = ordinary(case)
+        exact = offloaded(case, "cpu_torch", delay=0.005)
+        fused = offloaded(case, "cpu_fused") if case.optimizer == "adamw" else exact
+        streamed = offloaded(case, "device_stream", delay=0.005)
+        found.append((differences(exact, expected), bf16_ulps(fused, expected), bf16_ulps(streamed, expected)))
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1-rank", "2-ranks"])
+def compared(request: pytest.FixtureRequest) -> list[dict[Case, tuple[list[str], int, int]]]:
+    results = run_on_ranks(compare, request.param, CASES, seconds=400)
+    return [dict(zip(CASES, result, strict=True)) for result in results]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_offload_is_the_ordinary_run(compared: list[dict[Case, tuple[list[str], int, int]]], case: Case) -> None:
+    """Losses, norms and weights, each equal bit for bit; the other executors within one bf16 number."""
+    for rank in compared:
+        different, fused, streamed = rank[case]
+        assert different == []
+        assert fused <= 1
+        assert streamed <= 1
+
+
+def compare_ways() -> dict[str, list[str]]:
+    case = Case(tied=False)
+    unclipped = Case(max_norm=None)
+    prefetched = Case(prefetch=True)
+    expected = ordinary(case)
+    found = {
+        "some on the device": differences(offloaded(case, device_state_gib=0.0005, delay=0.005), expected),
+        "all on the device": differences(offloaded(case, device_state_gib=1.0), expected),
+        "auto on the device": differences(offloaded(case, device_state_gib="auto"), expected),
+        "three threads": differences(offloaded(case, threads=3), expected),
+        "during backward": differences(offloaded(unclipped, during_backward=True, delay=0.005), ordinary(unclipped)),
+    }
+    expected = ordinary(prefetched)
+    found["gated"] = differences(offloaded(prefetched, delay=0.02), expected)
+    with waiting_in_the_pre_forward_hook_alone():
+        found["hook alone"] = differences(offloaded(prefetched, delay=0.02), expected)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ways() -> list[dict[str, list[str]]]:
+    return run_on_ranks(compare_ways, 2)
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["some on the device", "all on the device", "auto on the device", "three threads", "during backward", "gated"],
+)
+def test_every_setting_is_the_ordinary_run(ways: list[dict[str, list[str]]], way: str) -> None:
+    assert [rank[way] for rank in ways] == [[], []]
+
+
+def test_waiting_in_the_pre_forward_hook_alone_is_caught(ways: list[dict[str, list[str]]]) -> None:
+    """Under explicit prefetch the shards are gathered before that hook: on stale weights."""
+    assert all("losses" in rank["hook alone"][0] for rank in ways)

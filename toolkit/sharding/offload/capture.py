@@ -1,0 +1,145 @@
+"""Gradients on their way to the host: taken as FSDP2 reduces them, and freed at once.
+
+They are taken from the flat result of the reduce-scatter, in the type of the reduction: FSDP2 rounds
+it to the parameter's type, bfloat16, before it becomes `.grad`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from toolkit.errors import TrainingError
+from toolkit.sharding.offload.units import OffloadedUnit
+
+MAX_IN_FLIGHT = 3
+"""Reduced gradients that wait on the device for their copy to the host (units)."""
+
+
+class Capture:
+    """Takes the gradients of all units.
+
+    Args:
+        is_last_micro_batch: whether the backward that runs now ends the accumulation window.
+        on_landed: called for a unit whose gradient has been sent to the host, on FSDP2's stream.
+        once: a unit that is reduced twice before a step is an error, as it is being stepped already.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        is_last_micro_batch: Callable[[], bool],
+        on_landed: Callable[[OffloadedUnit], None],
+        once: bool,
+    ) -> None:
+        self._handle = getattr(torch, device.type)
+        self._is_last = is_last_micro_batch
+        self._on_landed = on_landed
+        self._once = once
+        self._stream = self._handle.Stream()
+        self._in_flight: deque[tuple[torch.Tensor, Any]] = deque()
+        self._partial: tuple[OffloadedUnit, torch.Tensor, Any, list[int]] | None = None
+
+    def attach(self, unit: OffloadedUnit) -> None:
+        """Registers the hooks of one unit."""
+        unit.modules[0].set_all_reduce_hook(lambda reduced: self._on_reduced(unit, reduced))
+        for i, slot in enumerate(unit.slots):
+            drop = functools.partial(self._drop, i)
+            slot.parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _on_reduced(self, unit: OffloadedUnit, reduced: torch.Tensor) -> None:
+        """`reduced`: this rank's padded shards of the gradients, one after the other, of those that have one."""
+        self.settle()
+        unit.published.wait()  # of a unit that took no part in the forward, the worker may still read the last one
+        if reduced.numel() == unit.numel:
+            self._take(unit, reduced, unit.everything)
+        else:
+            # Which parameters these are, FSDP2 tells next, by the hooks of those that have a gradient.
+            self._partial = (unit, reduced, self._handle.current_stream().record_event(), [])
+
+    def _drop(self, i: int, parameter: torch.Tensor) -> None:
+        """Called for every parameter with a gradient, right after `_on_reduced`."""
+        parameter.grad = None
+        if self._partial is not None:
+            self._partial[3].append(i)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Takes the gradient of a unit some of whose parameters have none, now that it is known which."""
+        if self._partial is None:
+            return
+        unit, reduced, event, present = self._partial
+        self._partial = None
+        self._handle.current_stream().wait_event(event)
+        whole = torch.zeros(unit.numel, dtype=reduced.dtype, device=reduced.device)
+        ends = [slot.offset for slot in unit.slots[1:]] + [unit.numel]
+        start = 0
+        for i in present:
+            offset, length = unit.slots[i].offset, ends[i] - unit.slots[i].offset
+            whole[offset : offset + length] = reduced[start : start + length]
+            start += length
+        self._take(unit, whole, frozenset(present))
+
+    def _take(self, unit: OffloadedUnit, flat: torch.Tensor, present: frozenset[int]) -> None:
+        if unit.accumulated is not None:
+            flat = unit.accumulated.add_(flat)
+            present |= unit.accumulated_present
+        if not self._is_last():
+            first = unit.accumulated is None
+            unit.accumulated = flat.to(torch.float32, copy=True) if first else flat
+            unit.accumulated_present = present
+            return
+        unit.accumulated, unit.accumulated_present = None, frozenset()
+        if unit.gradient is not None:
+            self._add(unit, flat, present)
+        else:
+            self._land(unit, flat, present)
+        self._on_landed(unit)
+
+    def _land(self, unit: OffloadedUnit, flat: torch.Tensor, present: frozenset[int]) -> None:
+        """Sends a gradient to the host, on a stream of its own: FSDP2 makes backward's end wait for its own."""
+        unit.norms = _norms(unit, flat)
+        self._stream.wait_event(self._handle.current_stream().record_event())
+        with self._handle.stream(self._stream):
+            unit.gradient = _room(unit, flat.dtype).copy_(flat, non_blocking=True)
+            unit.landed = self._stream.record_event()
+        unit.present = present
+        self._in_flight.append((flat, unit.landed))  # its memory must not be used anew before the copy is done
+        while len(self._in_flight) > MAX_IN_FLIGHT:
+            _synchronize(self._in_flight.popleft()[1])
+
+    def _add(self, unit: OffloadedUnit, flat: torch.Tensor, present: frozenset[int]) -> None:
+        """A second gradient before the step: two forwards before a backward, or two windows before a step."""
+        if self._once:
+            raise TrainingError(
+                f"offload: {unit.name or 'the root'} got two gradients before one step, and the first is being stepped "
+                "during backward; set during_backward=False"
+            )
+        assert unit.gradient is not None
+        _synchronize(unit.landed)
+        total = unit.gradient.float().add_(flat.to(unit.gradient.device, torch.float32))
+        unit.norms = _norms(unit, total).to(flat.device)
+        unit.gradient = _room(unit, torch.float32).copy_(total)
+        unit.present |= present
+
+
+def _norms(unit: OffloadedUnit, flat: torch.Tensor) -> torch.Tensor:
+    """2-norm of each parameter's rows, as torch's `get_total_norm` takes them, (number of slots,)."""
+    return torch.stack([torch.linalg.vector_norm(slot.view(flat), dtype=torch.float32) for slot in unit.slots])
+
+
+def _room(unit: OffloadedUnit, dtype: torch.dtype) -> torch.Tensor:
+    """The unit's landing place for a gradient of this type; widened where a sum no longer fits it."""
+    if unit.landing.element_size() < dtype.itemsize:
+        unit.landing = torch.empty(unit.numel, dtype=dtype, device=unit.landing.device)
+    return unit.landing.view(dtype)[: unit.numel]
+
+
+def _synchronize(event: Any) -> None:
+    if event is not None:
+        event.synchronize()

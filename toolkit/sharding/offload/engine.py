@@ -1,0 +1,351 @@
+"""The schedule of offloaded optimizer state: capture, norm, step in forward order, gate.
+
+Shards of the parameters stay on the device in the type of compute. Masters and moments lie in host
+memory. A unit's gradient is sent there as soon as FSDP2 has reduced it; at `optimizer.step()` a worker
+thread begins to step the units in the order of the next forward, which waits for each unit alone, and
+only if it comes to it before the worker has. No unit is ever used with weights of the step before: the
+run equals ordinary FSDP2 mixed precision bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit import ranks
+from toolkit.errors import BadInputError, TrainingError, first_line
+from toolkit.sharding.apply import gate_all_gather, local_tensor, shard_group
+from toolkit.sharding.offload.capture import Capture
+from toolkit.sharding.offload.executors import Executor, Resident, Staging, UnitStep
+from toolkit.sharding.offload.probe import choose, default_threads, make_executor
+from toolkit.sharding.offload.settings import OffloadSettings, hyper_parameters, state_names
+from toolkit.sharding.offload.state import OffloadedState, require_types
+from toolkit.sharding.offload.units import OffloadedUnit, read_units
+from toolkit.sharding.offload.worker import Worker
+
+CHECK_SECONDS = 1.0
+"""How often a wait for the worker looks whether the worker is still there."""
+
+MEASURED_STEPS = 2
+"""Steps after which `device_state_gib: auto` knows what is left free."""
+
+DEVICE_SHARE = 0.9
+"""Of the device's memory, used by `device_state_gib: auto`."""
+
+
+class OffloadEngine:
+    """Steps the offloaded optimizer state of one model.
+
+    Constructed with the sharded model before it has weights, when all host memory is taken; then
+    `state.seed` is given the masters; then `attach` registers the hooks. Collective.
+
+    Args:
+        model: sharded, its trainable parameters in the type of compute.
+        optimizer: torch's; its parameters are looked up by `attach`.
+        mixed_precision: `no` or `bf16`.
+        is_last_micro_batch: asked in backward; whether it ends the accumulation window.
+        accumulates: whether windows have more than one micro-batch.
+
+    Attributes:
+        state: masters and moments.
+        optimizer: whose settings are read at every step.
+        executor: of the units that are not resident.
+        reason: why this executor.
+        num_skipped: steps not taken because the gradient's norm was not finite.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        settings: OffloadSettings,
+        mixed_precision: str,
+        is_last_micro_batch: Callable[[], bool],
+        accumulates: bool,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.settings = settings
+        self.num_skipped = 0
+        self._is_last = is_last_micro_batch
+        units = read_units(model)
+        if not units:
+            raise BadInputError("offload: no parameter of the model is trainable; leave offload out")
+        require_types(units, mixed_precision)
+        parameter = units[0].slots[0].parameter
+        assert isinstance(parameter, DTensor)
+        self._group = shard_group(parameter)
+        self._device = _device_of(parameter)
+        self._handle = getattr(torch, self._device.type)
+        self.threads = settings.threads or default_threads(self._device)
+        self.executor, self.reason = choose(settings.executor, optimizer, self._device, self.threads)
+        # One rank reduces nothing: what lands is the gradient of one backward in the type of compute.
+        exact = units[0].dtype if ranks.world_size() == 1 and not accumulates else torch.float32
+        self.state = OffloadedState(
+            units, state_names(optimizer), self._device, settings.device_state_gib, exact, self.executor
+        )
+        self._order = list(units)
+        self._seen: list[OffloadedUnit] = []
+        self._clip: _Clip | None = None
+        self._num_steps = 0
+
+    @torch.no_grad()
+    def attach(self) -> None:
+        """Registers the hooks, once the parameters have their shards and the optimizer has the parameters."""
+        parameters: dict[str, Any] = dict(self.model.named_parameters())
+        groups = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        on_device = self.executor == "device_stream"
+        for unit in self.state.units:
+            for slot in unit.slots:
+                slot.parameter = parameters[slot.name]
+                slot.group = groups.get(id(slot.parameter))
+                slot.step = torch.zeros((), device=self._device if on_device or unit.resident else "cpu")
+        self._executors = self._make_executors()
+        self._worker = Worker(self._device, self.threads)
+        self._capture = Capture(self._device, self._is_last, self._on_landed, once=self.settings.during_backward)
+        for unit in self.state.units:
+            self._capture.attach(unit)
+            for module in unit.modules:
+                gate_all_gather(module, functools.partial(self._wait, unit))
+                # One rank gathers nothing: its copy is made in the unit's own forward, after this hook.
+                module.register_forward_pre_hook(functools.partial(self._before_forward, unit), prepend=True)
+
+    def describe(self) -> str:
+        """One line for people: what steps the state, why, and what it takes."""
+        threads = "" if self.executor == "device_stream" else f", {self.threads} threads"
+        residents = self.state.residents
+        on_device = f"; {len(residents)} of {len(self.state.units)} units on the device" if residents else ""
+        return f"{self.executor}{threads} ({self.reason}); {self.state.plan} of host memory a rank{on_device}"
+
+    # What the outside calls
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """The 2-norm of all gradients over all ranks, on the device; the next step is scaled to `max_norm`.
+
+        Equals `torch.nn.utils.clip_grad_norm_` bit for bit: the norm of the parameters' norms, each of
+        which is the root of the sum of the ranks' squares.
+
+        Raises:
+            BadInputError: of only some of the parameters, another norm, or a limit during backward.
+        """
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._require_clippable(listed, max_norm, norm_type)
+        self._capture.settle()
+        zero = torch.zeros((), device=self._device)
+        norms = {
+            id(slot.parameter): unit.norms[i] if unit.norms is not None else zero
+            for unit in self.state.units
+            for i, slot in enumerate(unit.slots)
+        }
+        stacked = torch.stack([norms[id(parameter)] for parameter in listed if id(parameter) in norms])
+        if dist.get_world_size(self._group) > 1:
+            squares = stacked**2
+            dist.all_reduce(squares, group=self._group)
+            stacked = squares**0.5
+        norm: torch.Tensor = torch.linalg.vector_norm(stacked)
+        self._clip = _Clip(norm, float(max_norm), self._handle)
+        return norm
+
+    def step(self) -> None:
+        """Hands every unit with a gradient to the worker, with the optimizer's settings as they are now."""
+        self._capture.settle()
+        self._raise_error()
+        clip, self._clip = self._clip, None
+        self._order = [*self._seen, *(unit for unit in self.state.units if unit not in self._seen)]
+        self._seen = []
+        if clip is not None:
+            self._worker.submit(functools.partial(self._decide, clip), _nothing)
+        after = self._handle.current_stream().record_event()
+        settings = hyper_parameters(self.optimizer)
+        for unit in self._order:
+            if unit.gradient is not None:
+                self._submit(unit, settings, clip, after)
+            unit.forget_gradient()
+        self._num_steps += 1
+        if self.settings.device_state_gib == "auto" and self._num_steps == MEASURED_STEPS:
+            self._fill_device()
+
+    def discard(self) -> None:
+        """Forgets the gradients that no step has used."""
+        self._capture.settle()
+        for unit in self.state.units:
+            unit.forget_gradient()
+        self._clip = None
+
+    def flush(self) -> None:
+        """Returns when every step handed in has been taken and its weights have arrived."""
+        for unit in self.state.units:
+            self._wait(unit)
+            if unit.arrived is not None:
+                unit.arrived.synchronize()
+
+    def close(self) -> None:
+        """Ends the worker and gives the host memory back; the model is not trained any more."""
+        self._worker.close()
+        self._handle.synchronize()
+        self.state.release()
+
+    # The schedule
+
+    def _on_landed(self, unit: OffloadedUnit) -> None:
+        if self.settings.during_backward:
+            after = self._handle.current_stream().record_event()
+            self._submit(unit, hyper_parameters(self.optimizer), None, after)
+            unit.gradient = None
+
+    def _submit(
+        self, unit: OffloadedUnit, settings: tuple[dict[str, Any], ...], clip: _Clip | None, after: Any
+    ) -> None:
+        assert unit.gradient is not None
+        unit.published.clear()
+        task = functools.partial(self._run, unit, unit.gradient, unit.present, settings, clip, unit.landed, after)
+        self._worker.submit(task, unit.published.set)
+
+    def _decide(self, clip: _Clip) -> None:
+        """On the worker, before the units of a step: waits for the norm."""
+        clip.decide()
+        self.num_skipped += clip.skip
+
+    def _run(
+        self,
+        unit: OffloadedUnit,
+        gradient: torch.Tensor,
+        present: frozenset[int],
+        settings: tuple[dict[str, Any], ...],
+        clip: _Clip | None,
+        landed: Any,
+        after: Any,
+    ) -> None:
+        """On the worker: steps one unit and sends its weights to the device."""
+        if clip is None or not clip.skip:
+            if landed is not None:
+                landed.synchronize()
+            step = UnitStep(unit, gradient, present, settings, 1.0 if clip is None else clip.scale)
+            executor = self._executors[unit]
+            stream = executor.stream(unit)
+            stream.wait_event(after)  # the shards are overwritten: backward must have read them
+            with self._handle.stream(stream):
+                weights = executor.step(step)
+                for slot in step.slots:
+                    local_tensor(slot.parameter).copy_(slot.view(weights), non_blocking=True)
+                unit.arrived = stream.record_event()
+            executor.sent(unit.arrived)
+        unit.published.set()
+
+    def _before_forward(self, unit: OffloadedUnit, *_: object) -> None:
+        if torch.is_grad_enabled() and unit not in self._seen:
+            self._seen.append(unit)
+        self._wait(unit)
+
+    def _wait(self, unit: OffloadedUnit) -> None:
+        """Returns when the unit's weights are those of the last step, for what runs on the current stream."""
+        while not unit.published.wait(CHECK_SECONDS):
+            if not self._worker.alive:
+                raise TrainingError(f"offload: the thread that steps the optimizer on rank {ranks.rank()} is gone")
+        self._raise_error()
+        if unit.arrived is not None:
+            self._handle.current_stream().wait_event(unit.arrived)
+
+    def _raise_error(self) -> None:
+        error = self._worker.error
+        if error is not None:
+            raise TrainingError(
+                f"offload: the optimizer step failed on rank {ranks.rank()}: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+
+    # Parts
+
+    def _make_executors(self) -> dict[OffloadedUnit, Executor]:
+        state, chosen = self.state, dict[OffloadedUnit, Executor]()
+        if state.hosted:
+            staging = Staging(state.staging, self._device)
+            executor = make_executor(
+                self.executor, self.optimizer, state.hosted, staging, state.scratch, self._device, self.threads
+            )
+            chosen |= dict.fromkeys(state.hosted, executor)
+        if state.residents:
+            chosen |= dict.fromkeys(state.residents, Resident(self.optimizer, state.residents, self._device))
+        return chosen
+
+    def _require_clippable(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> None:
+        given = {id(parameter) for parameter in parameters}
+        missing = [s.name for unit in self.state.units for s in unit.slots if id(s.parameter) not in given]
+        if missing:
+            raise BadInputError(
+                f"clip_grad_norm_: {len(missing)} trainable parameters are not among those given (first: "
+                f"{missing[0]}); with offload, pass model.parameters()"
+            )
+        if norm_type != 2.0:
+            raise BadInputError(f"clip_grad_norm_: norm_type is {norm_type}; with offload, only 2 is supported")
+        if self.settings.during_backward and math.isfinite(max_norm):
+            raise BadInputError(
+                f"clip_grad_norm_: max_norm is {max_norm}, but the step is taken during backward, before the norm is "
+                "known; set during_backward=False"
+            )
+
+    @torch.no_grad()
+    def _fill_device(self) -> None:
+        """Makes further units resident as far as the peak of the first steps leaves room. Not on CPU ranks."""
+        if self._device.type == "cpu":
+            return  # device and host are one memory
+        self.flush()
+        _, total = self._handle.mem_get_info(self._device)
+        room = int(DEVICE_SHARE * total) - self._handle.max_memory_reserved(self._device)
+        moved = []
+        for unit in self.state.hosted:
+            room -= self.state.device_bytes(unit)
+            if room < 0:
+                break
+            self.state.move_to_device(unit)
+            for slot in unit.slots:
+                slot.step = slot.step.to(self._device)
+            moved.append(unit)
+        if moved:
+            self._executors |= dict.fromkeys(moved, Resident(self.optimizer, moved, self._device))
+            self.on_moved()
+
+    on_moved: Callable[[], None] = staticmethod(lambda: None)
+    """Called when state has moved to the device."""
+
+
+class _Clip:
+    """The norm of a step on its way to the host, and what it means.
+
+    Attributes:
+        skip: the norm is not finite. Set by `decide`, as `scale`.
+        scale: factor of the gradients.
+    """
+
+    def __init__(self, norm: torch.Tensor, max_norm: float, handle: Any) -> None:
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        both = torch.stack([norm, scale])
+        self._both = torch.empty(2, pin_memory=both.is_cuda).copy_(both, non_blocking=True)
+        self._event = handle.current_stream().record_event()
+        self.skip = False
+        self.scale = 1.0
+
+    def decide(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+        norm, self.scale = self._both.tolist()
+        self.skip = not math.isfinite(norm)
+
+
+def _device_of(parameter: DTensor) -> torch.device:
+    kind = parameter.device_mesh.device_type
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,282 @@
+"""How a unit's state is stepped: on the host by torch, by our kernel, or passing through the device.
+
+An executor is called by the worker thread alone. It gets a landed gradient and leaves new masters and
+moments behind; what it returns is the flat of new weights that goes to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from toolkit.sharding.offload.kernel import AdamWKernel, Segment
+from toolkit.sharding.offload.units import OffloadedUnit
+
+
+@dataclass(frozen=True)
+class UnitStep:
+    """A step to take.
+
+    Attributes:
+        gradient: flat, float32 or the type of compute; the executor may write to it.
+        present: indices of the slots that have a gradient.
+        settings: of every parameter group, as they were at `step()`.
+        scale: of the gradient, for clipping.
+    """
+
+    unit: OffloadedUnit
+    gradient: torch.Tensor
+    present: frozenset[int]
+    settings: tuple[dict[str, Any], ...]
+    scale: float
+
+    @property
+    def slots(self) -> Iterator[Any]:
+        """The slots to step."""
+        numbered = enumerate(self.unit.slots)
+        return (slot for i, slot in numbered if i in self.present and slot.group is not None)
+
+
+class Executor(Protocol):
+    def stream(self, unit: OffloadedUnit) -> Any:
+        """The device's stream on which this unit is stepped and its weights are sent off."""
+
+    def step(self, step: UnitStep) -> torch.Tensor:
+        """Takes the step; the new weights, flat, readable on the current stream, which is `stream(unit)`."""
+
+    def sent(self, event: Any) -> None:
+        """The weights returned last are needed until `event`."""
+
+
+class Staging:
+    """Pinned host buffers between the step and the device, used in turn, and the stream they leave on.
+
+    Args:
+        buffers: flat, long enough for any unit, in the type of compute.
+    """
+
+    def __init__(self, buffers: Sequence[torch.Tensor], device: torch.device) -> None:
+        self.stream = getattr(torch, device.type).Stream()
+        self._buffers = list(buffers)
+        self._busy: list[Any] = [None] * len(self._buffers)
+        self._next = 0
+
+    def take(self, numel: int) -> torch.Tensor:
+        """A buffer whose last copy has left for the device."""
+        event = self._busy[self._next]
+        if event is not None:
+            event.synchronize()
+        return self._buffers[self._next][:numel]
+
+    def sent(self, event: Any) -> None:
+        """The buffer taken last is free once `event` has happened."""
+        self._busy[self._next] = event
+        self._next = (self._next + 1) % len(self._buffers)
+
+
+class FlatOptimizer:
+    """The user's optimizer class over a unit's flat tensors, with state that we own.
+
+    Each parameter keeps a tensor of its own, and not one flat one, because torch's vectorised kernels
+    round the last few elements of a tensor differently: so the step equals the ordinary one bit for bit.
+
+    Args:
+        optimizer: whose class and settings are taken.
+        master: where this optimizer steps, flat float32; on any device.
+        moments: the same, by torch's names.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        unit: OffloadedUnit,
+        master: torch.Tensor,
+        moments: dict[str, torch.Tensor],
+    ) -> None:
+        self._masters = {
+            i: torch.nn.Parameter(slot.view(master)) for i, slot in enumerate(unit.slots) if slot.group is not None
+        }
+        self._groups = sorted({slot.group for slot in unit.slots if slot.group is not None})
+        members = [[p for i, p in self._masters.items() if unit.slots[i].group == group] for group in self._groups]
+        options = [
+            {**settings, "params": params, **_implementation(optimizer)}
+            for params, settings in zip(members, self._settings(optimizer.param_groups), strict=True)
+        ]
+        self._inner = type(optimizer)(options)  # type: ignore[call-arg]
+        for i, master_view in self._masters.items():
+            slot = unit.slots[i]
+            state = {name: slot.view(flat) for name, flat in moments.items()}
+            self._inner.state[master_view] = {"step": slot.step, **state} if _counts(optimizer) else state
+        self._unit = unit
+
+    def step(self, step: UnitStep, gradient: torch.Tensor) -> None:
+        """Takes one step; `gradient` is flat, float32 and scaled."""
+        for i, master in self._masters.items():
+            master.grad = self._unit.slots[i].view(gradient) if i in step.present else None
+        for group, settings in zip(self._inner.param_groups, self._settings(step.settings), strict=True):
+            group.update(settings)
+        self._inner.step()
+        for master in self._masters.values():
+            master.grad = None
+
+    def _settings(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        left_out = ("params", "param_names", "fused", "foreach", "initial_lr")
+        return [{k: v for k, v in groups[i].items() if k not in left_out} for i in self._groups]
+
+
+def _implementation(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
+    """Adam runs fused, five times as fast as torch's other ways; DTensors have no fused SGD to be equal to."""
+    return {} if isinstance(optimizer, torch.optim.SGD) else {"fused": True}
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer keeps the number of steps; SGD doesn't."""
+    return not isinstance(optimizer, torch.optim.SGD)
+
+
+def _scaled(step: UnitStep, scratch: torch.Tensor | None) -> torch.Tensor:
+    """The gradient in float32, scaled; in place where it is float32 already."""
+    gradient = step.gradient
+    if gradient.dtype != torch.float32:
+        gradient = gradient.float() if scratch is None else scratch[: gradient.numel()].copy_(gradient)
+    return gradient.mul_(step.scale) if step.scale != 1.0 else gradient
+
+
+class CpuTorch:
+    """torch's fused optimizer on the host.
+
+    Args:
+        scratch: flat float32, long enough for any unit, where gradients land in another type.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[OffloadedUnit],
+        staging: Staging,
+        scratch: torch.Tensor | None,
+    ) -> None:
+        self._inner = {unit: FlatOptimizer(optimizer, unit, unit.master, unit.moments) for unit in units}
+        self._staging = staging
+        self._scratch = scratch
+
+    def stream(self, unit: OffloadedUnit) -> Any:
+        return self._staging.stream
+
+    def sent(self, event: Any) -> None:
+        self._staging.sent(event)
+
+    def step(self, step: UnitStep) -> torch.Tensor:
+        self._inner[step.unit].step(step, _scaled(step, self._scratch))
+        return self._staging.take(step.unit.numel).copy_(step.unit.master)
+
+
+class CpuFused:
+    """Our kernel: gradient, clipping, AdamW and the rounded weights in one pass over memory."""
+
+    def __init__(self, kernel: AdamWKernel, staging: Staging, threads: int) -> None:
+        self._kernel = kernel
+        self._staging = staging
+        self._threads = threads
+
+    def stream(self, unit: OffloadedUnit) -> Any:
+        return self._staging.stream
+
+    def sent(self, event: Any) -> None:
+        self._staging.sent(event)
+
+    def step(self, step: UnitStep) -> torch.Tensor:
+        unit = step.unit
+        weights = self._staging.take(unit.numel)
+        stepped = list(step.slots)
+        for slot in stepped:
+            slot.step += 1
+        self._kernel.step(
+            unit.master,
+            unit.moments["exp_avg"],
+            unit.moments["exp_avg_sq"],
+            step.gradient,
+            weights,
+            [_segment(slot, step.settings[slot.group]) for slot in stepped],
+            step.scale,
+            self._threads,
+        )
+        return weights
+
+
+def _segment(slot: Any, settings: dict[str, Any]) -> Segment:
+    beta1, beta2 = settings["betas"]
+    return Segment(
+        slot.offset,
+        slot.numel,
+        settings["lr"],
+        beta1,
+        beta2,
+        settings["eps"],
+        settings["weight_decay"],
+        int(slot.step.item()),
+    )
+
+
+class Resident:
+    """State that lives on the device, stepped there by torch's fused optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[OffloadedUnit], device: torch.device) -> None:
+        self._inner = {unit: FlatOptimizer(optimizer, unit, unit.master, unit.moments) for unit in units}
+        self._stream = getattr(torch, device.type).Stream()
+
+    def stream(self, unit: OffloadedUnit) -> Any:
+        return self._stream
+
+    def sent(self, event: Any) -> None:
+        """Masters stay where they are."""
+
+    def step(self, step: UnitStep) -> torch.Tensor:
+        self._inner[step.unit].step(step, _scaled(step, None))
+        return step.unit.master
+
+
+class DeviceStream:
+    """State lives on the host and passes through the device, a unit at a time.
+
+    Two sets of device buffers, used in turn, each with a stream of its own: one unit's state comes in
+    while the other's goes out.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[OffloadedUnit], device: torch.device) -> None:
+        handle = getattr(torch, device.type)
+        longest = max(unit.numel for unit in units)
+        names = ("master", "gradient", *units[0].moments)
+        self._streams = [handle.Stream() for _ in range(2)]
+        self._buffers = [{name: torch.empty(longest, device=device) for name in names} for _ in range(2)]
+        self._lane = {unit: i % 2 for i, unit in enumerate(units)}
+        self._inner = {}
+        for unit in units:
+            flats = self._flats(unit)
+            moments = {name: flats[name] for name in unit.moments}
+            self._inner[unit] = FlatOptimizer(optimizer, unit, flats["master"], moments)
+
+    def stream(self, unit: OffloadedUnit) -> Any:
+        return self._streams[self._lane[unit]]
+
+    def sent(self, event: Any) -> None:
+        """A set of buffers is used by one stream alone, which keeps the order."""
+
+    def step(self, step: UnitStep) -> torch.Tensor:
+        flats, unit = self._flats(step.unit), step.unit
+        host = {"master": unit.master, **unit.moments}
+        flats["gradient"].copy_(step.gradient, non_blocking=True)
+        for name, tensor in host.items():
+            flats[name].copy_(tensor, non_blocking=True)
+        if step.scale != 1.0:
+            flats["gradient"].mul_(step.scale)
+        self._inner[unit].step(step, flats["gradient"])
+        for name, tensor in host.items():
+            tensor.copy_(flats[name], non_blocking=True)
+        return flats["master"]
+
+    def _flats(self, unit: OffloadedUnit) -> dict[str, torch.Tensor]:
+        return {name: flat[: unit.numel] for name, flat in self._buffers[self._lane[unit]].items()}

@@ -1,0 +1,138 @@
+"""What the outside sees of the engine: an ordinary model, optimizer and `Accelerator`.
+
+The model's state dict holds the float32 masters, the optimizer's the moments, all of them DTensors
+under the names and with the placements of an ordinary run: either loads the other's checkpoints, at
+any number of ranks. Only public hooks of torch are used.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.errors import BadInputError
+from toolkit.sharding.apply import beside, local_tensor
+from toolkit.sharding.offload.engine import OffloadEngine
+from toolkit.sharding.offload.units import OffloadedUnit, Slot
+
+
+def connect(engine: OffloadEngine, accelerator: Accelerator) -> None:
+    """Registers the hooks of model and optimizer, and puts the engine's clipping in the accelerator's place."""
+    engine.model.offload_engine = engine  # type: ignore[assignment]
+    engine.on_moved = lambda: _show_state(engine)
+    _connect_optimizer(engine)
+    _connect_model(engine)
+    accelerator.clip_grad_norm_ = engine.clip_grad_norm_
+    accelerator.clip_grad_value_ = _refuse_clipping_by_value
+
+
+def engine_of(model: nn.Module) -> OffloadEngine | None:
+    """The engine that steps a model's offloaded state; None where nothing is offloaded."""
+    return getattr(model, "offload_engine", None)
+
+
+def _refuse_clipping_by_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    raise BadInputError(
+        "clip_grad_value_: gradients are not on the device any more with offload; use clip_grad_norm_, or no offload"
+    )
+
+
+def _connect_optimizer(engine: OffloadEngine) -> None:
+    optimizer = engine.optimizer
+    if any(state for state in optimizer.state.values()):
+        raise BadInputError("offload: the optimizer has state already; load it after accelerator.prepare")
+
+    def before_step(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The optimizer's own step finds no gradients after this, and does nothing.
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise BadInputError("offload: optimizer.step takes no closure; call backward before step")
+        engine.step()
+
+    def before_loading(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        engine.flush()
+        _load_state(engine, state_dict)
+        return {**state_dict, "state": {}}
+
+    zero_grad = optimizer.zero_grad
+
+    def discard_and_zero(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        engine.discard()
+        zero_grad(set_to_none=set_to_none)
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.zero_grad = types.MethodType(discard_and_zero, optimizer)  # type: ignore[method-assign]
+    optimizer.register_state_dict_pre_hook(lambda _: engine.flush())
+    optimizer.register_load_state_dict_pre_hook(before_loading)
+    optimizer.register_load_state_dict_post_hook(lambda _: _show_state(engine))
+    _show_state(engine)
+
+
+def _show_state(engine: OffloadEngine) -> None:
+    """Makes the moments the optimizer's state, as views of the engine's own memory."""
+    engine.optimizer.state.clear()
+    for unit in engine.state.units:
+        for slot in unit.slots:
+            if slot.group is not None:
+                shown = {name: beside(slot.parameter, slot.view(flat)) for name, flat in unit.moments.items()}
+                counted = {} if isinstance(engine.optimizer, torch.optim.SGD) else {"step": slot.step}
+                engine.optimizer.state[slot.parameter] = {**counted, **shown}
+
+
+@torch.no_grad()
+def _load_state(engine: OffloadEngine, state_dict: dict[str, Any]) -> None:
+    """Copies moments into the engine's memory: torch would round them to the parameters' type."""
+    slots = {id(slot.parameter): (unit, slot) for unit in engine.state.units for slot in unit.slots}
+    for group, stored_group in zip(engine.optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for parameter, index in zip(group["params"], stored_group["params"], strict=True):
+            if id(parameter) in slots:
+                _load_slot(*slots[id(parameter)], state_dict["state"].get(index, {}))
+
+
+def _load_slot(unit: OffloadedUnit, slot: Slot, stored: dict[str, Any]) -> None:
+    slot.step.copy_(torch.as_tensor(stored.get("step", 0.0)))
+    for name, flat in unit.moments.items():
+        value = stored.get(name)
+        if value is None:
+            slot.view(flat).zero_()
+        else:
+            slot.view(flat).copy_(local_tensor(value).view(slot.shape))
+
+
+def _connect_model(engine: OffloadEngine) -> None:
+    names = {name: id(parameter) for name, parameter in engine.model.named_parameters(remove_duplicate=False)}
+    slots = {id(slot.parameter): (unit, slot) for unit in engine.state.units for slot in unit.slots}
+    masters = {name: slots[key] for name, key in names.items() if key in slots}
+
+    def after_saving(_: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+        for name, (unit, slot) in masters.items():
+            # With keep_vars the caller wants the parameters themselves.
+            if isinstance(state_dict.get(prefix + name), DTensor) and not isinstance(
+                state_dict[prefix + name], nn.Parameter
+            ):
+                state_dict[prefix + name] = beside(slot.parameter, slot.view(unit.master))
+
+    @torch.no_grad()
+    def before_loading(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
+        engine.flush()
+        for name, (unit, slot) in masters.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(value, DTensor):
+                slot.view(unit.master).copy_(value.to_local().view(slot.shape))
+
+    zero_grad = engine.model.zero_grad
+
+    def discard_and_zero(set_to_none: bool = True) -> None:
+        engine.discard()
+        zero_grad(set_to_none=set_to_none)
+
+    engine.model.zero_grad = discard_and_zero  # type: ignore[method-assign]
+    model: Any = engine.model
+    model.register_state_dict_pre_hook(lambda *_: engine.flush())
+    model.register_state_dict_post_hook(after_saving)
+    model.register_load_state_dict_pre_hook(before_loading)

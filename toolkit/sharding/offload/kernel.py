@@ -1,0 +1,169 @@
+"""Builds and calls adamw.cpp: one call per unit, without the GIL.
+
+The kernel has a plain C interface and is compiled by the machine's C++ compiler into the user's cache,
+in about a second. torch's extension loader would need ninja and torch's headers (half a minute), and
+the lock file that a killed build leaves behind makes every later one wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+from toolkit.errors import ToolkitError
+
+SOURCE = Path(__file__).with_name("adamw.cpp")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17")
+BUILD_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A parameter's place in the flat tensors, and its settings for this step (`step` counted from 1)."""
+
+    offset: int
+    numel: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = (
+        ("offset", ctypes.c_int64),
+        ("numel", ctypes.c_int64),
+        ("lr", ctypes.c_double),
+        ("beta1", ctypes.c_double),
+        ("beta2", ctypes.c_double),
+        ("eps", ctypes.c_double),
+        ("weight_decay", ctypes.c_double),
+        ("step", ctypes.c_int64),
+    )
+
+
+class AdamWKernel:
+    """The compiled kernel. `load_kernel` makes it."""
+
+    def __init__(self, library: Path) -> None:
+        self._adamw = ctypes.CDLL(str(library)).adamw  # CDLL lets go of the GIL
+        self._adamw.restype = None
+        self._adamw.argtypes = (
+            *(ctypes.c_void_p,) * 4,
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_int,
+            ctypes.POINTER(_Segment),
+            ctypes.c_int64,
+            ctypes.c_float,
+            ctypes.c_int,
+        )
+
+    def step(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        gradient: torch.Tensor,
+        weights: torch.Tensor,
+        segments: Sequence[Segment],
+        scale: float,
+        threads: int,
+    ) -> None:
+        """One AdamW step of the segments of flat tensors of one length, all on the host and contiguous.
+
+        Args:
+            master: float32, as the moments; updated.
+            gradient: float32 or bfloat16; read.
+            weights: float32 or bfloat16; the new masters, rounded.
+            scale: factor of the gradient.
+        """
+        for tensor in (master, exp_avg, exp_avg_sq, gradient, weights):
+            assert tensor.device.type == "cpu"
+            assert tensor.is_contiguous()
+            assert tensor.numel() == master.numel()
+        for tensor in (master, exp_avg, exp_avg_sq):
+            assert tensor.dtype == torch.float32
+        array = (_Segment * len(segments))(*(_Segment(*vars(segment).values()) for segment in segments))
+        self._adamw(
+            master.data_ptr(),
+            exp_avg.data_ptr(),
+            exp_avg_sq.data_ptr(),
+            gradient.data_ptr(),
+            int(_is_bf16(gradient)),
+            weights.data_ptr(),
+            int(_is_bf16(weights)),
+            array,
+            len(segments),
+            scale,
+            threads,
+        )
+
+
+def _is_bf16(tensor: torch.Tensor) -> bool:
+    assert tensor.dtype in (torch.float32, torch.bfloat16)
+    return tensor.dtype == torch.bfloat16
+
+
+@functools.cache
+def load_kernel() -> AdamWKernel:
+    """Builds the kernel unless the user's cache holds it.
+
+    Raises:
+        ToolkitError: where there is no compiler, or it fails; with its words.
+    """
+    library = _library_path()
+    if not library.exists():
+        _build(library)
+    return AdamWKernel(library)
+
+
+def _compiler() -> str:
+    """The machine's C++ compiler, or what the variable CXX names."""
+    return cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _library_path() -> Path:
+    """Differs for every source, compiler and processor: a home folder may serve many kinds of machine."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = hashlib.sha256(SOURCE.read_bytes())
+    key.update(" ".join((_compiler(), *FLAGS, platform.machine(), _processor())).encode())
+    return cache / "finetune-toolkit" / "kernels" / f"adamw-{key.hexdigest()[:16]}.so"
+
+
+def _processor() -> str:
+    """The processor's name and features, as far as the system tells them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    told = {line.partition(":")[0].strip(): line for line in reversed(lines)}
+    return " ".join(told.get(field, "") for field in ("model name", "flags", "Features"))
+
+
+def _build(library: Path) -> None:
+    """Compiles beside its place and moves it there: several processes may build at once."""
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            built = Path(folder) / library.name
+            command = [_compiler(), *FLAGS, "-fopenmp", "-shared", "-fPIC", str(SOURCE), "-o", str(built)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)  # noqa: S603
+            if done.returncode != 0:
+                raise ToolkitError(f"the kernel does not compile: {(done.stderr.strip().splitlines() or ['?'])[0]}")
+            os.replace(built, library)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ToolkitError(f"the kernel cannot be built: {error}") from error

@@ -1,0 +1,103 @@
+"""What a user says about offload, and which optimizers it knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from toolkit.errors import BadInputError
+
+ExecutorName = Literal["auto", "cpu_torch", "cpu_fused", "device_stream"]
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """How optimizer state is held in host memory and stepped.
+
+    Attributes:
+        executor: `cpu_torch`, torch's fused optimizer on the host; `cpu_fused`, one pass of our own
+            kernel; `device_stream`, the state passes through the device; `auto` measures and picks.
+        device_state_gib: optimizer state that stays on the device of each rank (GiB): the root's and the
+            first units', which have the least time to hide. `auto` fills what the first two steps left free.
+        threads: of the step on the host; unset, the rank's share of the cores less two.
+        during_backward: step each unit as its gradient arrives. Only without clipping; a step with a
+            gradient that is not finite can then not be skipped.
+    """
+
+    executor: ExecutorName = "auto"
+    device_state_gib: float | Literal["auto"] = 0.0
+    threads: int | None = None
+    during_backward: bool = False
+
+    def __post_init__(self) -> None:
+        if self.executor not in get_args(ExecutorName):
+            allowed = ", ".join(get_args(ExecutorName))
+            raise BadInputError(f"offload executor: unknown {self.executor!r}; allowed: {allowed}")
+        size = self.device_state_gib
+        if size != "auto" and not (isinstance(size, int | float) and math.isfinite(size) and size >= 0):
+            raise BadInputError(f"device_state_gib: {size!r}; allowed: a number of GiB from 0 up, or auto")
+        if self.threads is not None and self.threads < 1:
+            raise BadInputError(f"offload threads: {self.threads}; allowed: 1 or more, or unset")
+
+
+def parse_offload(offload: str | OffloadSettings | None) -> OffloadSettings | None:
+    """The settings of the word `optimizer`; None for `none`. Raises BadInputError for another word."""
+    if offload is None or isinstance(offload, OffloadSettings):
+        return offload
+    word = offload.strip().lower()
+    if word not in ("none", "optimizer"):
+        raise BadInputError(f"offload: unknown {offload!r}; allowed: none, optimizer, or OffloadSettings(...)")
+    return OffloadSettings() if word == "optimizer" else None
+
+
+def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The tensors of a parameter's size that the optimizer keeps for it, by torch's names.
+
+    Raises:
+        BadInputError: an optimizer whose step is not known to be elementwise, or a setting of it that
+            is not supported.
+    """
+    for group in optimizer.param_groups:
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                raise BadInputError(f"offload: {option} optimizers are not supported; leave {option} out")
+    if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
+        names = ("exp_avg", "exp_avg_sq")
+        return (*names, "max_exp_avg_sq") if _anywhere(optimizer, "amsgrad") else names
+    if type(optimizer) is torch.optim.SGD:
+        if _anywhere(optimizer, "dampening"):
+            raise BadInputError("offload: SGD with dampening is not supported; set dampening=0")
+        return ("momentum_buffer",) if _anywhere(optimizer, "momentum") else ()
+    raise BadInputError(
+        f"offload: the optimizer is {type(optimizer).__module__}.{type(optimizer).__qualname__}; supported: "
+        "torch.optim.AdamW, torch.optim.Adam and torch.optim.SGD. Use one of them, or no offload"
+    )
+
+
+def fused_kernel_refuses(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why the `cpu_fused` executor cannot step this optimizer; None where it can."""
+    if type(optimizer) is not torch.optim.AdamW:
+        return f"it steps AdamW, not {type(optimizer).__name__}"
+    for option in ("amsgrad", "maximize"):
+        if _anywhere(optimizer, option):
+            return f"it has no {option}"
+    return None
+
+
+def hyper_parameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """A copy of every group's settings as they are now; schedulers change them right after `step`."""
+    return tuple(_plain(group) for group in optimizer.param_groups)
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    left_out = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+    settings = {key: value for key, value in group.items() if key not in left_out}
+    return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
+
+
+def _anywhere(optimizer: torch.optim.Optimizer, option: str) -> bool:
+    return any(bool(group.get(option)) for group in optimizer.param_groups)

@@ -1,0 +1,154 @@
+"""Masters, moments and landing places of all units: planned, taken, filled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from toolkit.errors import BadInputError
+from toolkit.sharding.offload.host import GIB, HostPlan, Slabs, require_host_memory, together
+from toolkit.sharding.offload.units import OffloadedUnit
+
+STAGING_BUFFERS = 2
+
+
+class OffloadedState:
+    """The tensors of an offloaded optimizer, all of its host memory taken at once. Collective.
+
+    Args:
+        units: in the order of the forward.
+        names: the optimizer's tensors, by torch's names.
+        device: where residents go.
+        device_state_gib: bytes on the device, from the first unit on; `auto` begins with none.
+        gradient_dtype: in which gradients land.
+        executor: decides what is pinned, and the staging.
+
+    Attributes:
+        plan: bytes on the host.
+        staging: buffers in the type of compute, as long as the longest unit.
+        scratch: float32, as long as the longest unit; None where gradients land in float32.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[OffloadedUnit],
+        names: tuple[str, ...],
+        device: torch.device,
+        device_state_gib: float | Literal["auto"],
+        gradient_dtype: torch.dtype,
+        executor: str,
+    ) -> None:
+        self.units = units
+        self.device = device
+        self.staging: list[torch.Tensor] = []
+        self.scratch: torch.Tensor | None = None
+        self._names = names
+        self._gradient_dtype = gradient_dtype
+        self._executor = executor
+        self._slabs = Slabs()
+        self._slots = {slot.name: (unit, slot) for unit in units for slot in unit.slots}
+        self._mark_residents(0 if device_state_gib == "auto" else int(device_state_gib * GIB))
+        self.plan = self._planned()
+        require_host_memory(self.plan)
+        together(self._allocate, self.plan)
+
+    @property
+    def residents(self) -> list[OffloadedUnit]:
+        return [unit for unit in self.units if unit.resident]
+
+    @property
+    def hosted(self) -> list[OffloadedUnit]:
+        return [unit for unit in self.units if not unit.resident]
+
+    @torch.no_grad()
+    def seed(self, name: str, rows: torch.Tensor) -> None:
+        """Takes this rank's rows of a master."""
+        unit, slot = self._slots[name]
+        slot.view(unit.master).copy_(rows)
+
+    @property
+    def host_bytes(self) -> int:
+        return self._slabs.nbytes
+
+    def release(self) -> None:
+        """Unpins and lets go."""
+        self._slabs.release()
+
+    def device_bytes(self, unit: OffloadedUnit) -> int:
+        """Master, moments and gradient of a unit."""
+        return unit.numel * (4 * (1 + len(self._names)) + self._gradient_dtype.itemsize)
+
+    def move_to_device(self, unit: OffloadedUnit) -> None:
+        """Makes a unit resident, with what it holds. Its host memory stays taken until the end."""
+        master, moments = unit.master, unit.moments
+        self._place_on_device(unit)
+        unit.master.copy_(master)
+        for name, moment in moments.items():
+            unit.moments[name].copy_(moment)
+
+    def _mark_residents(self, room: int) -> None:
+        for unit in self.units:
+            room -= self.device_bytes(unit)
+            if room < 0:
+                return
+            unit.resident = True
+
+    def _planned(self) -> HostPlan:
+        elements = sum(unit.numel for unit in self.hosted)
+        return HostPlan(
+            masters=4 * elements,
+            moments=4 * elements * len(self._names),
+            gradients=self._gradient_dtype.itemsize * elements,
+            staging=self._longest * (self._staged_bytes + 4 * self._needs_scratch),
+        )
+
+    @property
+    def _longest(self) -> int:
+        return max((unit.numel for unit in self.hosted), default=0)
+
+    @property
+    def _staged_bytes(self) -> int:
+        return 0 if self._executor == "device_stream" else STAGING_BUFFERS * self.units[0].dtype.itemsize
+
+    @property
+    def _needs_scratch(self) -> bool:
+        return self._executor == "cpu_torch" and self._gradient_dtype != torch.float32
+
+    def _allocate(self) -> None:
+        lengths = [unit.numel for unit in self.hosted]
+        pin = self.device.type == "cuda"
+        pin_state = pin and self._executor == "device_stream"
+        masters = self._slabs.cut(lengths, torch.float32, pin_state)
+        moments = {name: self._slabs.cut(lengths, torch.float32, pin_state) for name in self._names}
+        landings = self._slabs.cut(lengths, self._gradient_dtype, pin)
+        for unit in self.hosted:
+            unit.master, unit.landing = next(masters), next(landings)
+            unit.moments = {name: next(slab) for name, slab in moments.items()}
+        for unit in self.residents:
+            self._place_on_device(unit)
+        if self._staged_bytes:
+            self.staging = list(self._slabs.cut([self._longest] * STAGING_BUFFERS, self.units[0].dtype, pin))
+        if self._needs_scratch:
+            (self.scratch,) = self._slabs.cut([self._longest], torch.float32, pin=False)
+
+    def _place_on_device(self, unit: OffloadedUnit) -> None:
+        unit.resident = True
+        zeros: Any = torch.zeros
+        unit.master = zeros(unit.numel, device=self.device)
+        unit.moments = {name: zeros(unit.numel, device=self.device) for name in self._names}
+        unit.landing = zeros(unit.numel, dtype=self._gradient_dtype, device=self.device)
+
+
+def require_types(units: Sequence[OffloadedUnit], mixed_precision: str) -> None:
+    """Raises BadInputError where parameters cannot be held beside float32 masters."""
+    if mixed_precision == "fp16":
+        raise BadInputError("offload: mixed_precision fp16 is not supported; use bf16 or no")
+    for unit in units:
+        for slot in unit.slots:
+            if mixed_precision == "no" and slot.parameter.dtype != torch.float32:
+                raise BadInputError(
+                    f"offload: {slot.name} is held in {slot.parameter.dtype} without mixed precision, and the masters "
+                    "of offloaded optimizer state are float32; set mixed_precision to bf16, or load it in float32"
+                )

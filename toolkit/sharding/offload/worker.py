@@ -1,0 +1,69 @@
+"""The thread that steps units while the main thread goes on with the next forward."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Task = Callable[[], None]
+
+
+class Worker:
+    """Runs tasks one after the other; once one has failed, the rest are abandoned.
+
+    Attributes:
+        error: of the task that failed.
+    """
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self.error: BaseException | None = None
+        self._queue: queue.SimpleQueue[tuple[Task, Task] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_work, args=(self._queue, weakref.ref(self), device, threads), name="offload-step", daemon=True
+        )
+        self._thread.start()
+        # Also at the end of the process, which must not go away below a step.
+        self._finish = weakref.finalize(self, _finish, self._queue, self._thread)
+
+    def submit(self, run: Task, abandon: Task) -> None:
+        """Hands in a task; `abandon` is called instead where it fails or is not run, to let go of who waits for it."""
+        self._queue.put((run, abandon))
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ends the thread once everything handed in is done."""
+        self._finish()
+
+
+def _finish(tasks: Any, thread: threading.Thread) -> None:
+    tasks.put(None)
+    if threading.current_thread() is not thread:
+        thread.join()
+
+
+def _work(tasks: Any, owner: weakref.ref[Worker], device: torch.device, threads: int) -> None:
+    getattr(torch, device.type).set_device(device)  # a new thread starts on device 0
+    torch.set_num_threads(threads)  # of this thread alone; launchers set OMP_NUM_THREADS=1
+    failed = False
+    while (task := tasks.get()) is not None:
+        run, abandon = task
+        try:
+            if not failed:
+                with torch.no_grad():
+                    run()
+        except BaseException as error:
+            failed = True
+            worker = owner()
+            if worker is not None:
+                worker.error = error
+        if failed:
+            abandon()
+        del task, run, abandon  # they hold gradients
