@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from ranks import meet
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,6 +43,9 @@ class Case:
     freeze: str | None = None  # parameters whose name contains it
     forwards: int = 1  # before each backward
     poison: int | None = None  # the step whose loss is not a number
+    unused: bool = False  # each block has parameters that no forward uses
+    lora: bool = False  # rank 1: fewer rows than ranks
+    evaluate: bool = False  # after every step
 
     def __str__(self) -> str:
         plain = Case()
@@ -56,7 +60,11 @@ class Found:
     weights: dict[str, torch.Tensor]
 
 
-def make_model(case: Case) -> LlamaForCausalLM:
+def blocks_of(model: Any) -> list[Any]:
+    return list(model.get_base_model().model.layers if hasattr(model, "get_base_model") else model.model.layers)
+
+
+def make_model(case: Case) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -68,7 +76,12 @@ def make_model(case: Case) -> LlamaForCausalLM:
         tie_word_embeddings=case.tied,
     )
     config.use_cache = False
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
+    if case.unused:
+        for block in model.model.layers:
+            block.self_attn.unused = nn.Linear(16, 24)
+    if case.lora:
+        return get_peft_model(model, LoraConfig(r=1, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(case.freeze is None or case.freeze not in name)
     return model
@@ -89,6 +102,14 @@ def loss_of(model: nn.Module, case: Case, step: int, micro: int) -> torch.Tensor
     return loss * float("nan") if case.poison == step and dist.get_rank() == 0 else loss
 
 
+@torch.no_grad()
+def evaluate(model: nn.Module, case: Case) -> float:
+    model.eval()
+    loss = loss_of(model, replace(case, poison=None), 1000, 0).item()
+    model.train()
+    return loss
+
+
 def make_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -106,7 +127,7 @@ def learning_rate(case: Case, step: int) -> float:
 
 def prefetch_forward(model: nn.Module) -> None:
     """Each block asks for the next one's parameters before it runs itself."""
-    blocks = list(model.model.layers)
+    blocks = blocks_of(model)
     model.set_modules_to_forward_prefetch([blocks[0]])
     for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
@@ -117,13 +138,13 @@ def ordinary(case: Case) -> Found:
     meet()
     model = make_model(case)
     if case.checkpointing:
-        for block in model.model.layers:
+        for block in blocks_of(model):
             block.forward = checkpointed(block.forward)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if case.precision == "bf16" else None, reduce_dtype=torch.float32
     )
-    for block in model.model.layers:
+    for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))
     if case.prefetch:
@@ -146,6 +167,8 @@ def ordinary(case: Case) -> Found:
         if norm is None or norm.isfinite():
             optimizer.step()
         optimizer.zero_grad()
+        if case.evaluate:
+            losses.append(evaluate(model, case))
     return Found(losses, norms, {name: p.full_tensor().detach() for name, p in model.named_parameters()})
 
 
@@ -194,6 +217,8 @@ def train(
                     norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
                 optimizer.step()
                 optimizer.zero_grad()
+        if case.evaluate:
+            losses.append(evaluate(model, case))
         for group in optimizer.param_groups:
             group["lr"] = 1e9  # a scheduler changes it while units are still being stepped
     return losses, norms

@@ -53,6 +53,27 @@ def on_each_host(build: Callable[[], Path]) -> Path:
     return path
 
 
+def on_every_rank(action: Callable[[], T], what: str) -> list[T]:
+    """Runs `action` on every rank; the results in rank order. Where it fails on one rank, it raises on all.
+
+    Args:
+        what: the action in words, for the error of a rank that runs out of memory or otherwise fails.
+    """
+    result: T | None = None
+    error: ToolkitError | None = None
+    try:
+        result = action()
+    except ToolkitError as found:
+        error = found
+    except (MemoryError, RuntimeError, OSError) as found:
+        error = ToolkitError(f"rank {rank()} could not {what}: {type(found).__name__}: {first_line(found)}")
+    outcomes = gather_objects((result, error))
+    for _, found_error in outcomes:
+        if found_error is not None:
+            raise found_error
+    return [found for found, _ in outcomes]  # type: ignore[misc]
+
+
 def gather_objects(value: T) -> list[T]:
     """`value` of every rank, in rank order, on every rank; waits up to `PATIENCE`."""
     if world_size() == 1:

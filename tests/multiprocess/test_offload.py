@@ -36,6 +36,10 @@ CASES = [
     Case(forwards=2),
     Case(forwards=2, accumulation=3, tied=False),
     Case(poison=2),
+    Case(unused=True, tied=False),
+    Case(unused=True, accumulation=3),
+    Case(lora=True),
+    Case(evaluate=True, tied=False),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import resource
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, ToolkitError, first_line
+from toolkit.errors import BadInputError, ToolkitError
 
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup")
@@ -131,15 +131,3 @@ class Slabs:
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def together(allocate: Callable[[], None], plan: HostPlan) -> None:
-    """Runs `allocate` on every rank; if it fails on one, raises on all. Collective."""
-    problem = None
-    try:
-        allocate()
-    except (MemoryError, RuntimeError, ToolkitError) as error:
-        problem = first_line(error)
-    for rank, found in enumerate(ranks.gather_objects(problem)):
-        if found is not None:
-            raise ToolkitError(f"offload: rank {rank} could not take its host memory, {plan}: {found}")

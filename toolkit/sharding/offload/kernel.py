@@ -59,7 +59,10 @@ class AdamWKernel:
     """The compiled kernel. `load_kernel` makes it."""
 
     def __init__(self, library: Path) -> None:
-        self._adamw = ctypes.CDLL(str(library)).adamw  # CDLL lets go of the GIL
+        try:
+            self._adamw = ctypes.CDLL(str(library)).adamw  # CDLL lets go of the GIL
+        except OSError as error:
+            raise ToolkitError(f"the kernel cannot be loaded: {error}") from error
         self._adamw.restype = None
         self._adamw.argtypes = (
             *(ctypes.c_void_p,) * 4,

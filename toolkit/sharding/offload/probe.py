@@ -76,7 +76,7 @@ def make_executor(
 def _kernel_problem() -> str | None:
     try:
         load_kernel()
-    except ToolkitError as error:
+    except (ToolkitError, OSError, RuntimeError) as error:
         return first_line(error)
     return None
 
@@ -85,13 +85,16 @@ def _measured(
     candidates: Sequence[str], optimizer: torch.optim.Optimizer, device: torch.device, threads: int
 ) -> dict[str, float]:
     """Parameters per second of the slowest rank, all ranks measuring together as they will step together."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        mine = {name: _rate(name, optimizer, device, threads) for name in candidates}
-    finally:
-        torch.set_num_threads(before)
-    everyone = ranks.gather_objects(mine)
+
+    def measure() -> dict[str, float]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return {name: _rate(name, optimizer, device, threads) for name in candidates}
+        finally:
+            torch.set_num_threads(before)
+
+    everyone = ranks.on_every_rank(measure, "measure the executors of offload")
     return {name: min(rates[name] for rates in everyone) for name in candidates}
 
 

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import torch
 
+from toolkit import ranks
 from toolkit.errors import BadInputError
-from toolkit.sharding.offload.host import GIB, HostPlan, Slabs, require_host_memory, together
+from toolkit.sharding.offload.host import GIB, HostPlan, Slabs, require_host_memory
 from toolkit.sharding.offload.units import OffloadedUnit
 
 STAGING_BUFFERS = 2
@@ -52,7 +53,7 @@ class OffloadedState:
         self._mark_residents(0 if device_state_gib == "auto" else int(device_state_gib * GIB))
         self.plan = self._planned()
         require_host_memory(self.plan)
-        together(self._allocate, self.plan)
+        ranks.on_every_rank(self._allocate, f"take host memory for offload, {self.plan}")
 
     @property
     def residents(self) -> list[OffloadedUnit]:

@@ -1,0 +1,140 @@
+"""What is asked for, where it may stand, and which executor it comes to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from toolkit.errors import BadInputError, ToolkitError
+from toolkit.recipe import Recipe
+from toolkit.run import _offload_of
+from toolkit.sharding.offload import OffloadSettings, probe
+from toolkit.sharding.offload.host import HostPlan
+from toolkit.sharding.offload.settings import hyper_parameters, state_names
+from toolkit.sharding.plugin import STRATEGY_VARIABLE, resolve_offload, resolve_strategy
+from toolkit.sharding.strategy import parse_strategy
+
+CPU = torch.device("cpu")
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(4))]
+
+
+@pytest.mark.parametrize(
+    ("configured", "strategy", "offload", "expected"),
+    [
+        (None, None, None, False),
+        (None, "zero3", "optimizer", True),
+        (None, "zero3+offload", None, True),
+        ("zero2+offload", None, None, True),
+        ("ZERO3+Offload", "zero3", None, True),
+        ("zero3", "zero3+offload", None, True),
+        ("zero3", None, "optimizer", True),
+        ("zero3", None, "none", False),
+    ],
+)
+def test_where_offload_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, configured: str | None, strategy: str | None, offload: str | None, expected: bool
+) -> None:
+    monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
+    if configured is not None:
+        monkeypatch.setenv(STRATEGY_VARIABLE, configured)
+    assert (resolve_offload(strategy, offload) is not None) == expected
+    assert resolve_strategy(strategy).name == (configured or strategy or "zero3").lower().removesuffix("+offload")
+
+
+def test_an_unknown_suffix_is_told() -> None:
+    with pytest.raises(BadInputError, match=r"'zero3\+ofload'.*each but ddp also with \+offload"):
+        parse_strategy("zero3+ofload", "here")
+
+
+def test_details_without_offload_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
+    recipe = Recipe.load("quickstart", ["sharding.offload_threads=2"])
+    with pytest.raises(BadInputError, match=r"sharding.offload_threads has no effect without offload"):
+        _offload_of(recipe)
+    monkeypatch.setenv(STRATEGY_VARIABLE, "zero3+offload")
+    assert _offload_of(recipe) == OffloadSettings(threads=2)
+    with pytest.raises(BadInputError, match=r"sharding.device_state_gib has no effect with sharding.offload: none"):
+        Recipe.load("quickstart", ["sharding.offload=none", "sharding.device_state_gib=auto"])
+
+
+def test_without_clipping_the_step_is_taken_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
+    for limit, expected in (("null", True), ("1.0", False)):
+        recipe = Recipe.load("quickstart", ["sharding.offload=optimizer", f"training.max_grad_norm={limit}"])
+        settings = _offload_of(recipe)
+        assert isinstance(settings, OffloadSettings)
+        assert settings.during_backward == expected
+
+
+def test_the_tensors_that_optimizers_keep() -> None:
+    """As torch itself keeps them after a step."""
+    for optimizer in (
+        torch.optim.AdamW(parameters()),
+        torch.optim.AdamW(parameters(), amsgrad=True),
+        torch.optim.Adam(parameters()),
+        torch.optim.SGD(parameters(), momentum=0.9),
+        torch.optim.SGD(parameters()),
+    ):
+        told = state_names(optimizer)
+        parameter = optimizer.param_groups[0]["params"][0]
+        parameter.grad = torch.ones(4)
+        optimizer.step()
+        kept = {name for name, value in optimizer.state[parameter].items() if value is not None}
+        assert set(told) == kept - {"step"}
+
+
+def test_hyper_parameters_are_a_copy() -> None:
+    optimizer = torch.optim.AdamW(parameters(), lr=torch.tensor(1e-3), weight_decay=0.3)
+    (settings,) = hyper_parameters(optimizer)
+    optimizer.param_groups[0]["lr"].fill_(5.0)
+    assert settings["lr"] == pytest.approx(1e-3)
+    assert settings["weight_decay"] == 0.3
+    assert "params" not in settings
+
+
+def test_auto_measures_and_tells_why() -> None:
+    name, reason = probe.choose("auto", torch.optim.AdamW(parameters()), CPU, 1)
+    assert name in ("cpu_torch", "cpu_fused")
+    assert "parameters per second and rank: cpu_torch" in reason
+    assert "cpu_fused" in reason
+
+
+def test_auto_takes_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"cpu_torch": 2.0, "cpu_fused": 1.0}
+    monkeypatch.setattr(probe, "_rate", lambda name, *_: rates[name])
+    assert probe.choose("auto", torch.optim.AdamW(parameters()), CPU, 1)[0] == "cpu_torch"
+    rates["cpu_fused"] = 3.0
+    assert probe.choose("auto", torch.optim.AdamW(parameters()), CPU, 1)[0] == "cpu_fused"
+
+
+def test_without_the_kernel_torch_steps_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler() -> None:
+        raise ToolkitError("there is no compiler")
+
+    monkeypatch.setattr(probe, "load_kernel", no_compiler)
+    assert probe.choose("auto", torch.optim.AdamW(parameters()), CPU, 1) == (
+        "cpu_torch",
+        "cpu_fused: there is no compiler",
+    )
+    with pytest.raises(BadInputError, match="there is no compiler; use cpu_torch or auto"):
+        probe.choose("cpu_fused", torch.optim.AdamW(parameters()), CPU, 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks_of_host", "expected"), [("cpu", 2, 4), ("cuda", 2, 6), ("cuda", 16, 1), ("cpu", 64, 1)]
+)
+def test_threads_are_the_ranks_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, device: str, ranks_of_host: int, expected: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_host))
+    assert probe.default_threads(torch.device(device)) == expected
+
+
+def test_a_plan_is_readable() -> None:
+    plan = HostPlan(masters=4 * 2**30, moments=8 * 2**30, gradients=2 * 2**30, staging=2**20)
+    assert str(plan) == "14.00 GiB (masters 4.00 GiB, moments 8.00 GiB, gradients 2.00 GiB, staging 1.0 MiB)"
