@@ -2,10 +2,8 @@
 
     python benchmarks/overhead.py [--ranks 2] [--rounds 20] [--output benchmarks/results/overhead.json]
 
-Every variant has ranks of its own, which wait while the others work; a round lets each variant do a few
-steps, one variant after the other. Machines drift, so what counts is the ratio of a variant's time to
-its counterpart's in the same round, and of these the median. CPU time, of all ranks and threads
-together, is the steadier of the two where other programs use the machine.
+A round lets each variant do a few steps, one variant after the other (see turns.py). CPU time, of all
+ranks and threads together, is the steadier of the two where other programs use the machine.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
 import tempfile
 import time
@@ -27,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import turns
 from torch import nn
 
 STEPS_A_TURN = 3
@@ -128,53 +126,20 @@ def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str) ->
         pipe.send(((time.perf_counter() - wall) / STEPS_A_TURN, (time.process_time() - cpu) / STEPS_A_TURN))
 
 
-def start(variant: str, ranks: int, folder: str) -> list[Connection]:
-    """The parent's ends of the pipes to a variant's ranks."""
-    context = torch.multiprocessing.get_context("spawn")
-    meeting = Path(folder, variant.replace(" ", "-").replace(",", "")).as_uri()
-    ends = []
-    for rank in range(ranks):
-        ours, theirs = context.Pipe()
-        context.Process(target=work, args=(theirs, variant, rank, ranks, meeting), daemon=True).start()
-        ends.append(ours)
-    for end in ends:
-        end.recv()
-    return ends
-
-
-def turn(ends: list[Connection]) -> tuple[float, float]:
-    """Seconds per step of one turn: on the clock, of the slowest rank, and of CPU time, of all ranks."""
-    for end in ends:
-        end.send("go")
-    taken = [end.recv() for end in ends]
-    return max(wall for wall, _ in taken), sum(cpu for _, cpu in taken)
-
-
 def measure(ranks: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """(clock, CPU time) of a step: of the slowest rank, and of all ranks together; for every round."""
     variants = [name for pair in PAIRS.items() for name in pair]
     with tempfile.TemporaryDirectory() as folder:
-        ends = {variant: start(variant, ranks, folder) for variant in variants}
+        ends = {variant: turns.start(work, variant, ranks, folder) for variant in variants}
         seconds: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
         for number in range(rounds + 1):
             for variant in variants if number % 2 else reversed(variants):
-                taken = turn(ends[variant])
+                taken = turns.turn(ends[variant])
                 if number:  # the first round warms up
-                    seconds[variant].append(taken)
-        for end in (end for pair in ends.values() for end in pair):
-            end.send("stop")
+                    seconds[variant].append((max(wall for wall, _ in taken), sum(cpu for _, cpu in taken)))
+        for pipes in ends.values():
+            turns.stop(pipes)
     return seconds
-
-
-def compared(ours: list[tuple[float, float]], theirs: list[tuple[float, float]], at: int) -> dict[str, float]:
-    """Median and quartiles of the ratios round by round, and the medians of both (seconds)."""
-    ratios = sorted(a[at] / b[at] for a, b in zip(ours, theirs, strict=True))
-    return {
-        "ratio": round(statistics.median(ratios), 4),
-        "low": round(ratios[len(ratios) // 4], 4),
-        "high": round(ratios[-1 - len(ratios) // 4], 4),
-        "seconds": round(statistics.median(a[at] for a in ours), 4),
-        "seconds_by_hand": round(statistics.median(b[at] for b in theirs), 4),
-    }
 
 
 def main() -> None:
@@ -195,7 +160,10 @@ def main() -> None:
     }
     print(f"{'strategy':<8}{'against':<28}{'clock':>8}{'quartiles':>16}{'CPU time':>10}{'quartiles':>16}")
     for ours, theirs in PAIRS.items():
-        rows = {kind: compared(seconds[ours], seconds[theirs], at) for at, kind in enumerate(("clock", "cpu"))}
+        rows = {
+            kind: turns.ratios([pair[at] for pair in seconds[ours]], [pair[at] for pair in seconds[theirs]])
+            for at, kind in enumerate(("clock", "cpu"))
+        }
         result[ours] = {"against": theirs, **rows}
         texts = [f"{row['ratio']:>8.3f}{row['low']:>9.3f}-{row['high']:.3f} " for row in rows.values()]
         print(f"{ours:<8}{theirs:<28}{'  '.join(texts)}")

@@ -6,6 +6,7 @@ Both of them return what must be equal bit for bit: every step's loss on this ra
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 from ranks import meet
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -87,9 +88,14 @@ def make_model(case: Case) -> Any:
     return model
 
 
+def device() -> str:
+    """Of the ranks: the GPU where `TEST_BACKEND` has one."""
+    return "cuda" if "cuda" in os.environ.get("TEST_BACKEND", "") else "cpu"
+
+
 def tokens(step: int, micro: int, forward: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + 10 * forward + dist.get_rank())
-    return torch.randint(0, VOCABULARY, (2, 16), generator=generator)
+    return torch.randint(0, VOCABULARY, (2, 16), generator=generator).to(device())
 
 
 def loss_of(model: nn.Module, case: Case, step: int, micro: int) -> torch.Tensor:
@@ -140,7 +146,7 @@ def ordinary(case: Case) -> Found:
     if case.checkpointing:
         for block in blocks_of(model):
             block.forward = checkpointed(block.forward)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device(), (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if case.precision == "bf16" else None, reduce_dtype=torch.float32
     )
@@ -169,7 +175,10 @@ def ordinary(case: Case) -> Found:
         optimizer.zero_grad()
         if case.evaluate:
             losses.append(evaluate(model, case))
-    return Found(losses, norms, {name: p.full_tensor().detach() for name, p in model.named_parameters()})
+            for module in model.modules():  # FSDP2 leaves the root gathered after a forward without backward
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+    return Found(losses, norms, {name: p.full_tensor().detach().cpu() for name, p in model.named_parameters()})
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,7 +236,8 @@ def train(
 def masters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole float32 weights, as a checkpoint or an export sees them."""
     state = model.state_dict()
-    return {name: state[name].full_tensor().detach().clone() for name, _ in model.named_parameters()}
+    host = {name: state[name].to(device()) for name, _ in model.named_parameters()}  # nccl gathers on the device
+    return {name: tensor.full_tensor().detach().cpu().clone() for name, tensor in host.items()}
 
 
 def offloaded(case: Case, executor: str = "cpu_torch", delay: float = 0.0, **settings: Any) -> Found:
@@ -245,7 +255,7 @@ def offloaded(case: Case, executor: str = "cpu_torch", delay: float = 0.0, **set
     weights = masters(model)
     compute = torch.bfloat16 if case.precision == "bf16" else torch.float32
     for name, parameter in model.named_parameters():  # what the next forward would gather
-        assert torch.equal(parameter.full_tensor(), weights[name].to(parameter.dtype)), name
+        assert torch.equal(parameter.full_tensor().cpu(), weights[name].to(parameter.dtype)), name
         assert parameter.dtype == compute or not parameter.requires_grad
         assert parameter.grad is None
     accelerator.state.fsdp_plugin.close()

@@ -64,14 +64,17 @@ def run_on_ranks(
 
 
 def meet() -> None:
-    """Makes the process group of this rank's run, if the last run has taken it down."""
+    """Makes the process group of this rank's run, if the last run has taken it down.
+
+    Over gloo, or the backends that `TEST_BACKEND` names.
+    """
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
     _meetings.append(len(_meetings))
     dist.init_process_group(
-        "gloo",
+        os.environ.get("TEST_BACKEND", "gloo"),
         init_method=Path(os.environ["TEST_MEETING_FOLDER"], f"meeting-{len(_meetings)}").as_uri(),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),

@@ -242,7 +242,8 @@ def finetune_both(folder: str, model: str, data: str) -> dict[str, Any]:
     from toolkit import Recipe, finetune
 
     found = {}
-    ways = {"none": {}, "optimizer": {"offload": "optimizer"}, "backward": {"offload": "optimizer"}}
+    exact = {"offload": "optimizer", "offload_executor": "cpu_torch"}
+    ways = {"none": {}, "optimizer": exact, "backward": exact}
     for way, sharding in ways.items():
         meet()
         limit = None if way == "backward" else 0.5
@@ -408,6 +409,18 @@ def refused() -> dict[str, str]:
         except BadInputError as error:
             found[name] = str(error)
     close(accelerator)
+
+    twice = Case(forwards=2, max_norm=None)
+    accelerator, model, _ = prepare(twice, OffloadSettings(during_backward=True))
+    try:
+        accelerator.backward(loss_of(model, twice, 0, 0))
+    except TrainingError as error:
+        found["twice"] = str(error)
+    try:
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    except BadInputError as error:
+        found["limit"] = str(error)
+    close(accelerator)
     return found
 
 
@@ -427,6 +440,8 @@ def test_what_cannot_be_had_is_told_with_the_way_out() -> None:
         "norm": "only 2 is supported",
         "value": "use clip_grad_norm_",
         "closure": "takes no closure",
+        "twice": "set during_backward=False",
+        "limit": "set during_backward=False",
     }
     assert found.keys() == expected.keys()
     for name, words in expected.items():

@@ -95,3 +95,45 @@ def test_what_verify_takes_of_the_launcher() -> None:
 
     assert callable(launch_command_parser)
     assert "return args, defaults, mp_from_config_flag" in source(_validate_launch_command)
+
+
+def test_what_offload_takes_of_fsdp2() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    for name in ("set_all_reduce_hook", "set_custom_all_gather"):
+        assert callable(getattr(FSDPModule, name)), name
+    gather = source(_fsdp_collectives.foreach_all_gather)
+    allocated = gather.index("all_gather_comm.allocate(")
+    assert allocated < gather.index("all_gather_copy_in("), "the gate must close before the shards are read"
+    reduce = source(_fsdp_collectives.foreach_reduce)
+    hooked = reduce.index("all_reduce_hook(reduce_output)")
+    rounded = reduce.index("_to_dtype_if_needed(reduce_output, orig_dtype)")
+    assert hooked < rounded < reduce.index("hook(fsdp_param.sharded_param)"), "gradients are taken before they round"
+    assert "dtype=dtype, device=device" in gather
+
+
+def test_what_offload_takes_of_dtensor() -> None:
+    """`apply.beside`: a DTensor whose local part lies on the host."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    assert {"mesh", "placements", "tensor_meta"} <= set(inspect.signature(DTensorSpec).parameters)
+    assert TensorMeta._fields == ("shape", "stride", "dtype")
+
+
+def test_an_optimizer_without_gradients_does_nothing() -> None:
+    """After the engine's step hook the optimizer's own step runs, and must find nothing to do."""
+    from torch import nn
+
+    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = kind([parameter], lr=1.0, weight_decay=0.5)
+        optimizer.step()
+        assert torch.equal(parameter, torch.ones(3))
+        assert not optimizer.state[parameter]
+
+
+def test_accelerates_optimizer_hands_the_step_and_zero_grad_on() -> None:
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    assert "self.optimizer.step(closure)" in source(AcceleratedOptimizer.step)
+    assert "self.optimizer.zero_grad(set_to_none=set_to_none)" in source(AcceleratedOptimizer.zero_grad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,35 @@ from toolkit.sharding.offload.units import OffloadedUnit
 
 MAX_IN_FLIGHT = 3
 """Reduced gradients that wait on the device for their copy to the host (units)."""
+
+
+@dataclass
+class _Partial:
+    """A reduced gradient that lacks some of the unit's parameters.
+
+    Attributes:
+        event: it is reduced.
+        is_last: its micro-batch ends the window.
+        present: indices of the slots it holds, one after the other.
+    """
+
+    unit: OffloadedUnit
+    reduced: torch.Tensor
+    event: Any
+    is_last: bool
+    present: list[int] = field(default_factory=list)
+
+    def spread(self) -> torch.Tensor:
+        """The unit's flat tensor, zero where there is no gradient."""
+        unit = self.unit
+        whole = torch.zeros(unit.numel, dtype=self.reduced.dtype, device=self.reduced.device)
+        ends = [slot.offset for slot in unit.slots[1:]] + [unit.numel]
+        start = 0
+        for i in self.present:
+            offset, length = unit.slots[i].offset, ends[i] - unit.slots[i].offset
+            whole[offset : offset + length] = self.reduced[start : start + length]
+            start += length
+        return whole
 
 
 class Capture:
@@ -41,8 +71,8 @@ class Capture:
         self._on_landed = on_landed
         self._once = once
         self._stream = self._handle.Stream()
-        self._in_flight: deque[tuple[torch.Tensor, Any]] = deque()
-        self._partial: tuple[OffloadedUnit, torch.Tensor, Any, list[int]] | None = None
+        self._in_flight: deque[OffloadedUnit] = deque()
+        self._partial: _Partial | None = None
 
     def attach(self, unit: OffloadedUnit) -> None:
         """Registers the hooks of one unit."""
@@ -57,45 +87,37 @@ class Capture:
         self.settle()
         unit.published.wait()  # of a unit that took no part in the forward, the worker may still read the last one
         if reduced.numel() == unit.numel:
-            self._take(unit, reduced, unit.everything)
+            self._take(unit, reduced, unit.everything, self._is_last())
         else:
             # Which parameters these are, FSDP2 tells next, by the hooks of those that have a gradient.
-            self._partial = (unit, reduced, self._handle.current_stream().record_event(), [])
+            self._partial = _Partial(unit, reduced, self._handle.current_stream().record_event(), self._is_last())
 
     def _drop(self, i: int, parameter: torch.Tensor) -> None:
         """Called for every parameter with a gradient, right after `_on_reduced`."""
         parameter.grad = None
         if self._partial is not None:
-            self._partial[3].append(i)
+            self._partial.present.append(i)
 
     @torch.no_grad()
     def settle(self) -> None:
         """Takes the gradient of a unit some of whose parameters have none, now that it is known which."""
         if self._partial is None:
             return
-        unit, reduced, event, present = self._partial
-        self._partial = None
-        self._handle.current_stream().wait_event(event)
-        whole = torch.zeros(unit.numel, dtype=reduced.dtype, device=reduced.device)
-        ends = [slot.offset for slot in unit.slots[1:]] + [unit.numel]
-        start = 0
-        for i in present:
-            offset, length = unit.slots[i].offset, ends[i] - unit.slots[i].offset
-            whole[offset : offset + length] = reduced[start : start + length]
-            start += length
-        self._take(unit, whole, frozenset(present))
+        partial, self._partial = self._partial, None
+        self._handle.current_stream().wait_event(partial.event)
+        self._take(partial.unit, partial.spread(), frozenset(partial.present), partial.is_last)
 
-    def _take(self, unit: OffloadedUnit, flat: torch.Tensor, present: frozenset[int]) -> None:
+    def _take(self, unit: OffloadedUnit, flat: torch.Tensor, present: frozenset[int], is_last: bool) -> None:
         if unit.accumulated is not None:
             flat = unit.accumulated.add_(flat)
             present |= unit.accumulated_present
-        if not self._is_last():
+        if not is_last:
             first = unit.accumulated is None
             unit.accumulated = flat.to(torch.float32, copy=True) if first else flat
             unit.accumulated_present = present
             return
         unit.accumulated, unit.accumulated_present = None, frozenset()
-        if unit.gradient is not None:
+        if unit.present:
             self._add(unit, flat, present)
         else:
             self._land(unit, flat, present)
@@ -109,9 +131,10 @@ class Capture:
             unit.gradient = _room(unit, flat.dtype).copy_(flat, non_blocking=True)
             unit.landed = self._stream.record_event()
         unit.present = present
-        self._in_flight.append((flat, unit.landed))  # its memory must not be used anew before the copy is done
+        unit.leaving = flat
+        self._in_flight.append(unit)
         while len(self._in_flight) > MAX_IN_FLIGHT:
-            _synchronize(self._in_flight.popleft()[1])
+            wait_for_landing(self._in_flight.popleft())
 
     def _add(self, unit: OffloadedUnit, flat: torch.Tensor, present: frozenset[int]) -> None:
         """A second gradient before the step: two forwards before a backward, or two windows before a step."""
@@ -121,7 +144,7 @@ class Capture:
                 "during backward; set during_backward=False"
             )
         assert unit.gradient is not None
-        _synchronize(unit.landed)
+        wait_for_landing(unit)
         total = unit.gradient.float().add_(flat.to(unit.gradient.device, torch.float32))
         unit.norms = _norms(unit, total).to(flat.device)
         unit.gradient = _room(unit, torch.float32).copy_(total)
@@ -140,6 +163,8 @@ def _room(unit: OffloadedUnit, dtype: torch.dtype) -> torch.Tensor:
     return unit.landing.view(dtype)[: unit.numel]
 
 
-def _synchronize(event: Any) -> None:
-    if event is not None:
-        event.synchronize()
+def wait_for_landing(unit: OffloadedUnit) -> None:
+    """Returns when the unit's gradient is on the host, and lets go of it on the device."""
+    if unit.landed is not None:
+        unit.landed.synchronize()
+    unit.leaving = None

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from toolkit import ranks
 from toolkit.errors import BadInputError, TrainingError, first_line
 from toolkit.sharding.apply import gate_all_gather, local_tensor, shard_group
-from toolkit.sharding.offload.capture import Capture
+from toolkit.sharding.offload.capture import Capture, wait_for_landing
 from toolkit.sharding.offload.executors import Executor, Resident, Staging, UnitStep
 from toolkit.sharding.offload.probe import choose, default_threads, make_executor
 from toolkit.sharding.offload.settings import OffloadSettings, hyper_parameters, state_names
@@ -141,12 +141,14 @@ class OffloadEngine:
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._require_clippable(listed, max_norm, norm_type)
         self._capture.settle()
-        zero = torch.zeros((), device=self._device)
         norms = {
-            id(slot.parameter): unit.norms[i] if unit.norms is not None else zero
+            id(unit.slots[i].parameter): unit.norms[i]
             for unit in self.state.units
-            for i, slot in enumerate(unit.slots)
+            if unit.norms is not None
+            for i in unit.present
         }
+        if not norms:
+            return torch.zeros((), device=self._device)
         stacked = torch.stack([norms[id(parameter)] for parameter in listed if id(parameter) in norms])
         if dist.get_world_size(self._group) > 1:
             squares = stacked**2
@@ -208,7 +210,7 @@ class OffloadEngine:
     ) -> None:
         assert unit.gradient is not None
         unit.published.clear()
-        task = functools.partial(self._run, unit, unit.gradient, unit.present, settings, clip, unit.landed, after)
+        task = functools.partial(self._run, unit, unit.gradient, unit.present, settings, clip, after)
         self._worker.submit(task, unit.published.set)
 
     def _decide(self, clip: _Clip) -> None:
@@ -223,13 +225,11 @@ class OffloadEngine:
         present: frozenset[int],
         settings: tuple[dict[str, Any], ...],
         clip: _Clip | None,
-        landed: Any,
         after: Any,
     ) -> None:
         """On the worker: steps one unit and sends its weights to the device."""
+        wait_for_landing(unit)
         if clip is None or not clip.skip:
-            if landed is not None:
-                landed.synchronize()
             step = UnitStep(unit, gradient, present, settings, 1.0 if clip is None else clip.scale)
             executor = self._executors[unit]
             stream = executor.stream(unit)

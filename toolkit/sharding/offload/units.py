@@ -63,6 +63,7 @@ class OffloadedUnit:
         present: indices of the slots that it holds.
         norms: 2-norm of each slot's gradient on this rank, on the device, (number of slots,).
         accumulated: sum over the micro-batches before the last, on the device.
+        leaving: the gradient on the device: its memory must not be used anew before the copy is done.
         landed: the copy to the host is done.
         published: the worker has sent the new weights off, or has nothing to do for this unit.
         arrived: the new weights are on the device.
@@ -83,6 +84,7 @@ class OffloadedUnit:
         self.norms: torch.Tensor | None = None
         self.accumulated: torch.Tensor | None = None
         self.accumulated_present: frozenset[int] = frozenset()
+        self.leaving: torch.Tensor | None = None
         self.landed: Any = None
         self.arrived: Any = None
         self.published = threading.Event()

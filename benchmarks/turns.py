@@ -1,0 +1,67 @@
+"""Variants that take turns: each has ranks of its own, which wait while the others work.
+
+Machines drift, so what counts is the ratio of a variant's time to its counterpart's in the same round,
+and of these the median.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def start(work: Callable[..., None], variant: str, ranks: int, folder: str, *args: Any) -> list[Connection]:
+    """Starts `work(pipe, variant, rank, ranks, meeting, *args)` on every rank; our ends of the pipes once all are up.
+
+    Raises RuntimeError with a rank's words where it sends something else than "ready".
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    name = "".join(letter if letter.isalnum() else "-" for letter in variant)
+    meeting = Path(folder, f"{name}-{len(list(Path(folder).iterdir()))}").as_uri()
+    ends = []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe()
+        context.Process(target=work, args=(theirs, variant, rank, ranks, meeting, *args), daemon=True).start()
+        theirs.close()
+        ends.append(ours)
+    for end in ends:
+        try:
+            word = end.recv()
+        except EOFError:
+            word = "a rank died without a word"
+        if word != "ready":
+            stop(ends)
+            raise RuntimeError(word)
+    return ends
+
+
+def turn(ends: Sequence[Connection]) -> list[Any]:
+    """One turn; what each rank measured."""
+    for end in ends:
+        end.send("go")
+    return [end.recv() for end in ends]
+
+
+def stop(ends: Sequence[Connection]) -> None:
+    for end in ends:
+        try:
+            end.send("stop")
+        except OSError:
+            continue  # this rank is gone already
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles of the ratios round by round, and the medians of both."""
+    found = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    return {
+        "ratio": round(statistics.median(found), 4),
+        "low": round(found[len(found) // 4], 4),
+        "high": round(found[-1 - len(found) // 4], 4),
+        "ours": round(statistics.median(ours), 4),
+        "theirs": round(statistics.median(theirs), 4),
+    }
