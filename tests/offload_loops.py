@@ -47,6 +47,7 @@ class Case:
     unused: bool = False  # each block has parameters that no forward uses
     lora: bool = False  # rank 1: fewer rows than ranks
     evaluate: bool = False  # after every step
+    compiled: bool = False  # each block
 
     def __str__(self) -> str:
         plain = Case()
@@ -155,6 +156,7 @@ def ordinary(case: Case) -> Found:
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))
     if case.prefetch:
         prefetch_forward(model)
+    compile_blocks(model, case)
     optimizer = make_optimizer(model, case)
     losses, norms = [], []
     for step in range(STEPS):
@@ -181,6 +183,11 @@ def ordinary(case: Case) -> Found:
     return Found(losses, norms, {name: p.full_tensor().detach().cpu() for name, p in model.named_parameters()})
 
 
+def compile_blocks(model: nn.Module, case: Case) -> None:
+    for block in blocks_of(model) if case.compiled else ():
+        block.compile(backend="aot_eager")
+
+
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
@@ -205,6 +212,7 @@ def prepare(case: Case, offload: Any, model: nn.Module | None = None, **kwargs: 
     prepared = accelerator.prepare(model, make_optimizer(model, case))
     if case.prefetch:
         prefetch_forward(prepared[0])
+    compile_blocks(prepared[0], case)
     return accelerator, *prepared
 
 

@@ -83,6 +83,8 @@ def compare_ways() -> dict[str, list[str]]:
         "three threads": differences(offloaded(case, threads=3), expected),
         "during backward": differences(offloaded(unclipped, during_backward=True, delay=0.005), ordinary(unclipped)),
     }
+    compiled = Case(compiled=True)
+    found["compiled"] = differences(offloaded(compiled, delay=0.005), ordinary(compiled))
     expected = ordinary(prefetched)
     found["gated"] = differences(offloaded(prefetched, delay=0.02), expected)
     with waiting_in_the_pre_forward_hook_alone():
@@ -95,10 +97,18 @@ def ways() -> list[dict[str, list[str]]]:
     return run_on_ranks(compare_ways, 2)
 
 
-@pytest.mark.parametrize(
-    "way",
-    ["some on the device", "all on the device", "auto on the device", "three threads", "during backward", "gated"],
+WAYS = (
+    "some on the device",
+    "all on the device",
+    "auto on the device",
+    "three threads",
+    "during backward",
+    "gated",
+    "compiled",
 )
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_every_setting_is_the_ordinary_run(ways: list[dict[str, list[str]]], way: str) -> None:
     assert [rank[way] for rank in ways] == [[], []]
 

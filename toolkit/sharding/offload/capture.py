@@ -55,6 +55,7 @@ class Capture:
 
     Args:
         is_last_micro_batch: whether the backward that runs now ends the accumulation window.
+        wait: returns when the unit's last step has been taken.
         on_landed: called for a unit whose gradient has been sent to the host, on FSDP2's stream.
         once: a unit that is reduced twice before a step is an error, as it is being stepped already.
     """
@@ -63,11 +64,13 @@ class Capture:
         self,
         device: torch.device,
         is_last_micro_batch: Callable[[], bool],
+        wait: Callable[[OffloadedUnit], None],
         on_landed: Callable[[OffloadedUnit], None],
         once: bool,
     ) -> None:
         self._handle = getattr(torch, device.type)
         self._is_last = is_last_micro_batch
+        self._wait = wait
         self._on_landed = on_landed
         self._once = once
         self._stream = self._handle.Stream()
@@ -85,7 +88,7 @@ class Capture:
     def _on_reduced(self, unit: OffloadedUnit, reduced: torch.Tensor) -> None:
         """`reduced`: this rank's padded shards of the gradients, one after the other, of those that have one."""
         self.settle()
-        unit.published.wait()  # of a unit that took no part in the forward, the worker may still read the last one
+        self._wait(unit)  # of a unit that took no part in the forward, the worker may still read the last one
         if reduced.numel() == unit.numel:
             self._take(unit, reduced, unit.everything, self._is_last())
         else:
@@ -159,7 +162,8 @@ def _norms(unit: OffloadedUnit, flat: torch.Tensor) -> torch.Tensor:
 def _room(unit: OffloadedUnit, dtype: torch.dtype) -> torch.Tensor:
     """The unit's landing place for a gradient of this type; widened where a sum no longer fits it."""
     if unit.landing.element_size() < dtype.itemsize:
-        unit.landing = torch.empty(unit.numel, dtype=dtype, device=unit.landing.device)
+        pin = unit.landing.is_pinned()
+        unit.landing = torch.empty(unit.numel, dtype=dtype, device=unit.landing.device, pin_memory=pin)
     return unit.landing.view(dtype)[: unit.numel]
 
 

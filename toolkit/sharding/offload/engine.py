@@ -109,7 +109,8 @@ class OffloadEngine:
                 slot.step = torch.zeros((), device=self._device if on_device or unit.resident else "cpu")
         self._executors = self._make_executors()
         self._worker = Worker(self._device, self.threads)
-        self._capture = Capture(self._device, self._is_last, self._on_landed, once=self.settings.during_backward)
+        once = self.settings.during_backward
+        self._capture = Capture(self._device, self._is_last, self._wait, self._on_landed, once)
         for unit in self.state.units:
             self._capture.attach(unit)
             for module in unit.modules:
@@ -242,6 +243,7 @@ class OffloadEngine:
             executor.sent(unit.arrived)
         unit.published.set()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, unit: OffloadedUnit, *_: object) -> None:
         if torch.is_grad_enabled() and unit not in self._seen:
             self._seen.append(unit)
