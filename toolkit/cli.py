@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import toolkit
-from toolkit.errors import BadInputError, ToolkitError
+from toolkit.errors import BadInputError, StoppedError, ToolkitError
 from toolkit.recipe import DATA_SUFFIXES, Recipe, as_list, find_recipe, shipped_recipes
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def finetune_command(arguments: list[str]) -> int:
 def _fail(error: ToolkitError) -> int:
     """Prints the error once for all ranks; the exit code."""
     if int(os.environ.get("RANK", "0")) == 0:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
+        word = "" if isinstance(error, StoppedError) else "[bold red]error:[/] "
+        Console(stderr=True, highlight=False, soft_wrap=True).print(word + escape(str(error)))
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(PATIENCE_SECONDS)
     return error.exit_code

@@ -1,4 +1,4 @@
-"""The toolkit's exceptions. Exit codes: 1 failed, 2 bad input (`ToolkitError.exit_code`)."""
+"""The toolkit's exceptions. Exit codes: 1 failed, 2 bad input, 3 stopped on request (`ToolkitError.exit_code`)."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ class UnitError(BadInputError):
 
 class TrainingError(ToolkitError):
     """Training cannot go on, for example after too many non-finite losses in a row."""
+
+
+class StoppedError(ToolkitError):
+    """The run was asked to end, by a signal or its time limit, and its state is saved."""
+
+    exit_code = 3
 
 
 class ExportError(ToolkitError):

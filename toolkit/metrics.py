@@ -59,6 +59,13 @@ class Metrics:
     ) -> None:
         self._bar.stop()
 
+    def resume(self, records: list[dict[str, Any]]) -> None:
+        """Goes on after these records; later ones that the file may hold are dropped."""
+        self.records = list(records)
+        if self._accelerator.is_main_process:
+            text = "".join(json.dumps(record) + "\n" for record in records)
+            self._path.write_text(text, encoding="utf-8")
+
     def train(self, record: dict[str, Any]) -> None:
         """One optimizer step; `record` holds all of section 9's train keys but `split`."""
         self._write({"split": "train", **record})

@@ -53,11 +53,12 @@ def on_each_host(build: Callable[[], Path]) -> Path:
     return path
 
 
-def on_every_rank(action: Callable[[], T], what: str) -> list[T]:
+def on_every_rank(action: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> list[T]:
     """Runs `action` on every rank; the results in rank order. Where it fails on one rank, it raises on all.
 
     Args:
         what: the action in words, for the error of a rank that runs out of memory or otherwise fails.
+        group: of all ranks, where the caller has one of its own.
     """
     result: T | None = None
     error: ToolkitError | None = None
@@ -65,21 +66,21 @@ def on_every_rank(action: Callable[[], T], what: str) -> list[T]:
         result = action()
     except ToolkitError as found:
         error = found
-    except (MemoryError, RuntimeError, OSError) as found:
+    except Exception as found:  # the others must not wait for a rank that is gone
         error = ToolkitError(f"rank {rank()} could not {what}: {type(found).__name__}: {first_line(found)}")
-    outcomes = gather_objects((result, error))
+    outcomes = gather_objects((result, error), group)
     for _, found_error in outcomes:
         if found_error is not None:
             raise found_error
     return [found for found, _ in outcomes]  # type: ignore[misc]
 
 
-def gather_objects(value: T) -> list[T]:
-    """`value` of every rank, in rank order, on every rank; waits up to `PATIENCE`."""
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """`value` of every rank, in rank order, on every rank; waits up to `PATIENCE`, or as `group` does."""
     if world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, value, group=_patient_group())
+    dist.all_gather_object(gathered, value, group=group or _patient_group())
     return gathered
 
 

@@ -33,6 +33,7 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 """Endings that may follow a data suffix; `datasets` decompresses them while reading."""
 
 PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -255,9 +256,37 @@ class TrainingSection(Section):
 
 
 class CheckpointSection(Section):
-    """When the run's state is saved."""
+    """When the run's state is saved, what is kept, and what a run goes on from.
 
-    every_steps: Literal[None] = Field(None, description="null: the run saves its export at the end only.")
+    A run that is asked to stop (Ctrl-C, SIGTERM, `time_limit_minutes`) saves its state in any case.
+    """
+
+    every_steps: PositiveInt | None = Field(
+        None, description="Save the state so often (optimizer steps); null: only when the run is asked to stop."
+    )
+    keep_last: PositiveInt | None = Field(2, description="Keep the last so many; null: all.")
+    keep_every: PositiveInt | None = Field(
+        None, description="Keep those of multiples of so many steps for good (optimizer steps)."
+    )
+    keep_best: bool = Field(False, description="Keep the one with the lowest held-out loss, too.")
+    asynchronous: bool = Field(True, description="Go on training while a copy on the host is written.")
+    resume: str = Field(
+        "auto",
+        description="auto: go on from the last whole checkpoint of training.output_dir, if any; never; "
+        "or the folder of a checkpoint or of a run.",
+    )
+    time_limit_minutes: PositiveFloat | None = Field(
+        None, description="Save and end, with exit code 3, after the step in which so long is over (minutes)."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CheckpointSection:
+        for key in ("keep_every", "keep_best"):
+            if getattr(self, key) and self.keep_last is None:
+                raise _contradiction(f"checkpoint.{key} has no effect with checkpoint.keep_last: null, which keeps all")
+            if getattr(self, key) and self.every_steps is None:
+                raise _contradiction(f"checkpoint.{key} has no effect without checkpoint.every_steps")
+        return self
 
 
 class LoggingSection(Section):

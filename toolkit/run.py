@@ -27,6 +27,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import models, ranks
+from toolkit.checkpoint.manifest import Manifest, latest
+from toolkit.checkpoint.reader import find, same_run
+from toolkit.checkpoint.session import RunCheckpoints, Sharding
 from toolkit.data import build, tokenizer
 from toolkit.data.build import TokenisedData
 from toolkit.data.loader import Batch, TrainLoader, evaluation_batches
@@ -48,7 +51,11 @@ from toolkit.sharding.plugin import (
     sharding_kwargs,
 )
 from toolkit.sharding.units import UnitPlan, plan_units
+from toolkit.stop import StopRequests
 from toolkit.trainer import Trainer
+
+FINISHED = "report.html"
+"""Written last: a run's folder that holds it is done."""
 
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "data_report.json", "report.html", "export", "checkpoints")
 """What a run leaves in its output folder."""
@@ -105,9 +112,10 @@ def finetune(recipe: Recipe) -> FinetuneResult:
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
     accelerator = build_accelerator(recipe, plugins, output_dir)
     try:
-        with _claimed(output_dir, recipe):
+        found = ranks.on_first_rank(lambda: find(output_dir, recipe.checkpoint.resume, recipe.model_dump(mode="json")))
+        with _claimed(output_dir, recipe, found):
             parts = build_parts(accelerator, recipe, plugins["fsdp_plugin"])
-        return _fit_and_export(accelerator, recipe, plugins["fsdp_plugin"], parts, output_dir, started)
+        return _fit_and_export(accelerator, recipe, plugins["fsdp_plugin"], parts, output_dir, found, started)
     finally:
         release(accelerator, plugins["fsdp_plugin"])
 
@@ -154,6 +162,7 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
+    warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
 
 
 def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path) -> Accelerator:
@@ -189,21 +198,17 @@ def _mixed_precision(recipe: Recipe) -> str | None:
 
 
 @contextmanager
-def _claimed(output_dir: Path, recipe: Recipe) -> Iterator[None]:
+def _claimed(output_dir: Path, recipe: Recipe, resumed: tuple[Path, Manifest] | None) -> Iterator[None]:
     """Makes the output folder and writes the resolved recipe; takes both back if what follows fails.
 
-    Raises BadInputError where the folder already holds a run.
+    Raises BadInputError where the folder already holds a run that this one does not go on.
     """
+    goes_on = resumed is not None and resumed[0].is_relative_to(output_dir)
 
     def claim() -> bool:
         if output_dir.exists() and not output_dir.is_dir():
             raise BadInputError(f"training.output_dir: {str(output_dir)!r} is a file; name a folder")
-        found = [name for name in RUN_FILES if (output_dir / name).exists()]
-        if found:
-            raise BadInputError(
-                f"training.output_dir: {str(output_dir)!r} already holds a run ({', '.join(found)}); "
-                "choose another folder, for example training.output_dir=outputs/second, or delete this one"
-            )
+        _require_unfinished(output_dir, recipe, goes_on)
         made = not output_dir.exists()
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -218,11 +223,33 @@ def _claimed(output_dir: Path, recipe: Recipe) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if ranks.rank() == 0:
+        if ranks.rank() == 0 and not goes_on:
             (output_dir / "recipe.yaml").unlink(missing_ok=True)
             if made and not any(output_dir.iterdir()):
                 output_dir.rmdir()
         raise
+
+
+def _require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
+    """Raises BadInputError where the output folder holds another run, or one that is done.
+
+    What a run of the same recipe has left that was ended before its first checkpoint is cleared away.
+    """
+    found = [name for name in RUN_FILES if (output_dir / name).exists()]
+    finished = (output_dir / FINISHED).exists()
+    if goes_on and (not finished or recipe.checkpoint.resume != "auto"):
+        return
+    again = recipe.checkpoint.resume == "auto" and same_run(output_dir / "recipe.yaml", recipe.model_dump(mode="json"))
+    if not finished and again and latest(output_dir) is None:
+        for name in ("metrics.jsonl", "data_report.json"):
+            (output_dir / name).unlink(missing_ok=True)
+        return
+    if found:
+        raise BadInputError(
+            f"training.output_dir: {str(output_dir)!r} already holds a {'finished ' if finished else ''}run "
+            f"({', '.join(found)}); choose another folder, for example training.output_dir=outputs/second, or delete "
+            "this one"
+        )
 
 
 def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin) -> Parts:
@@ -300,6 +327,7 @@ def _fit_and_export(
     plugin: ShardingPlugin,
     parts: Parts,
     output_dir: Path,
+    found: tuple[Path, Manifest] | None,
     started: float,
 ) -> FinetuneResult:
     console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
@@ -308,19 +336,40 @@ def _fit_and_export(
         (output_dir / "data_report.json").write_text(json.dumps(parts.data.report, indent=1), encoding="utf-8")
     accelerator.init_trackers(recipe.logging.project_name, config=_tracker_config(recipe))
     set_seed(recipe.training.seed, device_specific=True)  # dropout differs between ranks
-    with Metrics(accelerator, output_dir / "metrics.jsonl", recipe.logging, parts.num_steps) as metrics:
-        Trainer(
+    num_positions = parts.windows.num_positions
+    if found is not None:
+        parts.num_steps, num_positions = _rest_of_run(recipe, parts, found[1])
+        console.print(_resumed_from(*found), markup=False)
+    optimizer = inner_optimizer(parts.optimizer)
+    with (
+        StopRequests(recipe.checkpoint.time_limit_minutes) as stop,
+        Metrics(accelerator, output_dir / "metrics.jsonl", recipe.logging, parts.num_steps) as metrics,
+    ):
+        schedule = build_schedule(optimizer, recipe.schedule, parts.num_steps)
+        trainer = Trainer(
             accelerator,
             parts.model,
             parts.optimizer,
-            build_schedule(inner_optimizer(parts.optimizer), recipe.schedule, parts.num_steps),
+            schedule,
             parts.objective,
             recipe.training,
             metrics,
             parts.windows,
             evaluation=_evaluation(accelerator, recipe, parts.data),
             flops=_flops(accelerator, recipe, parts.model),
-        ).fit()
+            stop_reason=lambda: stop.reason,
+        )
+        sharding = Sharding(plugin.strategy.name, plugin.offload is not None)
+        checkpoints = RunCheckpoints(
+            accelerator, output_dir, recipe, sharding, parts.data.fingerprint, parts.model, optimizer, metrics
+        )
+        if found is not None:
+            checkpoints.restore(*found, trainer, schedule, num_positions)
+        trainer.checkpoints = checkpoints
+        try:
+            trainer.fit()
+        finally:
+            checkpoints.wait()
         if plugin.engine is not None:
             plugin.engine.flush()  # the last step may still fail
     export_dir, difference, sample = _export(accelerator, recipe, parts, output_dir)
@@ -336,10 +385,27 @@ def _fit_and_export(
         seconds=time.perf_counter() - started,
     )
     if accelerator.is_main_process:
-        write_report(output_dir / "report.html", _summary(recipe, plugin, parts, result))
+        write_report(output_dir / FINISHED, _summary(recipe, plugin, parts, result))
     _conclude(console, recipe, result)
     accelerator.wait_for_everyone()
     return result
+
+
+def _rest_of_run(recipe: Recipe, parts: Parts, manifest: Manifest) -> tuple[int, int]:
+    """Steps and samples of the whole run, where the first steps may have been of another size."""
+    size = parts.windows.samples_per_step
+    if recipe.training.num_epochs is None:
+        return parts.num_steps, manifest.samples + max(0, parts.num_steps - manifest.step) * size
+    positions = parts.windows.num_positions
+    return manifest.step + max(0, -(-(positions - manifest.samples) // size)), positions
+
+
+def _resumed_from(folder: Path, manifest: Manifest) -> str:
+    offload = "+offload" if manifest.offload else ""
+    return (
+        f"   resumed: after step {manifest.step}, {manifest.samples:,} samples, from {folder} "
+        f"(written by {manifest.world_size} ranks, {manifest.strategy}{offload})"
+    )
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:

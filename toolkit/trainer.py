@@ -14,7 +14,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from toolkit.errors import TrainingError
+from toolkit.errors import StoppedError, TrainingError
 from toolkit.metrics import Metrics, peak_device_bytes, peak_host_bytes
 from toolkit.objectives import Objective
 from toolkit.recipe import TrainingSection
@@ -28,6 +28,11 @@ class Windows(Protocol):
     """Yields the micro-batches of one optimizer step at a time, equally many on every rank."""
 
     def __iter__(self) -> Iterator[list[Batch]]: ...
+
+    def resume(self, step: int, samples: int, num_positions: int) -> None: ...
+
+    @property
+    def samples_per_step(self) -> int: ...
 
     def epoch_at(self, step: int) -> float: ...
 
@@ -46,6 +51,28 @@ class Step:
     peak_host_bytes: int
     non_finite_ranks: list[int]
     skipped: bool
+    stop: str | None
+
+
+@dataclass
+class Counters:
+    """What a run has done so far, over all ranks."""
+
+    global_step: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    non_finite_in_a_row: int = 0
+
+
+class Checkpoints(Protocol):
+    """Where the state of a run is saved."""
+
+    def due(self, step: int) -> bool: ...
+
+    def save(self, trainer: Trainer, wait: bool = False) -> bool:
+        """Saves the state after the last step; with `wait`, whether it is whole."""
+
+    def wait(self) -> bool: ...
 
 
 class Trainer:
@@ -56,6 +83,10 @@ class Trainer:
         schedule: stepped once per optimizer step.
         evaluation: makes this rank's evaluation batches, equally many on every rank; None: no evaluation.
         flops: per target token, and the peak of one device, for the MFU; None where unknown.
+        stop_reason: why this rank wants to end, or None; asked once a step.
+
+    Attributes:
+        checkpoints: None: nothing is saved.
     """
 
     def __init__(
@@ -70,6 +101,7 @@ class Trainer:
         windows: Windows,
         evaluation: Callable[[], Iterable[Batch]] | None = None,
         flops: tuple[float, float] | None = None,
+        stop_reason: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -81,35 +113,59 @@ class Trainer:
         self.windows = windows
         self.evaluation = evaluation
         self.flops = flops
-        self.global_step = 0
-        self.tokens = 0
-        self.target_tokens = 0
-        self._non_finite_in_a_row = 0
+        self.stop_reason = stop_reason
+        self.checkpoints: Checkpoints | None = None
+        self.counters = Counters()
         engine = engine_of(accelerator.unwrap_model(model))
         self._steps_in_backward = engine is not None and engine.settings.during_backward
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken."""
+        return self.counters.global_step
+
+    def resume(self, counters: dict[str, int], samples: int, num_positions: int) -> None:
+        """Goes on after `samples` of the run; `num_positions` is its end."""
+        self.counters = Counters(**counters)
+        self.windows.resume(self.global_step, samples, num_positions)
 
     def fit(self) -> None:
         """Runs every window, evaluating at the start, so often as the settings say, and at the end.
 
         Raises:
             TrainingError: after `max_non_finite_steps` steps in a row without a finite loss and gradient.
+            StoppedError: where a rank wanted to end; the state is saved.
         """
-        self.evaluate()
+        if self.global_step == 0:
+            self.evaluate()
         self.model.train()
         started = time.perf_counter()
         for window in self.windows:
             learning_rate = float(self.schedule.get_last_lr()[0])
             step = self.train_step(window)
             self.schedule.step()
-            self.global_step += 1
+            self.counters.global_step += 1
             finished = time.perf_counter()
             self._record(step, learning_rate, finished - started)
             self._watch(step, learning_rate)
             if self._evaluation_due():
                 self.evaluate()
+            self._save_or_stop(step.stop)
             started = time.perf_counter()
         if not self._evaluation_due():
             self.evaluate()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+
+    def _save_or_stop(self, stop: str | None) -> None:
+        if self.checkpoints is None:
+            return
+        if stop is not None:
+            saved = self.checkpoints.save(self, wait=True)
+            what = "its state is saved; the same command goes on from there" if saved else "its state was NOT saved"
+            raise StoppedError(f"stopped after step {self.global_step}: {stop}; {what}")
+        if self.checkpoints.due(self.global_step):
+            self.checkpoints.save(self)
 
     def train_step(self, window: list[Batch]) -> Step:
         """One optimizer step on this rank's micro-batches; the loss is the mean over all ranks' targets."""
@@ -160,7 +216,9 @@ class Trainer:
         self, loss_sum: torch.Tensor, grad_norm: float, target_tokens: int, tokens: int, skipped: bool
     ) -> Step:
         device = self.accelerator.device
-        mine = [loss_sum.double().item(), float(peak_device_bytes(device)), float(peak_host_bytes())]
+        reason = self.stop_reason()
+        wants_to_stop = float(reason is not None)
+        mine = [loss_sum.double().item(), float(peak_device_bytes(device)), float(peak_host_bytes()), wants_to_stop]
         rows = self.accelerator.gather(torch.tensor([mine], dtype=torch.float64, device=device)).tolist()
         losses = [row[0] for row in rows]
         return Step(
@@ -172,6 +230,7 @@ class Trainer:
             peak_host_bytes=int(max(row[2] for row in rows)),
             non_finite_ranks=[rank for rank, value in enumerate(losses) if not math.isfinite(value)],
             skipped=skipped,
+            stop=_stop_reason(reason, [row[3] > 0 for row in rows]),
         )
 
     def _total(self, values: list[float]) -> list[float]:
@@ -180,8 +239,8 @@ class Trainer:
         return self.accelerator.reduce(tensor, "sum").tolist()  # type: ignore[no-any-return]
 
     def _record(self, step: Step, learning_rate: float, seconds: float) -> None:
-        self.tokens += step.tokens
-        self.target_tokens += step.target_tokens
+        self.counters.tokens += step.tokens
+        self.counters.target_tokens += step.target_tokens
         tokens_per_second = step.target_tokens / seconds
         mfu = None
         if self.flops is not None:
@@ -191,8 +250,8 @@ class Trainer:
                 "step": self.global_step,
                 "epoch": self.windows.epoch_at(self.global_step),
                 "samples": self.windows.samples_at(self.global_step),
-                "tokens": self.tokens,
-                "target_tokens": self.target_tokens,
+                "tokens": self.counters.tokens,
+                "target_tokens": self.counters.target_tokens,
                 "loss": step.loss,
                 "grad_norm": step.grad_norm,
                 "learning_rate": learning_rate,
@@ -207,9 +266,9 @@ class Trainer:
     def _watch(self, step: Step, learning_rate: float) -> None:
         """Reports a step without a finite loss or gradient, and stops after too many in a row."""
         if math.isfinite(step.loss) and not step.skipped:
-            self._non_finite_in_a_row = 0
+            self.counters.non_finite_in_a_row = 0
             return
-        self._non_finite_in_a_row += 1
+        self.counters.non_finite_in_a_row += 1
         where = f" on rank {', '.join(map(str, step.non_finite_ranks))}" if step.non_finite_ranks else ""
         what = "loss" if not math.isfinite(step.loss) else "gradient norm"
         message = (
@@ -217,9 +276,9 @@ class Trainer:
             f"learning rate {learning_rate:.3e}); the optimizer step was skipped"
         )
         self.metrics.warn(message)
-        if self._non_finite_in_a_row >= self.settings.max_non_finite_steps:
+        if self.counters.non_finite_in_a_row >= self.settings.max_non_finite_steps:
             raise TrainingError(
-                f"{message}. That makes {self._non_finite_in_a_row} in a row (training.max_non_finite_steps); "
+                f"{message}. That makes {self.counters.non_finite_in_a_row} in a row (training.max_non_finite_steps); "
                 "lower optimizer.learning_rate, lengthen the warm-up or look at the data of these steps"
             )
 
@@ -242,6 +301,13 @@ class Trainer:
         loss_sum, target_tokens = self.accelerator.reduce(sums, "sum").tolist()
         self.model.train()
         self.metrics.evaluation(_evaluation_record(self.global_step, loss_sum, int(target_tokens)))
+
+
+def _stop_reason(mine: str | None, ranks_that_want: list[bool]) -> str | None:
+    """Why all ranks end after this step; None: they don't."""
+    if not any(ranks_that_want):
+        return None
+    return mine or f"rank {ranks_that_want.index(True)} was asked to"
 
 
 def _evaluation_record(step: int, loss_sum: float, target_tokens: int) -> dict[str, Any]:

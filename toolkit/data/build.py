@@ -33,11 +33,13 @@ class TokenisedData:
     Attributes:
         validation: None where nothing is held out.
         report: counts of rows, tokens and samples per split, and what was dropped and why.
+        fingerprint: of the rows, the tokenizer and how samples are made of them.
     """
 
     train: datasets.Dataset
     validation: datasets.Dataset | None
     report: dict[str, Any]
+    fingerprint: str
 
 
 def build(data: DataSection, tokenizer: PreTrainedTokenizerBase, seed: int) -> TokenisedData:
@@ -52,6 +54,7 @@ def build(data: DataSection, tokenizer: PreTrainedTokenizerBase, seed: int) -> T
         train=datasets.load_from_disk(str(folder / "train")),
         validation=datasets.load_from_disk(str(held_out)) if held_out.exists() else None,
         report=json.loads((folder / "report.json").read_text(encoding="utf-8")),
+        fingerprint=folder.name,
     )
 
 

@@ -81,6 +81,12 @@ class TrainLoader:
         self.rank = rank
         self.world_size = world_size
         self._rows = _Rows(samples)
+        self._start = (0, 0)
+
+    def resume(self, step: int, samples: int, num_positions: int) -> None:
+        """Goes on after `step` optimizer steps at position `samples`, whatever their size was; to a new end."""
+        self._start = (step, samples)
+        self.num_positions = num_positions
 
     @property
     def samples_per_step(self) -> int:
@@ -93,7 +99,8 @@ class TrainLoader:
 
     def samples_at(self, step: int) -> int:
         """Samples seen by all ranks after `step` optimizer steps."""
-        return min(step * self.samples_per_step, self.num_positions)
+        start_step, start = self._start
+        return min(start + (step - start_step) * self.samples_per_step, self.num_positions)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         loader: DataLoader[Batch] = DataLoader(
@@ -101,6 +108,7 @@ class TrainLoader:
             batch_sampler=self._micro_batches(),
             collate_fn=self._rows.collate,
             pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # otherwise it draws from the model's, once more after each resume
         )
         window: list[Batch] = []
         for batch in loader:
@@ -112,7 +120,7 @@ class TrainLoader:
     def _micro_batches(self) -> Iterator[list[int]]:
         """Sample numbers of each of this rank's micro-batches."""
         size = self.micro_batch_size
-        for step_start in range(0, self.num_positions, self.samples_per_step):
+        for step_start in range(self._start[1], self.num_positions, self.samples_per_step):
             for micro in range(self.accumulation):
                 start = step_start + (micro * self.world_size + self.rank) * size
                 yield [self.order[position] for position in range(start, min(start + size, self.num_positions))]

@@ -1,0 +1,253 @@
+"""A run that is cut off and started again is the run that was not, bit for bit; on other ranks, sample for sample."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import make_texts
+from ranks import meet, run_on_ranks
+from safetensors.torch import load_file
+from tiny import recipe_values, save_llama
+
+from toolkit.errors import BadInputError, StoppedError
+
+CUT_AT = 7  # the step in which the run dies; saved after 3 and 6
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        {"strategy": "zero3", "precision": "no"},
+        {"strategy": "zero3", "precision": "bf16", "offload": True, "accumulation": 3},
+        {"strategy": "ddp", "precision": "no", "dropout": True, "epochs": True},
+    ],
+    2: [
+        {"strategy": "zero3", "precision": "no", "accumulation": 3},
+        {"strategy": "zero3", "precision": "bf16", "offload": True},
+        {"strategy": "zero2", "precision": "bf16", "accumulation": 3},
+        {"strategy": "zero1", "precision": "no", "accumulation": 3, "synchronous": True},
+        {"strategy": "ddp", "precision": "bf16"},
+        {"strategy": "zero3", "precision": "no", "dropout": True, "epochs": True},
+    ],
+    4: [{"strategy": "hybrid", "precision": "bf16"}, {"strategy": "zero3", "precision": "no", "dropout": True}],
+}
+
+
+class CutError(Exception):
+    """Power is gone."""
+
+
+def world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def rank_here() -> int:
+    return int(os.environ["RANK"])
+
+
+def values(folder: Path, output: str, case: dict[str, Any]) -> dict[str, Any]:
+    training: dict[str, Any] = {"max_steps": 9, "micro_batch_size": 2, "eval_every_steps": 4}
+    training["gradient_accumulation_steps"] = case.get("accumulation", 1)
+    training["mixed_precision"] = case["precision"]
+    if case.get("epochs"):
+        # 2.4 epochs of samples: an epoch ends between the cut and the checkpoint before it.
+        training |= {"max_steps": None, "num_epochs": 2.4, "micro_batch_size": 16 // world_size()}
+    made = recipe_values(folder / "model", folder / "texts.jsonl", folder / output, folder / "cache", **training)
+    made["data"] |= {"shuffle": True, "validation_fraction": 0.2}
+    made["checkpoint"] = {"every_steps": 3, "keep_last": None, "asynchronous": not case.get("synchronous", False)}
+    made["sharding"] = {"strategy": case["strategy"], "offload": "optimizer" if case.get("offload") else "none"}
+    if case.get("dropout"):
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+        made["model"] = {
+            "config": {"model_type": "gpt2", **sizes, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2},
+            "tokenizer": str(folder / "model"),
+        }
+    return made
+
+
+def run(recipe: dict[str, Any], cut: bool = False) -> list[dict[str, Any]]:
+    """The run's records. Cut, it dies in the last micro-batch of a step, without a chance to tidy up."""
+    from toolkit import Recipe, finetune, objectives
+
+    meet()
+    os.environ.pop("PARALLELISM_CONFIG_DP_SHARD_SIZE", None)
+    if recipe["sharding"]["strategy"] == "hybrid":
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2"
+    accumulation = recipe["training"]["gradient_accumulation_steps"]
+    calls = itertools.count(1)
+    loss_sum = objectives.CausalLM.loss_sum
+
+    def dying(self: Any, model: Any, batch: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and next(calls) == CUT_AT * accumulation:
+            raise CutError
+        return loss_sum(self, model, batch)
+
+    try:
+        if cut:
+            objectives.CausalLM.loss_sum = dying  # type: ignore[method-assign]
+        return finetune(Recipe.from_mapping(recipe)).metrics
+    finally:
+        objectives.CausalLM.loss_sum = loss_sum  # type: ignore[method-assign]
+
+
+TOLD = ("split", "step", "epoch", "samples", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate")
+
+
+def cut_and_go_on(folder: str) -> list[dict[str, Any]]:
+    found = []
+    for number, case in enumerate(CASES[world_size()]):
+        whole = run(values(Path(folder), f"whole-{world_size()}-{number}", case))
+        recipe = values(Path(folder), f"cut-{world_size()}-{number}", case)
+        with pytest.raises(CutError):
+            run(recipe, cut=True)
+        on_disk = sorted(path.name for path in Path(recipe["training"]["output_dir"], "checkpoints").iterdir())
+        meet()
+        dist.barrier()
+        found.append({"whole": whole, "resumed": run(recipe), "saved": on_disk})
+    return found
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
+    """A folder with a model and texts."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    shutil.copy(text_file, folder / "texts.jsonl")
+    save_llama(folder / "model", make_texts(60), tied=True)
+    return folder
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_a_run_that_was_cut_off_is_the_run_that_was_not(num_ranks: int, workshop: Path) -> None:
+    for rank in run_on_ranks(cut_and_go_on, num_ranks, str(workshop), seconds=400):
+        for number, (case, found) in enumerate(zip(CASES[num_ranks], rank, strict=True)):
+            assert found["saved"] == ["step_00000003", "step_00000006"], case
+            whole, resumed = ([{k: r.get(k) for k in TOLD} for r in found[way]] for way in ("whole", "resumed"))
+            assert resumed == whole, case
+            folders = [workshop / f"{way}-{num_ranks}-{number}" for way in ("whole", "cut")]
+            weights = [load_file(folder / "export" / "model.safetensors") for folder in folders]
+            assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]), case
+            written = [json.loads(line) for line in (folders[1] / "metrics.jsonl").read_text().splitlines()]
+            assert [{k: r.get(k) for k in TOLD} for r in written] == whole, case
+
+
+# Elsewhere
+
+PARTS = [
+    # ranks, strategy, offload, accumulation: 4 samples a step all along; the steps after which it is stopped
+    (2, "zero3", True, 2, 3),
+    (4, "ddp", False, 1, 7),
+    (1, "zero2", True, 4, 8),
+    (2, "zero2", False, 2, None),
+]
+
+
+def part(folder: str, strategy: str, offload: bool, accumulation: int, stop_after: int | None) -> dict[str, Any]:
+    """Goes on until it is asked to stop; the samples that this rank has trained on, in order."""
+    from toolkit import Recipe, finetune, objectives
+    from toolkit import run as runs
+
+    class Asked(runs.StopRequests):
+        """The last rank is asked to stop after a step; the others are not."""
+
+        @property
+        def reason(self) -> str | None:
+            step = len(seen) // accumulation + start
+            return "enough" if step == stop_after and rank_here() == world_size() - 1 else None
+
+    checkpoints = sorted(Path(folder, "elastic", "checkpoints").glob("step_*"))
+    start = int(checkpoints[-1].name.removeprefix("step_")) if checkpoints else 0
+    seen: list[list[str]] = []
+    loss_sum = objectives.CausalLM.loss_sum
+
+    def noting(self: Any, model: Any, batch: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            seen.append([hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in batch["input_ids"]])
+        return loss_sum(self, model, batch)
+
+    objectives.CausalLM.loss_sum = noting  # type: ignore[method-assign]
+    runs.StopRequests = Asked  # type: ignore[misc]
+    case = {"strategy": strategy, "precision": "no", "offload": offload, "accumulation": accumulation}
+    recipe = values(Path(folder), "elastic", case)
+    recipe["training"] |= {"max_steps": 12, "micro_batch_size": 1, "eval_every_steps": None}
+    recipe["checkpoint"] = {}  # saved when it is asked to stop, and only then
+    told: dict[str, Any] = {}
+    try:
+        told["metrics"] = finetune(Recipe.from_mapping(recipe)).metrics
+    except StoppedError as error:
+        told["stopped"], told["code"] = str(error), error.exit_code
+    told["seen"] = seen
+    return told
+
+
+def test_a_run_moves_between_ranks_strategies_and_offload(workshop: Path) -> None:
+    """2 -> 4 -> 1 -> 2 ranks: every sample in the one global order, and the losses of an unbroken run."""
+    order: list[str] = []
+    for num_ranks, strategy, offload, accumulation, stop_after in PARTS:
+        told = run_on_ranks(part, num_ranks, str(workshop), strategy, offload, accumulation, stop_after)
+        if stop_after is not None:
+            assert all(rank["code"] == 3 for rank in told)
+            assert all(f"stopped after step {stop_after}" in rank["stopped"] for rank in told)
+            assert "enough" in told[-1]["stopped"]
+        micro_batches = [list(itertools.chain(*same)) for same in zip(*(rank["seen"] for rank in told), strict=True)]
+        order += itertools.chain(*micro_batches)
+    moved = [record["loss"] for record in told[0]["metrics"] if record["split"] == "train"]
+    assert len(moved) == 12
+    assert len(order) == 48
+
+    shutil.move(workshop / "elastic", workshop / "moved")
+    whole = run_on_ranks(part, 1, str(workshop), "zero3", False, 4, None)[0]
+    assert order == list(itertools.chain(*whole["seen"]))
+    losses = [record["loss"] for record in whole["metrics"] if record["split"] == "train"]
+    assert moved == pytest.approx(losses, rel=1e-5)
+    metrics = [record["samples"] for record in whole["metrics"] if record["split"] == "train"]
+    assert metrics == [4 * step for step in range(1, 13)]
+    assert math.isfinite(sum(losses))
+
+
+# Refusals
+
+
+def refused(folder: str) -> dict[str, str]:
+    from toolkit import Recipe, finetune
+
+    found = {}
+    case = {"strategy": "zero3", "precision": "no"}
+
+    def attempt(name: str, output: str = "whole-1-0", **sections: dict[str, Any]) -> None:
+        meet()
+        recipe = values(Path(folder), output, case)
+        for section, changes in sections.items():
+            recipe[section] |= changes
+        try:
+            finetune(Recipe.from_mapping(recipe))
+        except BadInputError as error:
+            found[name] = str(error)
+
+    checkpoint = f"{folder}/whole-1-0/checkpoints/step_00000006"
+    attempt("finished")
+    attempt("never", checkpoint={"resume": "never"})
+    attempt("changed", "new", checkpoint={"resume": checkpoint}, data={"max_length": 24}, training={"seed": 5})
+    attempt("nowhere", "new", checkpoint={"resume": folder})
+    attempt("earlier", checkpoint={"resume": checkpoint})
+    attempt("optimizer", "new", checkpoint={"resume": checkpoint}, optimizer={"kind": "adamw", "beta1": 0.8})
+    return found
+
+
+def test_what_does_not_fit_is_refused(workshop: Path) -> None:
+    if not (workshop / "whole-1-0").exists():
+        run_on_ranks(cut_and_go_on, 1, str(workshop))
+    found = run_on_ranks(refused, 1, str(workshop))[0]
+    assert "already holds a finished run" in found["finished"]
+    assert "already holds a finished run" in found["never"]
+    assert "data.max_length: 32 there, 24 now" in found["changed"]
+    assert "training.seed: 0 there, 5 now" in found["changed"]
+    assert "neither a checkpoint" in found["nowhere"]
+    assert "has later checkpoints (step_00000009)" in found["earlier"]
+    assert "optimizer" not in found, "a harmless change goes on"

@@ -1,0 +1,174 @@
+"""Which checkpoint a run goes on from, whether it fits, and reading it back, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from toolkit import ranks
+from toolkit.checkpoint.manifest import (
+    FOLDER,
+    METRICS,
+    STEP_FOLDER,
+    Manifest,
+    check_files,
+    latest,
+    list_checkpoints,
+    read_checkpoint,
+)
+from toolkit.checkpoint.state import described, with_optimizer_state
+from toolkit.errors import BadInputError, first_line
+
+MATTERS = ("model", "data", "objective", "adapter", "optimizer.kind", "training.seed")
+"""Sections and fields of a recipe without which the state of another run means something else."""
+
+HARMLESS = ("model.attention", "data.cache_dir", "data.num_proc", "data.max_validation_samples", "data.validation")
+"""Fields of these that may change all the same."""
+
+
+def find(run: Path, resume: str, recipe: dict[str, Any]) -> tuple[Path, Manifest] | None:
+    """The checkpoint to go on from; None: from the start.
+
+    Args:
+        run: the output folder.
+        resume: `auto`: the last whole checkpoint of the output folder, if any; `never`; or a checkpoint's
+            or a run's folder.
+        recipe: resolved, of this run.
+
+    Raises:
+        BadInputError: a path without a whole checkpoint, a recipe that differs in what matters, or an
+            earlier checkpoint than the output folder's last.
+    """
+    if resume == "never":
+        return None
+    if resume == "auto":
+        found = latest(run)
+        if found is None or found.manifest is None:
+            return None
+        folder, manifest = found.folder, found.manifest
+    else:
+        folder = _named(Path(resume).expanduser().resolve())
+        manifest = read_checkpoint(folder)
+    require_same_run(manifest.recipe, recipe, str(folder))
+    later = [c.folder.name for c in list_checkpoints(run) if c.problem is None and c.step > manifest.step]
+    if later:
+        raise BadInputError(
+            f"checkpoint.resume: {folder.name} is to be resumed into {str(run)!r}, which has later checkpoints "
+            f"({', '.join(later)}); choose another training.output_dir, or delete them"
+        )
+    return folder, manifest
+
+
+def _named(path: Path) -> Path:
+    if STEP_FOLDER.fullmatch(path.name) is not None:
+        return path
+    if (path / FOLDER).is_dir():
+        found = latest(path)
+        if found is not None:
+            return found.folder
+        problems = "; ".join(f"{c.folder.name}: {c.problem}" for c in list_checkpoints(path)) or "it has none"
+        raise BadInputError(f"checkpoint.resume: {str(path)!r} has no whole checkpoint ({problems})")
+    raise BadInputError(
+        f"checkpoint.resume: {str(path)!r} is neither a checkpoint (step_00000100) nor a run's folder; "
+        "allowed: auto, never, or such a folder"
+    )
+
+
+def require_same_run(saved: dict[str, Any], now: dict[str, Any], place: str) -> None:
+    """Raises BadInputError, listing the differences, where a recipe differs in what matters."""
+    old, new = _flat(saved), _flat(now)
+    differences = [
+        f"  - {key}: {old.get(key, 'unset')!r} there, {new.get(key, 'unset')!r} now"
+        for key in sorted(old.keys() | new.keys())
+        if _matters(key) and old.get(key) != new.get(key)
+    ]
+    if differences:
+        listed = "\n".join(differences)
+        raise BadInputError(
+            f"checkpoint.resume: {place} is of another run:\n{listed}\n"
+            "undo these changes, or start anew with another training.output_dir or checkpoint.resume=never"
+        )
+
+
+def same_run(saved: Path, now: dict[str, Any]) -> bool:
+    """Whether the resolved recipe in a file is that of the same run."""
+    try:
+        require_same_run(yaml.safe_load(saved.read_text(encoding="utf-8")), now, str(saved))
+    except (OSError, yaml.YAMLError, BadInputError, AttributeError):
+        return False
+    return True
+
+
+def _matters(key: str) -> bool:
+    within = [part for part in MATTERS if key == part or key.startswith(f"{part}.")]
+    return bool(within) and not any(key == part or key.startswith(f"{part}.") for part in HARMLESS)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def require_whole(folder: Path, manifest: Manifest) -> None:
+    """Raises BadInputError on every rank where a file is not what was written. Each rank reads its share."""
+    mine = sorted(manifest.files)[ranks.rank() :: ranks.world_size()]
+    for problem in ranks.on_every_rank(lambda: check_files(folder, manifest, mine), "read a checkpoint"):
+        if problem is not None:
+            raise BadInputError(
+                f"{str(folder)!r}: {problem}. Delete this folder, and the run goes on from the checkpoint before it"
+            )
+
+
+def load_tensors(folder: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Reads the state into a model and an optimizer, sharded as they are now. Collective.
+
+    Raises:
+        BadInputError: where the checkpoint's tensors are not theirs.
+    """
+    tensors = with_optimizer_state(model, optimizer)
+    problem = _misfit(manifest.tensors, described(tensors))
+    if problem is not None:
+        raise BadInputError(f"{str(folder)!r} is the checkpoint of another model or optimizer: {problem}")
+    try:
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=ranks.world_size() == 1)
+    except CheckpointException as error:
+        rank, found = next(iter(error.failures.items()))
+        raise BadInputError(f"{str(folder)!r} cannot be read: rank {rank}: {first_line(found[0])}") from error
+    # With offload the tensors are the masters on the host; this makes the device's weights of them.
+    state = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    model.load_state_dict(state, strict=False)
+
+
+def _misfit(saved: dict[str, list[Any]], live: dict[str, list[Any]]) -> str | None:
+    for name in sorted(saved.keys() | live.keys()):
+        if name not in live:
+            return f"it holds {name}, which is not there now"
+        if name not in saved:
+            return f"it lacks {name}"
+        if saved[name] != live[name]:
+            return f"{name} is {saved[name][0]} {saved[name][1]} there, {live[name][0]} {live[name][1]} now"
+    return None
+
+
+def read_random_states(folder: Path) -> dict[str, Any]:
+    """This rank's random number generators; the checkpoint must be of as many ranks."""
+    path = folder / f"rank_{ranks.rank():05d}.json"
+    return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """The run's metrics up to the checkpoint."""
+    return [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,129 @@
+"""The checkpoints of one run: when they are due, what goes into them, and going on from one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from toolkit import ranks
+from toolkit.checkpoint import reader
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
+from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
+from toolkit.errors import BadInputError
+from toolkit.metrics import Metrics
+from toolkit.recipe import Recipe
+from toolkit.trainer import Trainer
+
+PACKAGES = ("torch", "accelerate", "transformers", "datasets")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a run is sharded, for its checkpoints' readers."""
+
+    strategy: str
+    offload: bool
+
+
+class RunCheckpoints:
+    """Saves the state of a run, and restores it.
+
+    Args:
+        run: the output folder.
+        data: identifies the tokenised data.
+        model: as `accelerator.prepare` gave it.
+        optimizer: torch's own.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        run: Path,
+        recipe: Recipe,
+        sharding: Sharding,
+        data: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        metrics: Metrics,
+    ) -> None:
+        self._accelerator = accelerator
+        self._recipe = recipe
+        self._sharding = sharding
+        self._data = data
+        self._model = accelerator.unwrap_model(model)
+        self._optimizer = optimizer
+        self._metrics = metrics
+        ranks.on_first_rank(lambda: clear_unfinished(run))
+        self._checkpointer = Checkpointer(run, recipe.checkpoint, metrics.warn)
+        self._saved_step = -1
+
+    def due(self, step: int) -> bool:
+        every = self._recipe.checkpoint.every_steps
+        return every is not None and step % every == 0
+
+    def save(self, trainer: Trainer, wait: bool = False) -> bool:
+        """Saves the state after the trainer's last step, unless that is done; whether it is, as far as is known."""
+        if self._saved_step == trainer.global_step:
+            return self._checkpointer.wait()
+        self._saved_step = trainer.global_step
+        scaler = self._accelerator.scaler
+        losses = [record["loss"] for record in self._metrics.records if record["split"] == "eval"]
+        manifest = Manifest(
+            step=trainer.global_step,
+            samples=trainer.windows.samples_at(trainer.global_step),
+            world_size=ranks.world_size(),
+            strategy=self._sharding.strategy,
+            offload=self._sharding.offload,
+            precision=self._accelerator.mixed_precision,
+            recipe=self._recipe.model_dump(mode="json"),
+            data=self._data,
+            trainer=asdict(trainer.counters),
+            scaler=scaler.state_dict() if scaler is not None else None,
+            eval_loss=losses[-1] if losses else None,
+            date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            versions={package: version(package) for package in PACKAGES},
+        )
+        tensors = named_tensors(self._model, self._optimizer)
+        return self._checkpointer.save(Job(manifest, tensors, random_states(), self._metrics.records), wait)
+
+    def wait(self) -> bool:
+        """Returns when the last save is written; whether it is whole."""
+        return self._checkpointer.wait()
+
+    def restore(
+        self, folder: Path, manifest: Manifest, trainer: Trainer, schedule: LambdaLR, num_positions: int
+    ) -> None:
+        """Goes on from a checkpoint: the state, the position in the data, the records, the generators.
+
+        On another number of ranks the generators are seeded anew, from the seed and the step.
+
+        Args:
+            num_positions: samples of the whole run.
+        """
+        if manifest.data != self._data:
+            raise BadInputError(
+                f"{str(folder)!r}: the content of data.train, or the tokenizer, has changed since; undo that, or start "
+                "anew with another training.output_dir or checkpoint.resume=never"
+            )
+        reader.require_whole(folder, manifest)
+        reader.load_tensors(folder, manifest, self._model, self._optimizer)
+        for _ in range(manifest.step):
+            schedule.step()
+        trainer.resume(manifest.trainer, manifest.samples, num_positions)
+        self._metrics.resume(ranks.on_first_rank(lambda: reader.read_records(folder)))
+        if self._accelerator.scaler is not None and manifest.scaler is not None:
+            self._accelerator.scaler.load_state_dict(manifest.scaler)
+        if manifest.world_size == ranks.world_size():
+            restore_random_states(reader.read_random_states(folder))
+        else:
+            set_seed(self._recipe.training.seed + manifest.step, device_specific=True)
+        self._saved_step = manifest.step

@@ -1,0 +1,88 @@
+"""The state of a run as named tensors, and of this rank's random number generators."""
+
+from __future__ import annotations
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from toolkit.sharding.apply import beside, local_tensor
+
+
+def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The live tensors of model and optimizer: DTensors where they are sharded, tied weights once.
+
+    With offload they are the float32 masters and the moments on the host, as without. A tensor without
+    dimensions is shown with one.
+
+    Args:
+        model: not wrapped in DDP.
+    """
+    state = model.state_dict()
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if name in state]
+    tensors = {f"model.{name}": state[name] for name in names}
+    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, kept in optimizer.state.items():
+        for key, value in kept.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{parameters[id(parameter)]}.{key}"] = value
+    return {name: tensor.detach() if tensor.ndim else tensor.detach().view(1) for name, tensor in tensors.items()}
+
+
+def with_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """`named_tensors`, after the optimizer has made the tensors that it otherwise makes in its first step."""
+    get_optimizer_state_dict(model, optimizer)
+    return named_tensors(model, optimizer)
+
+
+def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A copy on the host, which training does not touch any more."""
+    return {name: _copied(tensor) for name, tensor in tensors.items()}
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    local = local_tensor(tensor).to("cpu", copy=True)
+    return beside(tensor, local) if isinstance(tensor, DTensor) else local
+
+
+def described(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
+    """Name -> [type, shape of the whole], for the manifest."""
+    return {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
+
+
+def random_states() -> dict[str, Any]:
+    """This rank's random number generators, as plain values."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states = {
+        "torch": _encoded(torch.get_rng_state()),
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = _encoded(torch.cuda.get_rng_state())
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(_decoded(states["torch"]))
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_decoded(states["cuda"]))
+
+
+def _encoded(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _decoded(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

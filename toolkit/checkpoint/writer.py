@@ -1,0 +1,210 @@
+"""Saves: sharded through torch.distributed.checkpoint, synced, read back, renamed, marked. Or nothing at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from toolkit import ranks
+from toolkit.checkpoint.manifest import (
+    COMPLETE,
+    FOLDER,
+    MANIFEST,
+    METRICS,
+    Checkpoint,
+    FileEntry,
+    Manifest,
+    file_entry,
+    list_checkpoints,
+    step_folder,
+    sync,
+    write_synced,
+)
+from toolkit.checkpoint.state import described, host_copy
+from toolkit.errors import ToolkitError, first_line
+from toolkit.recipe import CheckpointSection
+from toolkit.sharding.apply import local_tensor
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save: what rank 0 tells, the tensors, this rank's generators, and the run's records so far."""
+
+    manifest: Manifest
+    tensors: dict[str, torch.Tensor]
+    random_states: dict[str, Any]
+    records: list[dict[str, Any]]
+
+
+class Checkpointer:
+    """Writes the checkpoints of a run.
+
+    Every rank calls `save` at the same steps. With asynchronous saving, the state is copied to the host and
+    written by a thread, over a process group of its own; the next save waits for it.
+
+    Args:
+        run: the run's folder, which all ranks see.
+        warn: told of a save that failed; the run goes on, and the last whole checkpoint stays.
+    """
+
+    def __init__(self, run: Path, settings: CheckpointSection, warn: Callable[[str], None]) -> None:
+        self._run = run
+        self._settings = settings
+        self._warn = warn
+        self._group = dist.new_group(backend="gloo", timeout=ranks.PATIENCE) if ranks.world_size() > 1 else None
+        self._thread: threading.Thread | None = None
+        self._problem: str | None = None
+
+    def save(self, job: Job, wait: bool = False) -> bool:
+        """Saves, or begins to; whether the last save that has ended is whole.
+
+        Args:
+            wait: return when it is written, as the end of a run does.
+        """
+        whole = self.wait()
+        if self._settings.asynchronous and not wait:
+            job = replace(job, tensors=host_copy(job.tensors), records=list(job.records))
+            self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
+            self._thread.start()
+            return whole
+        self._write(job)
+        return self._report()
+
+    def wait(self) -> bool:
+        """Returns when the save that is being written has ended; whether it is whole."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._report()
+
+    def _report(self) -> bool:
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            self._warn(problem)
+        return problem is None
+
+    def _write(self, job: Job) -> None:
+        """Collective over the save's own group. Any rank's problem is every rank's."""
+        folder = step_folder(self._run, job.manifest.step)
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        try:
+            self._together(lambda: _begin(unfinished) if ranks.rank() == 0 else None)
+            self._save_tensors(job.tensors, unfinished)
+            entries = self._together(lambda: _finish_rank(job, unfinished))
+            files = {name: entry for found in entries for name, entry in found.items()}
+            manifest = replace(job.manifest, files=files, tensors=described(job.tensors))
+            self._together(lambda: self._publish(manifest, unfinished, folder) if ranks.rank() == 0 else None)
+        except Exception as error:
+            self._problem = (
+                f"the checkpoint of step {job.manifest.step} was not saved: {first_line(error)}; "
+                "the run goes on, and the last whole checkpoint stays"
+            )
+            if ranks.rank() == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _save_tensors(self, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        try:
+            save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+        except CheckpointException as error:  # raised on all ranks
+            rank, found = next(iter(error.failures.items()))
+            raise ToolkitError(f"rank {rank}: {first_line(found[0])}") from error
+
+    def _publish(self, manifest: Manifest, unfinished: Path, folder: Path) -> None:
+        """Rank 0: names the files, moves the folder to its place, marks it, and clears old ones away."""
+        text = manifest.to_json()
+        write_synced(unfinished / MANIFEST, text)
+        sync(unfinished)
+        if folder.exists():  # of a save that was interrupted between here and the marker, or of other weights
+            shutil.rmtree(folder)
+        os.replace(unfinished, folder)
+        sync(folder.parent)
+        write_synced(folder / COMPLETE, hashlib.sha256(text.encode()).hexdigest())
+        sync(folder)
+        for old in superseded(list_checkpoints(self._run), self._settings):
+            remove(old.folder)
+
+    def _together(self, action: Callable[[], Any]) -> list[Any]:
+        return ranks.on_every_rank(action, "write a checkpoint", self._group)
+
+
+def superseded(found: list[Checkpoint], settings: CheckpointSection) -> list[Checkpoint]:
+    """Checkpoints to delete, by `keep_last`, `keep_every` and `keep_best`; those that do not count stay."""
+    whole = [checkpoint for checkpoint in found if checkpoint.manifest is not None and checkpoint.problem is None]
+    if settings.keep_last is None:
+        return []
+    kept = {checkpoint.step for checkpoint in whole[-settings.keep_last :]}
+    if settings.keep_every is not None:
+        kept |= {checkpoint.step for checkpoint in whole if checkpoint.step % settings.keep_every == 0}
+    if settings.keep_best:
+        losses = {c.step: c.manifest.eval_loss for c in whole if c.manifest is not None}
+        known = {step: loss for step, loss in losses.items() if loss is not None}
+        kept |= {min(known, key=known.__getitem__)} if known else set()
+    return [checkpoint for checkpoint in whole if checkpoint.step not in kept]
+
+
+def remove(folder: Path) -> None:
+    """Deletes a checkpoint, its marker first, so that half of it never counts."""
+    (folder / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _begin(unfinished: Path) -> None:
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+
+def _finish_rank(job: Job, folder: Path) -> dict[str, FileEntry]:
+    """Writes this rank's own files, reads its tensors back, and syncs all of it."""
+    mine = sorted(folder.glob(f"shard-{ranks.rank() + 1:05d}-*.safetensors"))
+    for path in mine:
+        require_same(path, job.tensors)
+    states = folder / f"rank_{ranks.rank():05d}.json"
+    write_synced(states, json.dumps(job.random_states))
+    mine.append(states)
+    if ranks.rank() == 0:
+        metrics = folder / METRICS
+        write_synced(metrics, "".join(json.dumps(record) + "\n" for record in job.records))
+        mine.append(metrics)
+    for path in mine:
+        sync(path)
+    return {path.name: file_entry(path) for path in mine}
+
+
+def require_same(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Raises ToolkitError where a written file does not hold the state, byte for byte."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (no dict)
+            live = local_tensor(tensors[name]).cpu()
+            read = file.get_tensor(name)
+            if read.shape != live.shape or read.dtype != live.dtype or not _same_bytes(read, live):
+                raise ToolkitError(f"{path.name}: {name} reads back differently from what was written")
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compares bits: what is not a number equals itself here."""
+    if a.numel() == 0:
+        return True
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def clear_unfinished(run: Path) -> None:
+    """Deletes what interrupted saves have left. Called by one process, before any save."""
+    for folder in (run / FOLDER).glob(".step_*.unfinished"):
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)
