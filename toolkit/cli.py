@@ -193,6 +193,80 @@ def verify_command(
         raise typer.Exit(1)
 
 
+@app.command("checkpoints")
+def checkpoints_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    check: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List a run's checkpoints. Exit code 1 where one was finished and is not whole any more."""
+    from toolkit.checkpoint.manifest import check_files, list_checkpoints
+
+    if not run.is_dir():
+        raise BadInputError(f"{str(run)!r}: no such folder; name the training.output_dir of a run")
+    rows = []
+    for found in list_checkpoints(run):
+        problem, manifest = found.problem, found.manifest
+        if check and manifest is not None and problem is None:
+            problem = check_files(found.folder, manifest, manifest.files)
+        row: dict[str, Any] = {"step": found.step, "folder": str(found.folder), "problem": problem}
+        if manifest is not None:
+            strategy = manifest.strategy + ("+offload" if manifest.offload else "")
+            size = sum(entry.bytes for entry in manifest.files.values())
+            row |= {"samples": manifest.samples, "ranks": manifest.world_size, "strategy": strategy, "bytes": size}
+            row |= {"precision": manifest.precision, "eval_loss": manifest.eval_loss, "date": manifest.date}
+        rows.append(row)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        columns = ["step", "samples", "ranks", "strategy", "precision", "eval_loss", "bytes", "date", "problem"]
+        cells = [[_cell(row.get(column), "whole" if column == "problem" else "") for column in columns] for row in rows]
+        _print_table([*columns[:-1], "state"], cells)
+    if any(row["problem"] is not None and "ranks" in row for row in rows):
+        raise typer.Exit(1)
+
+
+def _cell(value: Any, missing: str) -> str:
+    if value is None:
+        return missing
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+@app.command("export")
+def export_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    to: Annotated[Path, typer.Option(help="New folder, for from_pretrained.")],
+    checkpoint: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint; by default the last.", show_default=False)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Type of the weights: float32, bfloat16 (bf16) or float16.")] = "float32",
+    check: Annotated[bool, typer.Option("--verify/--no-verify", help="Reload it and compare logits.")] = True,
+    max_shard_gib: Annotated[float, typer.Option(help="Largest safetensors file (GiB).")] = 5.0,
+) -> None:
+    """Make a Hugging Face folder of a checkpoint: on one process, with one of its files in memory at a time."""
+    types = {"float32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16"}
+    if dtype not in types:
+        raise BadInputError(f"--dtype: unknown {dtype!r}; allowed: {', '.join(types)}")
+    from toolkit.checkpoint.manifest import latest, read_checkpoint, step_folder
+
+    if checkpoint is not None:
+        folder = step_folder(run, checkpoint)
+    elif (last := latest(run)) is not None:
+        folder = last.folder
+    else:
+        raise BadInputError(f"{str(run)!r} has no whole checkpoint; see toolkit checkpoints {run}")
+    manifest = read_checkpoint(folder)
+    import torch
+
+    from toolkit.checkpoint.consolidate import export_checkpoint
+    from toolkit.export import ExportSettings
+
+    settings = ExportSettings(getattr(torch, types[dtype]), int(max_shard_gib * 2**30))
+    difference = export_checkpoint(run, folder, manifest, to, settings, check)
+    checked = "" if difference is None else f"; logits differ by {difference:.1e} of the largest"
+    print(f"{to}: step {manifest.step} in {types[dtype]}{checked}")
+
+
 def _print_report(report: Report) -> None:
     for name, fact in report.facts.items():
         print(f"{name:>10}: {fact}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,9 +56,12 @@ def export(
     if accelerator.is_main_process:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    _write_weights(inner, unfinished, settings)
+    trained = {name for name, _ in inner.named_parameters()}
+    write_weights(whole_tensors(inner), trained, unfinished, settings)
     if accelerator.is_main_process:
-        _write_configuration(inner, tokenizer, unfinished, settings.dtype)
+        write_configuration(inner, tokenizer, unfinished, settings.dtype)
+        if folder.exists():  # of the same run, cut off after its export or taken further
+            shutil.rmtree(folder)
         os.replace(unfinished, folder)
     accelerator.wait_for_everyone()
 
@@ -93,12 +96,18 @@ def gather_on_rank_zero(tensor: torch.Tensor) -> torch.Tensor | None:
     return torch.cat(parts)[: tensor.shape[0]]
 
 
-def _write_weights(model: nn.Module, folder: Path, settings: ExportSettings) -> None:
+def write_weights(
+    tensors: Iterable[tuple[str, torch.Tensor | None]], trained: Set[str], folder: Path, settings: ExportSettings
+) -> None:
+    """Writes tensors as they come; on rank 0, where alone they are.
+
+    Args:
+        trained: names of parameters, which are converted to the settings' type; buffers keep theirs.
+    """
     files: list[list[str]] = []
     group: dict[str, torch.Tensor] = {}
     group_bytes = total_bytes = 0
-    trained = {name for name, _ in model.named_parameters()}
-    for name, whole in whole_tensors(model):
+    for name, whole in tensors:
         if whole is None:
             continue
         tensor = whole.to(device="cpu", dtype=settings.dtype if name in trained else whole.dtype).contiguous()
@@ -133,9 +142,10 @@ def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def _write_configuration(
+def write_configuration(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
 ) -> None:
+    """What belongs to the weights: configuration, generation settings, tokenizer."""
     dtype_before = model.config.dtype
     model.config.dtype = dtype
     model.config.save_pretrained(folder)
@@ -176,19 +186,24 @@ def verify(
     difference = tolerance = 0.0
     if reloaded is not None:
         again = reloaded(**{key: value.to(reloaded.device) for key, value in inputs.items()}, use_cache=False).logits
-        difference = _relative_difference(again.float().to(logits.device), logits)
+        difference = relative_difference(again.float().to(logits.device), logits)
         tolerance = TOLERANCE[reloaded.dtype]
     results = ranks.gather_objects((difference, tolerance))
-    difference, tolerance = results[0]
+    require_close(*results[0])
+    return results[0][0]
+
+
+def require_close(difference: float, tolerance: float) -> None:
+    """Raises ExportError where the logits of an export differ by more than the tolerance."""
     if not difference <= tolerance:
         raise ExportError(
             f"the exported folder gives other logits than the trained model: they differ by {difference:.1e} of the "
             f"largest, more than {tolerance:.0e}; the folder is not to be trusted"
         )
-    return difference
 
 
-def _relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest element of `b`."""
     return ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
 
 

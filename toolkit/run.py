@@ -27,6 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import models, ranks
+from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.checkpoint.manifest import Manifest, latest
 from toolkit.checkpoint.reader import find, same_run
 from toolkit.checkpoint.session import RunCheckpoints, Sharding
@@ -34,7 +35,7 @@ from toolkit.data import build, tokenizer
 from toolkit.data.build import TokenisedData
 from toolkit.data.loader import Batch, TrainLoader, evaluation_batches
 from toolkit.errors import BadInputError
-from toolkit.export import ExportSettings, export, reload, sample_text, verify
+from toolkit.export import ExportSettings, export, reload, sample_text, verify, write_configuration
 from toolkit.metrics import GIB, Metrics, flops_per_token, peak_flops
 from toolkit.objectives import CausalLM
 from toolkit.optim import build_optimizer, build_schedule
@@ -57,7 +58,7 @@ from toolkit.trainer import Trainer
 FINISHED = "report.html"
 """Written last: a run's folder that holds it is done."""
 
-RUN_FILES = ("recipe.yaml", "metrics.jsonl", "data_report.json", "report.html", "export", "checkpoints")
+RUN_FILES = ("recipe.yaml", "metrics.jsonl", "data_report.json", MODEL_FILES, FINISHED, "export", "checkpoints")
 """What a run leaves in its output folder."""
 
 
@@ -334,6 +335,9 @@ def _fit_and_export(
     _introduce(console, plugin, parts)
     if accelerator.is_main_process:
         (output_dir / "data_report.json").write_text(json.dumps(parts.data.report, indent=1), encoding="utf-8")
+        inner = accelerator.unwrap_model(parts.model)
+        (output_dir / MODEL_FILES).mkdir(exist_ok=True)
+        write_configuration(inner, parts.tokenizer, output_dir / MODEL_FILES, getattr(torch, recipe.model.dtype))
     accelerator.init_trackers(recipe.logging.project_name, config=_tracker_config(recipe))
     set_seed(recipe.training.seed, device_specific=True)  # dropout differs between ranks
     num_positions = parts.windows.num_positions

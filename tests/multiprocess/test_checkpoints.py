@@ -18,7 +18,11 @@ from conftest import make_texts
 from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
 from tiny import recipe_values, save_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from toolkit.checkpoint import latest
+from toolkit.cli import app, export_command
 from toolkit.errors import BadInputError, StoppedError
 
 CUT_AT = 7  # the step in which the run dies; saved after 3 and 6
@@ -251,3 +255,121 @@ def test_what_does_not_fit_is_refused(workshop: Path) -> None:
     assert "neither a checkpoint" in found["nowhere"]
     assert "has later checkpoints (step_00000009)" in found["earlier"]
     assert "optimizer" not in found, "a harmless change goes on"
+
+
+# The command line
+
+
+@pytest.fixture
+def finished_run(workshop: Path) -> Path:
+    """A run of 9 steps on one rank, with checkpoints after 3, 6 and 9."""
+    if not (workshop / "whole-1-0" / "report.html").exists():
+        run_on_ranks(cut_and_go_on, 1, str(workshop))
+    return workshop / "whole-1-0"
+
+
+def call(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_export_of_a_checkpoint_is_the_runs_own(finished_run: Path, tmp_path: Path) -> None:
+    done = call("export", finished_run, "--to", tmp_path / "last", "--max-shard-gib", "0.0001")
+    assert done.exit_code == 0, done.output
+    assert "step 9 in float32; logits differ by 0.0e+00" in done.output
+    files = sorted(path.name for path in (tmp_path / "last").glob("*.safetensors"))
+    assert len(files) > 1
+    exported = {name: tensor for file in files for name, tensor in load_file(tmp_path / "last" / file).items()}
+    own = load_file(finished_run / "export" / "model.safetensors")
+    assert exported.keys() == own.keys()
+    assert all(torch.equal(exported[name], own[name]) for name in own)
+    assert AutoTokenizer.from_pretrained(tmp_path / "last").vocab_size > 0
+
+    done = call("export", finished_run, "--checkpoint", 3, "--dtype", "bf16", "--to", tmp_path / "third")
+    assert done.exit_code == 0, done.output
+    third = AutoModelForCausalLM.from_pretrained(tmp_path / "third")
+    assert third.dtype == torch.bfloat16
+    assert not torch.equal(third.lm_head.weight.float(), own["model.embed_tokens.weight"].bfloat16().float())
+
+    with pytest.raises(BadInputError, match="exists; name a new folder"):
+        export_command(finished_run, tmp_path / "third")
+    with pytest.raises(BadInputError, match=r"step_00000004.*manifest\.json is missing"):
+        export_command(finished_run, tmp_path / "none", 4)
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damage_is_told(finished_run: Path, tmp_path: Path) -> None:
+    """A flipped byte, a shorter file, one that is missing, one too many, a manifest that leads elsewhere."""
+    listed = call("checkpoints", finished_run, "--verify", "--json")
+    assert listed.exit_code == 0
+    assert [(row["step"], row["problem"], row["ranks"]) for row in json.loads(listed.output)] == [
+        (3, None, 1),
+        (6, None, 1),
+        (9, None, 1),
+    ]
+    for name, damage in {
+        "flipped": flip_a_byte,
+        "shorter": lambda path: path.write_bytes(path.read_bytes()[:-8]),
+        "missing": lambda path: path.unlink(),
+        "extra": lambda path: (path.parent / "other.safetensors").write_bytes(b""),
+        "marker": lambda path: (path.parent / "COMPLETE").write_text("0" * 64),
+        "unfinished": lambda path: (path.parent / "COMPLETE").unlink(),
+        "elsewhere": lambda path: lead_elsewhere(path.parent),
+    }.items():
+        shutil.copytree(finished_run, tmp_path / name)
+        damage(next((tmp_path / name / "checkpoints" / "step_00000009").glob("*.safetensors")))
+    quick = {
+        name: json.loads(call("checkpoints", tmp_path / name, "--json").output)[-1] for name in os.listdir(tmp_path)
+    }
+    assert quick["flipped"]["problem"] is None, "only reading it all tells"
+    assert "has" in quick["shorter"]["problem"]
+    assert "missing, but named in" in quick["missing"]["problem"]
+    assert "other.safetensors is not named in" in quick["extra"]["problem"]
+    assert "does not fit" in quick["marker"]["problem"]
+    assert "was not finished" in quick["unfinished"]["problem"]
+    assert "'../recipe.yaml', which is no plain file" in quick["elsewhere"]["problem"]
+    flipped = call("checkpoints", tmp_path / "flipped", "--verify")
+    assert flipped.exit_code == 1
+    assert "checksum differs" in " ".join(flipped.output.split())
+    for name in ("shorter", "missing", "extra", "marker", "unfinished", "elsewhere"):
+        assert latest(tmp_path / name).step == 6, name  # type: ignore[union-attr]
+    with pytest.raises(BadInputError, match="checksum differs"):
+        export_command(tmp_path / "flipped", tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+
+
+def lead_elsewhere(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["../recipe.yaml"] = {"bytes": 1, "sha256": ""}
+    text = json.dumps(manifest)
+    (folder / "manifest.json").write_text(text)
+    (folder / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
+
+
+def resume_damaged(folder: str, output: str) -> str:
+    from toolkit import Recipe, finetune
+
+    meet()
+    case = {"strategy": "zero3", "precision": "no"}
+    recipe = values(Path(folder), output, case)
+    Path(folder, output, "report.html").unlink(missing_ok=True)
+    try:
+        return f"{len(finetune(Recipe.from_mapping(recipe)).metrics)} records"
+    except BadInputError as error:
+        return str(error)
+
+
+def test_a_damaged_checkpoint_is_refused_or_passed_over(finished_run: Path, workshop: Path) -> None:
+    for name in ("flipped", "cut short"):
+        shutil.copytree(finished_run, workshop / name)
+    flip_a_byte(next((workshop / "flipped/checkpoints/step_00000009").glob("*.safetensors")))
+    (workshop / "cut short/checkpoints/step_00000009/COMPLETE").unlink()
+    told = run_on_ranks(resume_damaged, 2, str(workshop), "flipped")
+    assert all("checksum differs. Delete this folder" in text for text in told)
+    told = run_on_ranks(resume_damaged, 1, str(workshop), "cut short")
+    assert told == ["13 records"]
+    assert latest(workshop / "cut short").step == 9  # type: ignore[union-attr]

@@ -9,6 +9,7 @@ import datasets
 import torch
 from torch import nn
 
+from toolkit.export import relative_difference
 from toolkit.verify.results import NOT_USED, Row, measured
 
 PACKING_TOLERANCE = 1e-4
@@ -58,7 +59,3 @@ def _logits(model: nn.Module, documents: list[list[int]]) -> torch.Tensor:
     ids = torch.tensor([list(itertools.chain(*documents))], device=device)
     positions = torch.tensor([[i for document in documents for i in range(len(document))]], device=device)
     return model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
-
-
-def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()

@@ -1,0 +1,106 @@
+"""From a sharded checkpoint to a folder that `from_pretrained` loads: on one process, a file at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from toolkit.checkpoint.manifest import Manifest, check_files
+from toolkit.errors import BadInputError
+from toolkit.export import (
+    TOLERANCE,
+    ExportSettings,
+    relative_difference,
+    reload,
+    require_close,
+    write_configuration,
+    write_weights,
+)
+
+MODEL_FILES = "model"
+"""Folder of a run with the model's configuration and tokenizer."""
+
+PREFIX = "model."
+
+
+def export_checkpoint(
+    run: Path, folder: Path, manifest: Manifest, to: Path, settings: ExportSettings, verify: bool
+) -> float | None:
+    """Writes `to`, whole or not at all.
+
+    Host memory: one of its files at a time; to verify, the model twice.
+
+    Returns:
+        The largest difference of logits between checkpoint and export, as a share of the largest logit;
+        None where it was not looked for.
+
+    Raises:
+        BadInputError: a checkpoint that is not what was written, or a folder that exists.
+        ExportError: where the export gives other logits.
+    """
+    if to.exists():
+        raise BadInputError(f"--to: {str(to)!r} exists; name a new folder")
+    problem = check_files(folder, manifest, manifest.files)
+    if problem is not None:
+        raise BadInputError(f"{str(folder)!r}: {problem}")
+    config = AutoConfig.from_pretrained(run / MODEL_FILES)
+    tokenizer = AutoTokenizer.from_pretrained(run / MODEL_FILES)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    unfinished = to.with_name(f".{to.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        trained = {name for name, _ in model.named_parameters()}
+        write_weights(read_whole(folder, manifest, settings.max_shard_bytes), trained, unfinished, settings)
+        write_configuration(model, tokenizer, unfinished, settings.dtype)
+        difference = _difference(folder, manifest, config, unfinished, settings.dtype) if verify else None
+        if difference is not None:
+            require_close(difference, TOLERANCE[settings.dtype])
+        os.replace(unfinished, to)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return difference
+
+
+def read_whole(folder: Path, manifest: Manifest, max_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's tensors, whole, under their names in the model, some `max_bytes` in memory at a time."""
+    group: dict[str, torch.Tensor] = {}
+    for name, (dtype, shape) in manifest.tensors.items():
+        if name.startswith(PREFIX):
+            group[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            if sum(tensor.nbytes for tensor in group.values()) >= max_bytes:
+                yield from _loaded(folder, group)
+                group = {}
+    yield from _loaded(folder, group)
+
+
+def _loaded(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    if tensors:
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    for name, tensor in tensors.items():
+        yield name.removeprefix(PREFIX), tensor
+
+
+@torch.no_grad()
+def _difference(folder: Path, manifest: Manifest, config: object, export: Path, dtype: torch.dtype) -> float:
+    """Of the logits between the checkpoint's own tensors and the reloaded export, on arbitrary tokens."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    state = dict(read_whole(folder, manifest, max_bytes=2**62))
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    model = model.to(dtype).eval()
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    tokens = torch.randint(0, vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))
+    expected = model(input_ids=tokens, use_cache=False).logits.float()
+    found = reload(export, torch.device("cpu"), dtype)(input_ids=tokens, use_cache=False).logits.float()
+    return relative_difference(found, expected)
