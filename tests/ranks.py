@@ -12,7 +12,8 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -38,29 +39,49 @@ def run_on_ranks(
     Raises:
         AssertionError: with every failed rank's traceback, or naming the ranks that did not finish.
     """
-    _context.set_forkserver_preload(PRELOADED)
     with TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(num_ranks):
-            receiver, sender = _context.Pipe(duplex=False)
-            process = _context.Process(
-                target=_rank, args=(sender, rank, num_ranks, folder, function, args), daemon=False
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
+        pipes, processes = _start(function, num_ranks, folder, args)
         try:
             outcomes = _collect(pipes, seconds)
         finally:
-            for process in processes:
-                process.join(timeout=5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            _end(processes)
     failed = [f"--- rank {rank} ---\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
     assert not failed, "\n".join(failed)
     return [result for _, result in outcomes]
+
+
+@contextmanager
+def started(function: Callable[..., Any], num_ranks: int, *args: Any) -> Iterator[list[Any]]:
+    """The processes of `function(*args)` on every rank, for tests that do harm to them; ended at last."""
+    with TemporaryDirectory() as folder:
+        pipes, processes = _start(function, num_ranks, folder, args)
+        try:
+            yield processes
+        finally:
+            _end(processes)
+            for pipe in pipes:
+                pipe.close()
+
+
+def _start(function: Callable[..., Any], num_ranks: int, folder: str, args: Any) -> tuple[list[Connection], list[Any]]:
+    _context.set_forkserver_preload(PRELOADED)
+    pipes, processes = [], []
+    for rank in range(num_ranks):
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(target=_rank, args=(sender, rank, num_ranks, folder, function, args), daemon=False)
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    return pipes, processes
+
+
+def _end(processes: list[Any]) -> None:
+    for process in processes:
+        process.join(timeout=5)
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def meet() -> None:

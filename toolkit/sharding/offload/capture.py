@@ -140,7 +140,7 @@ class Capture:
             wait_for_landing(self._in_flight.popleft())
 
     def _add(self, unit: OffloadedUnit, flat: torch.Tensor, present: frozenset[int]) -> None:
-        """A second gradient before the step: two forwards before a backward, or two windows before a step."""
+        """A second gradient before the step: of another backward that Accelerate was not told to sum up."""
         if self._once:
             raise TrainingError(
                 f"offload: {unit.name or 'the root'} got two gradients before one step, and the first is being stepped "

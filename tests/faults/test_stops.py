@@ -1,0 +1,190 @@
+"""Asked to stop, a run saves its state and says so; a rank that dies takes the others with it, by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import make_texts
+from ranks import run_on_ranks
+from tiny import recipe_values, save_llama
+
+from toolkit.checkpoint import latest, list_checkpoints
+from toolkit.checkpoint.manifest import Checkpoint, Manifest
+from toolkit.checkpoint.writer import superseded
+from toolkit.recipe import CheckpointSection
+from toolkit.stop import StopRequests
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", "accelerate_configs/cpu_2.yaml"]
+
+
+def write_recipe(folder: Path, text_file: Path, **training: Any) -> Path:
+    save_llama(folder / "model", make_texts(60), tied=True)
+    values = recipe_values(folder / "model", text_file, folder / "run", folder / "cache", max_steps=100_000, **training)
+    values["checkpoint"] = {"every_steps": 25}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def start(command: list[str], recipe: Path, *overrides: str) -> subprocess.Popen[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    return subprocess.Popen(
+        [*command, "recipes/finetune.py", "--recipe", str(recipe), *overrides],
+        cwd=ROOT,
+        env={**clean, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_checkpoint(run: Path, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120
+    while latest(run) is None:
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_launcher_that_is_terminated_and_a_rank_that_is_killed(tmp_path: Path, text_file: Path) -> None:
+    recipe = write_recipe(tmp_path, text_file)
+    process = start(LAUNCH, recipe)
+    wait_for_checkpoint(tmp_path / "run", process)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "SIGTERM; its state is saved; the same command goes on from there" in " ".join(told.split())
+    stopped = latest(tmp_path / "run")
+    assert stopped is not None
+    assert all(checkpoint.problem is None for checkpoint in list_checkpoints(tmp_path / "run"))
+
+    process = start(LAUNCH, recipe)
+    until = time.monotonic() + 120
+    while (latest(tmp_path / "run") or stopped).step <= stopped.step:  # it goes on
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    started = time.monotonic()
+    os.kill(sorted(children_of(process.pid))[-1], signal.SIGKILL)
+    _, told = process.communicate(timeout=60)
+    assert time.monotonic() - started < 60
+    assert process.returncode == 1
+    assert "resumed: after step" in told
+    assert "rank      : 1 (local_rank: 1)" in told, "the launcher names the rank"
+    assert "exitcode  : -9" in told
+
+
+def test_ctrl_c_and_the_time_limit(tmp_path: Path, text_file: Path) -> None:
+    recipe = write_recipe(tmp_path, text_file)
+    process = start([sys.executable], recipe)
+    wait_for_checkpoint(tmp_path / "run", process)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert "SIGINT; its state is saved" in told
+    assert "error" not in told
+    step = latest(tmp_path / "run").step  # type: ignore[union-attr]
+    process = start([sys.executable], recipe, "checkpoint.time_limit_minutes=0.02")
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 3
+    assert "time_limit_minutes (0.02) is over; its state is saved" in told
+    assert latest(tmp_path / "run").step > step  # type: ignore[union-attr]
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with StopRequests(None) as stop:
+        assert stop.reason is None
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.reason == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def run_with_a_full_disk(folder: str, asynchronous: bool) -> dict[str, Any]:
+    """From step 5 on no file of this process may be longer than 100 kB."""
+    from toolkit import Recipe, finetune
+    from toolkit.checkpoint import session
+    from toolkit.metrics import Metrics
+
+    warnings: list[str] = []
+    Metrics.warn = lambda self, message: warnings.append(message)  # type: ignore[method-assign]
+    save = session.RunCheckpoints.save
+
+    def limited(self: Any, trainer: Any, wait: bool = False) -> bool:
+        if trainer.global_step >= 5:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        return save(self, trainer, wait)
+
+    session.RunCheckpoints.save = limited  # type: ignore[method-assign]
+    home = Path(folder)
+    training = {"max_steps": 12, "micro_batch_size": 2}
+    output = home / f"run-{asynchronous}"
+    values = recipe_values(home / "model", home / "texts.jsonl", output, home / "cache", **training)
+    values["checkpoint"] = {"every_steps": 4, "asynchronous": asynchronous}
+    values["export"] = {"enabled": False}
+    try:
+        metrics = finetune(Recipe.from_mapping(values)).metrics
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return {"steps": len(metrics), "warnings": warnings}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_disk_that_is_full_stops_nothing_and_is_told(tmp_path: Path, text_file: Path, asynchronous: bool) -> None:
+    save_llama(tmp_path / "model", make_texts(60), tied=True)
+    shutil.copy(text_file, tmp_path / "texts.jsonl")
+    for rank in run_on_ranks(run_with_a_full_disk, 2, str(tmp_path), asynchronous):
+        assert rank["steps"] == 12
+        assert [warning.partition(" was not saved")[0] for warning in rank["warnings"]] == [
+            "the checkpoint of step 8",
+            "the checkpoint of step 12",
+        ]
+        assert all("the last whole checkpoint stays" in warning for warning in rank["warnings"])
+    run = tmp_path / f"run-{asynchronous}"
+    assert [(found.step, found.problem) for found in list_checkpoints(run)] == [(4, None)]
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_what_is_kept() -> None:
+    def found(step: int, eval_loss: float | None, problem: str | None = None) -> Checkpoint:
+        manifest = Manifest(step, 1, 1, "zero3", False, "no", {}, "", {}, None, eval_loss, "", {})
+        return Checkpoint(Path(f"step_{step:08d}"), step, manifest, problem)
+
+    whole = [found(step, loss) for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5), (40, None), (50, 2.7))]
+    broken = found(5, 1.0, "damaged")
+
+    def left(**settings: Any) -> list[int]:
+        section = CheckpointSection(every_steps=10, **settings)
+        gone = superseded([broken, *whole], section)
+        assert broken not in gone, "a person may want to look at it"
+        return [checkpoint.step for checkpoint in whole if checkpoint not in gone]
+
+    assert left(keep_last=None) == [10, 20, 30, 40, 50]
+    assert left(keep_last=2) == [40, 50]
+    assert left(keep_last=1, keep_every=30) == [30, 50]
+    assert left(keep_last=1, keep_best=True) == [20, 50]
+    assert left(keep_last=1, keep_every=10) == [10, 20, 30, 40, 50]
+
+
+def test_a_manifest_of_another_format_is_refused() -> None:
+    manifest = json.loads(Manifest(1, 1, 1, "zero3", False, "no", {}, "", {}, None, None, "", {}).to_json())
+    assert Manifest.from_json(json.dumps(manifest)).step == 1
+    manifest["format"] = 2
+    with pytest.raises(ValueError, match="format 2, but this version reads 1"):
+        Manifest.from_json(json.dumps(manifest))
