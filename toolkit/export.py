@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
+from toolkit.data.tokenizer import pad_id
 from toolkit.errors import ExportError
 from toolkit.metrics import GIB
 from toolkit.sharding.apply import shard_chunk, shard_group
@@ -221,6 +222,6 @@ def sample_text(
             do_sample=True,
             temperature=0.8,
             top_p=0.95,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            pad_token_id=pad_id(tokenizer),
         )
     return tokenizer.decode(tokens[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)  # type: ignore[no-any-return]

@@ -241,6 +241,11 @@ def refused(folder: str) -> dict[str, str]:
     attempt("nowhere", "new", checkpoint={"resume": folder})
     attempt("earlier", checkpoint={"resume": checkpoint})
     attempt("optimizer", "new", checkpoint={"resume": checkpoint}, optimizer={"kind": "adamw", "beta1": 0.8})
+    shutil.move(f"{folder}/model", f"{folder}/the model")
+    save_llama(Path(folder, "model"), make_texts(60), tied=True, layers=3)  # the recipe still says the same
+    attempt("another model", "other", checkpoint={"resume": checkpoint})
+    shutil.rmtree(f"{folder}/model")
+    shutil.move(f"{folder}/the model", f"{folder}/model")
     return found
 
 
@@ -255,6 +260,8 @@ def test_what_does_not_fit_is_refused(workshop: Path) -> None:
     assert "neither a checkpoint" in found["nowhere"]
     assert "has later checkpoints (step_00000009)" in found["earlier"]
     assert "optimizer" not in found, "a harmless change goes on"
+    assert "the checkpoint of another model" in found["another model"]
+    assert "it lacks model.model.layers.2." in found["another model"]
 
 
 # The command line
