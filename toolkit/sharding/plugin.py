@@ -171,7 +171,8 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             **kwargs,
         )
         # Stock checkpointing, which Accelerate applies next, redraws dropout in the second forward.
-        asked = Checkpointing(every=1, offload=self.activation_checkpointing_offload)
+        # Accelerate 1.13 knows no offload of checkpoints.
+        asked = Checkpointing(every=1, offload=getattr(self, "activation_checkpointing_offload", False))
         self.checkpointing = checkpointing or (asked if self.activation_checkpointing else None)  # type: ignore[has-type]
         self.activation_checkpointing = False
         if self.checkpointing is not None and not self.strategy.sharded:
