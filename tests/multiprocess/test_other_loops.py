@@ -65,10 +65,11 @@ def test_an_example_trains_resumes_and_exports(example: str, tmp_path: Path) -> 
     assert resumed["losses"][-10:] == sharded["losses"][10:]
     assert resumed["eval_loss"] == sharded["eval_loss"]
 
-    # The same checkpoint, with the optimizer state offloaded from there on; its AdamW is fused, the example's is not.
-    offloaded = start(example, "zero3+offload", tmp_path / "offloaded", "--resume", str(checkpoint))
-    assert offloaded["losses"][-10:] == pytest.approx(sharded["losses"][10:], rel=1e-5)
-    assert offloaded["eval_loss"] == pytest.approx(sharded["eval_loss"], rel=1e-5)
+    if example != "accelerate_loop":  # test_offload_features.py has such a loop
+        # The same checkpoint, optimizer state offloaded from there on; its AdamW is fused, the example's is not.
+        offloaded = start(example, "zero3+offload", tmp_path / "offloaded", "--resume", str(checkpoint))
+        assert offloaded["losses"][-10:] == pytest.approx(sharded["losses"][10:], rel=1e-5)
+        assert offloaded["eval_loss"] == pytest.approx(sharded["eval_loss"], rel=1e-5)
 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "zero3/export").num_parameters() > 0
     if example == "accelerate_loop":

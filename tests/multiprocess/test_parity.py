@@ -29,9 +29,18 @@ STRATEGIES = ("zero3", "ddp", "zero1", "zero2", "hybrid")
 
 
 def cases(num_ranks: int) -> list[tuple[str, bool, int]]:
-    """(strategy, tied, accumulation); hybrid needs two groups of two."""
+    """(strategy, tied, accumulation); hybrid needs two groups of two.
+
+    All of them on 2 ranks; on 1 and 4, each strategy tied and untied, with and without accumulation.
+    """
     possible = [strategy for strategy in STRATEGIES if strategy != "hybrid" or num_ranks >= 4]
-    return list(itertools.product(possible, (False, True), (1, 3)))
+    if num_ranks == 2:
+        return list(itertools.product(possible, (False, True), (1, 3)))
+    return [
+        (strategy, tied, accumulation)
+        for number, strategy in enumerate(possible)
+        for tied, accumulation in ([(False, 1), (True, 3)] if number % 2 else [(False, 3), (True, 1)])
+    ]
 
 
 def plain_rows(model_folder: Path, data: Path) -> torch.Tensor:

@@ -76,7 +76,11 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
         (["logging.sample_max_new_tokens=5"], "logging.sample_max_new_tokens has no effect"),
         (["data.hub_split=train"], "no effect on files"),
         (["export.enabled=false", "export.dtype=float16"], "no effect with export.enabled: false"),
-        (["checkpoint.every_steps=5"], "checkpoint.every_steps"),
+        (["checkpoint.keep_best=true"], "checkpoint.keep_best"),
+        (
+            ["checkpoint.every_steps=5", "checkpoint.keep_last=null", "checkpoint.keep_every=10"],
+            "checkpoint.keep_every",
+        ),
     ],
 )
 def test_contradictions_and_settings_without_effect(tmp_path: Path, overrides: list[str], message: str) -> None:
