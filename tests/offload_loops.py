@@ -48,6 +48,7 @@ class Case:
     lora: bool = False  # rank 1: fewer rows than ranks
     evaluate: bool = False  # after every step
     compiled: bool = False  # each block
+    partly: bool = False  # the last micro-batch's loss uses neither the last block nor the head
 
     def __str__(self) -> str:
         plain = Case()
@@ -103,6 +104,10 @@ def loss_of(model: nn.Module, case: Case, step: int, micro: int) -> torch.Tensor
     losses = []
     for forward in range(case.forwards):
         ids = tokens(step, micro, forward)
+        if case.partly and micro == case.accumulation - 1:
+            hidden = model(input_ids=ids, output_hidden_states=True).hidden_states[-2]
+            losses.append(hidden.float().square().mean())
+            continue
         logits = model(input_ids=ids).logits
         losses.append(F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten()))
     loss = torch.stack(losses).mean()

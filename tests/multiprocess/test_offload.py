@@ -38,6 +38,7 @@ CASES = [
     Case(poison=2),
     Case(unused=True, tied=False),
     Case(unused=True, accumulation=3),
+    Case(partly=True, accumulation=3, tied=False),
     Case(lora=True),
     Case(evaluate=True, tied=False),
 ]

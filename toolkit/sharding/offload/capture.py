@@ -76,9 +76,11 @@ class Capture:
         self._stream = self._handle.Stream()
         self._in_flight: deque[OffloadedUnit] = deque()
         self._partial: _Partial | None = None
+        self._units: list[OffloadedUnit] = []
 
     def attach(self, unit: OffloadedUnit) -> None:
         """Registers the hooks of one unit."""
+        self._units.append(unit)
         unit.modules[0].set_all_reduce_hook(lambda reduced: self._on_reduced(unit, reduced))
         for i, slot in enumerate(unit.slots):
             drop = functools.partial(self._drop, i)
@@ -110,6 +112,16 @@ class Capture:
         self._handle.current_stream().wait_event(partial.event)
         self._take(partial.unit, partial.spread(), frozenset(partial.present), partial.is_last)
 
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sends what is left to the host: the sums of units that had no gradient in the window's last micro-batch."""
+        self.settle()
+        for unit in self._units:
+            if unit.accumulated is not None:
+                flat, present = unit.accumulated, unit.accumulated_present
+                unit.accumulated, unit.accumulated_present = None, frozenset()
+                self._pass_on(unit, flat, present)
+
     def _take(self, unit: OffloadedUnit, flat: torch.Tensor, present: frozenset[int], is_last: bool) -> None:
         if unit.accumulated is not None:
             flat = unit.accumulated.add_(flat)
@@ -120,6 +132,9 @@ class Capture:
             unit.accumulated_present = present
             return
         unit.accumulated, unit.accumulated_present = None, frozenset()
+        self._pass_on(unit, flat, present)
+
+    def _pass_on(self, unit: OffloadedUnit, flat: torch.Tensor, present: frozenset[int]) -> None:
         if unit.present:
             self._add(unit, flat, present)
         else:

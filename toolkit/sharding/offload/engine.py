@@ -141,7 +141,7 @@ class OffloadEngine:
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._require_clippable(listed, max_norm, norm_type)
-        self._capture.settle()
+        self._capture.finish()
         norms = {
             id(unit.slots[i].parameter): unit.norms[i]
             for unit in self.state.units
@@ -161,7 +161,7 @@ class OffloadEngine:
 
     def step(self) -> None:
         """Hands every unit with a gradient to the worker, with the optimizer's settings as they are now."""
-        self._capture.settle()
+        self._capture.finish()
         self._raise_error()
         clip, self._clip = self._clip, None
         self._order = [*self._seen, *(unit for unit in self.state.units if unit not in self._seen)]
