@@ -535,7 +535,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1 if on_gpu else 2)
     parser.add_argument("--rounds", type=int, default=2 if on_gpu else 12)
     parser.add_argument("--steps", type=int, default=2, help="of a variant's turn")
-    parser.add_argument("--seconds", type=float, default=540, help="no variant is started after that")
+    parser.add_argument("--seconds", type=float, default=480, help="no variant is started after that")
     parser.add_argument("--output", type=Path, help="file of JSON lines; a plot goes beside it")
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
