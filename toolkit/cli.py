@@ -34,6 +34,10 @@ PATIENCE_SECONDS = 20.0
 """How long other ranks stay alive after an error, so that rank 0 gets to print it before a launcher ends it."""
 
 
+PATIENCE_WHEN_STOPPED = 2.0
+"""The same where all ranks end for one reason at one time."""
+
+
 def main() -> None:
     """Entry point of the `toolkit` command. Exit codes: 0 done, 1 failed, 2 bad input."""
     try:
@@ -74,7 +78,7 @@ def _fail(error: ToolkitError) -> int:
         word = "" if isinstance(error, StoppedError) else "[bold red]error:[/] "
         Console(stderr=True, highlight=False, soft_wrap=True).print(word + escape(str(error)))
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        time.sleep(PATIENCE_SECONDS)
+        time.sleep(PATIENCE_WHEN_STOPPED if isinstance(error, StoppedError) else PATIENCE_SECONDS)
     return error.exit_code
 
 

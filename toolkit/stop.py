@@ -8,11 +8,16 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
+from toolkit.errors import StoppedError
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_REQUEST_SECONDS = 3.0
 
 
 class StopRequests:
-    """While entered, the first SIGTERM or SIGINT only asks for an end; a second one ends at once, as usual.
+    """While entered, SIGTERM and SIGINT only ask for an end; a SIGINT some seconds later ends at once, as usual.
+
+    What a terminal or a batch system sends to all processes, a launcher sends to its ranks once more.
 
     Args:
         time_limit_minutes: of the run, from now on.
@@ -23,6 +28,7 @@ class StopRequests:
 
     def __init__(self, time_limit_minutes: float | None) -> None:
         self._signal: str | None = None
+        self._signalled = 0.0
         self._until = None if time_limit_minutes is None else time.monotonic() + 60 * time_limit_minutes
         self._time_limit_minutes = time_limit_minutes
         self._handlers: dict[signal.Signals, Any] = {}
@@ -41,13 +47,14 @@ class StopRequests:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._restore()
+        for number, handler in self._handlers.items():
+            # A process that ends for SIGTERM still has to say so, whatever its launcher sends on.
+            ends = number == signal.SIGTERM and self._signal == number.name and isinstance(error, StoppedError)
+            signal.signal(number, signal.SIG_IGN if ends else handler)
+        self._handlers = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number).name
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers = {}
+        if self._signal is None:
+            self._signal, self._signalled = signal.Signals(number).name, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._signalled > SAME_REQUEST_SECONDS:
+            raise KeyboardInterrupt

@@ -106,14 +106,19 @@ def test_ctrl_c_and_the_time_limit(tmp_path: Path, text_file: Path) -> None:
     assert latest(tmp_path / "run").step > step  # type: ignore[union-attr]
 
 
-def test_a_second_signal_ends_at_once() -> None:
+def test_a_signal_that_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, it is the launcher's echo; SIGINT some seconds later is a person who does not want to wait."""
+    before = signal.getsignal(signal.SIGINT)
     with StopRequests(None) as stop:
         assert stop.reason is None
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.reason == "SIGINT"
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+            assert stop.reason == "SIGINT"
+        monkeypatch.setattr("toolkit.stop.SAME_REQUEST_SECONDS", -1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def run_with_a_full_disk(folder: str, asynchronous: bool) -> dict[str, Any]:

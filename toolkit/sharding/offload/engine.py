@@ -120,7 +120,7 @@ class OffloadEngine:
 
     def describe(self) -> str:
         """One line for people: what steps the state, why, and what it takes."""
-        threads = "" if self.executor == "device_stream" else f", {self.threads} threads"
+        threads = "" if self.executor == "device_stream" else f", {self.threads} thread{'s' * (self.threads != 1)}"
         residents = self.state.residents
         on_device = f"; {len(residents)} of {len(self.state.units)} units on the device" if residents else ""
         return f"{self.executor}{threads} ({self.reason}); {self.state.plan} of host memory a rank{on_device}"
