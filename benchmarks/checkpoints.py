@@ -61,7 +61,7 @@ def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str) ->
 
     def job() -> Job:
         number = next(numbers)
-        manifest = Manifest(number, number, ranks, "zero3", False, "bf16", {}, "", {}, None, None, "", {})
+        manifest = Manifest(number, number, ranks, "zero3", "bf16", {}, "", {}, None, None, "", {})
         return Job(manifest, named_tensors(model, optimizer.optimizer), random_states(), [])
 
     def timed(action: Any) -> float:

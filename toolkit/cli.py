@@ -215,9 +215,13 @@ def checkpoints_command(
             problem = check_files(found.folder, manifest, manifest.files)
         row: dict[str, Any] = {"step": found.step, "folder": str(found.folder), "problem": problem}
         if manifest is not None:
-            strategy = manifest.strategy + ("+offload" if manifest.offload else "")
             size = sum(entry.bytes for entry in manifest.files.values())
-            row |= {"samples": manifest.samples, "ranks": manifest.world_size, "strategy": strategy, "bytes": size}
+            row |= {
+                "samples": manifest.samples,
+                "ranks": manifest.world_size,
+                "strategy": manifest.strategy,
+                "bytes": size,
+            }
             row |= {"precision": manifest.precision, "eval_loss": manifest.eval_loss, "date": manifest.date}
         rows.append(row)
     if as_json:

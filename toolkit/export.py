@@ -25,7 +25,7 @@ from toolkit import ranks
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import ExportError
 from toolkit.metrics import GIB
-from toolkit.sharding.apply import shard_chunk, shard_group
+from toolkit.sharding.apply import shard_chunk, shard_group, state_once
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of logits after reloading, as a share of the largest logit, by exported type."""
@@ -72,11 +72,8 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]
 
     Collective; the tensor is on rank 0 alone, None elsewhere.
     """
-    state = model.state_dict()  # holds the float32 masters where the optimizer state is offloaded
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    for name in names:
-        if name in state:
-            yield name, gather_on_rank_zero(state[name])
+    for name, tensor in state_once(model).items():
+        yield name, gather_on_rank_zero(tensor)
 
 
 def gather_on_rank_zero(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -30,7 +30,7 @@ from toolkit import models, ranks
 from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.checkpoint.manifest import Manifest, latest
 from toolkit.checkpoint.reader import find, same_run
-from toolkit.checkpoint.session import RunCheckpoints, Sharding
+from toolkit.checkpoint.session import RunCheckpoints
 from toolkit.data import build, tokenizer
 from toolkit.data.build import TokenisedData
 from toolkit.data.loader import Batch, TrainLoader, evaluation_batches
@@ -363,9 +363,8 @@ def _fit_and_export(
             flops=_flops(accelerator, recipe, parts.model),
             stop_reason=lambda: stop.reason,
         )
-        sharding = Sharding(plugin.strategy.name, plugin.offload is not None)
         checkpoints = RunCheckpoints(
-            accelerator, output_dir, recipe, sharding, parts.data.fingerprint, parts.model, optimizer, metrics
+            accelerator, output_dir, recipe, plugin.text, parts.data.fingerprint, parts.model, optimizer, metrics
         )
         if found is not None:
             checkpoints.restore(*found, trainer, schedule, num_positions)
@@ -405,10 +404,9 @@ def _rest_of_run(recipe: Recipe, parts: Parts, manifest: Manifest) -> tuple[int,
 
 
 def _resumed_from(folder: Path, manifest: Manifest) -> str:
-    offload = "+offload" if manifest.offload else ""
     return (
         f"   resumed: after step {manifest.step}, {manifest.samples:,} samples, from {folder} "
-        f"(written by {manifest.world_size} ranks, {manifest.strategy}{offload})"
+        f"(written by {manifest.world_size} ranks, {manifest.strategy})"
     )
 
 

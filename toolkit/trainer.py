@@ -72,8 +72,6 @@ class Checkpoints(Protocol):
     def save(self, trainer: Trainer, wait: bool = False) -> bool:
         """Saves the state after the last step; with `wait`, whether it is whole."""
 
-    def wait(self) -> bool: ...
-
 
 class Trainer:
     """Trains `model` on `windows`.
@@ -154,8 +152,6 @@ class Trainer:
             started = time.perf_counter()
         if not self._evaluation_due():
             self.evaluate()
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
 
     def _save_or_stop(self, stop: str | None) -> None:
         if self.checkpoints is None:

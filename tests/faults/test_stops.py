@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_stops_nothing_and_is_told(tmp_path: Path, text_file
 
 def test_what_is_kept() -> None:
     def found(step: int, eval_loss: float | None, problem: str | None = None) -> Checkpoint:
-        manifest = Manifest(step, 1, 1, "zero3", False, "no", {}, "", {}, None, eval_loss, "", {})
+        manifest = Manifest(step, 1, 1, "zero3", "no", {}, "", {}, None, eval_loss, "", {})
         return Checkpoint(Path(f"step_{step:08d}"), step, manifest, problem)
 
     whole = [found(step, loss) for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5), (40, None), (50, 2.7))]
@@ -188,7 +188,7 @@ def test_what_is_kept() -> None:
 
 
 def test_a_manifest_of_another_format_is_refused() -> None:
-    manifest = json.loads(Manifest(1, 1, 1, "zero3", False, "no", {}, "", {}, None, None, "", {}).to_json())
+    manifest = json.loads(Manifest(1, 1, 1, "zero3", "no", {}, "", {}, None, None, "", {}).to_json())
     assert Manifest.from_json(json.dumps(manifest)).step == 1
     manifest["format"] = 2
     with pytest.raises(ValueError, match="format 2, but this version reads 1"):

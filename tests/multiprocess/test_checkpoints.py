@@ -249,9 +249,7 @@ def refused(folder: str) -> dict[str, str]:
     return found
 
 
-def test_what_does_not_fit_is_refused(workshop: Path) -> None:
-    if not (workshop / "whole-1-0").exists():
-        run_on_ranks(cut_and_go_on, 1, str(workshop))
+def test_what_does_not_fit_is_refused(finished_run: Path, workshop: Path) -> None:
     found = run_on_ranks(refused, 1, str(workshop))[0]
     assert "already holds a finished run" in found["finished"]
     assert "already holds a finished run" in found["never"]

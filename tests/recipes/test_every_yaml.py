@@ -76,8 +76,7 @@ def test_accelerate_config_launches(config: Path, tmp_path: Path) -> None:
         "from toolkit import sharding_kwargs\n"
         "a = Accelerator(**sharding_kwargs())\n"
         "plugin = a.state.parallelism_config.plugin\n"
-        "strategy = plugin.strategy.name + ('+offload' if plugin.offload else '')\n"
-        "a.print('TOLD', strategy, a.num_processes, a.distributed_type, a.mixed_precision)\n"
+        "a.print('TOLD', plugin.text, a.num_processes, a.distributed_type, a.mixed_precision)\n"
         "a.end_training()\n"
     )
     values = yaml.safe_load(config.read_text())

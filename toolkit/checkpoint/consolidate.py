@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from toolkit.checkpoint.manifest import Manifest, check_files
+from toolkit.checkpoint.state import MODEL
 from toolkit.errors import BadInputError
 from toolkit.export import (
     TOLERANCE,
@@ -27,8 +28,6 @@ from toolkit.export import (
 
 MODEL_FILES = "model"
 """Folder of a run with the model's configuration and tokenizer."""
-
-PREFIX = "model."
 
 
 def export_checkpoint(
@@ -76,7 +75,7 @@ def read_whole(folder: Path, manifest: Manifest, max_bytes: int) -> Iterator[tup
     """The model's tensors, whole, under their names in the model, some `max_bytes` in memory at a time."""
     group: dict[str, torch.Tensor] = {}
     for name, (dtype, shape) in manifest.tensors.items():
-        if name.startswith(PREFIX):
+        if name.startswith(MODEL):
             group[name] = torch.empty(shape, dtype=getattr(torch, dtype))
             if sum(tensor.nbytes for tensor in group.values()) >= max_bytes:
                 yield from _loaded(folder, group)
@@ -88,7 +87,7 @@ def _loaded(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[st
     if tensors:
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     for name, tensor in tensors.items():
-        yield name.removeprefix(PREFIX), tensor
+        yield name.removeprefix(MODEL), tensor
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ class Manifest:
     Attributes:
         step: optimizer steps taken.
         samples: of the run, seen by all ranks; the data position, in the seed's global order.
-        world_size, strategy, offload, precision: of the run that wrote it; another may read it.
+        world_size, strategy, precision: of the run that wrote it; another may read it.
         recipe: resolved, as it was.
         data: identifies the tokenised data.
         trainer: counters.
@@ -63,7 +63,6 @@ class Manifest:
     samples: int
     world_size: int
     strategy: str
-    offload: bool
     precision: str
     recipe: dict[str, Any]
     data: str

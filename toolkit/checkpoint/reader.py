@@ -24,8 +24,8 @@ from toolkit.checkpoint.manifest import (
     list_checkpoints,
     read_checkpoint,
 )
-from toolkit.checkpoint.state import described, with_optimizer_state
-from toolkit.errors import BadInputError, first_line
+from toolkit.checkpoint.state import MODEL, described, first_failure, with_optimizer_state
+from toolkit.errors import BadInputError
 
 MATTERS = ("model", "data", "objective", "adapter", "optimizer.kind", "training.seed")
 """Sections and fields of a recipe without which the state of another run means something else."""
@@ -53,10 +53,10 @@ def find(run: Path, resume: str, recipe: dict[str, Any]) -> tuple[Path, Manifest
         found = latest(run)
         if found is None or found.manifest is None:
             return None
-        folder, manifest = found.folder, found.manifest
-    else:
-        folder = _named(Path(resume).expanduser().resolve())
-        manifest = read_checkpoint(folder)
+        require_same_run(found.manifest.recipe, recipe, str(found.folder))
+        return found.folder, found.manifest
+    folder = _named(Path(resume).expanduser().resolve())
+    manifest = read_checkpoint(folder)
     require_same_run(manifest.recipe, recipe, str(folder))
     later = [c.folder.name for c in list_checkpoints(run) if c.problem is None and c.step > manifest.step]
     if later:
@@ -145,10 +145,9 @@ def load_tensors(folder: Path, manifest: Manifest, model: nn.Module, optimizer: 
     try:
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=ranks.world_size() == 1)
     except CheckpointException as error:
-        rank, found = next(iter(error.failures.items()))
-        raise BadInputError(f"{str(folder)!r} cannot be read: rank {rank}: {first_line(found[0])}") from error
+        raise BadInputError(f"{str(folder)!r} cannot be read: {first_failure(error)}") from error
     # With offload the tensors are the masters on the host; this makes the device's weights of them.
-    state = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    state = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
     model.load_state_dict(state, strict=False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,19 +26,12 @@ from toolkit.trainer import Trainer
 PACKAGES = ("torch", "accelerate", "transformers", "datasets")
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How a run is sharded, for its checkpoints' readers."""
-
-    strategy: str
-    offload: bool
-
-
 class RunCheckpoints:
     """Saves the state of a run, and restores it.
 
     Args:
         run: the output folder.
+        strategy: as an Accelerate config would say it; for people.
         data: identifies the tokenised data.
         model: as `accelerator.prepare` gave it.
         optimizer: torch's own.
@@ -49,7 +42,7 @@ class RunCheckpoints:
         accelerator: Accelerator,
         run: Path,
         recipe: Recipe,
-        sharding: Sharding,
+        strategy: str,
         data: str,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -57,7 +50,7 @@ class RunCheckpoints:
     ) -> None:
         self._accelerator = accelerator
         self._recipe = recipe
-        self._sharding = sharding
+        self._strategy = strategy
         self._data = data
         self._model = accelerator.unwrap_model(model)
         self._optimizer = optimizer
@@ -81,8 +74,7 @@ class RunCheckpoints:
             step=trainer.global_step,
             samples=trainer.windows.samples_at(trainer.global_step),
             world_size=ranks.world_size(),
-            strategy=self._sharding.strategy,
-            offload=self._sharding.offload,
+            strategy=self._strategy,
             precision=self._accelerator.mixed_precision,
             recipe=self._recipe.model_dump(mode="json"),
             data=self._data,

@@ -9,10 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from toolkit.sharding.apply import beside, local_tensor
+from toolkit.errors import first_line
+from toolkit.sharding.apply import beside, local_tensor, state_once
+
+MODEL = "model."
+"""Before the names of the model's tensors; the optimizer's begin with `optimizer.`"""
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -24,9 +29,7 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     Args:
         model: not wrapped in DDP.
     """
-    state = model.state_dict()
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if name in state]
-    tensors = {f"model.{name}": state[name] for name in names}
+    tensors = {f"{MODEL}{name}": tensor for name, tensor in state_once(model).items()}
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, kept in optimizer.state.items():
         for key, value in kept.items():
@@ -54,6 +57,12 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 def described(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
     """Name -> [type, shape of the whole], for the manifest."""
     return {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
+
+
+def first_failure(error: CheckpointException) -> str:
+    """The first rank that failed inside torch.distributed.checkpoint, and what it said."""
+    rank, found = next(iter(error.failures.items()))
+    return f"rank {rank}: {first_line(found[0])}"
 
 
 def random_states() -> dict[str, Any]:

@@ -35,7 +35,7 @@ from toolkit.checkpoint.manifest import (
     sync,
     write_synced,
 )
-from toolkit.checkpoint.state import described, host_copy
+from toolkit.checkpoint.state import described, first_failure, host_copy
 from toolkit.errors import ToolkitError, first_line
 from toolkit.recipe import CheckpointSection
 from toolkit.sharding.apply import local_tensor
@@ -122,8 +122,7 @@ class Checkpointer:
         try:
             save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except CheckpointException as error:  # raised on all ranks
-            rank, found = next(iter(error.failures.items()))
-            raise ToolkitError(f"rank {rank}: {first_line(found[0])}") from error
+            raise ToolkitError(first_failure(error)) from error
 
     def _publish(self, manifest: Manifest, unfinished: Path, folder: Path) -> None:
         """Rank 0: names the files, moves the folder to its place, marks it, and clears old ones away."""
@@ -174,6 +173,7 @@ def _finish_rank(job: Job, folder: Path) -> dict[str, FileEntry]:
     mine = sorted(folder.glob(f"shard-{ranks.rank() + 1:05d}-*.safetensors"))
     for path in mine:
         require_same(path, job.tensors)
+        sync(path)
     states = folder / f"rank_{ranks.rank():05d}.json"
     write_synced(states, json.dumps(job.random_states))
     mine.append(states)
@@ -181,8 +181,6 @@ def _finish_rank(job: Job, folder: Path) -> dict[str, FileEntry]:
         metrics = folder / METRICS
         write_synced(metrics, "".join(json.dumps(record) + "\n" for record in job.records))
         mine.append(metrics)
-    for path in mine:
-        sync(path)
     return {path.name: file_entry(path) for path in mine}
 
 

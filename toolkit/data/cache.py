@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from toolkit.places import user_cache
 from toolkit.recipe import DataSection
 
 FORMAT = 1
@@ -21,8 +22,7 @@ def cache_folder(data: DataSection) -> Path:
     """`data.cache_dir`, or finetune-toolkit in the user's cache."""
     if data.cache_dir is not None:
         return Path(data.cache_dir).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "finetune-toolkit"
+    return user_cache()
 
 
 def digest(*parts: Any) -> str:

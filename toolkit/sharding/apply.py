@@ -157,6 +157,16 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def state_once(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state, every parameter once, under its first name, then the persistent buffers.
+
+    Holds the float32 masters where the optimizer state is offloaded.
+    """
+    state = model.state_dict()
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    return {name: state[name] for name in names if name in state}
+
+
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The full value of a DTensor, gathered on every rank; a plain tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

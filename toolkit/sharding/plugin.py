@@ -237,6 +237,11 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         )
         return self.engine.state.seed
 
+    @property
+    def text(self) -> str:
+        """The strategy as an Accelerate config would say it."""
+        return self.strategy.name + (OFFLOAD if self.offload is not None else "")
+
     def close(self) -> None:
         """Lets go of the offloaded state, if any: the model is not trained any more."""
         if self.engine is not None:

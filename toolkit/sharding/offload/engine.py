@@ -59,6 +59,7 @@ class OffloadEngine:
         executor: of the units that are not resident.
         reason: why this executor.
         num_skipped: steps not taken because the gradient's norm was not finite.
+        on_moved: called when state has moved to the device.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class OffloadEngine:
         self.optimizer = optimizer
         self.settings = settings
         self.num_skipped = 0
+        self.on_moved: Callable[[], None] = _nothing
         self._is_last = is_last_micro_batch
         units = read_units(model)
         if not units:
@@ -91,7 +93,6 @@ class OffloadEngine:
         self.state = OffloadedState(
             units, state_names(optimizer), self._device, settings.device_state_gib, exact, self.executor
         )
-        self._order = list(units)
         self._seen: list[OffloadedUnit] = []
         self._clip: _Clip | None = None
         self._num_steps = 0
@@ -164,13 +165,13 @@ class OffloadEngine:
         self._capture.finish()
         self._raise_error()
         clip, self._clip = self._clip, None
-        self._order = [*self._seen, *(unit for unit in self.state.units if unit not in self._seen)]
+        order = [*self._seen, *(unit for unit in self.state.units if unit not in self._seen)]
         self._seen = []
         if clip is not None:
             self._worker.submit(functools.partial(self._decide, clip), _nothing)
         after = self._handle.current_stream().record_event()
         settings = hyper_parameters(self.optimizer)
-        for unit in self._order:
+        for unit in order:
             if unit.gradient is not None:
                 self._submit(unit, settings, clip, after)
             unit.forget_gradient()
@@ -316,9 +317,6 @@ class OffloadEngine:
         if moved:
             self._executors |= dict.fromkeys(moved, Resident(self.optimizer, moved, self._device))
             self.on_moved()
-
-    on_moved: Callable[[], None] = staticmethod(lambda: None)
-    """Called when state has moved to the device."""
 
 
 class _Clip:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from toolkit.sharding.offload.kernel import AdamWKernel, Segment
+from toolkit.sharding.offload.settings import counts_steps, hyper_parameters
 from toolkit.sharding.offload.units import OffloadedUnit
 
 
@@ -101,40 +102,32 @@ class FlatOptimizer:
         }
         self._groups = sorted({slot.group for slot in unit.slots if slot.group is not None})
         members = [[p for i, p in self._masters.items() if unit.slots[i].group == group] for group in self._groups]
+        settings = hyper_parameters(optimizer)
         options = [
-            {**settings, "params": params, **_implementation(optimizer)}
-            for params, settings in zip(members, self._settings(optimizer.param_groups), strict=True)
+            {**settings[group], "params": params, **_implementation(optimizer)}
+            for group, params in zip(self._groups, members, strict=True)
         ]
         self._inner = type(optimizer)(options)  # type: ignore[call-arg]
         for i, master_view in self._masters.items():
             slot = unit.slots[i]
             state = {name: slot.view(flat) for name, flat in moments.items()}
-            self._inner.state[master_view] = {"step": slot.step, **state} if _counts(optimizer) else state
+            self._inner.state[master_view] = {"step": slot.step, **state} if counts_steps(optimizer) else state
         self._unit = unit
 
     def step(self, step: UnitStep, gradient: torch.Tensor) -> None:
         """Takes one step; `gradient` is flat, float32 and scaled."""
         for i, master in self._masters.items():
             master.grad = self._unit.slots[i].view(gradient) if i in step.present else None
-        for group, settings in zip(self._inner.param_groups, self._settings(step.settings), strict=True):
-            group.update(settings)
+        for index, group in zip(self._groups, self._inner.param_groups, strict=True):
+            group.update(step.settings[index])
         self._inner.step()
         for master in self._masters.values():
             master.grad = None
-
-    def _settings(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        left_out = ("params", "param_names", "fused", "foreach", "initial_lr")
-        return [{k: v for k, v in groups[i].items() if k not in left_out} for i in self._groups]
 
 
 def _implementation(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
     """Adam runs fused, five times as fast as torch's other ways; DTensors have no fused SGD to be equal to."""
     return {} if isinstance(optimizer, torch.optim.SGD) else {"fused": True}
-
-
-def _counts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer keeps the number of steps; SGD doesn't."""
-    return not isinstance(optimizer, torch.optim.SGD)
 
 
 def _scaled(step: UnitStep, scratch: torch.Tensor | None) -> torch.Tensor:
@@ -145,7 +138,20 @@ def _scaled(step: UnitStep, scratch: torch.Tensor | None) -> torch.Tensor:
     return gradient.mul_(step.scale) if step.scale != 1.0 else gradient
 
 
-class CpuTorch:
+class _Staged:
+    """An executor on the host, whose weights leave by way of the staging."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+
+    def stream(self, unit: OffloadedUnit) -> Any:
+        return self._staging.stream
+
+    def sent(self, event: Any) -> None:
+        self._staging.sent(event)
+
+
+class CpuTorch(_Staged):
     """torch's fused optimizer on the host.
 
     Args:
@@ -160,33 +166,21 @@ class CpuTorch:
         scratch: torch.Tensor | None,
     ) -> None:
         self._inner = {unit: FlatOptimizer(optimizer, unit, unit.master, unit.moments) for unit in units}
-        self._staging = staging
+        super().__init__(staging)
         self._scratch = scratch
-
-    def stream(self, unit: OffloadedUnit) -> Any:
-        return self._staging.stream
-
-    def sent(self, event: Any) -> None:
-        self._staging.sent(event)
 
     def step(self, step: UnitStep) -> torch.Tensor:
         self._inner[step.unit].step(step, _scaled(step, self._scratch))
         return self._staging.take(step.unit.numel).copy_(step.unit.master)
 
 
-class CpuFused:
+class CpuFused(_Staged):
     """Our kernel: gradient, clipping, AdamW and the rounded weights in one pass over memory."""
 
     def __init__(self, kernel: AdamWKernel, staging: Staging, threads: int) -> None:
+        super().__init__(staging)
         self._kernel = kernel
-        self._staging = staging
         self._threads = threads
-
-    def stream(self, unit: OffloadedUnit) -> Any:
-        return self._staging.stream
-
-    def sent(self, event: Any) -> None:
-        self._staging.sent(event)
 
     def step(self, step: UnitStep) -> torch.Tensor:
         unit = step.unit

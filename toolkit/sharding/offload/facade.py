@@ -7,8 +7,7 @@ any number of ranks. Only public hooks of torch are used.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.errors import BadInputError
 from toolkit.sharding.apply import beside, local_tensor
 from toolkit.sharding.offload.engine import OffloadEngine
+from toolkit.sharding.offload.settings import counts_steps
 from toolkit.sharding.offload.units import OffloadedUnit, Slot
 
 
@@ -43,6 +43,16 @@ def _refuse_clipping_by_value(parameters: Iterable[torch.Tensor], clip_value: fl
     )
 
 
+def _discarding(engine: OffloadEngine, zero_grad: Callable[..., None]) -> Callable[..., None]:
+    """`zero_grad` of a model or an optimizer, which also forgets the gradients that are on the host."""
+
+    def discard_and_zero(set_to_none: bool = True) -> None:
+        engine.discard()
+        zero_grad(set_to_none=set_to_none)
+
+    return discard_and_zero
+
+
 def _connect_optimizer(engine: OffloadEngine) -> None:
     optimizer = engine.optimizer
     if any(state for state in optimizer.state.values()):
@@ -59,14 +69,8 @@ def _connect_optimizer(engine: OffloadEngine) -> None:
         _load_state(engine, state_dict)
         return {**state_dict, "state": {}}
 
-    zero_grad = optimizer.zero_grad
-
-    def discard_and_zero(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        engine.discard()
-        zero_grad(set_to_none=set_to_none)
-
     optimizer.register_step_pre_hook(before_step)
-    optimizer.zero_grad = types.MethodType(discard_and_zero, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = _discarding(engine, optimizer.zero_grad)  # type: ignore[method-assign]
     optimizer.register_state_dict_pre_hook(lambda _: engine.flush())
     optimizer.register_load_state_dict_pre_hook(before_loading)
     optimizer.register_load_state_dict_post_hook(lambda _: _show_state(engine))
@@ -80,14 +84,14 @@ def _show_state(engine: OffloadEngine) -> None:
         for slot in unit.slots:
             if slot.group is not None:
                 shown = {name: beside(slot.parameter, slot.view(flat)) for name, flat in unit.moments.items()}
-                counted = {} if isinstance(engine.optimizer, torch.optim.SGD) else {"step": slot.step}
+                counted = {"step": slot.step} if counts_steps(engine.optimizer) else {}
                 engine.optimizer.state[slot.parameter] = {**counted, **shown}
 
 
 @torch.no_grad()
 def _load_state(engine: OffloadEngine, state_dict: dict[str, Any]) -> None:
     """Copies moments into the engine's memory: torch would round them to the parameters' type."""
-    slots = {id(slot.parameter): (unit, slot) for unit in engine.state.units for slot in unit.slots}
+    slots = engine.state.by_parameter()
     for group, stored_group in zip(engine.optimizer.param_groups, state_dict["param_groups"], strict=True):
         for parameter, index in zip(group["params"], stored_group["params"], strict=True):
             if id(parameter) in slots:
@@ -106,7 +110,7 @@ def _load_slot(unit: OffloadedUnit, slot: Slot, stored: dict[str, Any]) -> None:
 
 def _connect_model(engine: OffloadEngine) -> None:
     names = {name: id(parameter) for name, parameter in engine.model.named_parameters(remove_duplicate=False)}
-    slots = {id(slot.parameter): (unit, slot) for unit in engine.state.units for slot in unit.slots}
+    slots = engine.state.by_parameter()
     masters = {name: slots[key] for name, key in names.items() if key in slots}
 
     def after_saving(_: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
@@ -125,13 +129,7 @@ def _connect_model(engine: OffloadEngine) -> None:
             if isinstance(value, DTensor):
                 slot.view(unit.master).copy_(value.to_local().view(slot.shape))
 
-    zero_grad = engine.model.zero_grad
-
-    def discard_and_zero(set_to_none: bool = True) -> None:
-        engine.discard()
-        zero_grad(set_to_none=set_to_none)
-
-    engine.model.zero_grad = discard_and_zero  # type: ignore[method-assign]
+    engine.model.zero_grad = _discarding(engine, engine.model.zero_grad)  # type: ignore[method-assign]
     model: Any = engine.model
     model.register_state_dict_pre_hook(lambda *_: engine.flush())
     model.register_state_dict_post_hook(after_saving)

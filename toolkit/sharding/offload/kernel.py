@@ -22,6 +22,7 @@ import torch
 from torch.utils import cpp_extension
 
 from toolkit.errors import ToolkitError
+from toolkit.places import user_cache
 
 SOURCE = Path(__file__).with_name("adamw.cpp")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17")
@@ -141,10 +142,9 @@ def _compiler() -> str:
 
 def _library_path() -> Path:
     """Differs for every source, compiler and processor: a home folder may serve many kinds of machine."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(SOURCE.read_bytes())
     key.update(" ".join((_compiler(), *FLAGS, platform.machine(), _processor())).encode())
-    return cache / "finetune-toolkit" / "kernels" / f"adamw-{key.hexdigest()[:16]}.so"
+    return user_cache() / "kernels" / f"adamw-{key.hexdigest()[:16]}.so"
 
 
 def _processor() -> str:

@@ -78,6 +78,11 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     )
 
 
+def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer keeps the number of steps; SGD doesn't."""
+    return not isinstance(optimizer, torch.optim.SGD)
+
+
 def fused_kernel_refuses(optimizer: torch.optim.Optimizer) -> str | None:
     """Why the `cpu_fused` executor cannot step this optimizer; None where it can."""
     if type(optimizer) is not torch.optim.AdamW:
@@ -94,7 +99,7 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], 
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    left_out = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+    left_out = ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "initial_lr")
     settings = {key: value for key, value in group.items() if key not in left_out}
     return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
 

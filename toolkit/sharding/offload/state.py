@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.sharding.offload.host import GIB, HostPlan, Slabs, require_host_memory
-from toolkit.sharding.offload.units import OffloadedUnit
+from toolkit.sharding.offload.units import OffloadedUnit, Slot
 
 STAGING_BUFFERS = 2
 
@@ -62,6 +62,10 @@ class OffloadedState:
     @property
     def hosted(self) -> list[OffloadedUnit]:
         return [unit for unit in self.units if not unit.resident]
+
+    def by_parameter(self) -> dict[int, tuple[OffloadedUnit, Slot]]:
+        """A parameter's id -> its unit and its place there."""
+        return {id(slot.parameter): (unit, slot) for unit in self.units for slot in unit.slots}
 
     @torch.no_grad()
     def seed(self, name: str, rows: torch.Tensor) -> None:
@@ -136,10 +140,9 @@ class OffloadedState:
 
     def _place_on_device(self, unit: OffloadedUnit) -> None:
         unit.resident = True
-        zeros: Any = torch.zeros
-        unit.master = zeros(unit.numel, device=self.device)
-        unit.moments = {name: zeros(unit.numel, device=self.device) for name in self._names}
-        unit.landing = zeros(unit.numel, dtype=self._gradient_dtype, device=self.device)
+        unit.master = torch.zeros(unit.numel, device=self.device)
+        unit.moments = {name: torch.zeros(unit.numel, device=self.device) for name in self._names}
+        unit.landing = torch.zeros(unit.numel, dtype=self._gradient_dtype, device=self.device)
 
 
 def require_types(units: Sequence[OffloadedUnit], mixed_precision: str) -> None:
