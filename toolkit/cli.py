@@ -19,7 +19,7 @@ from rich.table import Table
 
 import toolkit
 from toolkit.errors import BadInputError, StoppedError, ToolkitError
-from toolkit.recipe import DATA_SUFFIXES, Recipe, as_list, find_recipe, shipped_recipes
+from toolkit.recipe import DATA_SUFFIXES, Recipe, find_recipe, shipped_recipes
 
 if TYPE_CHECKING:
     from toolkit.verify import Report
@@ -131,7 +131,7 @@ def _with_absolute_files(source: Path) -> str:
     """A recipe's text, comments included, with the files it names relative to itself made absolute."""
     text = source.read_text(encoding="utf-8")
     recipe = Recipe.load(source)
-    for absolute in as_list(recipe.data.train) + as_list(recipe.data.validation):
+    for absolute in [source.path for source in [*recipe.data.train, *(recipe.data.validation or [])]]:
         if absolute.endswith(DATA_SUFFIXES) and Path(absolute).is_relative_to(source.parent):
             text = text.replace(str(Path(absolute).relative_to(source.parent)), absolute)
     return text
@@ -149,6 +149,32 @@ def validate(
         print(json.dumps({key: {"value": value, "from": origin} for key, (value, origin) in origins.items()}, indent=2))
         return
     _print_table(["key", "value", "from"], [[key, _shown(value), origin] for key, (value, origin) in origins.items()])
+
+
+@app.command("data")
+def data_command(
+    recipe: Annotated[str, typer.Argument(help="Name or path of a recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Replaced values.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for data_report.json and the page data_report.html.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read and tokenise a recipe's data, and show what a run would train on; nothing is trained."""
+    loaded = Recipe.load(recipe, overrides or [])
+    from toolkit.data.command import look_at_data  # torch is imported only for a recipe that is right
+
+    report = look_at_data(loaded, output)
+    if as_json:
+        print(json.dumps(report, indent=1))
+        return
+    from toolkit.data.show import show_report
+
+    console = Console(highlight=False)
+    show_report(console, report)
+    if output is not None:
+        console.print(f"page: {output / 'data_report.html'}", markup=False, soft_wrap=True)
 
 
 @app.command("verify")

@@ -9,22 +9,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import ExportError
 from toolkit.metrics import GIB
+from toolkit.models import auto_class
 from toolkit.sharding.apply import shard_chunk, shard_group, state_once
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -159,18 +161,24 @@ def reload(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrained
         needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         free, _ = torch.cuda.mem_get_info(device)
         device = device if needed + 4 * GIB < free else torch.device("cpu")
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    auto = auto_class(AutoConfig.from_pretrained(folder))
+    return auto.from_pretrained(folder, dtype=dtype).to(device).eval()
 
 
 @torch.no_grad()
 def verify(
-    accelerator: Accelerator, model: nn.Module, reloaded: PreTrainedModel | None, batch: dict[str, torch.Tensor]
+    accelerator: Accelerator,
+    model: nn.Module,
+    reloaded: PreTrainedModel | None,
+    logits_of: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor],
+    batch: dict[str, torch.Tensor],
 ) -> float:
     """Compares the trained model's logits with those of the export on one batch. Every rank calls this.
 
     Args:
         reloaded: on rank 0, None elsewhere.
-        batch: `input_ids` and `position_ids`, (B, T).
+        logits_of: the objective's.
+        batch: of the objective.
 
     Returns:
         The largest difference, as a share of the largest logit; 0 on ranks other than 0.
@@ -179,11 +187,10 @@ def verify(
         ExportError: on every rank, where it is more than `TOLERANCE`.
     """
     model.eval()
-    inputs = {key: batch[key].to(accelerator.device) for key in ("input_ids", "position_ids")}
-    logits = model(**inputs, use_cache=False).logits.float()
+    logits = logits_of(model, send_to_device(batch, accelerator.device)).float()
     difference = tolerance = 0.0
     if reloaded is not None:
-        again = reloaded(**{key: value.to(reloaded.device) for key, value in inputs.items()}, use_cache=False).logits
+        again = logits_of(reloaded, send_to_device(batch, reloaded.device))
         difference = relative_difference(again.float().to(logits.device), logits)
         tolerance = TOLERANCE[reloaded.dtype]
     results = ranks.gather_objects((difference, tolerance))

@@ -28,6 +28,9 @@ PEAK_FLOPS = {
 }
 """Dense 16-bit peak of a device by a part of its name, from the makers' data sheets (FLOP/s)."""
 
+SHARES = {"accuracy": "accuracy", "f1_macro": "F1"}
+"""Figures of an evaluation that are shares -> their name on the console."""
+
 GIB = 2**30
 
 
@@ -78,8 +81,9 @@ class Metrics:
     def evaluation(self, record: dict[str, Any]) -> None:
         """One evaluation: `step`, `loss` and what the objective adds."""
         self._write({"split": "eval", **record})
+        figures = "".join(f"  {name} {record[key]:.1%}" for key, name in SHARES.items() if key in record)
         self._console.print(
-            f"step {record['step']}/{self._num_steps}  held-out loss {record['loss']:.4f}", soft_wrap=True
+            f"step {record['step']}/{self._num_steps}  held-out loss {record['loss']:.4f}{figures}", soft_wrap=True
         )
 
     def warn(self, message: str) -> None:

@@ -21,9 +21,17 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from toolkit import ranks
+from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, first_line
 from toolkit.recipe import ModelSection, require_folder
 from toolkit.sharding.apply import KeepsMasters, shard_rows
@@ -39,12 +47,15 @@ class Weights(Protocol):
         """Rows of the parameter `name`, on the host. Every rank calls this for every name, in one order."""
 
 
-def load(model: ModelSection, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+def load(
+    model: ModelSection, tokenizer: PreTrainedTokenizerBase, seed: int, label_names: list[str] | None = None
+) -> PreTrainedModel:
     """The recipe's model, on the meta device, with `materialize_weights`.
 
     Args:
         tokenizer: gives a model with random weights its vocabulary size and special tokens.
         seed: of random weights.
+        label_names: of the classes that it tells apart; None: a causal language model.
 
     Raises:
         BadInputError: where there is no such model.
@@ -53,15 +64,50 @@ def load(model: ModelSection, tokenizer: PreTrainedTokenizerBase, seed: int) -> 
         require_folder(model.name_or_path, "model.name_or_path")
     dtype = getattr(torch, model.dtype)
     config = _configuration(model, tokenizer)
+    if label_names is not None:
+        _name_labels(config, label_names, tokenizer)
+    auto = AutoModelForCausalLM if label_names is None else AutoModelForSequenceClassification
     attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
     settings = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **attention}
     with init_empty_weights(include_buffers=False):
-        built = AutoModelForCausalLM.from_config(config, **settings)
+        built = _of_kind(auto, config, settings)
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
-    weights = _weights(model, built, lambda: _whole_model(model, config, settings, seed))
+    weights = _weights(model, built, lambda: _whole_model(auto, model, config, settings, seed))
     built.materialize_weights = lambda keep_master=None: materialize(built, weights, keep_master)
     return built
+
+
+def _of_kind(auto: Any, config: PretrainedConfig, settings: dict[str, Any]) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = auto.from_config(config, **settings)
+        return model
+    except ValueError as error:
+        what = "generate text" if auto is AutoModelForCausalLM else "classify texts"
+        raise BadInputError(
+            f"model: a model of type {config.model_type} cannot be made to {what}: {first_line(error)}"
+        ) from error
+
+
+def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    config.num_labels = len(names)
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: number for number, name in enumerate(names)}
+    config.problem_type = "single_label_classification"
+    if config.pad_token_id is None:  # decoders look for the last token that is no padding
+        config.pad_token_id = pad_id(tokenizer)
+
+
+def attention_of(model: nn.Module) -> str:
+    """The attention implementation that transformers has chosen; empty where it does not say."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """The class of transformers that loads a model like that of the configuration."""
+    architecture = (config.architectures or [""])[0]
+    is_classifier = architecture.endswith("ForSequenceClassification")
+    return AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
 
 
 def materialize(model: nn.Module, weights: Weights, keep_master: KeepsMasters | None = None) -> None:
@@ -170,13 +216,15 @@ def _weights(model: ModelSection, built: PreTrainedModel, make_whole: Callable[[
     return RankZeroWeights(make_whole)
 
 
-def _whole_model(model: ModelSection, config: PretrainedConfig, settings: dict[str, Any], seed: int) -> nn.Module:
+def _whole_model(
+    auto: Any, model: ModelSection, config: PretrainedConfig, settings: dict[str, Any], seed: int
+) -> nn.Module:
     """The model with its weights, on the host of this rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if model.name_or_path is None:
-            return AutoModelForCausalLM.from_config(config, **settings)  # type: ignore[no-any-return]
-        return AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
+            return auto.from_config(config, **settings)  # type: ignore[no-any-return]
+        return auto.from_pretrained(  # type: ignore[no-any-return]
             model.name_or_path, config=config, revision=model.revision, **settings
         )
 

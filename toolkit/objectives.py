@@ -1,4 +1,4 @@
-"""What is minimised: a sum of losses over target tokens, and how many of them there are.
+"""What is minimised: a sum of losses over targets, and how many of them there are.
 
 A sum and a count, not a mean: the trainer divides by the count over all ranks and micro-batches of an
 optimizer step, so that the loss does not depend on how the batch is split (transformers#34191).
@@ -7,15 +7,17 @@ optimizer step, so that the loss does not depend on how the batch is split (tran
 from __future__ import annotations
 
 import inspect
-from typing import Protocol
+import math
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.data.loader import Batch
-from toolkit.data.text import IGNORED
+from toolkit.data.samples import IGNORED, Batch
 from toolkit.errors import BadInputError
+from toolkit.models import attention_of
+from toolkit.recipe import ObjectiveSection
 
 
 class Objective(Protocol):
@@ -24,29 +26,143 @@ class Objective(Protocol):
     def count_targets(self, batch: Batch) -> int:
         """Terms of the loss's sum in a micro-batch."""
 
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """What the model makes of a micro-batch."""
+
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The summed loss of a micro-batch, float32, with a graph to the parameters."""
 
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Numbers to add up over a held-out data set, float64, equally many for each batch; the loss first."""
+
+    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
+        """`loss` and the objective's own figures, from the numbers added up over all batches and ranks."""
+
 
 class CausalLM:
-    """Next-token cross-entropy. `labels` are aligned with `input_ids`, as transformers has them."""
+    """Next-token cross-entropy. `labels` are aligned with `input_ids`, as transformers has them.
 
-    def __init__(self, model: nn.Module) -> None:
-        if "position_ids" not in inspect.signature(model.forward).parameters:
+    Args:
+        packed: whether documents share samples.
+    """
+
+    def __init__(self, model: nn.Module, packed: bool = True) -> None:
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        if packed and not self._takes_positions:
             raise BadInputError(
-                f"objective.kind causal_lm: {type(model).__name__} takes no position_ids, so documents that share a "
-                "block would see each other; this model cannot be trained on blocks of text"
+                f"data.packing: {type(model).__name__} takes no position_ids, so rows that share a sample would see "
+                "each other; set data.packing=false"
             )
+        # Its kernels tell documents apart in a single row only; in several they would leak.
+        self._in_one_row = packed and attention_of(model).startswith("flash")
 
     def count_targets(self, batch: Batch) -> int:
         return int((batch["labels"][:, 1:] != IGNORED).sum())
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(B, T, V)."""
         # No attention mask and no cache: only then do restarting positions keep documents apart.
-        logits = model(
-            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
-        ).logits  # (B, T, V)
+        inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+        if self._takes_positions:
+            inputs["position_ids"] = batch["position_ids"]
+        if not self._in_one_row:
+            return model(**inputs).logits  # type: ignore[no-any-return]
+        shape = batch["input_ids"].shape
+        flat = {name: value.view(1, -1) if torch.is_tensor(value) else value for name, value in inputs.items()}
+        return model(**flat).logits.view(*shape, -1)  # type: ignore[no-any-return]
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        logits = self.logits(model, batch)
         targets = batch["labels"][:, 1:]  # (B, T - 1)
         return F.cross_entropy(
             logits[:, :-1].float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        loss = self.loss_sum(model, batch).double()
+        return torch.stack([loss, loss.new_tensor(self.count_targets(batch))])
+
+    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
+        loss = sums[0] / max(1.0, sums[1])
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return {"loss": loss, "target_tokens": int(sums[1]), "perplexity": perplexity}
+
+
+class SequenceClassification:
+    """Cross-entropy of a text's class, (sum over rows of w[y] * CE) / rows.
+
+    Args:
+        class_weights: w, one for each class; None: 1.
+    """
+
+    def __init__(self, model: nn.Module, num_classes: int, class_weights: list[float] | None = None) -> None:
+        accepted = inspect.signature(model.forward).parameters
+        self._inputs = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in accepted]
+        self._num_classes = num_classes
+        self._weights = None if class_weights is None else torch.tensor(class_weights)
+
+    def count_targets(self, batch: Batch) -> int:
+        return int((batch["labels"] != IGNORED).sum())
+
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(B, number of classes)."""
+        return model(**{name: batch[name] for name in self._inputs}).logits  # type: ignore[no-any-return]
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return self._loss_sum(self.logits(model, batch), batch["labels"])
+
+    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weights = None if self._weights is None else self._weights.to(logits.device)
+        return F.cross_entropy(logits.float(), labels, weight=weights, ignore_index=IGNORED, reduction="sum")
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss, and how many rows of each class (major) were taken for each class."""
+        logits, labels = self.logits(model, batch), batch["labels"]
+        counted = labels != IGNORED
+        pairs = labels[counted] * self._num_classes + logits.argmax(dim=-1)[counted]
+        confusion = torch.bincount(pairs, minlength=self._num_classes**2).double()
+        return torch.cat([self._loss_sum(logits, labels).double().view(1), confusion])
+
+    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
+        """Loss, accuracy, and F1 averaged over the classes that occur or are predicted."""
+        confusion = torch.tensor(sums[1:], dtype=torch.float64).view(self._num_classes, -1)
+        rows, hits = confusion.sum().item(), confusion.diagonal()
+        support = confusion.sum(dim=0) + confusion.sum(dim=1)
+        f1 = (2 * hits / support.clamp_min(1.0))[support > 0]
+        return {
+            "loss": sums[0] / max(1.0, rows),
+            "samples": int(rows),
+            "accuracy": hits.sum().item() / max(1.0, rows),
+            "f1_macro": f1.mean().item() if len(f1) else 0.0,
+        }
+
+
+def build_objective(
+    section: ObjectiveSection, model: nn.Module, packed: bool, label_counts: dict[str, int] | None
+) -> CausalLM | SequenceClassification:
+    """The recipe's objective.
+
+    Args:
+        packed: whether documents share samples.
+        label_counts: rows of each class to train on, in the order of the classes; None: no classification.
+
+    Raises:
+        BadInputError: a model that cannot be trained so, or class weights of another number than classes.
+    """
+    if label_counts is None:
+        return CausalLM(model, packed)
+    return SequenceClassification(model, len(label_counts), _class_weights(section, label_counts))
+
+
+def _class_weights(section: ObjectiveSection, counts: dict[str, int]) -> list[float] | None:
+    weights = section.class_weights
+    if weights is None:
+        return None
+    if weights == "balanced":
+        return [sum(counts.values()) / (len(counts) * max(1, count)) for count in counts.values()]
+    if len(weights) != len(counts):
+        raise BadInputError(
+            f"objective.class_weights: {len(weights)} weights for {len(counts)} classes ({', '.join(counts)}); "
+            "give one for each, in this order"
+        )
+    return [float(weight) for weight in weights]

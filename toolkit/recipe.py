@@ -28,16 +28,15 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from toolkit.errors import BadInputError, RecipeError
 
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-"""Endings that may follow a data suffix; `datasets` decompresses them while reading."""
+"""Endings that may follow a data suffix; files are decompressed while they are read."""
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-Sources = str | list[str]
 
 
 class Section(BaseModel):
@@ -88,33 +87,89 @@ class ModelSection(Section):
         return self
 
 
-class DataSection(Section):
-    """What is read. A source is a file, a glob or a hub name; a list concatenates sources."""
+class SourceSection(Section):
+    """One source of rows; its bare `path` stands for it where nothing else is set."""
 
-    train: Sources = Field(description="Training rows: jsonl, json, csv, parquet or txt files, or a hub name.")
-    validation: Sources | None = Field(None, description="Held-out rows, as data.train.")
+    path: str = Field(min_length=1, description="File, glob, folder that `datasets` saved, or hub name.")
+    weight: PositiveFloat | None = Field(
+        None, description="Share of the rows trained on that come from it, in proportion to the others' weights."
+    )
+    config: str | None = Field(None, description="Configuration name of a hub data set.")
+    split: str | None = Field(None, description="Split of a hub data set (train when unset).")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SourceSection:
+        if (self.config or self.split) and is_file_source(self.path):
+            raise _contradiction(f"data: config and split have no effect on the files of {self.path!r}; remove them")
+        return self
+
+
+class ColumnsSection(Section):
+    """Names of the columns to read, where they are not the usual ones. Setting some chooses the layout."""
+
+    messages: str | None = Field(None, description="Conversation: role and content, or from and value (`messages`).")
+    prompt: str | None = Field(None, description="What is answered: text or messages (`prompt`).")
+    completion: str | None = Field(None, description="The answer: text or messages (`completion`).")
+    instruction: str | None = Field(None, description="Task, answered by `output` (`instruction`).")
+    input: str | None = Field(None, description="What the instruction is about, if anything (`input`).")
+    output: str | None = Field(None, description="Answer to the instruction (`output`).")
+    text: str | None = Field(None, description="Text, all of which is trained on or classified (`text`).")
+    text_pair: str | None = Field(None, description="Second text of a pair to classify.")
+    label: str | None = Field(None, description="Class of a text (`label`).")
+    system: str | None = Field(None, description="System prompt of a conversation (`system`).")
+    tools: str | None = Field(None, description="Tools of a conversation: a list, or JSON (`tools`).")
+
+
+class DataSection(Section):
+    """What is read. A source is a file, a glob, a folder or a hub name; a list concatenates sources, or mixes
+    them by weight."""
+
+    train: list[SourceSection] = Field(
+        min_length=1, description="Training rows: jsonl, json, csv, parquet, arrow or txt files, or a hub name."
+    )
+    validation: list[SourceSection] | None = Field(None, min_length=1, description="Held-out rows, as data.train.")
     validation_fraction: OpenFraction | None = Field(
         None, description="Share of data.train's rows held out, chosen by training.seed."
     )
-    text_column: str = Field("text", description="Column that holds the text.")
+    columns: ColumnsSection = Field(ColumnsSection(), description="Columns by hand; see data.columns.")
+    chat_template: Literal["chatml", "alpaca"] | None = Field(
+        None, description="A template of ours for conversations, instead of the tokenizer's own."
+    )
+    targets: Literal["assistant", "last_turn", "all"] | None = Field(
+        None, description="What of a conversation or a prompt's answer is learned; null: assistant."
+    )
     max_length: int = Field(ge=8, description="Length of a training sample (tokens).")
+    long_rows: Literal["error", "drop", "truncate", "split"] | None = Field(
+        None,
+        description="Rows longer than data.max_length. error: dropped, but an error if they are more than 1 %. "
+        "Null: split for plain text, else error.",
+    )
+    packing: bool | None = Field(
+        None,
+        description="Several rows share a sample without seeing each other; off: rows are padded. Null: on, "
+        "except for classification.",
+    )
+    streaming: bool = Field(
+        False, description="Read while training, for data larger than the disk; every rank reads all of it."
+    )
+    shuffle: bool = Field(True, description="Shuffle samples anew each epoch, by training.seed.")
     max_validation_samples: PositiveInt | None = Field(
         None, description="Evaluate on the first so many samples only (samples)."
     )
-    shuffle: bool = Field(True, description="Shuffle samples anew each epoch, by training.seed.")
     num_proc: PositiveInt = Field(1, description="Processes that tokenise (processes).")
-    hub_config: str | None = Field(None, description="Configuration name of a hub data set.")
-    hub_split: str | None = Field(None, description="Split of a hub data set (train when unset).")
     cache_dir: str | None = Field(
         None, description="Folder for tokenised data; by default finetune-toolkit in the user's cache."
     )
 
-    @field_validator("train", "validation")
+    @field_validator("train", "validation", mode="before")
     @classmethod
-    def _not_empty(cls, value: Sources | None) -> Sources | None:
-        if value is not None and (len(value) == 0 or any(not item for item in value)):
-            raise PydanticCustomError("empty_source", "needs at least one file or hub name")
-        return value
+    def _as_sections(cls, value: Any) -> Any:
+        """A path, a mapping or a list of them, as a list of mappings."""
+        if isinstance(value, str | Mapping):
+            value = [value]
+        if not isinstance(value, list):
+            return value
+        return [{"path": item} if isinstance(item, str) else item for item in value]
 
     @model_validator(mode="after")
     def _consistent(self) -> DataSection:
@@ -124,23 +179,56 @@ class DataSection(Section):
             raise _contradiction(
                 "data.max_validation_samples has no effect without data.validation or data.validation_fraction"
             )
-        if (self.hub_config or self.hub_split) and not any(not is_file_source(s) for s in self.sources()):
-            raise _contradiction("data.hub_config and data.hub_split have no effect on files; remove them")
+        self._check_weights()
+        self._check_streaming()
         return self
+
+    def _check_weights(self) -> None:
+        weighted = [source.weight is not None for source in self.train]
+        if any(weighted) and not all(weighted):
+            raise _contradiction("data.train: give every source a weight, or none")
+        if weighted == [True]:
+            raise _contradiction("data.train.0.weight has no effect on a single source; remove it")
+        if any(source.weight is not None for source in self.validation or []):
+            raise _contradiction("data.validation: weights have no effect, each row is evaluated once; remove them")
+
+    def _check_streaming(self) -> None:
+        if self.streaming and self.validation_fraction is not None:
+            raise _contradiction(
+                "data.validation_fraction is not possible with data.streaming, whose rows are not known before; "
+                "name held-out rows in data.validation"
+            )
+        if self.streaming and self.num_proc > 1:
+            raise _contradiction("data.num_proc has no effect with data.streaming; remove one of them")
 
     @property
     def has_validation(self) -> bool:
         return self.validation is not None or self.validation_fraction is not None
 
-    def sources(self) -> list[str]:
-        """Every source of both splits, in order."""
-        return as_list(self.train) + as_list(self.validation)
-
 
 class ObjectiveSection(Section):
     """What is minimised."""
 
-    kind: Literal["causal_lm"] = Field("causal_lm", description="causal_lm: next-token cross-entropy.")
+    kind: Literal["causal_lm", "sequence_classification"] = Field(
+        "causal_lm",
+        description="causal_lm: next-token cross-entropy. sequence_classification: cross-entropy of a text's class.",
+    )
+    labels: list[str] | None = Field(
+        None, description="Names of the classes in the order of their numbers; null: those of data.train, sorted."
+    )
+    class_weights: Literal["balanced"] | list[PositiveFloat] | None = Field(
+        None, description="Weight of each class in the loss; balanced: rows / (classes x rows of the class)."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ObjectiveSection:
+        if self.kind != "sequence_classification":
+            for key in ("labels", "class_weights"):
+                if getattr(self, key) is not None:
+                    raise _contradiction(f"objective.{key} has no effect with objective.kind {self.kind}; remove it")
+        if self.labels is not None and (len(set(self.labels)) < 2 or len(set(self.labels)) < len(self.labels)):
+            raise _contradiction("objective.labels: needs two names or more, all different")
+        return self
 
 
 class AdapterSection(Section):
@@ -344,9 +432,30 @@ class Recipe(Section):
             )
         if self.logging.sample_prompt is not None and not self.export.enabled:
             raise _contradiction("logging.sample_prompt needs export.enabled: the sample is made from the export")
+        if self.data.streaming and self.training.num_epochs is not None:
+            raise _contradiction(
+                "training.num_epochs is not possible with data.streaming, whose length is not known; "
+                "set training.max_steps"
+            )
+        if self.objective.kind == "sequence_classification":
+            self._check_classification()
         if not self.export.enabled and self.export.model_fields_set - {"enabled"}:
             raise _contradiction("settings of export have no effect with export.enabled: false")
         return self
+
+    def _check_classification(self) -> None:
+        what = "with objective.kind sequence_classification"
+        if self.data.packing:
+            raise _contradiction(f"data.packing is not possible {what}; remove it")
+        if self.data.streaming:
+            raise _contradiction(f"data.streaming is not possible {what}; remove it")
+        if self.data.long_rows == "split":
+            raise _contradiction(f"data.long_rows split is not possible {what}; allowed: error, drop, truncate")
+        for key in ("targets", "chat_template"):
+            if getattr(self.data, key) is not None:
+                raise _contradiction(f"data.{key} has no effect {what}; remove it")
+        if self.logging.sample_prompt is not None:
+            raise _contradiction(f"logging.sample_prompt has no effect {what}: the model writes no text; remove it")
 
     @classmethod
     def load(cls, name_or_path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -408,22 +517,22 @@ def _written(section: Section) -> dict[str, Any]:
         value = getattr(section, name)
         if isinstance(value, Section):
             written[name] = _written(value)
+        elif isinstance(value, list) and value and isinstance(value[0], SourceSection):
+            written[name] = [_source_written(source) for source in value]
         elif not _is_conditional(section, name):
             written[name] = value
     return written
+
+
+def _source_written(source: SourceSection) -> str | dict[str, Any]:
+    fields = source.model_dump(exclude_none=True)
+    return source.path if list(fields) == ["path"] else fields
 
 
 def _is_conditional(section: Section, name: str) -> bool:
     if isinstance(section, LoggingSection):
         return name == "sample_max_new_tokens" and section.sample_prompt is None
     return isinstance(section, ExportSection) and name != "enabled" and not section.enabled
-
-
-def as_list(sources: Sources | None) -> list[str]:
-    """`None`, one source or several, as a list."""
-    if sources is None:
-        return []
-    return [sources] if isinstance(sources, str) else list(sources)
 
 
 def is_file_source(source: str) -> bool:
@@ -514,10 +623,16 @@ def _anchor_paths(values: dict[str, Any], folder: Path) -> None:
             continue
         for key in keys:
             source = fields.get(key)
-            if isinstance(source, str):
-                fields[key] = _anchored(source, folder)
-            elif isinstance(source, list):
-                fields[key] = [_anchored(item, folder) if isinstance(item, str) else item for item in source]
+            if isinstance(source, list):
+                fields[key] = [_anchored_source(item, folder) for item in source]
+            else:
+                fields[key] = _anchored_source(source, folder)
+
+
+def _anchored_source(source: Any, folder: Path) -> Any:
+    if isinstance(source, dict) and isinstance(source.get("path"), str):
+        return {**source, "path": _anchored(source["path"], folder)}
+    return _anchored(source, folder) if isinstance(source, str) else source
 
 
 def _anchored(source: str, folder: Path) -> str:
@@ -579,11 +694,25 @@ def _section_at(path: tuple[int | str, ...]) -> type[Section] | None:
     """The section class that holds the last key of `path`."""
     section: Any = Recipe
     for part in path[:-1]:
-        field = section.model_fields.get(part) if isinstance(part, str) else None
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, Section)):
+        if isinstance(part, int) and isinstance(section, list):
+            section = section[0]
+            continue
+        field = section.model_fields.get(part) if isinstance(part, str) and not isinstance(section, list) else None
+        section = _section_of(field.annotation) if field is not None else None
+        if section is None:
             return None
-        section = field.annotation
-    return section  # type: ignore[no-any-return]
+    return None if isinstance(section, list) else section
+
+
+def _section_of(annotation: Any) -> Any:
+    """The section class of a field; in a list where the field is a list of sections; None where it is neither."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    for member in (annotation, *get_args(annotation)):
+        items = get_args(member)
+        if get_origin(member) is list and isinstance(items[0], type) and issubclass(items[0], Section):
+            return [items[0]]
+    return None
 
 
 def _problems(errors: list[ErrorDetails], values: dict[str, Any]) -> list[str]:
@@ -628,7 +757,8 @@ def _describe(details: ErrorDetails) -> str:
         return f"{path}: missing; {_allowed(field_location) or 'a value is required'}"
     found = f"found {details['input']!r} ({_type_name(details['input'])})"
     allowed = _allowed(field_location)
-    message = details["msg"][0].lower() + details["msg"][1:]
+    message = re.sub(r"a valid dictionary or instance of \w+", "a mapping", details["msg"])
+    message = message[0].lower() + message[1:]
     return f"{path}: {found}; {message}" + (f"; allowed: {allowed}" if allowed else "")
 
 
@@ -639,6 +769,8 @@ def _type_name(value: Any) -> str:
 def _field_location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """The location without pydantic's names of union members."""
     for end in range(1, len(location) + 1):
+        if isinstance(location[end - 1], int):
+            continue
         section = _section_at(location[:end])
         if section is None:
             return location[: end - 1]

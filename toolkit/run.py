@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -24,7 +23,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
 from rich.console import Console
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import models, ranks
 from toolkit.checkpoint.consolidate import MODEL_FILES
@@ -33,11 +32,17 @@ from toolkit.checkpoint.reader import find, same_run
 from toolkit.checkpoint.session import RunCheckpoints
 from toolkit.data import build, tokenizer
 from toolkit.data.build import TokenisedData
-from toolkit.data.loader import Batch, TrainLoader, evaluation_batches
+from toolkit.data.command import write_data_report
+from toolkit.data.loader import TrainLoader, evaluation_batches
+from toolkit.data.samples import Batch, TextSamples
+from toolkit.data.show import show_report
+from toolkit.data.stream import StreamLoader, describe_stream
+from toolkit.data_page import DATA_PAGE
 from toolkit.errors import BadInputError
 from toolkit.export import ExportSettings, export, reload, sample_text, verify, write_configuration
+from toolkit.leaks import check_leaks
 from toolkit.metrics import GIB, Metrics, flops_per_token, peak_flops
-from toolkit.objectives import CausalLM
+from toolkit.objectives import CausalLM, Objective, SequenceClassification, build_objective
 from toolkit.optim import build_optimizer, build_schedule
 from toolkit.recipe import OFFLOAD_DETAILS, Recipe, steps_of_run
 from toolkit.report import RunSummary, write_report
@@ -58,7 +63,16 @@ from toolkit.trainer import Trainer
 FINISHED = "report.html"
 """Written last: a run's folder that holds it is done."""
 
-RUN_FILES = ("recipe.yaml", "metrics.jsonl", "data_report.json", MODEL_FILES, FINISHED, "export", "checkpoints")
+RUN_FILES = (
+    "recipe.yaml",
+    "metrics.jsonl",
+    "data_report.json",
+    DATA_PAGE,
+    MODEL_FILES,
+    FINISHED,
+    "export",
+    "checkpoints",
+)
 """What a run leaves in its output folder."""
 
 
@@ -93,10 +107,10 @@ class Parts:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    objective: CausalLM
+    objective: CausalLM | SequenceClassification
     tokenizer: PreTrainedTokenizerBase
     data: TokenisedData
-    windows: TrainLoader
+    windows: TrainLoader | StreamLoader
     num_steps: int
     facts: dict[str, str]
 
@@ -242,7 +256,7 @@ def _require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> None
         return
     again = recipe.checkpoint.resume == "auto" and same_run(output_dir / "recipe.yaml", recipe.model_dump(mode="json"))
     if not finished and again and latest(output_dir) is None:
-        for name in ("metrics.jsonl", "data_report.json"):
+        for name in ("metrics.jsonl", "data_report.json", DATA_PAGE):
             (output_dir / name).unlink(missing_ok=True)
         return
     if found:
@@ -256,11 +270,12 @@ def _require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> None
 def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin) -> Parts:
     """Tokenizer, data, model, optimizer, in this order; the model is sharded and has its weights."""
     training = recipe.training
-    tokens = tokenizer.load(recipe.model, recipe.data, training.seed)
-    data = build.build(recipe.data, tokens, training.seed)
-    model = models.load(recipe.model, tokens, training.seed)
+    classification = recipe.objective.kind == "sequence_classification"
+    tokens = tokenizer.load(recipe.model, recipe.data, classification)
+    data = build.build(recipe.data, tokens, training.seed, recipe.objective)
+    model = models.load(recipe.model, tokens, training.seed, data.label_names)
     require_room(model, tokens, recipe)
-    objective = CausalLM(model)
+    objective = build_objective(recipe.objective, model, data.report["packing"], data.report["train"].get("labels"))
     samples_per_step = training.micro_batch_size * accelerator.num_processes * training.gradient_accumulation_steps
     num_steps = steps_of_run(training, len(data.train), samples_per_step)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -268,15 +283,14 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         _make_whole(model, recipe)
     optimizer = build_optimizer(model, recipe.optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
-    windows = TrainLoader(
-        data.train,
-        num_positions=num_positions(recipe, len(data.train), num_steps * samples_per_step),
-        micro_batch_size=training.micro_batch_size,
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        seed=training.seed,
-        shuffle=recipe.data.shuffle,
+    leaks = _check_leaks(accelerator, recipe, model, objective, data)
+    windows = build_windows(
+        recipe,
+        data,
+        num_steps,
+        training.gradient_accumulation_steps,
+        accelerator.process_index,
+        accelerator.num_processes,
     )
     facts = {
         "model": f"{accelerator.unwrap_model(model).config.architectures[0]}, {num_parameters:,} parameters",
@@ -285,9 +299,52 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         "precision": "float32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision,
         "steps": f"{num_steps} of {samples_per_step} samples of {recipe.data.max_length} tokens",
     }
+    if leaks is not None:
+        facts["packing"] = leaks
     if plugin.engine is not None:
         facts["offload"] = plugin.engine.describe()
     return Parts(model, optimizer, objective, tokens, data, windows, num_steps, facts)
+
+
+def build_windows(
+    recipe: Recipe, data: TokenisedData, num_steps: int, accumulation: int, rank: int, world_size: int
+) -> TrainLoader | StreamLoader:
+    """What yields a rank's micro-batches of each optimizer step, `accumulation` of them."""
+    training = recipe.training
+    all_steps = num_steps * training.micro_batch_size * accumulation * world_size
+    split = {
+        "micro_batch_size": training.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "rank": rank,
+        "world_size": world_size,
+    }
+    if data.stream is not None:
+        return StreamLoader(data.stream, num_positions=all_steps, **split)
+    positions = num_positions(recipe, len(data.train), all_steps)
+    return TrainLoader(data.train, num_positions=positions, seed=training.seed, shuffle=recipe.data.shuffle, **split)
+
+
+def _check_leaks(
+    accelerator: Accelerator, recipe: Recipe, model: nn.Module, objective: Objective, data: TokenisedData
+) -> str | None:
+    """What was found about rows that share a sample; None where none do. Raises BadInputError where they leak."""
+    if not isinstance(data.train, TextSamples) or not data.train.packed:
+        return None
+    found = check_leaks(
+        model,
+        accelerator.unwrap_model(model),
+        objective,
+        data.train,
+        recipe.training.micro_batch_size,
+        accelerator.device,
+        in_16_bits=accelerator.mixed_precision != "no" or recipe.model.dtype != "float32",
+    )
+    fill = f"{data.report['train']['fill_rate']:.1%} of the tokens are used"
+    if found is None:
+        return f"{fill}; no sample holds two rows"
+    return (
+        f"{fill}; checked: rows that share a sample do not see each other (change {found[0]:.0e}, alone {found[1]:.0e})"
+    )
 
 
 def _make_whole(model: PreTrainedModel, recipe: Recipe) -> None:
@@ -334,7 +391,7 @@ def _fit_and_export(
     console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
     _introduce(console, plugin, parts)
     if accelerator.is_main_process:
-        (output_dir / "data_report.json").write_text(json.dumps(parts.data.report, indent=1), encoding="utf-8")
+        write_data_report(output_dir, recipe, parts.data.report)
         inner = accelerator.unwrap_model(parts.model)
         (output_dir / MODEL_FILES).mkdir(exist_ok=True)
         write_configuration(inner, parts.tokenizer, output_dir / MODEL_FILES, getattr(torch, recipe.model.dtype))
@@ -375,6 +432,8 @@ def _fit_and_export(
             checkpoints.wait()
         if plugin.engine is not None:
             plugin.engine.flush()  # the last step may still fail
+    if parts.data.stream is not None:
+        _tell_stream(accelerator, recipe, parts, output_dir)
     export_dir, difference, sample = _export(accelerator, recipe, parts, output_dir)
     losses = [record["loss"] for record in metrics.records if record["split"] == "eval"]
     result = FinetuneResult(
@@ -392,6 +451,16 @@ def _fit_and_export(
     _conclude(console, recipe, result)
     accelerator.wait_for_everyone()
     return result
+
+
+def _tell_stream(accelerator: Accelerator, recipe: Recipe, parts: Parts, output_dir: Path) -> None:
+    """Writes the data report anew, with all the rows that have been read."""
+    stream, samples = parts.data.stream, parts.data.train
+    assert stream is not None
+    assert isinstance(samples, TextSamples)
+    parts.data.report.update(describe_stream(stream, samples, parts.tokenizer))
+    if accelerator.is_main_process:
+        write_data_report(output_dir, recipe, parts.data.report)
 
 
 def _rest_of_run(recipe: Recipe, parts: Parts, manifest: Manifest) -> tuple[int, int]:
@@ -463,7 +532,7 @@ def _export(
     difference = sample = None
     if settings.verify:
         batch = next(iter(evaluation_batches(parts.data.train, 1, 0, 1, 1)))
-        difference = verify(accelerator, parts.model, reloaded, batch)
+        difference = verify(accelerator, parts.model, reloaded, parts.objective.logits, batch)
     if reloaded is not None and recipe.logging.sample_prompt is not None:
         sample = sample_text(
             reloaded,
@@ -478,12 +547,7 @@ def _export(
 def _introduce(console: Console, plugin: ShardingPlugin, parts: Parts) -> None:
     for name, fact in parts.facts.items():
         console.print(f"{name:>10}: {fact}", markup=False)
-    report = parts.data.report
-    for split, counts in report.items():
-        dropped = f", {counts['num_dropped']} dropped" if counts["num_dropped"] else ""
-        console.print(
-            f"{split:>10}: {counts['kept']} rows{dropped}, {counts['tokens']:,} tokens, {counts['samples']:,} samples"
-        )
+    show_report(console, parts.data.report)
     if plugin.unit_plan is not None:
         console.print(plugin.unit_plan.table(), markup=False)
 
@@ -501,7 +565,8 @@ def _conclude(console: Console, recipe: Recipe, result: FinetuneResult) -> None:
     console.print(f"run: {result.output_dir}", markup=False)
     console.print(f"report: {result.output_dir / 'report.html'}", markup=False)
     if result.export_dir is not None:
-        console.print(f"model: AutoModelForCausalLM.from_pretrained({str(result.export_dir)!r})", markup=False)
+        auto = models.auto_class(AutoConfig.from_pretrained(result.export_dir)).__name__
+        console.print(f"model: {auto}.from_pretrained({str(result.export_dir)!r})", markup=False)
 
 
 def _summary(recipe: Recipe, plugin: ShardingPlugin, parts: Parts, result: FinetuneResult) -> RunSummary:

@@ -14,6 +14,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from toolkit.data.samples import Batch
 from toolkit.errors import StoppedError, TrainingError
 from toolkit.metrics import Metrics, peak_device_bytes, peak_host_bytes
 from toolkit.objectives import Objective
@@ -21,15 +22,18 @@ from toolkit.recipe import TrainingSection
 from toolkit.sharding.apply import whole_tensor
 from toolkit.sharding.offload import engine_of
 
-Batch = dict[str, torch.Tensor]
-
 
 class Windows(Protocol):
-    """Yields the micro-batches of one optimizer step at a time, equally many on every rank."""
+    """Yields the micro-batches of one optimizer step at a time, equally many on every rank.
+
+    `state_at` gives what `resume` needs besides the position in the data, as plain JSON.
+    """
 
     def __iter__(self) -> Iterator[list[Batch]]: ...
 
-    def resume(self, step: int, samples: int, num_positions: int) -> None: ...
+    def resume(self, step: int, samples: int, num_positions: int, state: Any) -> None: ...
+
+    def state_at(self, samples: int) -> Any: ...
 
     @property
     def samples_per_step(self) -> int: ...
@@ -122,10 +126,10 @@ class Trainer:
         """Optimizer steps taken."""
         return self.counters.global_step
 
-    def resume(self, counters: dict[str, int], samples: int, num_positions: int) -> None:
-        """Goes on after `samples` of the run; `num_positions` is its end."""
+    def resume(self, counters: dict[str, int], samples: int, num_positions: int, windows: Any) -> None:
+        """Goes on after `samples` of the run; `num_positions` is its end, `windows` the data's own state."""
         self.counters = Counters(**counters)
-        self.windows.resume(self.global_step, samples, num_positions)
+        self.windows.resume(self.global_step, samples, num_positions, windows)
 
     def fit(self) -> None:
         """Runs every window, evaluating at the start, so often as the settings say, and at the end.
@@ -283,20 +287,18 @@ class Trainer:
         return every is not None and self.global_step % every == 0
 
     def evaluate(self) -> None:
-        """Records the mean loss over the held-out targets, each sample counted once."""
+        """Records the mean loss over the held-out targets and what the objective adds, each sample counted once."""
         if self.evaluation is None:
             return
         self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
+        parts = []
         with torch.no_grad():
             for batch in self.evaluation():
-                targets = self.objective.count_targets(batch)
                 batch = send_to_device(batch, self.accelerator.device)
-                sums[0] += self.objective.loss_sum(self.model, batch).double()
-                sums[1] += targets
-        loss_sum, target_tokens = self.accelerator.reduce(sums, "sum").tolist()
+                parts.append(self.objective.evaluation_sums(self.model, batch))
+        sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
         self.model.train()
-        self.metrics.evaluation(_evaluation_record(self.global_step, loss_sum, int(target_tokens)))
+        self.metrics.evaluation({"step": self.global_step, **self.objective.evaluation_record(sums)})
 
 
 def _stop_reason(mine: str | None, ranks_that_want: list[bool]) -> str | None:
@@ -304,9 +306,3 @@ def _stop_reason(mine: str | None, ranks_that_want: list[bool]) -> str | None:
     if not any(ranks_that_want):
         return None
     return mine or f"rank {ranks_that_want.index(True)} was asked to"
-
-
-def _evaluation_record(step: int, loss_sum: float, target_tokens: int) -> dict[str, Any]:
-    loss = loss_sum / max(1, target_tokens)
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    return {"step": step, "loss": loss, "target_tokens": target_tokens, "perplexity": perplexity}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_texts
 from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
 from tiny import recipe_values, save_llama
@@ -25,6 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
     from safetensors.torch import save_file
 
     save_file(poisoned, broken / "model.safetensors", metadata={"format": "pt"})
+    held_out = "".join(json.dumps({"text": text}) + "\n" for text in make_texts(20, seed=5))
+    (folder / "held_out.jsonl").write_text(held_out)
     return folder
 
 
@@ -48,7 +51,7 @@ def runs(folder: Path, data: Path) -> dict[str, Any]:
     run("broken-run", model="broken", training={"max_non_finite_steps": 2})
     run(
         "epochs",
-        data={"validation_fraction": 0.3, "shuffle": True},
+        data={"validation": str(folder / "held_out.jsonl"), "shuffle": True},
         training={"max_steps": None, "num_epochs": 1.5, "micro_batch_size": 3, "eval_every_steps": 4},
         logging={"sample_prompt": "the king", "sample_max_new_tokens": 5, "trackers": ["tensorboard"]},
         export={"max_shard_gib": 0.0001},
@@ -90,30 +93,26 @@ def test_evaluation_is_the_mean_over_held_out_targets(folder: Path, results: lis
     assert [record["step"] for record in evaluations] == sorted({0, *range(4, len(steps), 4), len(steps)})
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     exported = AutoModelForCausalLM.from_pretrained(result.export_dir, dtype=torch.float32)
-    held_out = _held_out_rows(folder)
     for network, record in ((model, evaluations[0]), (exported, evaluations[-1])):
-        loss_sum, count = _plain_loss(network, held_out)
+        loss_sum, count = _plain_loss(network, folder / "held_out.jsonl", folder)
         assert record["target_tokens"] == count
         assert record["loss"] == pytest.approx(loss_sum / count, rel=1e-6)
     assert result.final_eval_loss < result.initial_eval_loss
 
 
-def _held_out_rows(folder: Path) -> torch.Tensor:
-    import datasets
-
-    found = list((folder / "cache").glob("text-*/validation"))
-    assert len(found) == 1
-    rows = datasets.load_from_disk(str(found[0]))[:]
-    return torch.tensor([rows["input_ids"], rows["labels"], rows["position_ids"]]).transpose(0, 1)
-
-
 @torch.no_grad()
-def _plain_loss(model: torch.nn.Module, rows: torch.Tensor) -> tuple[float, int]:
-    ids, labels, positions = rows[:, 0], rows[:, 1], rows[:, 2]
-    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, :-1].double()
-    targets = labels[:, 1:]
-    picked = logits.log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
-    return -float(picked[targets != -100].sum()), int((targets != -100).sum())
+def _plain_loss(model: torch.nn.Module, held_out: Path, folder: Path) -> tuple[float, int]:
+    """The sum over the held-out texts' tokens, piece by piece, each piece alone; and how many tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    total, count = 0.0, 0
+    for line in held_out.read_text().splitlines():
+        document = tokenizer(json.loads(line)["text"])["input_ids"] + [tokenizer.eos_token_id]
+        for start in range(0, len(document) - 1, 31):
+            ids = torch.tensor([document[start : start + 32]])
+            picked = model(input_ids=ids).logits[0, :-1].double().log_softmax(-1).gather(-1, ids[0, 1:, None])
+            total -= float(picked.sum())
+            count += ids.shape[1] - 1
+    return total, count
 
 
 def test_the_export_in_several_files_loads(results: list[dict[str, Any]]) -> None:

@@ -74,7 +74,7 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
         (["schedule.warmup_steps=1", "schedule.warmup_fraction=0.1"], "contradict each other"),
         (["schedule.decay_fraction=0.1"], "schedule.decay_fraction has no effect with schedule.kind cosine"),
         (["logging.sample_max_new_tokens=5"], "logging.sample_max_new_tokens has no effect"),
-        (["data.hub_split=train"], "no effect on files"),
+        (["data.train={path: a.jsonl, split: train}"], "no effect on the files"),
         (["export.enabled=false", "export.dtype=float16"], "no effect with export.enabled: false"),
         (["checkpoint.keep_best=true"], "checkpoint.keep_best"),
         (
@@ -123,7 +123,7 @@ def test_the_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
 def test_files_in_a_recipe_are_relative_to_it(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     recipe = Recipe.load(write(tmp_path / "r.yaml", MINIMAL))
-    assert recipe.data.train == str(tmp_path / "rows.jsonl")
+    assert recipe.data.train[0].path == str(tmp_path / "rows.jsonl")
     assert recipe.model.name_or_path == "someone/model"
 
 

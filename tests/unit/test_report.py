@@ -95,8 +95,20 @@ def summary(metrics: list[dict[str, Any]], **changes: Any) -> RunSummary:
         recipe_yaml="# small\nmodel:\n  name_or_path: tiny\n",
         metrics=metrics,
         data_report={
-            "train": {"rows": 1200, "files": ["a.jsonl", "b.jsonl"], "source_bytes": 3 * GIB},
-            "shuffle": True,
+            "max_length": 512,
+            "train": {
+                "read": 1200,
+                "kept": 1197,
+                "num_dropped": 3,
+                "dropped": {"not JSON": {"count": 3, "rows": ["a.jsonl:1", "a.jsonl:2", "a.jsonl:9"]}},
+                "tokens": 98765,
+                "target_share": 0.37,
+                "samples": 200,
+                "fill_rate": 0.985,
+                "longest": {"row": "a.jsonl:88", "tokens": 511},
+                "length_histogram": {"edges": [0, 271828, 314159], "counts": [161803, 141421]},
+            },
+            "validation": {"read": 77, "tokens": 555},
         },
         units=[
             {"name": "layers.*", "class_name": "Block", "count": 4, "num_parameters": 123456, "num_bytes": 2 * GIB},
@@ -295,14 +307,47 @@ def test_the_note_names_the_first_steps_and_counts_the_rest() -> None:
 def test_tables_hold_what_they_were_given() -> None:
     metrics = [eval_line(0, 4.0), *train_lines(20), eval_line(20, 3.0)]
     text_of = page_of(metrics).text_of
-    for expected in ("train.rows", "1,200", "a.jsonl, b.jsonl", "3.00 GiB", "shuffle", "yes"):
-        assert expected in text_of["data"]
     for expected in ("layers.*", "Block", "4", "123,456", "2.00 GiB"):
         assert expected in text_of["units"]
     assert "torch2.13.0" in text_of["versions"]
     assert "04.00054.6203.00020.1" in text_of["evaluations"]
     assert text_of["recipe"] == "Recipe# small\nmodel:\n  name_or_path: tiny"
     assert text_of["sample"].endswith("To be,\n\n  or not < to be")
+
+
+def test_the_data_is_a_summary_with_a_link() -> None:
+    text = render_report(summary(train_lines(3)))
+    data = Page(text).text_of["data"]
+    assert "Rows read1,20077" in data
+    assert "Rows dropped3\N{EN DASH}" in data
+    assert "Tokens98,765555" in data
+    assert "Target share37.0 %" in data
+    assert "Fill rate98.5 %" in data
+    assert "Longest row511 (a.jsonl:88)" in data
+    assert "Dropped becauseTrainValidationnot JSON30" in data
+    assert '<a href="data_report.html">' in text
+    assert not re.search("271,?828|161,?803|edges|histogram", text)  # a histogram is no table
+
+
+@pytest.mark.parametrize(
+    "report",
+    [{"train": {}}, {"train": {"read": 3}}, {"validation": {"dropped": {"x": {}}}}, {"warnings": ["x"], "train": None}],
+)
+def test_a_data_report_may_lack_any_key(report: dict[str, Any]) -> None:
+    text = render_report(summary([], data_report=report))
+    assert "data_report.html" in text
+    assert "None" not in Page(text).text_of["data"]
+
+
+def test_without_a_data_report_there_is_no_link() -> None:
+    text = render_report(summary([], data_report={}))
+    assert "data_report.html" not in text
+    assert "data" not in Page(text).text_of
+
+
+def test_numbers_of_a_first_window_say_so() -> None:
+    page = page_of([], data_report={"streaming": True, "train": {"read": 3}})
+    assert page.text_of["data"].startswith("Data (first window)")
 
 
 def test_facts_stand_below_the_title() -> None:
@@ -326,7 +371,9 @@ def with_text_everywhere(text: str) -> RunSummary:
         [*train_lines(12), eval_line(12, 1.0)],
         title=text,
         recipe_yaml=f"{text}\n# {text}\nkey: {text}\n",
-        data_report={text: {"file": text, "files": [text, text]}},
+        data_report={
+            "train": {"dropped": {text: {"count": 1, "rows": [text]}}, "longest": {"row": text, "tokens": 3}},
+        },
         units=[unit],
         facts={text: text, "duration": text},
         versions={text: text},
@@ -361,7 +408,7 @@ def test_nothing_comes_from_outside(rendered: str) -> None:
     page = Page(rendered)
     links = [value for _, name, value in page.attributes if name in {"href", "src", "xlink:href", "action", "srcset"}]
     assert links
-    assert [link for link in links if not link.startswith(("#", "data:"))] == []
+    assert {link for link in links if not link.startswith(("#", "data:"))} == {"data_report.html"}
     assert re.findall(r"url\((?!#)", rendered) == []
     assert "//" not in rendered
     assert "@import" not in rendered

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,6 +18,8 @@ from tiny import recipe_values, save_llama
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
+from toolkit.data.packing import Pieces
+from toolkit.data.samples import TextSamples
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe import Recipe
 from toolkit.verify import (
@@ -186,12 +188,30 @@ class Leaky(nn.Module):
         return self.model(input_ids=input_ids, position_ids=through, use_cache=use_cache)
 
 
-def samples(ids: list[list[int]], positions: list[list[int]]) -> datasets.Dataset:
-    return datasets.Dataset.from_dict({"input_ids": ids, "position_ids": positions})
+class Documents:
+    """Rows of tokens as they were given."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> Any:
+        return np.array(self.rows[row])[start:stop], np.arange(len(self.rows[row]))[start:stop] > 0
+
+
+def samples(*packed: list[list[int]]) -> TextSamples:
+    """Samples of the documents in each."""
+    rows = [document for documents in packed for document in documents]
+    lengths = np.array([len(row) for row in rows])
+    pieces = Pieces(np.arange(len(rows)), np.zeros(len(rows), dtype=int), lengths)
+    ends = np.cumsum([len(documents) for documents in packed]).tolist()
+    return TextSamples(Documents(rows), pieces, ends, 12, True, 0)
 
 
 def test_a_leak_between_documents_is_told() -> None:
-    shared = samples([[*range(1, 13)]], [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    shared = samples([[*range(1, 6)], [*range(6, 13)]])
     model = gpt2()
     plain.set_dropout(model, 0.0)
     assert packing.packing_row(model.train(), shared).verdict == OK
@@ -204,13 +224,11 @@ def test_a_leak_between_documents_is_told() -> None:
 
 
 def test_two_documents_are_found_or_made() -> None:
-    found = packing.two_documents(
-        samples([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]], [[0, 0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 2]])
-    )
+    found = packing.two_documents(samples([[1], [2, 3, 4, 5, 6]], [[7, 8, 9], [10, 11, 12]]))
     assert found == ([7, 8, 9], [10, 11, 12], "which share a sample"), "the pair whose shorter document is longest"
-    made = packing.two_documents(samples([[1, 2, 3, 4], [5, 6, 7, 8]], [[0, 1, 2, 3], [0, 1, 2, 3]]))
+    made = packing.two_documents(samples([[1, 2, 3, 4]], [[5, 6, 7, 8]]))
     assert made == ([1, 2], [7, 8], "joined from two samples")
-    assert packing.two_documents(datasets.Dataset.from_dict({"input_ids": [[1, 2]]})) is None
+    assert packing.two_documents(samples([[1]])) is None
 
 
 # Preparing

@@ -11,7 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from toolkit.checkpoint.manifest import Manifest, check_files
 from toolkit.checkpoint.state import MODEL
@@ -25,6 +25,7 @@ from toolkit.export import (
     write_configuration,
     write_weights,
 )
+from toolkit.models import auto_class
 
 MODEL_FILES = "model"
 """Folder of a run with the model's configuration and tokenizer."""
@@ -53,7 +54,7 @@ def export_checkpoint(
     config = AutoConfig.from_pretrained(run / MODEL_FILES)
     tokenizer = AutoTokenizer.from_pretrained(run / MODEL_FILES)
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     model.tie_weights()
     unfinished = to.with_name(f".{to.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -93,13 +94,13 @@ def _loaded(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[st
 @torch.no_grad()
 def _difference(folder: Path, manifest: Manifest, config: object, export: Path, dtype: torch.dtype) -> float:
     """Of the logits between the checkpoint's own tensors and the reloaded export, on arbitrary tokens."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = auto_class(config).from_config(config)
     state = dict(read_whole(folder, manifest, max_bytes=2**62))
     model.load_state_dict(state, strict=False)
     model.tie_weights()
     model = model.to(dtype).eval()
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     tokens = torch.randint(0, vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))
-    expected = model(input_ids=tokens, use_cache=False).logits.float()
-    found = reload(export, torch.device("cpu"), dtype)(input_ids=tokens, use_cache=False).logits.float()
+    expected = model(input_ids=tokens).logits.float()
+    found = reload(export, torch.device("cpu"), dtype)(input_ids=tokens).logits.float()
     return relative_difference(found, expected)

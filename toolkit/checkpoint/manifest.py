@@ -52,6 +52,7 @@ class Manifest:
         world_size, strategy, precision: of the run that wrote it; another may read it.
         recipe: resolved, as it was.
         data: identifies the tokenised data.
+        stream: where a stream goes on; None: the position says all.
         trainer: counters.
         scaler: state of fp16's gradient scaler; None without.
         eval_loss: of the last evaluation; None where there was none.
@@ -71,6 +72,7 @@ class Manifest:
     eval_loss: float | None
     date: str
     versions: dict[str, str]
+    stream: dict[str, Any] | None = None
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     format: int = FORMAT

@@ -70,14 +70,16 @@ class RunCheckpoints:
         self._saved_step = trainer.global_step
         scaler = self._accelerator.scaler
         losses = [record["loss"] for record in self._metrics.records if record["split"] == "eval"]
+        samples = trainer.windows.samples_at(trainer.global_step)
         manifest = Manifest(
             step=trainer.global_step,
-            samples=trainer.windows.samples_at(trainer.global_step),
+            samples=samples,
             world_size=ranks.world_size(),
             strategy=self._strategy,
             precision=self._accelerator.mixed_precision,
             recipe=self._recipe.model_dump(mode="json"),
             data=self._data,
+            stream=trainer.windows.state_at(samples),
             trainer=asdict(trainer.counters),
             scaler=scaler.state_dict() if scaler is not None else None,
             eval_loss=losses[-1] if losses else None,
@@ -110,7 +112,7 @@ class RunCheckpoints:
         reader.load_tensors(folder, manifest, self._model, self._optimizer)
         for _ in range(manifest.step):
             schedule.step()
-        trainer.resume(manifest.trainer, manifest.samples, num_positions)
+        trainer.resume(manifest.trainer, manifest.samples, num_positions, manifest.stream)
         self._metrics.resume(ranks.on_first_rank(lambda: reader.read_records(folder)))
         if self._accelerator.scaler is not None and manifest.scaler is not None:
             self._accelerator.scaler.load_state_dict(manifest.scaler)

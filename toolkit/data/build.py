@@ -1,139 +1,297 @@
-"""Tokenised data sets: made once on rank 0, kept by content, memory-mapped by every rank."""
+"""From a recipe's sources to samples: tokenised once on rank 0, kept by content, memory-mapped by every rank."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import datasets
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
+from toolkit.data import report as reports
 from toolkit.data.cache import cache_folder, digest, kept
-from toolkit.data.sources import identify_rows, open_rows
-from toolkit.data.text import IGNORED, RowCount, cut_blocks, problem_of
+from toolkit.data.documents import read_documents, write_documents
+from toolkit.data.encode import Encoder
+from toolkit.data.layouts import recognise
+from toolkit.data.packing import Pieces, best_fit
+from toolkit.data.samples import LabelledSamples, Rows, Samples, TextSamples
+from toolkit.data.selection import Selection, cut, hold_out, one_pass, select
+from toolkit.data.sources import Source, glimpse, identify, open_source
+from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.tokenizer import identity, pad_id
 from toolkit.errors import DataError
-from toolkit.recipe import DataSection
-
-_TOKENS = datasets.List(datasets.Value("int32"))
-_SAMPLE = datasets.Features({"input_ids": _TOKENS, "labels": _TOKENS, "position_ids": _TOKENS})
-_DOCUMENT = datasets.Features({"input_ids": _TOKENS, "problem": datasets.Value("string")})
+from toolkit.recipe import DataSection, ObjectiveSection, SourceSection
 
 
 @dataclass(frozen=True)
 class TokenisedData:
-    """Samples of T tokens each, with `input_ids`, `labels` and `position_ids`.
+    """Samples to train on and held-out ones.
 
     Attributes:
         validation: None where nothing is held out.
-        report: counts of rows, tokens and samples per split, and what was dropped and why.
+        report: what became of the rows; see docs/data.md.
         fingerprint: of the rows, the tokenizer and how samples are made of them.
+        label_names: of the classes, in the order of their numbers; None: no classification.
+        stream: what to train on instead of `train`, which then is its first window.
     """
 
-    train: datasets.Dataset
-    validation: datasets.Dataset | None
+    train: Samples
+    validation: Samples | None
     report: dict[str, Any]
     fingerprint: str
+    label_names: list[str] | None = None
+    stream: Stream | None = None
 
 
-def build(data: DataSection, tokenizer: PreTrainedTokenizerBase, seed: int) -> TokenisedData:
-    """Tokenises the recipe's rows, or finds it done.
+def build(
+    data: DataSection, tokenizer: PreTrainedTokenizerBase, seed: int, objective: ObjectiveSection | None = None
+) -> TokenisedData:
+    """Tokenises the recipe's rows, or finds it done, and says which rows make up which sample.
 
     Raises:
-        DataError: on every rank; see `toolkit.data.sources.open_rows`.
+        DataError: on every rank; a source that is missing, unreadable, of unknown layout or without a row
+            to train on, or too many rows that are too long.
     """
-    folder = ranks.on_each_host(lambda: _tokenised(data, tokenizer, seed))
-    held_out = folder / "validation"
-    return TokenisedData(
-        train=datasets.load_from_disk(str(folder / "train")),
-        validation=datasets.load_from_disk(str(held_out)) if held_out.exists() else None,
-        report=json.loads((folder / "report.json").read_text(encoding="utf-8")),
-        fingerprint=folder.name,
+    builder = Builder(data, tokenizer, seed, objective or ObjectiveSection())
+    folder = ranks.on_each_host(builder.write)
+    prepared = builder.read(folder)
+    return _streamed(builder, prepared) if data.streaming else prepared
+
+
+def _streamed(builder: Builder, prepared: TokenisedData) -> TokenisedData:
+    """With a stream to train on, whose first window is read now."""
+    found: list[tuple[Stream, Window]] = []
+    ranks.on_every_rank(lambda: found.append(builder.first_window()), "read data.train")
+    stream, first = found[0]
+    return replace(
+        prepared,
+        train=first.samples,
+        report={**prepared.report, **describe_stream(stream, first.samples, builder.tokenizer)},
+        fingerprint=digest(prepared.fingerprint, builder.glimpse()),
+        stream=stream,
     )
 
 
-def _tokenised(data: DataSection, tokenizer: PreTrainedTokenizerBase, seed: int) -> Path:
-    cache = cache_folder(data)
-    key = digest("text", identify_rows(data, seed), identity(tokenizer), data.max_length)
+class Builder:
+    """Makes samples for one recipe."""
 
-    def write(folder: Path) -> None:
-        datasets.disable_progress_bars()
-        train, validation = open_rows(data, seed, cache / "datasets")
-        report = {"train": _write_split("train", train, data, tokenizer, folder)}
-        if validation is not None:
-            report["validation"] = _write_split("validation", validation, data, tokenizer, folder)
-        (folder / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    def __init__(
+        self, data: DataSection, tokenizer: PreTrainedTokenizerBase, seed: int, objective: ObjectiveSection
+    ) -> None:
+        self.data = data
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.objective = objective
+        self.classification = objective.kind == "sequence_classification"
+        self.packed = data.packing if data.packing is not None else not self.classification
+        self.cache = cache_folder(data)
 
-    return kept(cache / f"text-{key}", write)
+    # ---- on one rank of each host ----
 
-
-def _write_split(
-    split: str, rows: datasets.Dataset, data: DataSection, tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> dict[str, Any]:
-    """Writes one split's samples under `folder` and returns its part of the report."""
-    work = folder / "work"
-    work.mkdir(exist_ok=True)
-    documents = rows.map(
-        _encode,
-        batched=True,
-        batch_size=64,
-        remove_columns=rows.column_names,
-        features=_DOCUMENT,
-        num_proc=data.num_proc if data.num_proc > 1 else None,
-        fn_kwargs={"column": data.text_column, "tokenizer": tokenizer},
-        cache_file_name=str(work / f"{split}.arrow"),
-        new_fingerprint=digest(folder.name, split, "documents"),
-    )
-    counts = _write_blocks(documents, data.max_length, pad_id(tokenizer), folder / split, work)
-    if counts["samples"] == 0:
-        raise DataError(
-            f"data.{split}: none of its {counts['read']} rows gives a token to train on from column "
-            f"{data.text_column!r}; dropped rows by reason: {counts['dropped']}"
+    def write(self) -> Path:
+        """The folder of the samples, filled if it is not there yet."""
+        train = self._tokenised([] if self.data.streaming else self.data.train, "data.train")
+        validation = self._tokenised(self.data.validation or [], "data.validation")
+        fields = self.data.model_dump(
+            include={"validation_fraction", "max_length", "long_rows", "packing", "targets", "streaming"}
         )
-    shutil.rmtree(work)
-    return counts
+        names = [[folder.name for folder in folders] for folders in (train, validation)]
+        weights = [source.weight for source in self.data.train]
+        seed = self.seed if self.data.validation_fraction is not None else None
+        key = digest("samples", names, weights, fields, seed, self.objective.model_dump())
 
+        def write(folder: Path) -> None:
+            (folder / "documents.json").write_text(json.dumps(names), encoding="utf-8")
+            self._write_samples(folder, self._rows(train, weighted=True), self._rows(validation, weighted=False))
 
-def _write_blocks(documents: datasets.Dataset, max_length: int, pad: int, folder: Path, work: Path) -> dict[str, Any]:
-    count = RowCount()
-    totals = {"tokens": 0, "target_tokens": 0, "samples": 0, "max_length": max_length}
+        return kept(self.cache / f"samples-{key}", write)
 
-    def kept_documents() -> Iterator[list[int]]:
-        for row, document in enumerate(documents):
-            if count.keep(document["problem"], row):
-                totals["tokens"] += len(document["input_ids"])
-                yield document["input_ids"]
+    def _tokenised(self, sections: list[SourceSection], field: str) -> list[Path]:
+        """The folder of each source's documents, filled if it is not there yet."""
+        return [self._tokenised_source(section, field) for section in sections]
 
-    def blocks() -> Iterator[dict[str, list[int]]]:
-        for block in cut_blocks(kept_documents(), max_length, pad):
-            totals["samples"] += 1
-            totals["target_tokens"] += sum(label != IGNORED for label in block["labels"])
-            yield block
-
-    found = blocks()
-    first = next(found, None)
-    if first is not None:  # `datasets` cannot write a data set without rows
-        samples = datasets.Dataset.from_generator(
-            lambda: itertools.chain([first], found),
-            features=_SAMPLE,
-            cache_dir=str(work),
-            fingerprint=digest(str(folder), "blocks"),
+    def _tokenised_source(self, section: SourceSection, field: str) -> Path:
+        source = open_source(section, field)
+        layout = recognise(source, self.data.columns, self.classification)
+        encoder = self._encoder(source, layout.kind)
+        key = digest(
+            "documents",
+            identify(section, field),
+            identity(self.tokenizer),
+            [layout.kind, layout.columns, layout.label_names],
+            [encoder.targets, encoder.truncate_to],
         )
-        samples.save_to_disk(str(folder))
-    return {**asdict(count), **totals}
+        return kept(
+            self.cache / f"documents-{key}",
+            lambda folder: write_documents(source, layout, encoder, self.data.num_proc, folder),
+        )
+
+    def _encoder(self, source: Source, layout: str) -> Encoder:
+        conversation = layout not in ("text", "text and label", "prompt and completion")
+        if conversation and not getattr(self.tokenizer, "chat_template", None):
+            raise DataError(
+                f"{source.field}: {source.name!r} holds conversations ({layout}), and the tokenizer has no chat "
+                "template; set data.chat_template=chatml, or alpaca for a vocabulary without its markers"
+            )
+        if layout == "text" and self.data.targets not in (None, "all"):
+            raise DataError(
+                f"data.targets: {self.data.targets} has no effect on {source.name!r}, which holds plain text; remove it"
+            )
+        cut = self.data.max_length if self.classification and self.data.long_rows == "truncate" else None
+        return Encoder(self.tokenizer, self.data.targets or "assistant", self.classification, cut)
+
+    def _rows(self, folders: list[Path], weighted: bool) -> Rows:
+        weights = [source.weight for source in self.data.train] if weighted and folders else [None] * len(folders)
+        return Rows([read_documents(folder, weight) for folder, weight in zip(folders, weights, strict=True)])
+
+    def _write_samples(self, folder: Path, train: Rows, validation: Rows) -> None:
+        policy = self._long_rows({source.layout for source in (train if train.sources else validation).sources})
+        names = self._label_names(train) if self.classification else None
+        kept_rows = self._select(train, "data.train", policy, names) if train.sources else None
+        held_out = None
+        if self.data.validation_fraction is not None and kept_rows is not None:
+            kept_rows, held_out = hold_out(kept_rows, self.data.validation_fraction, self.seed)
+        elif validation.sources:
+            held_out = self._select(validation, "data.validation", policy, names)
+        report = self._settings(policy)
+        if kept_rows is not None:
+            report["train"] = self._write_split(folder / "train.npz", kept_rows, one_pass(kept_rows), policy, names)
+            report["examples"] = self._examples(kept_rows)
+        if held_out is not None:
+            report["validation"] = self._write_split(folder / "validation.npz", held_out, held_out.kept, policy, names)
+        if held_out is not None and kept_rows is not None:
+            report["validation"]["also_in_train"] = reports.repeated_in(
+                held_out.rows, held_out.kept, kept_rows.rows, kept_rows.kept
+            )
+        report["warnings"] = reports.warnings(report)
+        facts = {"report": report, "label_names": names}
+        (folder / "report.json").write_text(json.dumps(facts), encoding="utf-8")
+
+    def _select(self, rows: Rows, field: str, policy: str, names: list[str] | None) -> Selection:
+        return select(rows, field, policy, self.data.max_length, names, already_cut=self.classification)
+
+    def _examples(self, chosen: Selection) -> list[dict[str, Any]]:
+        return reports.examples(self.tokenizer, chosen.rows, chosen.kept, self.data.max_length)
+
+    def _long_rows(self, layouts: set[str]) -> str:
+        return self.data.long_rows or ("split" if layouts <= {"text"} else "error")
+
+    def _settings(self, policy: str) -> dict[str, Any]:
+        own = "the tokenizer's own" if getattr(self.tokenizer, "chat_template", None) else None
+        return {
+            "max_length": self.data.max_length,
+            "packing": self.packed,
+            "long_rows": policy,
+            "targets": None if self.classification else self.data.targets or "assistant",
+            "chat_template": self.data.chat_template or own,
+            "streaming": self.data.streaming,
+        }
+
+    def _label_names(self, train: Rows) -> list[str]:
+        """The classes: those of the recipe, or of the data set, or of the rows."""
+        if self.objective.labels is not None:
+            return list(self.objective.labels)
+        named = [source.label_names for source in train.sources if source.label_names]
+        if named and len(named) == len(train.sources) and all(names == named[0] for names in named):
+            return named[0]
+        found = {label for source in train.sources for label in source.table.column("label").unique().to_pylist()}
+        names = sorted(found - {None}, key=_numbers_first)
+        if len(names) < 2:
+            shown = names[0] if names else "no label"
+            raise DataError(f"data.train: all rows are of one class ({shown}); a classifier needs two or more")
+        return names
+
+    def _write_split(
+        self, file: Path, chosen: Selection, order: Any, policy: str, names: list[str] | None
+    ) -> dict[str, Any]:
+        """Writes which rows make up a split's samples; the split's part of the report."""
+        rows = chosen.rows
+        lengths = rows.column("length").astype(np.int64)
+        counts = {
+            **reports.count_rows(rows, chosen.kept, chosen.dropped),
+            **reports.describe_rows(rows, chosen.kept, self.data.max_length),
+            "duplicates": reports.duplicates(rows, chosen.kept),
+            "sources": reports.describe_sources(rows, chosen.kept, chosen.dropped, order),
+        }
+        long = reports.named(rows, chosen.long)
+        if names is not None:
+            numbers = {name: number for number, name in enumerate(names)}
+            labels = np.array([numbers[label] for label in _labels(rows, order)], dtype=np.int64)
+            np.savez(file, row=order, label=labels)
+            by_class = dict(zip(names, np.bincount(labels, minlength=len(names)).tolist(), strict=True))
+            counts = {key: value for key, value in counts.items() if not key.startswith("target")}
+            return {**counts, "long": {**long, "cut_tokens": 0}, "samples": len(order), "labels": by_class}
+        pieces, cut_tokens = cut(rows, order, lengths, policy, self.data.max_length)
+        sample_of = best_fit(pieces.lengths(), self.data.max_length) if self.packed else np.arange(len(pieces))
+        in_order = np.argsort(sample_of, kind="stable")
+        ends = np.cumsum(np.bincount(sample_of))
+        taken = pieces.take(in_order)
+        np.savez(file, row=taken.row, start=taken.start, stop=taken.stop, ends=ends)
+        fill = float(pieces.lengths().sum() / (len(ends) * self.data.max_length)) if self.packed else None
+        return {**counts, "long": {**long, "cut_tokens": cut_tokens}, "samples": len(ends), "fill_rate": fill}
+
+    # ---- on every rank ----
+
+    def first_window(self) -> tuple[Stream, Window]:
+        """The stream of the training rows, and its first window. Raises DataError as `Stream.windows` does."""
+        opened = [open_source(section, "data.train", streaming=True) for section in self.data.train]
+        sources = [(source, recognise(source, self.data.columns, classification=False)) for source in opened]
+        encoders = [self._encoder(source, layout.kind) for source, layout in sources]
+        stream = Stream(
+            sources,
+            encoders[0],
+            self._long_rows({layout.kind for _, layout in sources}),
+            self.data.max_length,
+            self.packed,
+            pad_id(self.tokenizer),
+            self.seed if self.data.shuffle else None,
+        )
+        first = next(stream.windows())
+        return stream, first
+
+    def glimpse(self) -> list[Any]:
+        """What tells the streamed sources and settings apart, without reading them."""
+        return [
+            [glimpse(section, "data.train") for section in self.data.train],
+            identity(self.tokenizer),
+            self.data.model_dump(include={"columns", "targets", "long_rows", "packing", "max_length", "shuffle"}),
+            self.seed,
+        ]
+
+    def read(self, folder: Path) -> TokenisedData:
+        """What `write` has left in the cache."""
+        names = json.loads((folder / "documents.json").read_text(encoding="utf-8"))
+        facts = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        train, validation = (self._rows([self.cache / name for name in part], weighted=False) for part in names)
+        held_out_rows = validation if validation.sources else train
+        return TokenisedData(
+            train=self._samples(folder / "train.npz", train),  # type: ignore[arg-type]  # a stream has its own
+            validation=self._samples(folder / "validation.npz", held_out_rows),
+            report=facts["report"],
+            fingerprint=folder.name,
+            label_names=facts["label_names"],
+        )
+
+    def _samples(self, file: Path, rows: Rows) -> Samples | None:
+        if not file.exists():
+            return None
+        arrays = np.load(file, allow_pickle=False)
+        pad, length = pad_id(self.tokenizer), self.data.max_length
+        if self.classification:
+            return LabelledSamples(rows, arrays["row"], arrays["label"], length, pad)
+        pieces = Pieces(arrays["row"], arrays["start"], arrays["stop"])
+        return TextSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad)
 
 
-def _encode(rows: dict[str, list[Any]], column: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
-    """Token ids of each usable text, begin- and end-of-text tokens included where the tokenizer has them."""
-    problems = [problem_of(text) for text in rows[column]]
-    texts = [text if problem is None else "" for text, problem in zip(rows[column], problems, strict=True)]
-    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    before = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
-    after = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    return {"input_ids": [[*before, *ids, *after] for ids in encoded], "problem": problems}
+def _numbers_first(label: str) -> tuple[bool, int, str]:
+    """Labels that are numbers in the order of numbers."""
+    is_number = label.lstrip("-").isdigit()
+    return (not is_number, int(label) if is_number else 0, label)
+
+
+def _labels(rows: Rows, numbers: Any) -> list[str]:
+    column = [label for source in rows.sources for label in source.table.column("label").to_pylist()]
+    return [column[number] for number in numbers.tolist()]

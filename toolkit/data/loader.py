@@ -12,13 +12,10 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import datasets
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from toolkit.data.text import IGNORED
-
-Batch = dict[str, torch.Tensor]
+from toolkit.data.samples import IGNORED, Batch, Samples
 
 
 class EpochOrder:
@@ -53,18 +50,17 @@ class EpochOrder:
 class TrainLoader:
     """Yields, per optimizer step, this rank's micro-batches.
 
-    A micro-batch is `{input_ids, labels, position_ids}`, each (B, T). Past the last sample of the run
-    micro-batches get smaller, and then consist of one row without targets, so that every rank runs the
-    same collectives.
+    Past the last sample of the run micro-batches get smaller, and then consist of one row without targets,
+    so that every rank runs the same collectives.
 
     Args:
-        samples: rows of T tokens.
+        samples: makes micro-batches.
         num_positions: length of the run in samples; may end inside an epoch or span several.
     """
 
     def __init__(
         self,
-        samples: datasets.Dataset,
+        samples: Samples,
         *,
         num_positions: int,
         micro_batch_size: int,
@@ -83,7 +79,10 @@ class TrainLoader:
         self._rows = _Rows(samples)
         self._start = (0, 0)
 
-    def resume(self, step: int, samples: int, num_positions: int) -> None:
+    def state_at(self, samples: int) -> None:
+        """Nothing: a position says all."""
+
+    def resume(self, step: int, samples: int, num_positions: int, state: None) -> None:
         """Goes on after `step` optimizer steps at position `samples`, whatever their size was; to a new end."""
         self._start = (step, samples)
         self.num_positions = num_positions
@@ -127,7 +126,7 @@ class TrainLoader:
 
 
 def evaluation_batches(
-    samples: datasets.Dataset, micro_batch_size: int, rank: int, world_size: int, limit: int | None
+    samples: Samples, micro_batch_size: int, rank: int, world_size: int, limit: int | None
 ) -> Iterator[Batch]:
     """This rank's part of a data set, each sample once over all ranks, equally many batches on each."""
     rows = _Rows(samples)
@@ -139,25 +138,22 @@ def evaluation_batches(
 
 
 class _Rows(Dataset[Any]):
-    """Reads a micro-batch's rows at once."""
+    """Reads a micro-batch's samples at once."""
 
-    def __init__(self, samples: datasets.Dataset) -> None:
-        self._samples = samples.with_format("numpy")
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitems__(self, numbers: list[int]) -> Batch:
-        if not numbers:
-            return self._without_targets()
-        columns = self._samples[numbers]
-        return {name: torch.as_tensor(columns[name], dtype=torch.long) for name in columns}
-
-    def _without_targets(self) -> Batch:
-        row = self.__getitems__([0])
-        row["labels"] = torch.full_like(row["labels"], IGNORED)
-        return row
+        return self._samples.batch(numbers) if numbers else without_targets(self._samples.batch([0]))
 
     def collate(self, batch: Any) -> Batch:
         """What `__getitems__` gave is a micro-batch already."""
         return batch  # type: ignore[no-any-return]
+
+
+def without_targets(batch: Batch) -> Batch:
+    """The batch with nothing to learn, for a rank whose turn it is but that has no sample left."""
+    return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}

@@ -1,55 +1,139 @@
-"""Rows from files or the hub, through `datasets`."""
+"""Rows from files or the hub, a shard at a time, each row with its place.
+
+A row that cannot be read (half a line, bytes that are no text) comes as the `RowProblem` that says so,
+so that one bad row neither ends a run nor shifts the numbers of the others. Memory: a few rows, however
+large the file is.
+"""
 
 from __future__ import annotations
 
+import csv
 import glob
 import hashlib
-from collections import defaultdict
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import datasets
+import fsspec
 
+from toolkit.data.problem import RowProblem
 from toolkit.errors import DataError, first_line
-from toolkit.recipe import COMPRESSIONS, DATA_SUFFIXES, DataSection, as_list, is_file_source
+from toolkit.recipe import COMPRESSIONS, DATA_SUFFIXES, DataSection, SourceSection, is_file_source
 
-BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+Row = dict[str, Any] | RowProblem
+
+MAX_ROW_BYTES = 64 * 2**20
+"""A longer line is no row: most likely the file has no lines at all."""
+
+SHARD_BYTES = 64 * 2**20
+"""Size of the pieces of a file of lines that processes tokenise in parallel."""
+
+SHARD_ROWS = 50_000
+"""The same of a data set whose rows are numbered."""
+
+ROWS_LOOKED_AT = 100
+"""Rows of a source among which its columns are looked for."""
 
 
-def open_rows(data: DataSection, seed: int, cache: Path) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Training and held-out rows.
+@dataclass(frozen=True)
+class Shard:
+    """A part of a source.
+
+    Attributes:
+        kind: `lines`, `list`, `csv`, `text`: of a file; `table`: parquet or arrow; `rows`: of `table`.
+        path: the file; for people where the kind is `rows`.
+        start: first byte of a piece of lines, or first row.
+        stop: the end; None: of the file.
+        table: an opened data set.
+    """
+
+    kind: str
+    path: str
+    start: int = 0
+    stop: int | None = None
+    table: datasets.Dataset | datasets.IterableDataset | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a path, a glob or a hub name stands for.
+
+    Attributes:
+        name: for people; a file's own name where it is a single one.
+        field: of the recipe, for errors.
+        weight: in the mix; None: concatenated.
+        shards: in the order of their rows.
+        columns: of the first rows, sorted.
+        label_names: of each column that has names for its numbers.
+    """
+
+    name: str
+    field: str
+    weight: float | None
+    shards: list[Shard]
+    columns: list[str]
+    label_names: dict[str, list[str]]
+
+
+def open_source(section: SourceSection, field: str, streaming: bool = False) -> Source:
+    """Finds a source's files or data set, and reads its first rows.
 
     Args:
-        data: names the sources.
-        seed: chooses the rows of `validation_fraction`.
-        cache: folder for what `datasets` converts.
+        field: `data.train` or `data.validation`.
+        streaming: a hub data set is read from the hub row by row, not downloaded first.
 
     Raises:
-        DataError: a source that is missing, unreadable, empty or without the text column.
+        DataError: a source that is missing, empty or of no known kind.
     """
-    train = _concatenate(as_list(data.train), "data.train", data, cache)
-    if data.validation is not None:
-        return train, _concatenate(as_list(data.validation), "data.validation", data, cache)
-    if data.validation_fraction is None:
-        return train, None
-    return _hold_out(train, data.validation_fraction, seed)
+    if not is_file_source(section.path):
+        shards, table = _hub_shards(section, field, streaming)
+    elif _is_saved_dataset(Path(section.path).expanduser()):
+        shards, table = _saved_shards(section, field)
+    else:
+        shards, table = _file_shards(section.path, field), None
+    names = _label_names(table)
+    columns = sorted(table.column_names) if table is not None and table.column_names else _columns(shards, field)
+    name = Path(section.path).name if is_file_source(section.path) else section.path
+    return Source(name, field, section.weight, shards, columns, names)
 
 
-def identify_rows(data: DataSection, seed: int) -> list[Any]:
-    """All that decides which rows are read and which of them train: a file counts by its content."""
-    return [
-        [_identify(source, "data.train", data) for source in as_list(data.train)],
-        [_identify(source, "data.validation", data) for source in as_list(data.validation)],
-        data.validation_fraction,
-        seed if data.validation_fraction is not None else None,
-        data.text_column,
-    ]
+def read(shard: Shard) -> Iterator[Row]:
+    """The rows of a shard, in order; every line of a file of lines is one, blank ones too.
+
+    Raises:
+        DataError: where the rest of the file cannot be read.
+    """
+    try:
+        yield from _READERS[shard.kind](shard)
+    except DataError:
+        raise
+    except Exception as error:  # the libraries that read files raise a great many kinds
+        reason = first_line(error.__cause__ or error)
+        raise DataError(f"data: {shard.path!r} cannot be read: {reason}") from error
 
 
-def _identify(source: str, field: str, data: DataSection) -> list[Any]:
-    if is_file_source(source):
-        return [[path.name, _sha256(path)] for path in expand_files(source, field)]
-    return [source, data.hub_config, data.hub_split]
+def identify(section: SourceSection, field: str) -> list[Any]:
+    """All that decides which rows a source has: a file counts by its content."""
+    path = Path(section.path).expanduser()
+    if not is_file_source(section.path):
+        return [section.path, section.config, section.split]
+    files = sorted(path.rglob("*.arrow")) if _is_saved_dataset(path) else expand_files(section.path, field)
+    return [[file.name, _sha256(file)] for file in files]
+
+
+def glimpse(section: SourceSection, field: str) -> list[Any]:
+    """What tells a source apart without reading it, where it is too large for that."""
+    if not is_file_source(section.path) or _is_saved_dataset(Path(section.path).expanduser()):
+        return [section.path, section.config, section.split]
+    return [[file.name, file.stat().st_size] for file in expand_files(section.path, field)]
+
+
+def identify_rows(data: DataSection) -> list[Any]:
+    """All that decides which rows are read to train on, and from which columns."""
+    return [[identify(source, "data.train") for source in data.train], data.columns.model_dump()]
 
 
 def expand_files(source: str, field: str) -> list[Path]:
@@ -61,6 +145,8 @@ def expand_files(source: str, field: str) -> list[Path]:
     for path in paths:
         if path.is_dir():
             raise DataError(f"{field}: {source!r} is a folder; name files, for example {source.rstrip('/')}/*.jsonl")
+        if path.stat().st_size == 0:
+            raise DataError(f"{field}: {str(path)!r} is empty")
         _suffix(path, field)
     return paths
 
@@ -80,53 +166,232 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _concatenate(sources: list[str], field: str, data: DataSection, cache: Path) -> datasets.Dataset:
-    parts = []
-    for source in sources:
-        read = _read_files if is_file_source(source) else _read_hub
-        part = read(source, field, data, cache)
-        if data.text_column not in part.column_names:
-            columns = ", ".join(part.column_names) or "none"
-            raise DataError(
-                f"{field}: {source!r} has no column {data.text_column!r}; it has {columns}. "
-                "Set data.text_column to one of them"
-            )
-        parts.append(part.select_columns([data.text_column]))
-    rows = datasets.concatenate_datasets(parts)
-    if len(rows) == 0:
-        raise DataError(f"{field}: {', '.join(sources)} holds no rows")
-    return rows
+def _is_saved_dataset(path: Path) -> bool:
+    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
-def _read_files(source: str, field: str, data: DataSection, cache: Path) -> datasets.Dataset:
-    by_suffix = defaultdict(list)
+def _columns(shards: list[Shard], field: str) -> list[str]:
+    """Column names of the first rows that can be read."""
+    found: set[str] = set()
+    rows = (row for shard in shards for row in read(shard))
+    for _, row in zip(range(ROWS_LOOKED_AT), rows, strict=False):
+        if isinstance(row, dict):
+            found.update(row)
+    return sorted(found)
+
+
+def _label_names(table: Any) -> dict[str, list[str]]:
+    features = getattr(table, "features", None) or {}
+    return {name: list(kind.names) for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)}
+
+
+# ---- from a source to shards ----
+
+
+def _file_shards(source: str, field: str) -> list[Shard]:
+    shards = []
     for path in expand_files(source, field):
-        if path.stat().st_size == 0:
-            raise DataError(f"{field}: {str(path)!r} is empty")
-        by_suffix[_suffix(path, field)].append(str(path))
-    parts = []
-    for suffix, files in by_suffix.items():
-        settings: dict[str, Any] = {"sample_by": "document"} if suffix == ".txt" else {}
-        parts.append(
-            _load(BUILDERS[suffix], field, source, data_files=files, split="train", cache_dir=str(cache), **settings)
-        )
-    return datasets.concatenate_datasets(parts)
+        suffix = _suffix(path, field)
+        if suffix in (".parquet", ".arrow"):
+            table = _load(suffix[1:], field, source, data_files=[str(path)], split="train", streaming=True)
+            shards.append(Shard("table", str(path), table=table))
+        elif suffix in (".jsonl", ".json") and not _is_list(path, suffix):
+            shards += _line_shards(path)
+        else:
+            kind = {".jsonl": "list", ".json": "list", ".csv": "csv", ".txt": "text"}[suffix]
+            shards.append(Shard(kind, str(path)))
+    return shards
 
 
-def _read_hub(source: str, field: str, data: DataSection, cache: Path) -> datasets.Dataset:
-    return _load(source, field, source, name=data.hub_config, split=data.hub_split or "train")
+def _is_list(path: Path, suffix: str) -> bool:
+    """Whether a JSON file is one list of rows, and not a row on each line."""
+    if suffix == ".jsonl":
+        return False
+    with _opened(path) as file:
+        start = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
+    return start.startswith(b"[") or start.rstrip() in (b"{", b"")
 
 
-def _load(builder: str, field: str, source: str, **settings: Any) -> datasets.Dataset:
+def _line_shards(path: Path) -> list[Shard]:
+    if path.suffix in COMPRESSIONS:
+        return [Shard("lines", str(path))]
+    size = path.stat().st_size
+    starts = range(0, size, SHARD_BYTES)
+    return [Shard("lines", str(path), start, min(start + SHARD_BYTES, size)) for start in starts]
+
+
+def _saved_shards(section: SourceSection, field: str) -> tuple[list[Shard], datasets.Dataset]:
+    try:
+        table = datasets.load_from_disk(str(Path(section.path).expanduser()))
+    except Exception as error:
+        raise DataError(f"{field}: {section.path!r} cannot be read: {first_line(error)}") from error
+    if isinstance(table, datasets.DatasetDict):
+        names = ["train"] if field == "data.train" else ["validation", "test"]
+        split = next((name for name in names if name in table), None)
+        if split is None:
+            raise DataError(
+                f"{field}: {section.path!r} has no split {' or '.join(names)}; it has {', '.join(table)}. Name the "
+                f"folder of one of them, for example {section.path}/{next(iter(table), 'train')}"
+            )
+        table = table[split]
+    return _row_shards(section.path, table), table
+
+
+def _hub_shards(section: SourceSection, field: str, streaming: bool) -> tuple[list[Shard], Any]:
+    split = section.split or "train"
+    table = _load(section.path, field, section.path, name=section.config, split=split, streaming=streaming)
+    if streaming:
+        return [Shard("table", section.path, table=table)], table
+    return _row_shards(section.path, table), table
+
+
+def _row_shards(path: str, table: datasets.Dataset) -> list[Shard]:
+    starts = range(0, len(table), SHARD_ROWS)
+    return [Shard("rows", path, start, min(start + SHARD_ROWS, len(table)), table) for start in starts]
+
+
+def _load(builder: str, field: str, source: str, **settings: Any) -> Any:
     try:
         return datasets.load_dataset(builder, **settings)
     except Exception as error:  # the libraries behind `datasets` raise a great many kinds
         raise DataError(f"{field}: {source!r} cannot be read: {first_line(error.__cause__ or error)}") from error
 
 
-def _hold_out(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
-    if len(rows) < 2:
-        raise DataError("data.validation_fraction: data.train has a single row, so no row can be held out")
-    held_out = min(max(1, round(fraction * len(rows))), len(rows) - 1)
-    parts = rows.train_test_split(test_size=held_out, seed=seed)
-    return parts["train"], parts["test"]
+# ---- from a shard to rows ----
+
+
+def _opened(path: str | Path) -> IO[bytes]:
+    return fsspec.open(str(path), "rb", compression="infer").open()  # type: ignore[no-any-return]
+
+
+def _read_lines(shard: Shard) -> Iterator[Row]:
+    """A row for each line that starts in the shard."""
+    with _opened(shard.path) as file:
+        if shard.start > 0:
+            file.seek(shard.start - 1)
+            _skip_line(file)
+        position = file.tell() if shard.stop is not None else 0
+        while shard.stop is None or position < shard.stop:
+            line = file.readline(MAX_ROW_BYTES)
+            if not line:
+                return
+            position += len(line)
+            if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
+                position += _skip_line(file)
+                yield RowProblem(f"a line of more than {MAX_ROW_BYTES // 2**20} MiB")
+            else:
+                yield _parsed(line, at_start=shard.start == 0 and position == len(line))
+
+
+def _skip_line(file: IO[bytes]) -> int:
+    """Reads to the end of a line; how many bytes that was."""
+    skipped = 0
+    while line := file.readline(MAX_ROW_BYTES):
+        skipped += len(line)
+        if line.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _parsed(line: bytes, at_start: bool) -> Row:
+    try:
+        text = line.decode("utf-8-sig" if at_start else "utf-8").strip()
+    except UnicodeDecodeError:
+        return RowProblem("not UTF-8")
+    if not text:
+        return RowProblem("blank line")
+    try:
+        return _as_row(json.loads(text))
+    except (json.JSONDecodeError, RecursionError):
+        return RowProblem("not JSON")
+
+
+def _as_row(value: Any) -> Row:
+    if isinstance(value, dict):
+        return value
+    return RowProblem(f"no JSON object but {_json_type(value)}")
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _read_list(shard: Shard) -> Iterator[Row]:
+    with _opened(shard.path) as file:
+        try:
+            values = json.loads(file.read().decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start})") from error
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise DataError(f"data: {shard.path!r} is not JSON: {first_line(error)}") from error
+    if isinstance(values, dict):
+        raise DataError(
+            f"data: {shard.path!r} holds one object with the keys {', '.join(map(str, values))}; allowed: a list of "
+            "objects, or an object on each line"
+        )
+    yield from map(_as_row, values)
+
+
+def _read_csv(shard: Shard) -> Iterator[Row]:
+    csv.field_size_limit(MAX_ROW_BYTES)
+    with fsspec.open(
+        shard.path, "rt", compression="infer", encoding="utf-8-sig", errors="surrogateescape", newline=""
+    ).open() as file:
+        lines = csv.reader(file, strict=True)
+        header = next(lines, [])
+        if len(set(header)) < len(header):
+            raise DataError(f"data: {shard.path!r}: a column stands twice in the header: {', '.join(header)}")
+        while True:
+            try:
+                yield _csv_row(header, next(lines))
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield RowProblem(f"not CSV: {error}")
+
+
+def _csv_row(header: list[str], fields: list[str]) -> Row:
+    if not fields:
+        return RowProblem("blank line")
+    if len(fields) != len(header):
+        return RowProblem("another number of fields than the header")
+    if any(_has_surrogate(field) for field in fields):
+        return RowProblem("not UTF-8")
+    return dict(zip(header, fields, strict=True))
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text) if not text.isascii() else False
+
+
+def _read_text(shard: Shard) -> Iterator[Row]:
+    """A text file is one document."""
+    with _opened(shard.path) as file:
+        try:
+            yield {"text": file.read().decode("utf-8-sig")}
+        except UnicodeDecodeError as error:
+            raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start})") from error
+
+
+def _read_table(shard: Shard) -> Iterator[Row]:
+    assert shard.table is not None
+    yield from shard.table
+
+
+def _read_rows(shard: Shard) -> Iterator[Row]:
+    assert isinstance(shard.table, datasets.Dataset)
+    for number in range(shard.start, shard.stop or 0, 100):
+        columns = shard.table[number : min(number + 100, shard.stop or 0)]
+        for values in zip(*columns.values(), strict=True):
+            yield dict(zip(columns, values, strict=True))
+
+
+_READERS = {
+    "lines": _read_lines,
+    "list": _read_list,
+    "csv": _read_csv,
+    "text": _read_text,
+    "table": _read_table,
+    "rows": _read_rows,
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -16,8 +16,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from toolkit import ranks
 from toolkit.data.cache import cache_folder, digest, kept
-from toolkit.data.sources import identify_rows, open_rows
-from toolkit.data.text import problem_of
+from toolkit.data.chat import MARKERS, use_template
+from toolkit.data.layouts import recognise, texts_of
+from toolkit.data.problem import RowProblem
+from toolkit.data.sources import identify_rows, open_source, read
 from toolkit.errors import BadInputError, first_line
 from toolkit.recipe import DataSection, ModelSection, require_folder
 
@@ -25,14 +27,23 @@ END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
 
 
-def load(model: ModelSection, data: DataSection, seed: int) -> PreTrainedTokenizerBase:
-    """The recipe's tokenizer; a trained one is trained once and kept by content.
+def load(model: ModelSection, data: DataSection, classification: bool = False) -> PreTrainedTokenizerBase:
+    """The recipe's tokenizer, with its chat template; a trained one is trained once and kept by content.
+
+    Args:
+        classification: rows are texts with a class.
 
     Raises:
         BadInputError: where there is none at the name or path.
     """
+    tokenizer = _load(model, data, classification)
+    use_template(tokenizer, data.chat_template)
+    return tokenizer
+
+
+def _load(model: ModelSection, data: DataSection, classification: bool) -> PreTrainedTokenizerBase:
     if model.train_tokenizer_vocab_size is not None:
-        folder = train(data, model.train_tokenizer_vocab_size, seed)
+        folder = train(data, model.train_tokenizer_vocab_size, classification)
         return PreTrainedTokenizerFast.from_pretrained(folder)
     name = model.tokenizer or model.name_or_path
     assert name is not None
@@ -45,29 +56,42 @@ def load(model: ModelSection, data: DataSection, seed: int) -> PreTrainedTokeniz
         raise BadInputError(f"{field}: no tokenizer can be loaded from {name!r}: {first_line(error)}") from error
 
 
-def train(data: DataSection, vocab_size: int, seed: int) -> Path:
+def train(data: DataSection, vocab_size: int, classification: bool = False) -> Path:
     """Trains a byte-level byte-pair tokenizer on the training rows; the folder it is kept in.
 
     Reference: Sennrich et al., arXiv 1508.07909; byte level as in GPT-2.
     """
+    markers = MARKERS[data.chat_template] if data.chat_template is not None else []
 
     def write(folder: Path) -> None:
-        rows, _ = open_rows(data, seed, cache_folder(data) / "datasets")
-        texts = (text for text in rows[data.text_column] if problem_of(text) is None)
-        _train_byte_pairs(texts, vocab_size).save_pretrained(folder)
+        _train_byte_pairs(_texts(data, classification), vocab_size, markers).save_pretrained(folder)
 
     def make() -> Path:
-        key = digest("tokenizer", identify_rows(data, seed), vocab_size)
+        key = digest("tokenizer", identify_rows(data), vocab_size, markers, classification)
         return kept(cache_folder(data) / f"tokenizer-{key}", write)
 
     return ranks.on_each_host(make)
 
 
+def _texts(data: DataSection, classification: bool) -> Iterator[str]:
+    """The words of every usable row of `data.train`."""
+    for section in data.train:
+        source = open_source(section, "data.train")
+        layout = recognise(source, data.columns, classification)
+        for row in (row for shard in source.shards for row in read(shard)):
+            try:
+                yield from texts_of(layout.example(row))
+            except RowProblem:
+                continue
+
+
 def identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Equal for tokenizers that encode every text alike."""
+    """Equal for tokenizers that encode every text and every conversation alike."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return f"{hashlib.sha256(rules.encode()).hexdigest()}:{tokenizer.bos_token_id}:{tokenizer.eos_token_id}"
+    template = getattr(tokenizer, "chat_template", None) or ""
+    content = json.dumps([rules, template], sort_keys=True)
+    return f"{hashlib.sha256(content.encode()).hexdigest()}:{tokenizer.bos_token_id}:{tokenizer.eos_token_id}"
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -78,13 +102,13 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
-def _train_byte_pairs(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def _train_byte_pairs(texts: Iterator[str], vocab_size: int, markers: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, PADDING],
+        special_tokens=[END_OF_TEXT, PADDING, *markers],
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 
 from toolkit import run
-from toolkit.data.loader import Batch
+from toolkit.data.samples import Batch
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.export import whole_tensors
 from toolkit.metrics import Metrics

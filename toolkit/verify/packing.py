@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
-import datasets
 import torch
 from torch import nn
 
+from toolkit.data.samples import Samples, TextSamples
 from toolkit.export import relative_difference
 from toolkit.verify.results import NOT_USED, Row, measured
 
@@ -19,11 +18,13 @@ PACKING_SAMPLES = 256
 """Samples among which the best packed one is looked for."""
 
 
-def packing_row(model: nn.Module, samples: datasets.Dataset) -> Row:
+def packing_row(model: nn.Module, samples: Samples) -> Row:
     """Documents that share a sample must not see each other: their logits are those of each alone."""
+    if not isinstance(samples, TextSamples) or not samples.packed:
+        return Row("packing", None, None, NOT_USED, "no documents share a sample")
     found = two_documents(samples)
     if found is None:
-        return Row("packing", None, None, NOT_USED, "the samples have no position_ids, or hold too few tokens")
+        return Row("packing", None, None, NOT_USED, "the samples hold too few tokens")
     first, second, origin = found
     apart = torch.cat([_logits(model, [first]), _logits(model, [second])])  # (T, V)
     together = _logits(model, [first, second])
@@ -32,24 +33,16 @@ def packing_row(model: nn.Module, samples: datasets.Dataset) -> Row:
     return measured("packing", difference, PACKING_TOLERANCE, note)
 
 
-def two_documents(samples: datasets.Dataset) -> tuple[list[int], list[int], str] | None:
+def two_documents(samples: TextSamples) -> tuple[list[int], list[int], str] | None:
     """Token ids of two documents that share a sample, as long as there are, and where they are from."""
-    if "position_ids" not in samples.column_names:
-        return None
-    rows = samples[: min(PACKING_SAMPLES, len(samples))]
-    pairs = [pair for row in zip(rows["input_ids"], rows["position_ids"], strict=True) for pair in _neighbours(*row)]
+    looked_at = [samples.documents(number) for number in range(min(PACKING_SAMPLES, len(samples)))]
+    pairs = [pair for documents in looked_at for pair in itertools.pairwise(documents)]
     if pairs:
         first, second = max(pairs, key=lambda pair: min(map(len, pair)))
         return first, second, "which share a sample"
-    half = len(rows["input_ids"][0]) // 2
-    first, second = rows["input_ids"][0][:half], rows["input_ids"][-1][-half:]
-    return (first, second, "joined from two samples") if half else None
-
-
-def _neighbours(ids: list[int], positions: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-    starts = [i for i in range(len(ids)) if i == 0 or positions[i] != positions[i - 1] + 1]
-    for start, middle, end in zip(starts, starts[1:], [*starts[2:], len(ids)], strict=False):
-        yield ids[start:middle], ids[middle:end]
+    first, second = looked_at[0][0], looked_at[-1][-1]
+    half = min(len(first), len(second), samples.max_length) // 2
+    return (first[:half], second[-half:], "joined from two samples") if half else None
 
 
 @torch.no_grad()

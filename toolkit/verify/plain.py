@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from toolkit import models, run
 from toolkit.data import build, tokenizer
-from toolkit.data.loader import Batch, TrainLoader
+from toolkit.data.samples import Batch
 from toolkit.objectives import CausalLM
 from toolkit.optim import learning_rate_factor
 from toolkit.recipe import Recipe, steps_of_run
@@ -26,25 +26,16 @@ from toolkit.verify.results import Outcome, PlainRun, Row
 
 def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     training = recipe.training
-    tokens = tokenizer.load(recipe.model, recipe.data, training.seed)
-    samples = build.build(recipe.data, tokens, training.seed).train
+    tokens = tokenizer.load(recipe.model, recipe.data)
+    data = build.build(recipe.data, tokens, training.seed)
     device = torch.device("cpu" if launch.on_cpu else "cuda")
     model = _plain_model(recipe, tokens).to(device).train()
     set_dropout(model, 0.0)
-    packing = packing_row(model, samples)
+    packing = packing_row(model, data.train)
     num_micro_batches = launch.num_processes * training.gradient_accumulation_steps
     samples_per_step = training.micro_batch_size * num_micro_batches
-    num_steps = steps_of_run(training, len(samples), samples_per_step)
-    windows = TrainLoader(
-        samples,
-        num_positions=run.num_positions(recipe, len(samples), num_steps * samples_per_step),
-        micro_batch_size=training.micro_batch_size,
-        gradient_accumulation_steps=num_micro_batches,
-        rank=0,
-        world_size=1,
-        seed=training.seed,
-        shuffle=recipe.data.shuffle,
-    )
+    num_steps = steps_of_run(training, len(data.train), samples_per_step)
+    windows = run.build_windows(recipe, data, num_steps, num_micro_batches, rank=0, world_size=1)
     factor = learning_rate_factor(recipe.schedule, num_steps)
     rates = [recipe.optimizer.learning_rate * factor(step) for step in range(min(steps, num_steps))]
     plain = plain_loop(model, recipe, windows, rates, packing)
@@ -58,7 +49,7 @@ def _plain_model(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> PreTrainedM
     section = recipe.model
     built = models.load(section, tokens, recipe.training.seed)
     run.require_room(built, tokens, recipe)
-    CausalLM(built)  # refuses what it cannot train
+    CausalLM(built, recipe.data.packing is not False)  # refuses what it cannot train
     settings: dict[str, Any] = {"dtype": built.dtype, "trust_remote_code": section.trust_remote_code}
     if section.attention != "auto":
         settings["attn_implementation"] = section.attention
@@ -73,7 +64,7 @@ def _plain_model(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> PreTrainedM
 
 
 def plain_loop(
-    model: nn.Module, recipe: Recipe, windows: TrainLoader, rates: Sequence[float], packing: Row
+    model: nn.Module, recipe: Recipe, windows: Iterable[list[Batch]], rates: Sequence[float], packing: Row
 ) -> PlainRun:
     """AdamW as anybody would write it: one step per window, at the learning rates given."""
     section, limit = recipe.optimizer, recipe.training.max_grad_norm

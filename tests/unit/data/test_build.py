@@ -5,23 +5,26 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+import torch
 
-from toolkit.data import build, tokenizer
+from toolkit.data import build, sources, tokenizer
 from toolkit.data.cache import kept
 from toolkit.errors import DataError
-from toolkit.recipe import DataSection
+from toolkit.recipe import DataSection, SourceSection
 
 TEXTS = [f"line number {i} of the story about a fox and a king" for i in range(40)]
 
 
 def section(tmp_path: Path, train: str | Path | list[str], **fields: Any) -> DataSection:
     source = [str(item) for item in train] if isinstance(train, list) else str(train)
-    return DataSection(train=source, max_length=16, cache_dir=str(tmp_path / "cache"), **fields)
+    values = {"train": source, "max_length": 16, "cache_dir": str(tmp_path / "cache"), **fields}
+    return DataSection.model_validate(values)
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:
@@ -34,26 +37,57 @@ def byte_pairs() -> Any:
     return tokenizer._train_byte_pairs(iter(TEXTS), 320)
 
 
-def tokens_of(samples: datasets.Dataset) -> int:
-    return sum(label != -100 for row in samples for label in row["labels"])
+def rows_of(samples: Any) -> list[list[list[int]]]:
+    """Every sample's ids, labels and positions."""
+    batch = samples.batch(range(len(samples)))
+    return torch.stack([batch[name] for name in ("input_ids", "labels", "position_ids")], dim=1).tolist()
+
+
+def tokens_of(samples: Any) -> int:
+    return int((samples.batch(range(len(samples)))["labels"] != -100).sum())
 
 
 def test_all_file_kinds_give_the_same_samples(tmp_path: Path, byte_pairs: Any) -> None:
     rows = [{"text": text} for text in TEXTS]
     jsonl(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "lines.json").write_text((tmp_path / "a.jsonl").read_text())
     with (tmp_path / "a.csv").open("w", newline="") as file:
         csv.DictWriter(file, ["text"]).writeheader()
         csv.DictWriter(file, ["text"]).writerows(rows)
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "a.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "splits")
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as packed:
         packed.write((tmp_path / "a.jsonl").read_text())
-    found = [
-        build.build(section(tmp_path, tmp_path / name), byte_pairs, seed=0).train[:]
-        for name in ("a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz")
-    ]
+    shutil.copy(next((tmp_path / "saved").glob("*.arrow")), tmp_path / "a.arrow")
+    names = ("a.jsonl", "a.json", "lines.json", "a.csv", "a.parquet", "a.jsonl.gz", "saved", "splits", "a.arrow")
+    found = [rows_of(build.build(section(tmp_path, tmp_path / name), byte_pairs, seed=0).train) for name in names]
     assert all(other == found[0] for other in found)
-    assert len(found[0]["input_ids"]) > 10
+    assert len(found[0]) > 10
+
+
+def test_tokenised_in_several_processes_the_rows_are_the_same(
+    tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "SHARD_BYTES", 700)
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    lines[7] = lines[30] = "no row"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    found = []
+    for number, num_proc in enumerate((1, 3)):
+        data = section(tmp_path, tmp_path / "a.jsonl", num_proc=num_proc)
+        data = data.model_copy(update={"cache_dir": str(tmp_path / f"cache-{number}")})
+        built = build.build(data, byte_pairs, seed=0)
+        assert built.report["train"]["dropped"] == {"not JSON": {"count": 2, "rows": ["a.jsonl:8", "a.jsonl:31"]}}
+        found.append(rows_of(built.train))
+    assert found[0] == found[1]
+    assert len(open_shards(tmp_path / "a.jsonl")) > 3
+
+
+def open_shards(path: Path) -> list[Any]:
+    return sources.open_source(SourceSection(path=str(path)), "data.train").shards
 
 
 def test_a_text_file_is_one_document(tmp_path: Path, byte_pairs: Any) -> None:
@@ -62,28 +96,36 @@ def test_a_text_file_is_one_document(tmp_path: Path, byte_pairs: Any) -> None:
     assert built.report["train"]["read"] == 1
     expected = byte_pairs("\n".join(TEXTS))["input_ids"]
     assert tokens_of(built.train) == len(expected)  # the end-of-text token makes up for the first
+    assert built.report["long_rows"] == "split"
 
 
 def test_the_report_counts_rows_and_names_the_dropped(tmp_path: Path, byte_pairs: Any) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"text": "one two three"}, {"text": None}, {"text": " "}, {"text": "four"}])
     report = build.build(section(tmp_path, path), byte_pairs, seed=0).report["train"]
     assert (report["read"], report["kept"], report["num_dropped"]) == (4, 2, 2)
-    assert report["dropped"] == {"null": [1], "empty": [2]}
+    assert report["dropped"] == {
+        "text is missing or null": {"count": 1, "rows": ["a.jsonl:2"]},
+        "text is empty": {"count": 1, "rows": ["a.jsonl:3"]},
+    }
 
 
 def test_the_result_is_kept_by_content(tmp_path: Path, byte_pairs: Any) -> None:
     first = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    folder = Path(build.build(section(tmp_path, first), byte_pairs, seed=0).train.cache_files[0]["filename"]).parent
-    made = folder.stat().st_mtime_ns
+    built = build.build(section(tmp_path, first), byte_pairs, seed=0)
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    assert len(made) == 2, "tokens and samples"
     copy = tmp_path / "elsewhere"
     copy.mkdir()
     (copy / "a.jsonl").write_bytes(first.read_bytes())
     same = build.build(section(tmp_path, copy / "a.jsonl"), byte_pairs, seed=0)
-    assert Path(same.train.cache_files[0]["filename"]).parent == folder
-    assert folder.stat().st_mtime_ns == made
+    assert same.fingerprint == built.fingerprint
+    longer = section(tmp_path, first).model_copy(update={"max_length": 24})
+    assert build.build(longer, byte_pairs, seed=0).fingerprint != built.fingerprint
+    kept_tokens = {path for path in (tmp_path / "cache").iterdir() if path.name.startswith("documents")}
+    assert len(kept_tokens) == 1, "another length needs no tokenising"
+    assert {path: path.stat().st_mtime_ns for path in made} == made
     jsonl(first, [{"text": text} for text in TEXTS[1:]])
-    other = build.build(section(tmp_path, first), byte_pairs, seed=0)
-    assert Path(other.train.cache_files[0]["filename"]).parent != folder
+    assert build.build(section(tmp_path, first), byte_pairs, seed=0).fingerprint != built.fingerprint
 
 
 def test_held_out_rows_are_chosen_by_the_seed_and_not_trained_on(tmp_path: Path, byte_pairs: Any) -> None:
@@ -94,13 +136,17 @@ def test_held_out_rows_are_chosen_by_the_seed_and_not_trained_on(tmp_path: Path,
     assert built.validation is not None
     again = build.build(data, byte_pairs, seed=1)
     assert again.validation is not None
-    assert again.validation[:] != built.validation[:]
+    assert rows_of(again.validation) != rows_of(built.validation)
+    held = {tuple(document) for i in range(len(built.validation)) for document in built.validation.documents(i)}
+    trained = {tuple(document) for i in range(len(built.train)) for document in built.train.documents(i)}
+    assert len(held) == 10
+    assert not held & trained
 
 
 def test_a_trained_tokenizer_is_kept_and_restores_text(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    folder = tokenizer.train(section(tmp_path, path), 300, seed=0)
-    assert tokenizer.train(section(tmp_path, path), 300, seed=0) == folder
+    folder = tokenizer.train(section(tmp_path, path), 300)
+    assert tokenizer.train(section(tmp_path, path), 300) == folder
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(folder)
@@ -114,12 +160,10 @@ def test_a_trained_tokenizer_is_kept_and_restores_text(tmp_path: Path) -> None:
     [
         ("missing.jsonl", None, "there is no file"),
         ("a.jsonl", b"", "is empty"),
-        ("a.jsonl", b'{"other": "x"}\n', "no column 'text'; it has other. Set data.text_column"),
-        ("a.jsonl", b"this is no JSON\n", "cannot be read"),
-        ("a.jsonl", b'{"text": "half a li', "cannot be read"),
-        ("a.jsonl", b"\xff\xfe\x00\x01binary\x00", "cannot be read"),
+        ("a.jsonl", b'{"other": "x"}\n', "is laid out in no known way; it has other; needed: messages; prompt"),
+        ("a.jsonl", b"this is no JSON\n", "it has no columns"),
         ("a.parquet", b"not parquet", "cannot be read"),
-        ("a.jsonl", b'{"text": ""}\n{"text": null}\n', "none of its 2 rows"),
+        ("a.jsonl", b'{"text": ""}\n{"text": null}\n', r"none of its 2 rows .* text is empty: 1 \(a.jsonl:1\)"),
         ("a.bin", b"x", "of no known kind; allowed endings: .jsonl"),
     ],
 )
@@ -130,7 +174,7 @@ def test_bad_files(tmp_path: Path, byte_pairs: Any, name: str, content: bytes | 
     with pytest.raises(DataError, match=message) as caught:
         build.build(section(tmp_path, f"{tmp_path}/{name}"), byte_pairs, seed=0)
     assert str(caught.value).startswith("data")
-    assert not list((tmp_path / "cache").glob("text-*"))
+    assert not list((tmp_path / "cache").glob("samples-*"))
     assert not list((tmp_path / "cache").glob(".unfinished*"))
 
 
@@ -141,7 +185,7 @@ def test_a_folder_is_no_file(tmp_path: Path, byte_pairs: Any) -> None:
 
 def test_a_single_row_cannot_be_held_out(tmp_path: Path, byte_pairs: Any) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
-    with pytest.raises(DataError, match="single row"):
+    with pytest.raises(DataError, match="single usable row"):
         build.build(section(tmp_path, path, validation_fraction=0.5), byte_pairs, seed=0)
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import datasets
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from toolkit.data.loader import EpochOrder, TrainLoader, evaluation_batches
-from toolkit.data.text import IGNORED
+from toolkit.data.samples import IGNORED
 
 
-def samples(count: int) -> datasets.Dataset:
-    return datasets.Dataset.from_dict(
-        {
-            "input_ids": [[i, i] for i in range(count)],
-            "labels": [[IGNORED, i] for i in range(count)],
-            "position_ids": [[0, 1]] * count,
-        }
-    )
+class Numbered:
+    """Samples of two tokens, of which the second is the sample's number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([[number, number] for number in numbers])
+        labels = torch.tensor([[IGNORED, number] for number in numbers])
+        return {"input_ids": ids, "labels": labels, "position_ids": torch.tensor([[0, 1]] * len(numbers))}
 
 
 def trained(batch: dict[str, torch.Tensor]) -> list[int]:
@@ -28,7 +34,7 @@ def steps(num_positions: int, ranks: int, micro: int, accumulation: int, shuffle
     """Sample numbers of each optimizer step, over all ranks."""
     loaders = [
         TrainLoader(
-            samples(11),
+            Numbered(11),
             num_positions=num_positions,
             micro_batch_size=micro,
             gradient_accumulation_steps=accumulation,
@@ -75,7 +81,7 @@ def test_a_run_that_ends_inside_a_step_trains_each_sample_once(ranks: int, micro
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("limit", [None, 7])
 def test_evaluation_counts_each_sample_once_in_equally_many_batches(ranks: int, limit: int | None) -> None:
-    parts = [list(evaluation_batches(samples(11), 2, rank, ranks, limit)) for rank in range(ranks)]
+    parts = [list(evaluation_batches(Numbered(11), 2, rank, ranks, limit)) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     seen = sorted(number for part in parts for batch in part for number in trained(batch))
     assert seen == list(range(limit or 11))

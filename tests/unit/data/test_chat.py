@@ -1,0 +1,678 @@
+"""toolkit.data.chat: the targets are the assistant's words and the end of its turn, and nothing else.
+
+What a template writes for an assistant's turn is written out by hand in `WRITTEN`, and compared with the decoded
+target tokens.
+"""
+
+# ruff: noqa: RUF001 (DeepSeek's special tokens are written with the full-width bar)
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from chat_templates import CHAT_TEMPLATES, CHATML, CHATML_GENERATION, PHI_3, QWEN_3, QWEN_25, ChatTemplate
+from chat_templates import tokenizer_for as new_tokenizer
+from tokenizers.processors import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from toolkit.data.chat import (
+    MARKERS,
+    NO_FUNCTION,
+    NO_TURN,
+    NO_WAY,
+    TEMPLATES,
+    Rendered,
+    closes_turns,
+    render,
+    target_mask,
+    use_template,
+)
+from toolkit.data.problem import RowProblem
+from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.errors import BadInputError
+
+OURS = [
+    ChatTemplate(
+        name=f"our {name}",
+        template=template,
+        special=("<s>", "</s>", *MARKERS[name]),
+        bos="<s>",
+        eos="</s>",
+        tools=True,
+    )
+    for name, template in TEMPLATES.items()
+]
+ALL_TEMPLATES = {template.name: template for template in (*OURS, *CHAT_TEMPLATES)}
+
+
+@dataclass(frozen=True)
+class Written:
+    """How a template writes an assistant's turn behind the generation prompt.
+
+    `before` and `end` stand around the words; `last_before` and `last_end` in the last turn, where they differ.
+    `call` is the whole text of the tool call `CALL` between them.
+    """
+
+    end: str
+    before: str = ""
+    last_before: str | None = None
+    last_end: str | None = None
+    strips: bool = False
+    call: str | None = None
+    before_call: str | None = None
+
+    def turns(self, messages: list[dict[str, Any]]) -> list[str]:
+        """The text that the model is to write, for each assistant turn."""
+        said = [message for message in messages if message["role"] == "assistant"]
+        return [self._turn(message, message is said[-1]) for message in said]
+
+    def _turn(self, message: dict[str, Any], last: bool) -> str:
+        end = self.last_end if last and self.last_end is not None else self.end
+        if message.get("tool_calls"):
+            assert self.call is not None
+            return (self.before if self.before_call is None else self.before_call) + self.call + end
+        before = self.last_before if last and self.last_before is not None else self.before
+        return before + (message["content"].strip() if self.strips else message["content"]) + end
+
+
+QWEN_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+MISTRAL_CALL = '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "a1b2c3d4e"}]'
+DEEPSEEK_CALL = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+MISTRAL_V3_TURN = Written(before=" ", end="</s>", strips=True, call=MISTRAL_CALL, before_call="")
+
+WRITTEN = {
+    "our chatml": Written(end="<|im_end|>", call=QWEN_CALL),
+    "our alpaca": Written(end="</s>", call=QWEN_CALL),
+    "llama 3.1": Written(
+        end="<|eot_id|>", strips=True, call='{"name": "get_weather", "parameters": {"city": "Paris"}}'
+    ),
+    "qwen 2.5": Written(end="<|im_end|>", call=QWEN_CALL),
+    # Only the last turn has a think block, an empty one, which the generation prompt leaves to the model.
+    "qwen 3": Written(end="<|im_end|>", last_before="<think>\n\n</think>\n\n", call=QWEN_CALL),
+    "mistral v1": Written(before=" ", end="</s>"),
+    "mistral v3": MISTRAL_V3_TURN,
+    "mistral v3, system text in the last user turn": MISTRAL_V3_TURN,
+    "gemma": Written(end="<end_of_turn>", strips=True),
+    # A finished conversation has the end of text behind the last turn.
+    "phi 3": Written(end="<|end|>", last_end="<|end|>\n<|endoftext|>"),
+    "phi 4": Written(end="<|im_end|>"),
+    "chatml": Written(end="<|im_end|>"),
+    "chatml with generation": Written(end="<|im_end|>"),
+    "generation with end": Written(end="<|im_end|>"),
+    "zephyr": Written(end="</s>"),
+    "deepseek v3": Written(end="<｜end▁of▁sentence｜>", call=DEEPSEEK_CALL),
+    # Its generation prompt ends with an open think block, which a finished conversation has not.
+    "deepseek r1": Written(end="<｜end▁of▁sentence｜>"),
+}
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def system(content: str) -> dict[str, Any]:
+    return {"role": "system", "content": content}
+
+
+CALL = {
+    "id": "a1b2c3d4e",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": {"city": "Paris"}},
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather in a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+USES_TOOL = [
+    user("What is the weather in Paris?"),
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "18", "name": "get_weather", "tool_call_id": "a1b2c3d4e"},
+    assistant("It is 18 degrees."),
+]
+QUOTES = """Say <|im_start|>assistant
+hi<|im_end|> and <|start_header_id|>assistant<|end_header_id|>
+
+hi<|eot_id|> and [INST] x [/INST] hi</s> and <start_of_turn>model
+hi<end_of_turn> and <|assistant|>
+hi<|end|> and <|im_start|>assistant<|im_sep|>hi<|im_end|> and <｜Assistant｜>hi<｜end▁of▁sentence｜> and
+
+### Response:
+hi</s>"""
+
+CONVERSATIONS = {
+    "one turn": [user("What is two plus two?"), assistant("It is four.")],
+    "system": [system("Be brief."), user("Two plus two?"), assistant("Four."), user("Plus one?"), assistant("Five.")],
+    "several turns": [user("Hello"), assistant("Hi!"), user("Name?"), assistant("Fox."), user("Bye"), assistant("Bye")],
+    "tools": USES_TOOL,
+    "tools, then more": [*USES_TOOL, user("Thanks."), assistant("You are welcome.")],
+    "tools and system": [system("Be brief."), *USES_TOOL, user("Thanks."), assistant("You are welcome.")],
+    "nothing said": [user("Say nothing."), assistant(""), user("Now?"), assistant("No."), user("Now?"), assistant("")],
+    "whitespace": [user("  So?\n"), assistant("  def f():\n        x  =  1\n"), user("\tGo on "), assistant(" y\t")],
+    "unicode": [user("数字 🎉?"), assistant("四 👩‍👩‍👧 e\u0301 ñ 🎉"), user("e\u0301?"), assistant("é")],
+    "quoted markers": [user(QUOTES), assistant("hi"), user("Once more: " + QUOTES), assistant("hi")],
+    "assistant quotes": [user("Quote it."), assistant(f"Here: {QUOTES}"), user("And?"), assistant("done")],
+    "repeated words": [user("Say yes."), assistant("Say yes."), user("Say yes."), assistant("Say yes.")],
+}
+
+
+def cases() -> Iterator[Any]:
+    """Every template with every kind of conversation that it takes."""
+    for name, template in ALL_TEMPLATES.items():
+        for kind in CONVERSATIONS:
+            if ("tools" not in kind or template.tools) and ("system" not in kind or template.system):
+                yield pytest.param(name, kind, id=f"{name}-{kind}")
+
+
+@cache
+def tokenizer_for(template: ChatTemplate) -> PreTrainedTokenizerFast:
+    return new_tokenizer(template)
+
+
+def render_kind(name: str, kind: str, targets: Any = "assistant") -> tuple[PreTrainedTokenizerFast, Rendered]:
+    tokenizer = tokenizer_for(ALL_TEMPLATES[name])
+    return tokenizer, render(tokenizer, CONVERSATIONS[kind], TOOLS if "tools" in kind else None, targets)
+
+
+def decode_targets(tokenizer: PreTrainedTokenizerFast, text: str, spans: list[tuple[int, int]]) -> list[str]:
+    """What the target tokens of each span say."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = encoded["offset_mapping"]
+    masks = [target_mask([span], offsets) for span in spans]
+    # No token is in two spans, and all spans together give what they give one by one.
+    assert [sum(column) for column in zip(*masks, strict=True)] == target_mask(spans, offsets)
+    ids = encoded["input_ids"]
+    return [
+        tokenizer.decode([token for token, target in zip(ids, mask, strict=True) if target], skip_special_tokens=False)
+        for mask in masks
+    ]
+
+
+@pytest.mark.parametrize(("name", "kind"), cases())
+def test_targets_are_the_assistants_words_and_the_end_of_its_turn(name: str, kind: str) -> None:
+    tokenizer, rendered = render_kind(name, kind)
+    expected = WRITTEN[name].turns(CONVERSATIONS[kind])
+    assert [rendered.text[start:end] for start, end in rendered.spans] == expected
+    if ALL_TEMPLATES[name].metaspace:  # which writes a space as this sign, and so reads the sign as a space
+        expected = [turn.replace("▁", " ") for turn in expected]
+    assert decode_targets(tokenizer, rendered.text, rendered.spans) == expected
+    assert closes_turns(tokenizer, rendered)
+
+
+@pytest.mark.parametrize(("name", "kind"), cases())
+def test_last_turn_and_all(name: str, kind: str) -> None:
+    _, every = render_kind(name, kind)
+    assert render_kind(name, kind, "last_turn")[1] == Rendered(every.text, every.spans[-1:])
+    assert render_kind(name, kind, "all")[1] == Rendered(every.text, [(0, len(every.text))])
+
+
+@pytest.mark.parametrize("name", ALL_TEMPLATES)
+def test_wrong_masks_are_told_apart(name: str) -> None:
+    """The comparison of the tests above sees a token too many or too few at either end, and a missing turn."""
+    tokenizer, rendered = render_kind(name, "several turns")
+    end = len(WRITTEN[name].end)
+    expected = WRITTEN[name].turns(CONVERSATIONS["several turns"])
+    first, *rest = rendered.spans
+    wrong = {
+        "a token of the prompt": (first[0] - 1, first[1]),
+        "no end of turn": (first[0], first[1] - end),
+        "the next turn's beginning": (first[0], first[1] + 1),
+        "without the first word": (first[0] + len(WRITTEN[name].before) + 3, first[1]),
+        "all that follows": (first[0], rest[0][0]),
+    }
+    for what, span in wrong.items():
+        assert decode_targets(tokenizer, rendered.text, [span, *rest]) != expected, what
+    assert decode_targets(tokenizer, rendered.text, rest) != expected
+
+
+def random_conversation(template: ChatTemplate, chance: random.Random) -> list[dict[str, Any]]:
+    """Turns of words that all differ: u1, u2 ... of others than the assistant, a1, a2 ... of the assistant."""
+    number = iter(range(1, 10_000))
+
+    def words(sign: str) -> str:
+        gaps = [chance.choice([" ", "\n", "  ", "🎉 ", " 的", " <|im_end|> ", " [/INST] ", "\n\n"]) for _ in range(5)]
+        return "".join(f"{sign}{next(number)}x{gap}" for gap in gaps[: chance.randint(1, 5)])
+
+    messages = [system(words("u"))] if template.system and chance.random() < 0.5 else []
+    for _ in range(chance.randint(1, 4)):
+        messages.append(user(words("u")))
+        if template.tools and chance.random() < 0.4:
+            messages += [USES_TOOL[1], {**USES_TOOL[2], "content": words("u")}]
+        messages.append(assistant(words("a")))
+    return messages
+
+
+@pytest.mark.parametrize("name", ALL_TEMPLATES)
+def test_targets_hold_every_word_of_the_assistant_and_none_of_others(name: str) -> None:
+    template = ALL_TEMPLATES[name]
+    tokenizer = tokenizer_for(template)
+    for seed in range(12):
+        messages = random_conversation(template, random.Random(seed))
+        rendered = render(tokenizer, messages, TOOLS if template.tools else None, "assistant")
+        turns = [message for message in messages if message["role"] == "assistant"]
+        decoded = decode_targets(tokenizer, rendered.text, rendered.spans)
+        words = [re.findall(r"[ua]\d+x", turn) for turn in decoded]
+        assert words == [re.findall(r"a\d+x", turn["content"] or "") for turn in turns], seed
+        encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
+        mask = target_mask(rendered.spans, encoded["offset_mapping"])
+        for found in re.finditer(r"u\d+x", rendered.text):
+            overlap = target_mask([found.span()], encoded["offset_mapping"])
+            assert not any(a and b for a, b in zip(mask, overlap, strict=True)), seed
+
+
+def problem(template: str | ChatTemplate, messages: list[dict[str, Any]], targets: Any = "assistant") -> str:
+    """Why the row cannot be used."""
+    if isinstance(template, str):
+        template = replace(CHATML, template=template)
+    with pytest.raises(RowProblem) as caught:
+        render(tokenizer_for(template), messages, None, targets)
+    return str(caught.value)
+
+
+IN_CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}{{ WORDS }}{{ '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["message.content[::-1]", "message.content | length", "message.content[:3]", "range(99999) | random"],
+)
+@pytest.mark.parametrize("turns", [["It is four.", "Yes, it is."], ["im_end"], ["assistant"]])
+def test_words_that_are_written_otherwise_are_not_guessed(words: str, turns: list[str]) -> None:
+    messages = [message for turn in turns for message in (user("Two plus two?"), assistant(turn))]
+    assert problem(IN_CHATML.replace("WORDS", words), messages) == NO_WAY
+
+
+def test_words_in_upper_case_are_found() -> None:
+    tokenizer = tokenizer_for(replace(CHATML, template=IN_CHATML.replace("WORDS", "message.content | upper")))
+    rendered = render(tokenizer, [user("so"), assistant("it is"), user("so"), assistant("yes")], None, "assistant")
+    assert decode_targets(tokenizer, rendered.text, rendered.spans) == ["IT IS<|im_end|>", "YES<|im_end|>"]
+
+
+TAKES_CONTENT = IN_CHATML.replace("WORDS", "message.content")
+REPEATS = "messages[0].content + ' ' + message.content if message.role == 'assistant' else message.content"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # An assistant's turn begins with the question, which no generation prompt has written before.
+        "{% for message in messages if message.role == 'assistant' %}"
+        "Q: {{ messages[0].content }} A: {{ message.content }}<|im_end|>{% endfor %}",
+        IN_CHATML.replace("WORDS", REPEATS),
+        CHATML_GENERATION.template.replace("{{ message.content }}{% endgen", "{{ " + REPEATS + " }}{% endgen"),
+        TAKES_CONTENT + "{% if not add_generation_prompt %}Think of: {{ messages[0].content }}{% endif %}",
+    ],
+    ids=["no prompt", "in the answer", "in the generation block", "behind the answer"],
+)
+@pytest.mark.parametrize("question", ["Two plus two?", "/no_think"])
+def test_others_words_are_no_targets(template: str, question: str) -> None:
+    # A template that looks for words in a message: there marks show nothing, and the words themselves are looked for.
+    template = "{% if '/no_think' in messages[0].content %}Quick. {% endif %}" + template
+    assert problem(template, [user(question), assistant("Four.")]) == NO_WAY
+
+
+def test_a_template_may_look_for_words_in_a_message() -> None:
+    template = IN_CHATML.replace("WORDS", "message.content | replace('/no_think', '')")
+    tokenizer = tokenizer_for(replace(CHATML, template=template))
+    rendered = render(tokenizer, [system("/no_think"), user("Two?"), assistant("Four.")], None, "assistant")
+    assert decode_targets(tokenizer, rendered.text, rendered.spans) == ["Four.<|im_end|>"]
+
+
+def test_turns_out_of_order_are_not_guessed() -> None:
+    loop, prompt = TAKES_CONTENT.split("{%- if add_generation_prompt %}")
+    users = loop.replace("in messages", "in messages if message.role == 'user'")
+    assistants = loop.replace("in messages", "in messages[::-1] if message.role == 'assistant'")
+    messages = [user("Hi"), assistant("Hello."), user("So"), assistant("Bye")]
+    assert problem(users + assistants + "{%- if add_generation_prompt %}" + prompt, messages) == NO_WAY
+
+
+def test_words_that_do_not_show_in_the_last_turn() -> None:
+    tokenizer = tokenizer_for(replace(CHATML, template=IN_CHATML.replace("WORDS", "message.content if loop.nextitem")))
+    rendered = render(tokenizer, [user("Hi"), assistant("Hello."), user("So")], None, "assistant")
+    assert decode_targets(tokenizer, rendered.text, rendered.spans) == ["Hello.<|im_end|>"]
+
+
+def test_words_before_the_prompts_end_are_not_the_turn() -> None:
+    """Where the prompt repeats the question, an answer that takes its place is not behind the prompt."""
+    template = """\
+{{ ((messages | selectattr('role', 'equalto', 'assistant') | list) + messages)[0].content }}
+{% if messages[-1].role == 'assistant' %}<|im_end|>{% endif %}"""
+    assert problem(template, [user("yes"), assistant("yes")]) == NO_WAY
+
+
+FOOTED = TAKES_CONTENT.replace("{{ '<|im_end|>\\n' }}", "END") + "{% if not add_generation_prompt %}FOOT{% endif %}"
+"""A template that ends a finished conversation with something: each turn looks otherwise when it is the last."""
+
+
+def test_a_footer_without_special_tokens() -> None:
+    """Turns that end with no special token: the one behind them begins the next turn."""
+    tokenizer = tokenizer_for(replace(CHATML, template=FOOTED.replace("END", "").replace("FOOT", "(end)")))
+    messages = [user("Hi"), assistant("Hello."), user("So"), assistant("Bye")]
+    rendered = render(tokenizer, messages, None, "assistant")
+    assert [rendered.text[start:end] for start, end in rendered.spans] == ["Hello.", "Bye(end)"]
+
+
+def test_a_mark_that_changes_the_text_shows_nothing() -> None:
+    template = FOOTED.replace("message.content", "message.content + ' ' + (message.content | length) | string")
+    messages = [user("Hi"), assistant("Hello."), user("So"), assistant("Bye")]
+    assert problem(template.replace("END", "<|im_end|>").replace("FOOT", "<|endoftext|>"), messages) == NO_WAY
+
+
+def test_calls_are_not_cut_off() -> None:
+    """Where a call's end is not as it is in the last turn, a special token is no sign of it."""
+    template = FOOTED.replace("message.content", "message.content + (message.tool_calls or '') | string")
+    messages = [user("Hi"), {**assistant("So:"), "tool_calls": [CALL]}, user("And?"), assistant("Bye")]
+    assert problem(template.replace("END", "<|im_end|>").replace("FOOT", "<|endoftext|>"), messages) == NO_WAY
+
+
+@pytest.mark.parametrize("second", ["yes", "no"])
+def test_turns_written_backwards_are_not_guessed(second: str) -> None:
+    backwards = TAKES_CONTENT.replace("in messages", "in messages[::-1]")
+    assert problem(backwards, [user("yes"), assistant("yes"), user(second), assistant(second)]) == NO_WAY
+
+
+def test_calls_that_the_template_leaves_out_are_a_problem() -> None:
+    said = [user("Weather?"), {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}]
+    assert problem(CHATML, said) == NO_WAY
+
+
+@pytest.mark.parametrize("calls", [["get_weather"], [{"function": "get_weather"}], [{"type": "function"}], "call", 3])
+def test_calls_without_a_function_are_a_problem(calls: Any) -> None:
+    assert problem(CHATML, [user("Weather?"), {"role": "assistant", "content": "", "tool_calls": calls}]) == NO_FUNCTION
+
+
+def test_words_with_several_calls() -> None:
+    messages = [
+        user("Weather?"),
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, CALL]},
+        USES_TOOL[2],
+        USES_TOOL[2],
+        assistant("18."),
+        user("Thanks"),
+        assistant("Bye"),
+    ]
+    calls = f"Let me see.\n{QWEN_CALL}\n{QWEN_CALL}<|im_end|>"
+    for template, last in ((OURS[0], ""), (QWEN_25, ""), (QWEN_3, "<think>\n\n</think>\n\n")):
+        tokenizer = tokenizer_for(template)
+        rendered = render(tokenizer, messages, TOOLS, "assistant")
+        decoded = decode_targets(tokenizer, rendered.text, rendered.spans)
+        assert decoded == [calls, "18.<|im_end|>", f"{last}Bye<|im_end|>"], template.name
+
+
+def test_thoughts_that_qwen_3_drops_or_keeps() -> None:
+    messages = [
+        user("Two?"),
+        assistant("<think>\nEasy.\n</think>\n\nFour."),
+        user("Sure?"),
+        assistant("<think>Yes.</think>Yes."),
+    ]
+    tokenizer = tokenizer_for(QWEN_3)
+    rendered = render(tokenizer, messages, None, "assistant")
+    decoded = decode_targets(tokenizer, rendered.text, rendered.spans)
+    assert decoded == ["Four.<|im_end|>", "<think>\nYes.\n</think>\n\nYes.<|im_end|>"]
+
+
+def test_a_conversation_that_the_assistant_begins() -> None:
+    messages = [assistant("Hello."), user("Hi"), assistant("Yes?")]
+    for template in (OURS[0], PHI_3):
+        rendered = render(tokenizer_for(template), messages, None, "assistant")
+        turns = [rendered.text[start:end] for start, end in rendered.spans]
+        assert turns == WRITTEN[template.name].turns(messages)
+
+
+def test_a_conversation_that_the_user_ends() -> None:
+    for name in ("our chatml", "qwen 3", "phi 3", "chatml with generation"):
+        messages = [user("Hi"), assistant("Hello."), user("Well?")]
+        rendered = render(tokenizer_for(ALL_TEMPLATES[name]), messages, None, "assistant")
+        assert [rendered.text[start:end] for start, end in rendered.spans] == ["Hello." + WRITTEN[name].end]
+
+
+def test_the_next_turns_marker_is_not_taken_for_the_end_of_a_turn() -> None:
+    no_end = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}
+    {%- else %}{{ message.content }}{% endif %}
+{%- endfor %}"""
+    for template in (no_end, re.sub(r"{% (end)?generation %}", "", no_end)):
+        tokenizer = tokenizer_for(replace(CHATML, template=template))
+        rendered = render(tokenizer, [user("Hi"), assistant("Hello."), user("So"), assistant("Bye")], None, "assistant")
+        assert rendered.text[slice(*rendered.spans[0])].endswith("Hello.")
+        assert not closes_turns(tokenizer, rendered)
+        rendered = render(tokenizer, [user("Hi"), assistant(""), user("So"), assistant("Bye")], None, "assistant")
+        assert all(start < end for start, end in rendered.spans)
+        assert rendered.text[slice(*rendered.spans[-1])].endswith("Bye")
+
+
+def test_a_template_is_not_believed_where_its_blocks_miss_the_words() -> None:
+    """Blocks inside a `set` are placed wrong by as much as stands before them in it."""
+    in_set = """\
+{%- for message in messages %}
+    {%- set turn %}<|im_start|>{{ message.role }}
+{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}
+{%- else %}{{ message.content }}{% endif %}<|im_end|>
+{% endset %}{{ turn }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+    tokenizer = tokenizer_for(replace(CHATML, template=in_set))
+    for targets, expected in (("assistant", ["Hello.<|im_end|>", "Bye<|im_end|>"]), ("last_turn", ["Bye<|im_end|>"])):
+        rendered = render(tokenizer, [user("Hi"), assistant("Hello."), user("So"), assistant("Bye")], None, targets)
+        assert decode_targets(tokenizer, rendered.text, rendered.spans) == expected
+
+
+def generating(condition: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose template marks turns as generated where the condition holds."""
+    template = CHATML_GENERATION.template.replace(
+        "{%- generation %}{{ message.content }}{% endgeneration %}",
+        f"{{%- if {condition} %}}{{% generation %}}{{{{ message.content }}}}{{% endgeneration %}}"
+        "{% else %}{{ message.content }}{% endif %}",
+    )
+    return tokenizer_for(replace(CHATML, template=template))
+
+
+@pytest.mark.parametrize(("condition", "marked"), [("loop.last", "Bye<|im_end|>"), ("loop.index < 3", "Hi.<|im_end|>")])
+def test_a_template_may_leave_turns_out(condition: str, marked: str) -> None:
+    tokenizer = generating(condition)
+    messages = [user("Hi"), assistant("Hi."), user("So"), assistant("Bye")]
+    rendered = render(tokenizer, messages, None, "assistant")
+    assert decode_targets(tokenizer, rendered.text, rendered.spans) == [marked]
+    rendered = render(tokenizer, messages, None, "last_turn")
+    assert decode_targets(tokenizer, rendered.text, rendered.spans) == ["Bye<|im_end|>"]
+
+
+def test_generation_blocks_that_touch_are_one_turn() -> None:
+    template = CHATML_GENERATION.template.replace(
+        "{{- '<|im_start|>assistant\\n' }}\n",
+        "{%- generation %}{{ '<|im_start|>assistant\\n' }}{% endgeneration %}\n",
+        1,
+    )
+    assert template != CHATML_GENERATION.template
+    tokenizer = tokenizer_for(replace(CHATML, template=template))
+    rendered = render(tokenizer, [user("Hi"), assistant("Hi."), user("So"), assistant("Bye")], None, "assistant")
+    expected = ["<|im_start|>assistant\nHi.<|im_end|>", "<|im_start|>assistant\nBye<|im_end|>"]
+    assert decode_targets(tokenizer, rendered.text, rendered.spans) == expected
+
+
+@pytest.mark.parametrize("name", ["mistral v1", "mistral v3", "gemma"])
+def test_what_a_template_refuses_is_a_problem(name: str) -> None:
+    for targets in ("assistant", "all"):
+        reason = problem(ALL_TEMPLATES[name], [user("Hi"), user("There"), assistant("Yes?")], targets)
+        assert reason.startswith("the chat template refuses it: ")
+        assert "roles must alternate" in reason
+    assert len(reason.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ messages[0].speaker.name }}", "has no attribute 'speaker'"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ 1 // 0 }}", "division"),
+        ("{% for %}", "Expected"),
+        ("{{ raise_exception('First line.\nSecond line.') }}", "refuses it: First line."),
+    ],
+)
+def test_a_templates_own_errors_are_problems(template: str, reason: str) -> None:
+    assert reason in problem(template, [user("Hi"), assistant("Hello.")])
+    assert "\n" not in problem(template, [user("Hi"), assistant("Hello.")])
+
+
+def test_system_text_that_gemma_refuses() -> None:
+    assert "System role not supported" in problem(ALL_TEMPLATES["gemma"], CONVERSATIONS["system"])
+
+
+def test_without_an_assistant_there_is_nothing_to_learn() -> None:
+    messages = [system("Be brief."), user("Hi")]
+    for targets in ("assistant", "last_turn"):
+        assert problem(CHATML, messages, targets) == NO_TURN
+    assert render(tokenizer_for(CHATML), messages, None, "all").spans
+
+
+def test_an_empty_list_of_tools_is_no_tools() -> None:
+    tokenizer = tokenizer_for(ALL_TEMPLATES["llama 3.1"])
+    messages = CONVERSATIONS["one turn"]
+    assert render(tokenizer, messages, [], "assistant") == render(tokenizer, messages, None, "assistant")
+
+
+def test_renders_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two for each assistant turn, one of the whole, one that checks the whole."""
+    tokenizer = new_tokenizer(QWEN_25)
+    count = 0
+    original = tokenizer.apply_chat_template
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counting)
+    render(tokenizer, CONVERSATIONS["several turns"], None, "assistant")
+    assert count <= 2 * 3 + 2
+
+
+def test_our_chatml_written_out() -> None:
+    tokenizer = tokenizer_for(OURS[0])
+    messages = [system("Be brief."), *USES_TOOL]
+    assert render(tokenizer, messages, None, "all").text == (
+        "<s><|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nWhat is the weather in Paris?<|im_end|>\n"
+        f"<|im_start|>assistant\n{QWEN_CALL}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n18\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\nIt is 18 degrees.<|im_end|>\n"
+    )
+    prompt = tokenizer.apply_chat_template([user("Hi")], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_our_alpaca_written_out() -> None:
+    tokenizer = tokenizer_for(OURS[1])
+    messages = [system("Be brief."), *USES_TOOL]
+    assert render(tokenizer, messages, None, "all").text == (
+        "<s>Be brief.\n\n"
+        "### Instruction:\nWhat is the weather in Paris?\n\n"
+        f"### Response:\n{QWEN_CALL}</s>\n\n"
+        "### Tool Response:\n18\n\n"
+        "### Response:\nIt is 18 degrees.</s>\n\n"
+    )
+    prompt = tokenizer.apply_chat_template([user("Hi")], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<s>### Instruction:\nHi\n\n### Response:\n"
+
+
+@pytest.mark.parametrize("template", OURS, ids=lambda template: template.name)
+def test_our_templates_list_the_tools_in_the_system_turn(template: ChatTemplate) -> None:
+    tokenizer = tokenizer_for(template)
+    alone = render(tokenizer, [*USES_TOOL], TOOLS, "all").text
+    behind = render(tokenizer, [system("Be brief."), *USES_TOOL], TOOLS, "all").text
+    listed = '<tools>\n{"type": "function", "function": {"name": "get_weather", "description": "The weather in a city.'
+    assert alone.count(listed) == 1
+    assert behind == alone.replace("# Tools", "Be brief.\n\n# Tools")
+    assert alone.index(listed) < alone.index("What is the weather")
+
+
+def test_our_templates_take_calls_in_either_shape() -> None:
+    flat = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    for template in OURS:
+        messages = [user("Weather?"), {"role": "assistant", "content": None, "tool_calls": [flat]}]
+        rendered = render(tokenizer_for(template), messages, None, "assistant")
+        assert [rendered.text[start:end] for start, end in rendered.spans] == [QWEN_CALL + WRITTEN[template.name].end]
+
+
+def test_chatml_without_its_markers_in_the_vocabulary_does_not_close_turns() -> None:
+    tokenizer = new_tokenizer(replace(OURS[0], special=("<s>", "</s>")))
+    rendered = render(tokenizer, CONVERSATIONS["several turns"], None, "assistant")
+    assert rendered.text[slice(*rendered.spans[0])].startswith("Hi!")
+    assert not closes_turns(tokenizer, rendered)
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKERS["chatml"]})
+    rendered = render(tokenizer, CONVERSATIONS["several turns"], None, "assistant")
+    assert closes_turns(tokenizer, rendered)
+    assert decode_targets(tokenizer, rendered.text, rendered.spans)[0] == "Hi!<|im_end|>"
+
+
+def test_use_template() -> None:
+    tokenizer = new_tokenizer(CHATML)
+    use_template(tokenizer, None)
+    assert tokenizer.chat_template == CHATML.template
+    use_template(tokenizer, "alpaca")
+    assert tokenizer.chat_template == TEMPLATES["alpaca"]
+    with pytest.raises(BadInputError, match=r"data.chat_template: .*'chatlm' .*did you mean 'chatml'.*alpaca, chatml"):
+        use_template(tokenizer, "chatlm")
+    assert tokenizer.chat_template == TEMPLATES["alpaca"]
+
+
+def test_mask_written_out() -> None:
+    offsets = [(0, 0), (0, 3), (3, 5), (5, 5), (5, 9), (9, 10), (9, 10), (10, 12)]
+    spans = [(1, 3), (6, 7), (9, 10)]
+    assert target_mask(spans, offsets) == [False, True, False, False, True, True, True, False]
+    assert target_mask([], offsets) == [False] * 8
+    assert target_mask([(0, 12)], offsets) == [False] + [True] * 7
+    assert target_mask([(4, 5)], offsets) == [False, False, True, True] + [False] * 4
+    assert target_mask(spans, []) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_mask_by_the_definition(seed: int) -> None:
+    chance = random.Random(seed)
+    cuts = sorted(chance.choices(range(60), k=40))
+    offsets = list(pairwise(cuts))
+    ends = sorted(chance.sample(range(60), 12))
+    spans = list(zip(ends[::2], ends[1::2], strict=True))
+    widened = [range(min(start, end - 1), end) for start, end in offsets]
+    by_characters = [any(a <= i < b for i in token for a, b in spans) for token in widened]
+    assert target_mask(spans, offsets) == by_characters
+
+
+def test_whitespace_is_learned_where_the_tokenizer_trims_offsets() -> None:
+    tokenizer = _train_byte_pairs(iter(["def f(x):\n    return x\n\n    y"] * 9), 300, MARKERS["chatml"])
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    use_template(tokenizer, "chatml")
+    code = "def f(x):\n\n    return x"
+    messages = [{"role": "user", "content": "  code "}, {"role": "assistant", "content": code}]
+    rendered = render(tokenizer, messages, None, "assistant")
+    encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
+    assert any(start == end for start, end in encoded["offset_mapping"]), "the tokenizer trims"
+    mask = target_mask(rendered.spans, encoded["offset_mapping"])
+    learned = [token for token, target in zip(encoded["input_ids"], mask, strict=True) if target]
+    assert tokenizer.decode(learned) == f"{code}<|im_end|>"

@@ -1,0 +1,388 @@
+"""The data report as a page and on the console: complete, tolerant of missing keys, and safe with any text."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from copy import deepcopy
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_report import HOSTILE, Page
+
+from toolkit.data.show import MAX_LISTED_ROWS, SAMPLE_LENGTH, shortened, show_report
+from toolkit.data_page import MAX_BARS, render_data_page, write_data_page
+
+MARKUP = "[bold red]loud[/] [/nothing] :smile: [link=https://evil.example]x[/link]"
+
+
+def split(**changes: Any) -> dict[str, Any]:
+    whole = {
+        "read": 1000,
+        "kept": 997,
+        "num_dropped": 3,
+        "dropped": {
+            "no target": {"count": 1, "rows": ["chat.jsonl:5"]},
+            "not JSON": {"count": 30, "rows": [f"chat.jsonl:{line}" for line in range(100, 120)]},
+        },
+        "duplicates": {"count": 2, "rows": ["chat.jsonl:7", "chat.jsonl:8"]},
+        "long": {"count": 1, "rows": ["chat.jsonl:9"], "cut_tokens": 120},
+        "tokens": 123456,
+        "target_tokens": 45679,
+        "target_share": 0.37,
+        "samples": 300,
+        "fill_rate": 0.985,
+        "lengths": {"min": 3, "median": 80, "mean": 101.2, "p90": 210, "p99": 400, "max": 511},
+        "longest": {"row": "chat.jsonl:88", "tokens": 511},
+        "length_histogram": {"edges": [0, 128, 256, 384, 512], "counts": [700, 200, 90, 7]},
+        "target_share_histogram": {"edges": [0.0, 0.5, 1.0], "counts": [900, 97]},
+        "sources": [source("chat.jsonl", share=0.75), source("notes/*.txt", weight=2.0, passes=1.5, share=0.25)],
+        "labels": {"positive": 10, "negative": 12},
+    }
+    return whole | changes
+
+
+def source(name: str, **changes: Any) -> dict[str, Any]:
+    counts = {"read": 500, "kept": 498, "num_dropped": 2, "tokens": 61728}
+    return {"source": name, "layout": "messages", **counts, "weight": None, "passes": 1.0, "share": 0.5} | changes
+
+
+def example(*segments: tuple[str, bool], **changes: Any) -> dict[str, Any]:
+    listed = [list(segment) for segment in segments]
+    return {"row": "chat.jsonl:1", "tokens": 40, "target_tokens": 12, "segments": listed} | changes
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    whole = {
+        "max_length": 512,
+        "packing": True,
+        "long_rows": "error",
+        "targets": "assistant",
+        "chat_template": None,
+        "streaming": False,
+        "train": split(),
+        "validation": split(read=50, kept=49, num_dropped=1, dropped={}, also_in_train=4, fill_rate=None),
+        "examples": [example(("question\n", False), ("answer", True), ("\n", False), label="positive")],
+        "warnings": ["half of the rows are equal"],
+    }
+    return whole | changes
+
+
+def texts(value: Any) -> Any:
+    """The report with `HOSTILE`'s stand-in in all places where a text of a user can stand."""
+    named = {"count": 1, "rows": ["TEXT"]}
+    places = {"dropped": {"TEXT": named}, "duplicates": named, "long": {**named, "cut_tokens": 1}}
+    listed = {"sources": [source("TEXT", layout="TEXT"), source("TEXT 2")], "labels": {"TEXT": 3}}
+    hostile = split(**places, **listed, longest={"row": "TEXT", "tokens": 5})
+    whole = report(train=hostile, validation=deepcopy(hostile), warnings=["TEXT"], targets="TEXT", chat_template="TEXT")
+    whole["examples"] = [example(("TEXT", False), ("TEXT", True), row="TEXT", label="TEXT")]
+    return replaced(whole, value)
+
+
+def replaced(value: Any, text: str) -> Any:
+    if isinstance(value, dict):
+        return {replaced(key, text): replaced(item, text) for key, item in value.items()}
+    if isinstance(value, list):
+        return [replaced(item, text) for item in value]
+    return value.replace("TEXT", text) if isinstance(value, str) else value
+
+
+def text_of(**changes: Any) -> dict[str, str]:
+    return Page(render_data_page("chat", report(**changes))).text_of
+
+
+def shown(data: dict[str, Any], **options: Any) -> str:
+    """What a console prints, by default one without colour."""
+    file = StringIO()
+    show_report(Console(file=file, **{"width": 400, **options}), data)
+    return file.getvalue()
+
+
+# ---- the page ----
+
+
+def test_headline() -> None:
+    found = text_of()
+    assert "997 of 1,000" in found["tile-rows"]
+    assert "3 dropped; validation 49 of 50" in found["tile-rows"]
+    assert "123 k" in found["tile-tokens"]
+    assert "45.7 k targets" in found["tile-tokens"]
+    assert "37.0 %" in found["tile-share"]
+    assert "98.5 %" in found["tile-fill"]
+    assert "300" in found["tile-samples"]
+    assert "of up to 512 tokens" in found["tile-samples"]
+    assert "2rows equal" in found["tile-duplicates"]
+    assert "4 of validation also in train" in found["tile-duplicates"]
+
+
+def test_tables() -> None:
+    found = text_of()
+    assert "not JSONtrain30chat.jsonl:100, chat.jsonl:101" in found["dropped"]
+    assert "chat.jsonl:119 and 10 more" in found["dropped"]
+    assert found["dropped"].index("not JSON") < found["dropped"].index("no target")  # the most frequent first
+    assert "chat.jsonl:7, chat.jsonl:8" in found["noted"]
+    assert "notes/*.txtmessages500498261,72825.0 %21.50" in found["sources-train"]
+    assert "negative1254.5 %1254.5 %" in found["labels"]
+    assert "Longest row511 (chat.jsonl:88)" in found["splits"]
+    assert "Also in train\N{EN DASH}4" in found["splits"]
+    assert "packingyes" in found["settings"]
+    assert "chat_templatenone" in found["settings"]
+    assert "half of the rows are equal" in found["warnings"]
+
+
+def test_targets_differ_by_more_than_colour_and_have_a_legend() -> None:
+    html = render_data_page("chat", report())
+    assert "<span>question\n</span><mark>answer</mark><span>\n</span>" in html
+    assert "target, learned" in Page(html).text_of["examples"]
+    rule = re.search(r"^mark \{[^}]*\}", html, re.MULTILINE)
+    assert rule is not None
+    assert "underline" in rule.group()
+
+
+def test_lengths_are_drawn_with_max_length_marked() -> None:
+    def card(**changes: Any) -> str:
+        found = re.search(r'id="chart-lengths-train".*?</section>', render_data_page("t", report(**changes)), re.DOTALL)
+        assert found is not None
+        return found.group()
+
+    assert card().count('style="fill: var(--chart-1)"') == 4
+    assert "stroke: var(--warn)" in card()
+    assert "max_length 512" in card()
+    padded = {"edges": [0, 200, 400, 600, 50_000, 100_000], "counts": [5, 0, 1, 0, 0]}
+    assert card(train=split(length_histogram=padded)).count('style="fill: var(--chart-1)"') == 3
+    assert "stroke: var(--warn)" not in card(max_length=100_000)  # the rows would be one thin bar
+    assert "max_length 100,000 is farther right" in card(max_length=100_000)
+    assert "max_length" not in card(max_length=None)
+
+
+@pytest.mark.parametrize(
+    "histogram",
+    [None, {}, {"edges": [0, 1], "counts": [0]}, {"edges": [3, 3], "counts": [1]}, {"edges": [0, 1], "counts": [1, 2]}],
+)
+def test_a_histogram_that_cannot_be_drawn_is_left_out(histogram: dict[str, Any] | None) -> None:
+    data = split(length_histogram=histogram, target_share_histogram=histogram)
+    assert not [name for name in text_of(train=data, validation=data) if name.startswith(("chart-l", "chart-sh"))]
+
+
+def test_many_sources_share_a_last_bar() -> None:
+    sources = [source(f"file-{index}", tokens=1000 - index) for index in range(40)]
+    html = render_data_page("t", report(train=split(sources=sources)))
+    bars = Page(html).text_of["chart-sources"]
+    assert "file-0" in bars
+    assert f"{40 - MAX_BARS + 1} smaller sources" in bars
+    assert max(float(width) for width in re.findall(r"width:([\d.]+)%", html)) == 100
+
+
+def test_a_first_window_is_named() -> None:
+    found = text_of(streaming=True)
+    for name in ("chart-lengths-train", "splits", "labels", "chart-sources"):
+        assert "(first window)" in found[name]
+    assert "first window" in found["tile-rows"]
+    assert "first window" not in "".join(text_of().values())
+
+
+MINIMAL: list[dict[str, Any]] = [
+    {},
+    {"train": {}},
+    {"train": None, "warnings": None, "examples": None},
+    {"train": {"read": 1}},
+    {"validation": {"read": 1}},
+    {"train": {"dropped": {"x": {}}, "sources": [{}], "labels": {}, "longest": {}, "lengths": {}, "long": None}},
+    {"train": {"read": 0, "kept": 0, "tokens": 0, "labels": {"a": 0}, "sources": [{"source": "a", "tokens": 0}]}},
+    {"train": {"read": 1}, "examples": [{}, {"segments": []}, {"segments": [["", True]]}]},
+]
+
+
+@pytest.mark.parametrize("data", MINIMAL, ids=range(len(MINIMAL)))
+def test_any_key_may_be_missing(data: dict[str, Any]) -> None:
+    page = Page(render_data_page("t", data))
+    assert page.elements["h1"] == 1
+    assert re.search(r"\bnan\b", " ".join(page.text_of.values())) is None
+    assert "nan" not in shown(data)
+
+
+# ---- safety ----
+
+
+def test_every_text_of_the_page_is_escaped() -> None:
+    hostile, benign = (render_data_page(text, texts(text)) for text in (HOSTILE, "benign"))
+    assert HOSTILE not in hostile
+    page, expected = Page(hostile), Page(benign)
+    assert page.elements == expected.elements
+    assert page.attributes == expected.attributes
+    assert page.elements["script"] == 0
+    assert "".join(page.text_of.values()).count(HOSTILE) == "".join(expected.text_of.values()).count("benign") > 20
+
+
+def test_the_page_loads_nothing_and_follows_light_and_dark() -> None:
+    html = render_data_page("t", report())
+    page = Page(html)
+    links = [value for _, name, value in page.attributes if name in {"href", "src", "action", "srcset"}]
+    assert [link for link in links if not link.startswith(("#", "data:"))] == []
+    assert "//" not in html
+    assert "@import" not in html
+    assert re.findall(r"url\((?!#)", html) == []
+    style = html[html.index("<style>") : html.index("</style>")]
+    light, dark = style.split("prefers-color-scheme: dark")
+    for variable in set(re.findall(r"var\(--([\w-]+)\)", html)):
+        assert f"--{variable}:" in light
+        assert f"--{variable}:" in dark
+    ids = Counter(value for _, name, value in page.attributes if name == "id")
+    assert [name for name, count in ids.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("text", ["half a pair \ud83d", "nul \0 byte", "עברית", "😀", "$x$ {braces} \x1b[31m"])
+def test_any_text_can_be_written_and_shown(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "data_report.html"
+    write_data_page(path, text, texts(text))
+    assert "examples" in Page(path.read_bytes().decode("utf-8")).text_of
+    assert [item.name for item in tmp_path.iterdir()] == ["data_report.html"]
+    shown(texts(text)).encode("utf-8")
+
+
+def test_a_dollar_sign_is_no_formula() -> None:
+    assert "$\\frac$" in Page(render_data_page("t", texts("$\\frac$"))).text_of["chart-sources"]
+
+
+# ---- the console ----
+
+
+def test_the_console_says_what_became_of_the_rows() -> None:
+    lines = shown(report()).splitlines()
+    assert lines[0] == "     train: 1,000 rows read, 997 kept, 3 dropped"
+    assert lines[1].strip() == (
+        "123 k tokens, 37.0 % targets, 300 samples, 98.5 % filled, median row 80, longest 511 (chat.jsonl:88)"
+    )
+    text = "\n".join(lines)
+    first = ", ".join(f"chat.jsonl:{line}" for line in range(100, 100 + MAX_LISTED_ROWS))
+    assert f"dropped: 30 rows: not JSON ({first} and 25 more)" in text
+    assert "duplicates: 2 rows equal to an earlier one (chat.jsonl:7, chat.jsonl:8)" in text
+    assert "1 row longer than max_length, 120 tokens cut (chat.jsonl:9)" in text
+    assert "4 rows of validation also in train" in text
+    assert "source: notes/*.txt: share 25.0 %, 498 rows, 61.7 k tokens, weight 2" in text
+    assert "labels: negative 12, positive 10" in text
+    assert "warning: half of the rows are equal" in text
+    assert "chat.jsonl:1 (40 tokens, 12 targets, label positive)" in text
+
+
+def test_a_single_source_has_no_line() -> None:
+    assert "source:" not in shown({"train": split(sources=[source("a")])})
+
+
+def test_a_first_window_is_named_on_the_console() -> None:
+    assert "(first window)" in shown(report(streaming=True)).splitlines()[0]
+    assert "first window" not in shown(report())
+
+
+def test_targets_stand_between_marks_where_there_is_no_colour() -> None:
+    assert "question\n            ⟦answer⟧\n" in shown(report())
+    assert "⟦answer⟧" in shown(report(), force_terminal=True, no_color=True)
+
+
+def test_targets_are_coloured_where_there_is_colour() -> None:
+    text = shown(report(), force_terminal=True, color_system="standard", no_color=False)
+    assert "\x1b[32manswer\x1b[0m" in text
+    assert "\x1b[2mquestion\x1b[0m" in text
+    assert "\x1b[33m   warning: half" in text
+    assert "⟦" not in text
+
+
+def test_a_console_that_cannot_encode_the_marks_has_others(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("w", encoding="ascii") as file:
+        show_report(Console(file=file, width=200), texts("Grüße " * 200))
+    assert "[[Gr??e" in path.read_text()
+    assert " ... " in path.read_text()
+
+
+@pytest.mark.parametrize("has_colour", [True, False])
+def test_no_text_is_markup(has_colour: bool) -> None:
+    options: dict[str, Any] = (
+        {"force_terminal": True, "color_system": "standard", "no_color": False} if has_colour else {}
+    )
+    data = texts(MARKUP)
+    text = shown(data, **options)
+    # Twice in the label list, the reasons and so on: each occurrence as it was given.
+    assert text.count(MARKUP) > 15
+    assert "☺" not in text
+    assert "😄" not in text
+    assert "\x1b]8" not in text  # a link
+
+
+def test_no_text_moves_the_cursor_or_forges_a_line() -> None:
+    forged = "x\r\nwarning: all is well\x1b[2J\x9b31m\r\b\u202e\n   warning: forged"
+    text = shown(texts(forged))
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
+    assert not re.search(r"^(warning: all| {3}warning: forged)", text, re.MULTILINE)
+
+
+def test_a_labelled_sample_speaks_of_no_targets() -> None:
+    text = shown({"examples": [example(("a review", False), target_tokens=0, label="positive")]})
+    assert "(40 tokens, label positive)" in text
+    assert "target" not in text
+
+
+def test_warnings_and_samples_are_all_there() -> None:
+    data = report(warnings=["one", "two"], examples=[example((f"text {index}", True)) for index in range(5)])
+    text = shown(data)
+    assert text.count("warning: ") == 2
+    assert "⟦text 2⟧" in text
+    assert "text 3" not in text
+
+
+# ---- shortened samples ----
+
+
+def total(segments: list[tuple[str, bool]]) -> int:
+    return sum(len(text) for text, _ in segments)
+
+
+def test_a_short_sample_is_whole() -> None:
+    segments = [("question " * 20, False), ("answer " * 20, True)]
+    assert shortened(segments, SAMPLE_LENGTH) == segments
+
+
+def test_long_context_loses_its_middle_and_targets_stay() -> None:
+    long = "start " + "x" * 5000 + " end"
+    pieces = shortened([("short", False), ("one", True), (long, False), ("two " * 20, True)], 600)
+    assert pieces[:2] == [("short", False), ("one", True)]
+    assert pieces[3] == ("two " * 20, True)
+    assert pieces[2][0].startswith("start x")
+    assert " … " in pieces[2][0]
+    assert pieces[2][0].endswith("x end")
+    assert 550 < total(pieces) < 650
+
+
+def test_long_targets_are_cut_too_and_leave_room() -> None:
+    pieces = shortened([("q" * 3000, False), ("a" * 9000, True)], 600)
+    assert [flag for _, flag in pieces] == [False, True]
+    assert len(pieces[0][0]) > 190
+    assert len(pieces[1][0]) > 390
+    assert total(pieces) < 650
+
+
+def test_of_many_segments_both_ends_are_shown() -> None:
+    segments = [(f"{index:03d} " * 9, index % 2 == 1) for index in range(1000)]
+    pieces = shortened(segments, 600)
+    assert total(pieces) < 700
+    assert pieces[0][0].startswith("000")
+    assert pieces[-1][0].endswith("999 ")
+    assert (" … ", False) in pieces
+
+
+def test_neighbours_of_one_kind_are_one_segment() -> None:
+    assert shortened([("a", True), ("b", True), ("c", False)], 600) == [("ab", True), ("c", False)]
+
+
+def test_importing_is_light() -> None:
+    code = (
+        "import sys, toolkit.data_page, toolkit.data.show\n"
+        "assert not {'matplotlib', 'numpy', 'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,147 @@
+"""Tokenised rows of a source: made once, in parallel, kept by content, memory-mapped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from toolkit.data.cache import digest
+from toolkit.data.encode import Encoder, batches
+from toolkit.data.layouts import Layout
+from toolkit.data.sources import Shard, Source, read
+from toolkit.errors import DataError
+
+FEATURES = datasets.Features(
+    {
+        "input_ids": datasets.List(datasets.Value("int32")),
+        "targets": datasets.List(datasets.Value("bool")),
+        "length": datasets.Value("int32"),
+        "num_targets": datasets.Value("int32"),
+        "problem": datasets.Value("string"),
+        "digest": datasets.Value("int64"),
+        "label": datasets.Value("string"),
+        "shard": datasets.Value("int32"),
+    }
+)
+
+BATCH_ROWS = 64
+"""Rows that are tokenised in one call."""
+
+_FATAL = "\0"
+"""Begins the problem of a file whose rest cannot be read; errors lose their kind on the way from a process."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The rows of one source, good and bad, in order; the good ones with their tokens.
+
+    Attributes:
+        name: the source's.
+        layout: in words.
+        weight: in the mix.
+        paths: the file of each shard.
+        label_names: in the order of their numbers, where the source has them.
+        table: of `FEATURES`.
+    """
+
+    name: str
+    layout: str
+    weight: float | None
+    paths: list[str]
+    label_names: list[str]
+    table: pa.Table
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        """A column of numbers, one for each row."""
+        return self.table.column(name).to_numpy()  # type: ignore[no-any-return]
+
+    def problems(self) -> dict[int, str]:
+        """Row -> why it cannot be used."""
+        problems = self.table.column("problem")
+        rows = np.flatnonzero(pc.is_valid(problems).to_numpy())
+        return {int(row): problems[int(row)].as_py() for row in rows}
+
+    def row_name(self, row: int) -> str:
+        """`chat.jsonl:12`: the file, and the line or row in it."""
+        shards = self.column("shard")
+        path = self.paths[shards[row]]
+        first = next(i for i, shard_path in enumerate(self.paths) if shard_path == path)
+        return f"{Path(path).name}:{row - int(np.searchsorted(shards, first)) + 1}"
+
+    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
+        """`input_ids` and `targets` of a part of a row, each (length,); only that part is read."""
+        end = None if stop is None else stop - start
+        ids, targets = (self.table.column(name)[row].values.slice(start, end) for name in ("input_ids", "targets"))
+        return ids.to_numpy(), targets.to_numpy(zero_copy_only=False)
+
+
+def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: int, folder: Path) -> None:
+    """Tokenises a source's rows into `folder`.
+
+    Raises:
+        DataError: where a file cannot be read, or the source holds no rows.
+    """
+    work = folder / "work"
+    if next((row for shard in source.shards for row in read(shard)), None) is None:
+        raise DataError(f"{source.field}: {source.name!r} holds no rows")
+    if sys.stderr.isatty():
+        datasets.enable_progress_bars()
+    made = datasets.Dataset.from_generator(
+        partial(_rows, layout=layout, encoder=encoder),
+        features=FEATURES,
+        cache_dir=str(work),
+        gen_kwargs={"shards": list(enumerate(source.shards))},
+        num_proc=min(num_proc, len(source.shards)) if num_proc > 1 else None,
+        fingerprint=digest(str(folder)),
+    )
+    datasets.disable_progress_bars()
+    fatal = [text for text in made.data.column("problem").unique().to_pylist() if (text or "").startswith(_FATAL)]
+    if fatal:
+        raise DataError(fatal[0].removeprefix(_FATAL))
+    for number, file in enumerate(made.cache_files):
+        shutil.move(file["filename"], folder / f"rows-{number:05d}.arrow")
+    del made
+    shutil.rmtree(work)
+    facts = {
+        "name": source.name,
+        "layout": layout.kind,
+        "paths": [shard.path for shard in source.shards],
+        "label_names": list(layout.label_names),
+    }
+    (folder / "source.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def read_documents(folder: Path, weight: float | None) -> Documents:
+    """What `write_documents` has written."""
+    files = sorted(folder.glob("rows-*.arrow"))
+    table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files]).data.table
+    return Documents(**json.loads((folder / "source.json").read_text(encoding="utf-8")), weight=weight, table=table)
+
+
+def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> Iterator[dict[str, Any]]:
+    for number, shard in shards:
+        try:
+            for batch in batches(read(shard), BATCH_ROWS):
+                for document in encoder.documents(batch, layout):
+                    yield {**document, "shard": number}
+        except DataError as error:
+            [document] = encoder.documents([_problem(f"{_FATAL}{error}")], layout)
+            yield {**document, "shard": number}
+            return
+
+
+def _problem(text: str) -> Any:
+    from toolkit.data.problem import RowProblem
+
+    return RowProblem(text)

@@ -1,0 +1,164 @@
+"""From examples to documents: token ids, and which of them are targets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.chat import Targets, render, target_mask
+from toolkit.data.layouts import Answer, Conversation, Example, Labelled, Layout, Text
+from toolkit.data.problem import RowProblem
+from toolkit.data.sources import Row
+from toolkit.errors import DataError
+
+Document = dict[str, Any]
+"""A row of `toolkit.data.documents.FEATURES`, but for its shard."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Text about to be tokenised: what of it is learned, and whether begin and end of text are added."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes rows with one tokenizer.
+
+    Attributes:
+        targets: what of a conversation, or of a prompt and its completion, is learned.
+        classification: rows are texts with a class; special tokens are the model's own.
+        truncate_to: tokens to which a text to classify is cut, special tokens kept; None: not cut.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    targets: Targets = "assistant"
+    classification: bool = False
+    truncate_to: int | None = None
+
+    def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
+        """A document for each row; one without tokens, but with the reason, where a row cannot be used."""
+        examples = [_attempt(layout.example, row) for row in rows]
+        if self.classification:
+            return self._classified(examples)
+        prepared = [example if isinstance(example, RowProblem) else self._prepare(example) for example in examples]
+        encoded = iter(self._encode([item for item in prepared if isinstance(item, _Prepared)]))
+        return [_unusable(item) if isinstance(item, RowProblem) else next(encoded) for item in prepared]
+
+    def _prepare(self, example: Example) -> _Prepared | RowProblem:
+        if isinstance(example, Conversation):
+            found: _Prepared | RowProblem = _attempt(self._rendered, example)
+            return found
+        if isinstance(example, Answer):
+            text = example.prompt + example.completion
+            start = 0 if self.targets == "all" else len(example.prompt)
+            return _Prepared(text, [(start, len(text))], whole=True)
+        assert isinstance(example, Text)
+        return _Prepared(example.text, [(0, len(example.text))], whole=True)
+
+    def _rendered(self, example: Conversation) -> _Prepared:
+        rendered = render(self.tokenizer, example.messages, example.tools, self.targets)
+        return _Prepared(rendered.text, rendered.spans, whole=False)
+
+    def _encode(self, prepared: list[_Prepared]) -> list[Document]:
+        if not prepared:
+            return []
+        needs_offsets = any(item.spans != [(0, len(item.text))] for item in prepared)
+        if needs_offsets and not self.tokenizer.is_fast:
+            raise DataError(
+                f"model.tokenizer: {type(self.tokenizer).__name__} does not tell where in the text its tokens are, so "
+                "the assistant's cannot be marked; use a model with a fast tokenizer, or data.targets=all"
+            )
+        encoded = self.tokenizer(
+            [item.text for item in prepared],
+            add_special_tokens=False,
+            return_offsets_mapping=needs_offsets,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        offsets = encoded["offset_mapping"] if needs_offsets else [None] * len(prepared)
+        return [
+            self._document(item, ids, where)
+            for item, ids, where in zip(prepared, encoded["input_ids"], offsets, strict=True)
+        ]
+
+    def _document(self, item: _Prepared, ids: list[int], offsets: list[tuple[int, int]] | None) -> Document:
+        targets = [True] * len(ids) if offsets is None else target_mask(item.spans, offsets)
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if item.whole and bos is not None and ids[:1] != [bos]:
+            ids, targets = [bos, *ids], [False, *targets]
+        if item.whole and eos is not None and ids[-1:] != [eos]:
+            ids, targets = [*ids, eos], [*targets, True]
+        return document_of(ids, [False, *targets[1:]])  # nothing precedes the first token
+
+    def _classified(self, examples: list[Example | RowProblem]) -> list[Document]:
+        good = [example for example in examples if isinstance(example, Labelled)]
+        encoded = iter(self._encode_texts(good))
+        return [_unusable(item) if isinstance(item, RowProblem) else next(encoded) for item in examples]
+
+    def _encode_texts(self, examples: list[Labelled]) -> list[Document]:
+        if not examples:
+            return []
+        pairs = [example.text_pair for example in examples]
+        cut = {} if self.truncate_to is None else {"truncation": "longest_first", "max_length": self.truncate_to}
+        encoded = self.tokenizer(
+            [example.text for example in examples],
+            pairs if pairs[0] is not None else None,
+            return_attention_mask=False,
+            return_token_type_ids=True,
+            verbose=False,
+            **cut,
+        )
+        kinds = encoded.get("token_type_ids") or [[0] * len(ids) for ids in encoded["input_ids"]]
+        return [
+            document_of(ids, [bool(kind) for kind in row_kinds], example.label)
+            for ids, row_kinds, example in zip(encoded["input_ids"], kinds, examples, strict=True)
+        ]
+
+
+def document_of(ids: list[int], targets: list[bool], label: str | None = None) -> Document:
+    """A document. With a label, `targets` tells the tokens of a pair's second text (`token_type_ids`)."""
+    content = hashlib.blake2b(np.asarray(ids, dtype=np.int32).tobytes(), digest_size=8)
+    content.update((label or "").encode())
+    num_targets = len(ids) if label is not None else sum(targets)
+    return {
+        "input_ids": ids,
+        "targets": targets,
+        "length": len(ids),
+        "num_targets": num_targets,
+        "problem": None if num_targets else "nothing to learn",
+        "digest": int.from_bytes(content.digest(), signed=True),
+        "label": label,
+    }
+
+
+def _unusable(problem: RowProblem) -> Document:
+    return {**document_of([], []), "problem": str(problem)}
+
+
+def _attempt(action: Any, value: Any) -> Any:
+    """What `action` makes of a value, or the problem that it raises."""
+    try:
+        return action(value)
+    except RowProblem as problem:
+        return problem
+
+
+def batches(rows: Iterable[Row], size: int) -> Iterable[list[Row]]:
+    """Lists of `size` rows, the last may be shorter."""
+    batch: list[Row] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

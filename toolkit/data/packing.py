@@ -1,0 +1,124 @@
+"""Which part of which row goes into which sample.
+
+Long rows are cut first; then best-fit decreasing fills samples of `max_length` tokens. Both are
+functions of the lengths alone, so every rank and every run finds the same. Best-fit packing keeps rows
+whole where cutting a stream of tokens does not: Ding et al., arXiv 2404.10830.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Parts of rows, N of them; each array is (N,).
+
+    Attributes:
+        row: numbers of rows, over all sources.
+        start: first token.
+        stop: one after the last token.
+    """
+
+    row: Ints
+    start: Ints
+    stop: Ints
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def lengths(self) -> Ints:
+        return self.stop - self.start
+
+    def place(self, number: int) -> tuple[int, int, int]:
+        """Row, start and stop of one piece."""
+        return int(self.row[number]), int(self.start[number]), int(self.stop[number])
+
+    def take(self, numbers: Any) -> Pieces:
+        return Pieces(self.row[numbers], self.start[numbers], self.stop[numbers])
+
+
+def whole(rows: Ints, lengths: Ints, max_length: int) -> Pieces:
+    """A piece for each row, its first `max_length` tokens."""
+    return Pieces(rows, np.zeros_like(rows), np.minimum(lengths[rows], max_length))
+
+
+def split(rows: Ints, lengths: Ints, max_length: int) -> Pieces:
+    """Rows cut into pieces of `max_length` tokens.
+
+    A piece starts with the last token of the piece before, so that its own first token is predicted too:
+    together the pieces hold every target of the row once.
+    """
+    stride = max_length - 1
+    counts = np.maximum(1, -(-(lengths[rows] - 1) // stride))
+    first = np.cumsum(counts) - counts
+    start = (np.arange(counts.sum()) - np.repeat(first, counts)) * stride
+    row = np.repeat(rows, counts)
+    return Pieces(row, start, np.minimum(start + max_length, lengths[row]))
+
+
+def best_fit(lengths: Ints, capacity: int) -> Ints:
+    """The sample of each piece, (N,): best-fit decreasing, samples numbered by their first piece.
+
+    Each piece, longest first, goes where the least room is left over, and of several such samples to the
+    one that was added to last; equal lengths keep their order.
+    N log N for sorting, and then a step for each piece: rooms are kept by size, and sizes in use as the
+    bits of one integer.
+
+    Args:
+        lengths: of the pieces, each at most `capacity`.
+    """
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0
+    num_samples = 0
+    sample_of = np.empty(len(lengths), dtype=np.int64)
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            sample = by_room[room].pop()
+            if not by_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, sample = capacity, num_samples
+            num_samples += 1
+        sample_of[piece] = sample
+        rest = room - length
+        if rest > 0:
+            by_room[rest].append(sample)
+            rooms |= 1 << rest
+    return _by_first_piece(sample_of, num_samples)
+
+
+def _by_first_piece(sample_of: Ints, num_samples: int) -> Ints:
+    """Samples numbered anew, in the order of the first piece in each."""
+    first = np.full(num_samples, len(sample_of), dtype=np.int64)
+    np.minimum.at(first, sample_of, np.arange(len(sample_of)))
+    rank = np.empty(num_samples, dtype=np.int64)
+    rank[np.argsort(first, kind="stable")] = np.arange(num_samples)
+    return rank[sample_of]
+
+
+def mixed(counts: list[int], weights: list[float]) -> list[tuple[Ints, Ints]]:
+    """Rows of weighted sources in one order: for each source, its places in the order and the rows there.
+
+    The k-th row of a source of weight w comes at time (k + 1/2) / w, so that every stretch of the order
+    holds the sources in proportion to their weights. The order ends when every source has been seen
+    whole; one that is through earlier starts again.
+    """
+    end = max(count / weight for count, weight in zip(counts, weights, strict=True))
+    numbers = [np.arange(max(1, round(weight * end))) for weight in weights]
+    times = np.concatenate([(number + 0.5) / weight for number, weight in zip(numbers, weights, strict=True)])
+    places = np.empty(len(times), dtype=np.int64)
+    places[np.argsort(times, kind="stable")] = np.arange(len(times))
+    ends = np.cumsum([len(number) for number in numbers])
+    return [
+        (places[stop - len(number) : stop], number % count)
+        for stop, number, count in zip(ends, numbers, counts, strict=True)
+    ]

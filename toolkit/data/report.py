@@ -1,0 +1,176 @@
+"""What became of the rows: counts, lengths, what was dropped and why, and samples to look at."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.samples import Rows
+
+ROWS_NAMED = 20
+"""Rows named for each reason of dropping."""
+
+EXAMPLES = 3
+"""Decoded samples."""
+
+EXAMPLE_TOKENS = 1000
+"""Longest of these (tokens)."""
+
+MANY_PASSES = 10.0
+"""A source that is seen so often in a pass over the mix is worth a warning."""
+
+MANY_DROPPED = 0.05
+"""Share of dropped rows that is worth a warning."""
+
+
+def count_rows(rows: Rows, kept: Any, dropped: dict[int, str]) -> dict[str, Any]:
+    """Rows read, kept and dropped, the dropped ones by reason and with their names."""
+    by_reason: dict[str, list[int]] = {}
+    for row, reason in sorted(dropped.items()):
+        by_reason.setdefault(reason, []).append(row)
+    return {
+        "read": len(kept) + len(dropped),
+        "kept": len(kept),
+        "num_dropped": len(dropped),
+        "dropped": {reason: named(rows, found) for reason, found in by_reason.items()},
+    }
+
+
+def named(rows: Rows, numbers: Any) -> dict[str, Any]:
+    """How many rows, and the names of the first."""
+    return {"count": len(numbers), "rows": [rows.name(int(row)) for row in numbers[:ROWS_NAMED]]}
+
+
+def describe_rows(rows: Rows, kept: Any, max_length: int) -> dict[str, Any]:
+    """Lengths of the rows that are kept, before any of them is cut, and what share of them is learned."""
+    lengths, targets = rows.column("length")[kept], rows.column("num_targets")[kept]
+    longest = kept[int(np.argmax(lengths))]
+    return {
+        **describe_lengths(lengths, targets, max_length),
+        "longest": {"row": rows.name(int(longest)), "tokens": int(lengths.max())},
+    }
+
+
+def describe_lengths(lengths: Any, targets: Any, max_length: int) -> dict[str, Any]:
+    """From the tokens of each row, and how many of these are learned."""
+    median, p90, p99 = (int(value) for value in np.percentile(lengths, (50, 90, 99), method="lower"))
+    tokens, target_tokens = int(lengths.sum(dtype=np.int64)), int(targets.sum(dtype=np.int64))
+    return {
+        "tokens": tokens,
+        "target_tokens": target_tokens,
+        "target_share": target_tokens / tokens,
+        "lengths": {
+            "min": int(lengths.min()),
+            "median": median,
+            "mean": float(lengths.mean()),
+            "p90": p90,
+            "p99": p99,
+            "max": int(lengths.max()),
+        },
+        "length_histogram": _histogram(lengths, np.linspace(0, int(lengths.max()), 33)),
+        "target_share_histogram": _histogram(targets / np.maximum(1, lengths), np.linspace(0, 1, 21)),
+    }
+
+
+def _histogram(values: Any, edges: Any) -> dict[str, Any]:
+    counts, edges = np.histogram(values, edges)
+    return {"edges": edges.tolist(), "counts": counts.tolist()}
+
+
+def duplicates(rows: Rows, kept: Any) -> dict[str, Any]:
+    """Rows whose tokens are those of an earlier row."""
+    digests = rows.column("digest")[kept]
+    _, first = np.unique(digests, return_index=True)
+    repeated = np.ones(len(kept), dtype=bool)
+    repeated[first] = False
+    return named(rows, kept[repeated])
+
+
+def repeated_in(rows: Rows, kept: Any, others: Rows, others_kept: Any) -> int:
+    """How many rows are among the others, too."""
+    return int(np.isin(rows.column("digest")[kept], others.column("digest")[others_kept]).sum())
+
+
+def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any) -> list[dict[str, Any]]:
+    """A line for each source. `order`: the rows of one pass, repeated ones as often as they come."""
+    lengths = rows.column("length")
+    found = []
+    for source, start in zip(rows.sources, rows.starts, strict=False):
+        stop = start + len(source.table)
+        mine = kept[(kept >= start) & (kept < stop)]
+        used = int(((order >= start) & (order < stop)).sum())
+        num_dropped = sum(start <= row < stop for row in dropped)
+        found.append(
+            {
+                "source": source.name,
+                "layout": source.layout,
+                "read": len(mine) + num_dropped,
+                "kept": len(mine),
+                "num_dropped": num_dropped,
+                "tokens": int(lengths[mine].sum(dtype=np.int64)),
+                "weight": source.weight,
+                "passes": used / max(1, len(mine)),
+                "share": used / max(1, len(order)),
+            }
+        )
+    return found
+
+
+def examples(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, cut: int | None) -> list[dict[str, Any]]:
+    """The first rows of the first sources, decoded, in stretches that are targets or are not.
+
+    Args:
+        cut: tokens to which rows are cut; None: they are not.
+    """
+    source_of = np.searchsorted(rows.starts, kept, side="right")
+    firsts = [kept[int(np.argmax(source_of == source))] for source in dict.fromkeys(source_of.tolist())]
+    chosen = list(dict.fromkeys([*firsts, *kept[:EXAMPLES].tolist()]))[:EXAMPLES]
+    return [_example(tokenizer, rows, int(row), cut) for row in sorted(chosen)]
+
+
+def _example(tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int, cut: int | None) -> dict[str, Any]:
+    ids, targets = rows.tokens(row, 0, min(EXAMPLE_TOKENS, cut or EXAMPLE_TOKENS))
+    source, number = rows.where(row)
+    label = source.table.column("label")[number].as_py()
+    if label is None:
+        return {"row": rows.name(row), **decoded(tokenizer, ids, targets)}
+    # Here `targets` tells the tokens of a pair's second text.
+    return {"row": rows.name(row), **decoded(tokenizer, ids, np.zeros_like(targets)), "label": label}
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Any, targets: Any) -> dict[str, Any]:
+    """A row's text in stretches that are targets or are not."""
+    edges = [0, *(np.flatnonzero(np.diff(targets)) + 1).tolist(), len(ids)]
+    segments = [
+        [tokenizer.decode(ids[start:stop].tolist()), bool(targets[start])]
+        for start, stop in pairwise(edges)
+        if stop > start
+    ]
+    return {"tokens": len(ids), "target_tokens": int(targets.sum()), "segments": segments}
+
+
+def warnings(report: dict[str, Any]) -> list[str]:
+    """What of a report a person should look at before the run."""
+    found = []
+    for split in ("train", "validation"):
+        counts = report.get(split)
+        if counts is None:
+            continue
+        if counts["num_dropped"] > MANY_DROPPED * counts["read"]:
+            found.append(f"{split}: {counts['num_dropped']:,} of {counts['read']:,} rows were dropped")
+        if counts.get("duplicates", {"count": 0})["count"]:
+            found.append(f"{split}: {counts['duplicates']['count']:,} rows repeat an earlier one")
+        if counts.get("also_in_train"):
+            found.append(f"{split}: {counts['also_in_train']:,} rows are in train, too: the held-out loss is too low")
+        if counts["long"]["cut_tokens"]:
+            long = counts["long"]
+            found.append(f"{split}: {long['cut_tokens']:,} tokens of {long['count']:,} long rows were cut off")
+        found += [
+            f"{split}: {source['source']} is seen {source['passes']:,.0f} times in each pass over the mix"
+            for source in counts.get("sources", [])
+            if source["passes"] >= MANY_PASSES
+        ]
+    return found

@@ -1,0 +1,178 @@
+"""Samples: rows of tokens as a model takes them, put together when they are asked for."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from toolkit.data.documents import Documents
+from toolkit.data.packing import Pieces
+
+IGNORED = -100
+"""The label of a token that is no target; torch's cross-entropy skips it."""
+
+MULTIPLE = 8
+"""Padded batches are as long as their longest row, rounded up to a multiple of it (tokens)."""
+
+Batch = dict[str, torch.Tensor]
+
+
+class Samples(Protocol):
+    """A data set of samples."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """The samples of these numbers, each tensor (B, ...)."""
+
+
+class HasTokens(Protocol):
+    """Rows of tokens."""
+
+    def __len__(self) -> int: ...
+
+    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
+        """`input_ids` and `targets` of a part of a row, each (length,)."""
+
+
+class Rows:
+    """The rows of several sources under one numbering."""
+
+    def __init__(self, sources: list[Documents]) -> None:
+        self.sources = sources
+        self.starts = np.cumsum([0, *(len(source.table) for source in sources)]).tolist()
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def where(self, row: int) -> tuple[Documents, int]:
+        """The source of a row, and its number there."""
+        source = bisect.bisect_right(self.starts, row) - 1
+        return self.sources[source], row - self.starts[source]
+
+    def column(self, name: str) -> Any:
+        """A column of numbers over all rows."""
+        return np.concatenate([source.column(name) for source in self.sources])
+
+    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
+        """See `Documents.tokens`."""
+        source, number = self.where(row)
+        return source.tokens(number, start, stop)
+
+    def name(self, row: int) -> str:
+        """See `Documents.row_name`."""
+        source, number = self.where(row)
+        return source.row_name(number)
+
+
+@dataclass(frozen=True)
+class TextSamples:
+    """For causal LM: `input_ids`, `labels` and `position_ids`, each (B, T).
+
+    Pieces that share a sample follow each other; positions restart with each, by which transformers keeps
+    attention inside them. What is left of a sample is padding, which continues the last piece's positions
+    and is no target: causal attention never looks ahead to it, so no attention mask is needed.
+
+    Attributes:
+        rows: where the tokens of a piece are.
+        pieces: in the order of their samples.
+        ends: one after the last piece of each sample.
+        max_length: T, where samples are packed; otherwise T is that of the longest row of a batch.
+        packed: whether pieces share samples.
+        pad_id: of padding.
+    """
+
+    rows: HasTokens
+    pieces: Pieces
+    ends: Sequence[int]
+    max_length: int
+    packed: bool
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def documents(self, number: int) -> list[list[int]]:
+        """Token ids of each piece of a sample."""
+        return [ids.tolist() for ids, _ in self.tokens(number)]
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        return batch_of([self.tokens(number) for number in numbers], self.max_length, self.packed, self.pad_id)
+
+    def tokens(self, number: int) -> list[tuple[Any, Any]]:
+        """`(input_ids, targets)` of each piece of a sample."""
+        first = self.ends[number - 1] if number else 0
+        return [self.rows.tokens(*self.pieces.place(i)) for i in range(first, self.ends[number])]
+
+
+def batch_of(samples: list[list[tuple[Any, Any]]], max_length: int, packed: bool, pad_id: int) -> Batch:
+    """A batch of samples, each `(input_ids, targets)` of its pieces."""
+    longest = max(sum(len(ids) for ids, _ in sample) for sample in samples)
+    length = max_length if packed else padded_length(longest, max_length)
+    return stack([sample_of(sample, length, pad_id) for sample in samples])
+
+
+def padded_length(longest: int, max_length: int) -> int:
+    """Tokens of each row of a padded batch."""
+    return min(-(-longest // MULTIPLE) * MULTIPLE, max_length)
+
+
+def sample_of(pieces: list[tuple[Any, Any]], length: int, pad_id: int) -> dict[str, Any]:
+    """One sample of `length` tokens from `(input_ids, targets)` of its pieces, as numpy arrays (T,)."""
+    input_ids = np.full(length, pad_id, dtype=np.int64)
+    labels = np.full(length, IGNORED, dtype=np.int64)
+    position_ids = np.arange(length, dtype=np.int64)
+    end = 0
+    for ids, targets in pieces:
+        start, end = end, end + len(ids)
+        input_ids[start:end] = ids
+        labels[start:end] = np.where(targets, ids, IGNORED)
+        labels[start] = IGNORED  # nothing precedes it
+        position_ids[start:] = np.arange(length - start)
+    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+
+
+def stack(samples: list[dict[str, Any]]) -> Batch:
+    """Samples of equal length as a batch."""
+    return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+
+
+@dataclass(frozen=True)
+class LabelledSamples:
+    """For classification: `input_ids`, `attention_mask`, `token_type_ids`, each (B, T), and `labels` (B,).
+
+    Attributes:
+        rows: where the tokens are.
+        numbers: of the rows that are samples.
+        labels: of each of these.
+        max_length: of a row (tokens).
+        pad_id: of padding.
+    """
+
+    rows: Rows
+    numbers: Any
+    labels: Any
+    max_length: int
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        tokens = [self.rows.tokens(int(self.numbers[number])) for number in numbers]
+        shape = (len(tokens), padded_length(max(len(ids) for ids, _ in tokens), self.max_length))
+        batch = {
+            "input_ids": torch.full(shape, self.pad_id),
+            "attention_mask": torch.zeros(shape, dtype=torch.long),
+            "token_type_ids": torch.zeros(shape, dtype=torch.long),
+        }
+        for i, (ids, kinds) in enumerate(tokens):
+            batch["input_ids"][i, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
+            batch["attention_mask"][i, : len(ids)] = 1
+            batch["token_type_ids"][i, : len(ids)] = torch.from_numpy(kinds.astype(np.int64))
+        return {**batch, "labels": torch.from_numpy(np.asarray(self.labels)[list(numbers)])}

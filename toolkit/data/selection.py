@@ -1,0 +1,157 @@
+"""Which rows are trained on: good ones, not too long, not held out; and their order in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from toolkit.data.packing import Ints, Pieces, mixed, split, whole
+from toolkit.data.samples import Rows
+from toolkit.errors import DataError
+
+LONG_SHARE = 0.01
+"""Share of rows longer than `data.max_length` past which they are an error, unless the recipe says otherwise."""
+
+TOO_LONG = "longer than data.max_length"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A split's rows.
+
+    Attributes:
+        rows: all of its sources.
+        kept: numbers of the rows to use, rising.
+        dropped: row -> why it is not used.
+        long: numbers of the rows longer than `data.max_length`, whatever becomes of them.
+    """
+
+    rows: Rows
+    kept: Ints
+    dropped: dict[int, str]
+    long: Ints
+
+
+def select(
+    rows: Rows, field: str, policy: str, max_length: int, label_names: list[str] | None, already_cut: bool
+) -> Selection:
+    """The rows of a split that can be used.
+
+    Args:
+        policy: `data.long_rows`.
+        label_names: the classes; None: no classification.
+        already_cut: long rows were cut when they were tokenised, so that `truncate` finds none.
+
+    Raises:
+        DataError: where too many are too long, or none is left.
+    """
+    dropped = _problems(rows)
+    if label_names is not None:
+        dropped |= _without_class(rows, label_names, dropped)
+    good = np.setdiff1d(np.arange(len(rows)), list(dropped))
+    lengths = rows.column("length")
+    long = good[lengths[good] > max_length]
+    if policy == "error" and len(long) > LONG_SHARE * len(good):
+        raise DataError(too_many_long(field, lengths[good], len(good), len(long), max_length))
+    if policy in ("error", "drop"):
+        dropped |= dict.fromkeys(long.tolist(), TOO_LONG)
+    if policy == "truncate" and not already_cut:
+        dropped |= dict.fromkeys(
+            _without_targets(rows, long, max_length), f"nothing to learn within {max_length} tokens"
+        )
+    kept = np.setdiff1d(good, list(dropped))
+    if len(kept) == 0:
+        raise DataError(_nothing_left(field, rows, dropped))
+    return Selection(rows, kept, dropped, long)
+
+
+def _problems(rows: Rows) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for source, start in zip(rows.sources, rows.starts, strict=False):
+        found |= {start + row: problem for row, problem in source.problems().items()}
+    return found
+
+
+def _without_class(rows: Rows, label_names: list[str], dropped: dict[int, str]) -> dict[int, str]:
+    known = set(label_names)
+    labels = (label for source in rows.sources for label in source.table.column("label").to_pylist())
+    return {
+        row: "label is none of the classes"
+        for row, label in enumerate(labels)
+        if label not in known and row not in dropped
+    }
+
+
+def _without_targets(rows: Rows, long: Ints, max_length: int) -> list[int]:
+    return [row for row in long.tolist() if not rows.tokens(row, 1, max_length)[1].any()]
+
+
+def too_many_long(field: str, lengths: Any, num_rows: int, num_long: int, max_length: int) -> str:
+    """The error's text. `lengths`: of the rows, or of those that are known."""
+    share = num_long / num_rows
+    p99 = int(np.percentile(lengths, 99, method="higher"))
+    return (
+        f"{field}: {num_long:,} of {num_rows:,} rows ({share:.1%}) are longer than data.max_length, {max_length} "
+        f"tokens; the longest has {int(lengths.max()):,}, and 99 % have at most {p99:,}. Raise data.max_length, or say "
+        "what becomes of them: data.long_rows=drop, truncate or split"
+    )
+
+
+def _nothing_left(field: str, rows: Rows, dropped: dict[int, str]) -> str:
+    reasons: dict[str, list[int]] = {}
+    for row, reason in sorted(dropped.items()):
+        reasons.setdefault(reason, []).append(row)
+    listed = "; ".join(
+        f"{reason}: {len(found):,} ({', '.join(rows.name(row) for row in found[:3])})"
+        for reason, found in reasons.items()
+    )
+    return f"{field}: none of its {len(rows):,} rows can be trained on. {listed}"
+
+
+def hold_out(chosen: Selection, fraction: float, seed: int) -> tuple[Selection, Selection]:
+    """Rows to train on, and held-out ones chosen by the seed, which keep the dropped out of their counts.
+
+    Raises:
+        DataError: where there is a single row.
+    """
+    count = len(chosen.kept)
+    if count < 2:
+        raise DataError("data.validation_fraction: data.train has a single usable row, so no row can be held out")
+    num_held = min(max(1, round(fraction * count)), count - 1)
+    mixed_up = np.random.default_rng(seed).permutation(chosen.kept)
+    held, rest = np.sort(mixed_up[:num_held]), np.sort(mixed_up[num_held:])
+    is_held = np.isin(chosen.long, held)
+    train = replace(chosen, kept=rest, long=chosen.long[~is_held])
+    return train, Selection(chosen.rows, held, {}, chosen.long[is_held])
+
+
+def one_pass(chosen: Selection) -> Ints:
+    """The rows of one pass in order: one source after the other, or mixed by their weights."""
+    sources = chosen.rows.sources
+    if any(source.weight is None for source in sources):
+        return chosen.kept
+    bounds = np.searchsorted(chosen.kept, chosen.rows.starts)
+    parts = [chosen.kept[start:stop] for start, stop in pairwise(bounds.tolist())]
+    for source, part in zip(sources, parts, strict=True):
+        if len(part) == 0:
+            raise DataError(f"data.train: {source.name!r} has a weight, but none of its rows can be used")
+    weights = [source.weight or 0.0 for source in sources]
+    order = mixed([len(part) for part in parts], weights)
+    rows = np.empty(sum(len(places) for places, _ in order), dtype=np.int64)
+    for part, (places, numbers) in zip(parts, order, strict=True):
+        rows[places] = part[numbers]
+    return rows
+
+
+def cut(rows: Rows, order: Ints, lengths: Ints, policy: str, max_length: int) -> tuple[Pieces, int]:
+    """The pieces of rows in order, and how many tokens are cut off."""
+    if policy != "split":
+        pieces = whole(order, lengths, max_length)
+        return pieces, int((lengths[order] - pieces.lengths()).sum())
+    pieces = split(order, lengths, max_length)
+    of_long = np.flatnonzero(lengths[pieces.row] > max_length).tolist()
+    useless = [i for i in of_long if not rows.tokens(*pieces.place(i))[1][1:].any()]
+    return pieces.take(np.setdiff1d(np.arange(len(pieces)), useless)), 0

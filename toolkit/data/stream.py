@@ -1,0 +1,420 @@
+"""Samples made while training, for data larger than the disk: rows are read, tokenised and packed a window at a time.
+
+Every rank reads all rows and keeps its share of the samples, so that the global order is the same for any
+number of ranks, and a run that is cut off goes on at the same sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data import report as reports
+from toolkit.data.encode import Document, Encoder
+from toolkit.data.layouts import Layout
+from toolkit.data.packing import best_fit, split, whole
+from toolkit.data.report import ROWS_NAMED
+from toolkit.data.samples import Batch, TextSamples, batch_of
+from toolkit.data.selection import LONG_SHARE, TOO_LONG, too_many_long
+from toolkit.data.sources import Row, Source, read
+from toolkit.errors import DataError
+
+WINDOW_SAMPLES = 256
+"""Rows are read until their tokens fill so many samples; then these are packed and shuffled."""
+
+BATCH_ROWS = 16
+"""Rows read and tokenised at a time."""
+
+ROWS_MEASURED = 10_000
+"""Rows whose lengths are kept for the report."""
+
+State = dict[str, Any]
+"""Where a window begins: its number, the samples before it, and for each source its pass and row. Plain JSON."""
+
+
+@dataclass
+class StreamCounts:
+    """What became of the rows so far.
+
+    Attributes:
+        dropped: reason -> how many, and the names of the first.
+        long: rows longer than the limit, whatever became of them.
+        lengths, targets: tokens and target tokens of the first usable rows.
+    """
+
+    read: int = 0
+    num_dropped: int = 0
+    dropped: dict[str, dict[str, Any]] = field(default_factory=dict)
+    long: int = 0
+    cut_tokens: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    lengths: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    longest: tuple[int, str] = (0, "")
+
+    def keep(self, document: Document) -> None:
+        self.tokens += document["length"]
+        self.target_tokens += document["num_targets"]
+        if len(self.lengths) < ROWS_MEASURED:
+            self.lengths.append(document["length"])
+            self.targets.append(document["num_targets"])
+        self.longest = max(self.longest, (document["length"], document["row"]))
+
+    def drop(self, reason: str, row: str) -> None:
+        self.num_dropped += 1
+        entry = self.dropped.setdefault(reason, {"count": 0, "rows": []})
+        entry["count"] += 1
+        if len(entry["rows"]) < ROWS_NAMED:
+            entry["rows"].append(row)
+
+    @property
+    def good(self) -> int:
+        """Rows that are right, too long ones included."""
+        too_long = self.dropped.get(TOO_LONG, {"count": 0})
+        return self.read - self.num_dropped + int(too_long["count"])
+
+
+class WindowRows:
+    """The tokens of a window's documents."""
+
+    def __init__(self, documents: list[Document]) -> None:
+        self.documents = documents
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
+        """`input_ids` and `targets` of a part of a document, each (length,)."""
+        document = self.documents[row]
+        return document["input_ids"][start:stop], document["targets"][start:stop]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Samples of some rows, and where these begin."""
+
+    state: State
+    samples: TextSamples
+
+
+class Stream:
+    """Reads sources window by window, without end: a source that is through starts again.
+
+    Args:
+        sources: with the layout of each.
+        policy: of rows longer than `max_length` (tokens): error, drop, truncate or split.
+        packed: whether rows share samples.
+        pad_id: of padding.
+        seed: of the order of a window's samples; None: the order of the rows.
+    """
+
+    def __init__(
+        self,
+        sources: list[tuple[Source, Layout]],
+        encoder: Encoder,
+        policy: str,
+        max_length: int,
+        packed: bool,
+        pad_id: int,
+        seed: int | None,
+    ) -> None:
+        self.sources = sources
+        self.encoder = encoder
+        self.policy = policy
+        self.max_length = max_length
+        self.packed = packed
+        self.pad_id = pad_id
+        self.seed = seed
+        self.counts = StreamCounts()
+
+    def windows(self, state: State | None = None) -> Iterator[Window]:
+        """From a window's state on; None: from the first row.
+
+        Raises:
+            DataError: a source that cannot be read or has no usable row, or too many rows that are too long.
+        """
+        self.counts = StreamCounts()
+        places = state["sources"] if state is not None else [(0, 0, 0)] * len(self.sources)
+        cursors = [_Cursor(*source, *place) for source, place in zip(self.sources, places, strict=True)]
+        number, samples_before = (state["window"], state["samples"]) if state is not None else (0, 0)
+        while True:
+            begins = {"window": number, "samples": samples_before, "sources": [list(c.place()) for c in cursors]}
+            window = Window(begins, self._samples(self._documents(cursors), number))
+            yield window
+            number += 1
+            samples_before += len(window.samples)
+
+    def _documents(self, cursors: list[_Cursor]) -> list[Document]:
+        """Good documents whose tokens fill a window."""
+        kept: list[Document] = []
+        tokens = 0
+        while tokens < WINDOW_SAMPLES * self.max_length:
+            for document in self._read(cursors):
+                if self._keep(document):
+                    arrays = {name: np.asarray(document[name]) for name in ("input_ids", "targets")}
+                    kept.append({**document, **arrays})
+                    tokens += document["length"] if self.policy == "split" else min(document["length"], self.max_length)
+        return kept
+
+    def _read(self, cursors: list[_Cursor]) -> list[Document]:
+        """The next rows in the sources' order, tokenised."""
+        drawn: list[tuple[int, str, Row]] = []
+        for _ in range(BATCH_ROWS):
+            cursor = _next(cursors)
+            drawn.append((cursor, *cursors[cursor].draw()))
+        found: dict[int, Document] = {}
+        for number in sorted({number for number, _, _ in drawn}):
+            mine = [i for i, (drawn_from, _, _) in enumerate(drawn) if drawn_from == number]
+            documents = self.encoder.documents([drawn[i][2] for i in mine], self.sources[number][1])
+            for i, document in zip(mine, documents, strict=True):
+                found[i] = {**document, "row": drawn[i][1]}
+                cursors[number].count(document["problem"] is None)
+        return [found[i] for i in range(len(drawn))]
+
+    def _keep(self, document: Document) -> bool:
+        counts = self.counts
+        counts.read += 1
+        problem = document["problem"]
+        if problem is None and document["length"] > self.max_length:
+            counts.long += 1
+            problem = self._problem_of_long(document)
+        if problem is not None:
+            counts.drop(problem, document["row"])
+            return False
+        counts.keep(document)
+        return True
+
+    def _problem_of_long(self, document: Document) -> str | None:
+        counts = self.counts
+        if (
+            self.policy == "error"
+            and counts.long > 1
+            and counts.long > LONG_SHARE * max(counts.good, ROWS_MEASURED // 100)
+        ):
+            lengths = np.array([*counts.lengths, document["length"]])
+            raise DataError(too_many_long("data.train", lengths, counts.good, counts.long, self.max_length))
+        if self.policy in ("error", "drop"):
+            return TOO_LONG
+        if self.policy == "truncate":
+            counts.cut_tokens += document["length"] - self.max_length
+            if not any(document["targets"][1 : self.max_length]):
+                return f"nothing to learn within {self.max_length} tokens"
+        return None
+
+    def _samples(self, documents: list[Document], window: int) -> TextSamples:
+        rows = WindowRows(documents)
+        lengths = np.array([document["length"] for document in documents], dtype=np.int64)
+        cut = split if self.policy == "split" else whole
+        pieces = cut(np.arange(len(documents)), lengths, self.max_length)
+        useful = [i for i in range(len(pieces)) if rows.tokens(*pieces.place(i))[1][1:].any()]
+        pieces = pieces.take(useful)
+        sample_of_piece = best_fit(pieces.lengths(), self.max_length) if self.packed else np.arange(len(pieces))
+        num_samples = int(sample_of_piece.max()) + 1
+        if self.seed is not None:
+            mixed_up = hashlib.sha256(f"{self.seed}/{window}".encode()).digest()[:8]
+            sample_of_piece = np.random.default_rng(int.from_bytes(mixed_up)).permutation(num_samples)[sample_of_piece]
+        in_order = pieces.take(np.argsort(sample_of_piece, kind="stable"))
+        ends = np.cumsum(np.bincount(sample_of_piece, minlength=num_samples)).tolist()
+        return TextSamples(rows, in_order, ends, self.max_length, self.packed, self.pad_id)
+
+
+class _Cursor:
+    """Where a source is read.
+
+    Args:
+        passes: through the whole source, done.
+        row: of the pass under way.
+        drawn: rows in all.
+    """
+
+    def __init__(self, source: Source, layout: Layout, passes: int, row: int, drawn: int) -> None:
+        self.weight = source.weight
+        self.passes = passes
+        self._source = source
+        self._row = row
+        self._drawn = drawn
+        self._bad_in_a_row = 0
+        self._length: int | None = None  # of a pass, once one is done
+        self._rows: Iterator[tuple[str, Row]] = itertools.islice(_named_rows(source), row, None)
+        self._upcoming = next(self._rows, None)
+        if self._upcoming is None:
+            raise DataError(f"{source.field}: {source.name!r} holds no rows, or fewer than it did")
+
+    def place(self) -> tuple[int, int, int]:
+        """As the constructor takes it."""
+        return self.passes, self._row, self._drawn
+
+    def turn(self) -> float:
+        """When a weighted source's next row comes: the k-th of weight w at (k + 1/2) / w, as in `packing.mixed`."""
+        return (self._drawn + 0.5) / (self.weight or 1.0)
+
+    def draw(self) -> tuple[str, Row]:
+        """The next row and its name; after the last one the first again."""
+        found = self._upcoming
+        assert found is not None
+        self._row += 1
+        self._drawn += 1
+        self._upcoming = next(self._rows, None)
+        if self._upcoming is None:
+            self._begin_again()
+        return found
+
+    def count(self, good: bool) -> None:
+        """Whether a row could be used. Raises DataError where none of a whole pass could."""
+        self._bad_in_a_row = 0 if good else self._bad_in_a_row + 1
+        if self._length is not None and self._bad_in_a_row > self._length:
+            raise DataError(f"{self._source.field}: none of the {self._length} rows of {self._source.name!r} can be used")
+
+    def _begin_again(self) -> None:
+        self.passes += 1
+        self._length, self._row = self._row, 0
+        self._rows = _named_rows(self._source)
+        self._upcoming = next(self._rows)
+
+
+def _next(cursors: list[_Cursor]) -> int:
+    """The source that the next row comes from: by weight, or one source after the other."""
+    if cursors[0].weight is not None:
+        return min(range(len(cursors)), key=lambda number: (cursors[number].turn(), number))
+    return min(range(len(cursors)), key=lambda number: (cursors[number].passes, number))
+
+
+def _named_rows(source: Source) -> Iterator[tuple[str, Row]]:
+    """Every row of a source with its name, `chat.jsonl:12`."""
+    for path, shards in itertools.groupby(source.shards, key=lambda shard: shard.path):
+        rows = (row for shard in shards for row in read(shard))
+        for number, row in enumerate(rows, start=1):
+            yield f"{Path(path).name}:{number}", row
+
+
+class StreamLoader:
+    """Yields, per optimizer step, this rank's micro-batches of a stream; see `toolkit.data.loader.TrainLoader`.
+
+    Rank r's m-th micro-batch of step s holds samples (s G + (m W + r) B) to B more, as there.
+    The next window is made while the one before is trained on.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        *,
+        num_positions: int,
+        micro_batch_size: int,
+        gradient_accumulation_steps: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.stream = stream
+        self.num_positions = num_positions
+        self._micro_batch_size = micro_batch_size
+        self._accumulation = gradient_accumulation_steps
+        self._rank = rank
+        self._world_size = world_size
+        self._start = (0, 0)
+        self._states: list[State] = []
+
+    @property
+    def samples_per_step(self) -> int:
+        """G, over all ranks."""
+        return self._micro_batch_size * self._world_size * self._accumulation
+
+    def epoch_at(self, step: int) -> float:
+        """Passes over the source that has had the fewest, whole ones; how long a stream is is not known."""
+        state = self.state_at(self.samples_at(step))
+        return float(min(passes for passes, _, _ in state["sources"])) if state is not None else 0.0
+
+    def samples_at(self, step: int) -> int:
+        """Samples seen by all ranks after `step` optimizer steps."""
+        start_step, start = self._start
+        return start + (step - start_step) * self.samples_per_step
+
+    def state_at(self, samples: int) -> State | None:
+        """The window that holds the next sample after so many, for a checkpoint."""
+        begun = [state for state in self._states if state["samples"] <= samples]
+        return begun[-1] if begun else None
+
+    def resume(self, step: int, samples: int, num_positions: int, state: State | None) -> None:
+        """Goes on after `step` optimizer steps at position `samples`, in the window that `state` begins."""
+        self._start = (step, samples)
+        self.num_positions = num_positions
+        self._states = [state] if state is not None else []
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        samples = self._samples()
+        stream = self.stream
+        for start in range(self._start[1], self.num_positions, self.samples_per_step):
+            mine = [range(first, first + self._micro_batch_size) for first in self._first_positions(start)]
+            taken: dict[int, Any] = {}
+            for position in range(start, start + self.samples_per_step):
+                sample = next(samples)
+                if any(position in micro_batch for micro_batch in mine):
+                    taken[position] = sample
+            yield [
+                batch_of([taken[position] for position in micro_batch], stream.max_length, stream.packed, stream.pad_id)
+                for micro_batch in mine
+            ]
+
+    def _first_positions(self, start: int) -> list[int]:
+        return [
+            start + (micro * self._world_size + self._rank) * self._micro_batch_size
+            for micro in range(self._accumulation)
+        ]
+
+    def _samples(self) -> Iterator[list[tuple[Any, Any]]]:
+        """The pieces' tokens of every sample from the start on."""
+        state = self.state_at(self._start[1])
+        skip = self._start[1] - (state["samples"] if state is not None else 0)
+        for window in _ahead(self.stream.windows(state)):
+            known = [state for state in self._states if state["samples"] < window.state["samples"]]
+            self._states = [*known[-2:], window.state]
+            for number in range(skip, len(window.samples)):
+                yield window.samples.tokens(number)
+            skip = max(0, skip - len(window.samples))
+
+
+def _ahead(windows: Iterator[Window]) -> Iterator[Window]:
+    """The same, each made by a thread while the one before is used."""
+    with ThreadPoolExecutor(1, "stream") as thread:
+        coming = thread.submit(next, windows)
+        while True:
+            window = coming.result()
+            coming = thread.submit(next, windows)
+            yield window
+
+
+def describe_stream(stream: Stream, samples: TextSamples, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The part of the data report that is about the rows to train on, as far as they have been read.
+
+    Args:
+        samples: of the first window.
+    """
+    counts = stream.counts
+    lengths, targets = np.array(counts.lengths), np.array(counts.targets)
+    used = int(samples.pieces.lengths().sum())
+    split_report = {
+        "read": counts.read,
+        "kept": counts.read - counts.num_dropped,
+        "num_dropped": counts.num_dropped,
+        "dropped": counts.dropped,
+        "long": {"count": counts.long, "rows": [], "cut_tokens": counts.cut_tokens},
+        **reports.describe_lengths(lengths, targets, stream.max_length),
+        "tokens": counts.tokens,
+        "target_tokens": counts.target_tokens,
+        "longest": {"row": counts.longest[1], "tokens": counts.longest[0]},
+        "samples": len(samples),
+        "fill_rate": used / (len(samples) * stream.max_length) if stream.packed else None,
+    }
+    shown = [
+        reports.decoded(tokenizer, *samples.rows.tokens(row, 0, stream.max_length))
+        for row in range(min(3, len(samples.rows)))
+    ]
+    return {"train": split_report, "examples": shown}
