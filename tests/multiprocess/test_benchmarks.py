@@ -33,3 +33,17 @@ def test_the_offload_benchmark(tmp_path: Path) -> None:
     assert [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")] == records
     assert all(variant in done.stdout.splitlines()[-2 + i] for i, variant in enumerate(variants))
     assert output.with_suffix(".png").stat().st_size > 0
+
+
+def test_the_benchmark_of_data_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/data.py", "--gigabytes", "0.002", "--rounds", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["what"] for row in rows] == ["packing", "tokenising", "tokenising"]
+    assert rows[0]["fill_rate"] >= 0.97

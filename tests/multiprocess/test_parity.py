@@ -164,7 +164,9 @@ def test_parity_with_the_plain_loop(
             assert found == pytest.approx(expected[key], rel=1e-6 if key != "norm" else 1e-5), (case, key)
         exported = load_file(folder / f"{strategy}-{tied}-{accumulation}-{num_ranks}" / "export" / "model.safetensors")
         assert set(exported) == set(expected["weights"]), case
-        differences = torch.cat([(exported[name] - weight).abs().flatten() for name, weight in expected["weights"].items()])
+        differences = torch.cat(
+            [(exported[name] - weight).abs().flatten() for name, weight in expected["weights"].items()]
+        )
         # AdamW divides by a gradient's own size: where that is next to nothing, rounding moves the weight.
         assert float(differences.max()) < 3e-5, case
         assert int((differences > 1e-5).sum()) <= 2, f"{case}: of {len(differences)} elements"

@@ -167,6 +167,8 @@ class Builder:
                 held_out.rows, held_out.kept, kept_rows.rows, kept_rows.kept
             )
         report["warnings"] = reports.warnings(report)
+        if kept_rows is not None and not self.classification:
+            report["warnings"] += reports.unclosed(self.tokenizer, kept_rows.rows, kept_rows.kept)
         facts = {"report": report, "label_names": names}
         (folder / "report.json").write_text(json.dumps(facts), encoding="utf-8")
 

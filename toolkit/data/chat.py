@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import jinja2
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -165,21 +166,21 @@ def render(
 
 
 def target_mask(spans: list[Span], offsets: list[Span]) -> list[bool]:
-    """Which tokens are targets: those whose characters overlap a span. Linear in tokens and spans.
+    """Which tokens are targets: those whose characters overlap a span.
 
     Args:
         spans: characters, sorted and disjoint.
         offsets: each token's characters, by rising start. Tokenizers that trim offsets give whitespace none, and
             its place as where it ends: it counts as the character before that.
     """
-    mask = []
-    current = 0
-    for trimmed, end in offsets:
-        start = min(trimmed, end - 1)
-        while current < len(spans) and spans[current][1] <= start:
-            current += 1
-        mask.append(current < len(spans) and spans[current][0] < end)
-    return mask
+    if not spans or not offsets:
+        return [False] * len(offsets)
+    starts, ends = np.asarray(offsets).T
+    span_starts, span_ends = np.asarray(spans).T
+    # The first span that ends behind the token's start; a token behind them all is given the last.
+    following = np.searchsorted(span_ends, np.minimum(starts, ends - 1), side="right")
+    overlaps = span_starts[np.minimum(following, len(spans) - 1)] < ends
+    return ((following < len(spans)) & overlaps).tolist()  # type: ignore[no-any-return]
 
 
 def closes_turns(tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> bool:

@@ -95,8 +95,7 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
     work = folder / "work"
     if next((row for shard in source.shards for row in read(shard)), None) is None:
         raise DataError(f"{source.field}: {source.name!r} holds no rows")
-    if sys.stderr.isatty():
-        datasets.enable_progress_bars()
+    (datasets.enable_progress_bars if sys.stderr.isatty() else datasets.disable_progress_bars)()
     made = datasets.Dataset.from_generator(
         partial(_rows, layout=layout, encoder=encoder),
         features=FEATURES,

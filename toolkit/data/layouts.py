@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.data.problem import RowProblem
-from toolkit.data.sources import Row, Source
+from toolkit.data.sources import Row, Source, listed
 from toolkit.errors import DataError
 from toolkit.recipe import ColumnsSection
 
@@ -64,6 +64,9 @@ class Labelled:
     text_pair: str | None
     label: str
 
+
+MAX_LEVELS = 100
+"""Deepest nesting of a row's tools and calls; templates and Python's JSON give up at some hundreds."""
 
 Example = Text | Answer | Conversation | Labelled
 
@@ -141,11 +144,15 @@ def recognise(source: Source, columns: ColumnsSection, classification: bool) -> 
     usual = {**{what: what for what in ColumnsSection.model_fields}, **by_hand}
     candidates = ["text and label"] if classification else [kind for kind in KINDS if kind != "text and label"]
     for kind in candidates:
-        names = {**usual, "messages": "conversations"} if kind == "conversations" and not by_hand else usual
+        sharegpt = kind == "conversations" and "messages" not in by_hand
+        names = {**usual, "messages": "conversations"} if sharegpt else usual
         needed = {what: names[what] for what in KINDS[kind]}
-        chosen = not by_hand or any(what in by_hand for what in KINDS[kind])
+        chosen = any(what in by_hand for what in KINDS[kind]) or all(what in OPTIONAL[kind] for what in by_hand)
         if chosen and all(name in source.columns for name in needed.values()):
-            extra = {what: names[what] for what in OPTIONAL[kind] if names[what] in source.columns}
+            # The first rows need not have all columns, and what a row may lack is looked for in each.
+            extra = {
+                what: names[what] for what in OPTIONAL[kind] if what != "text_pair" or names[what] in source.columns
+            }
             labels = source.label_names.get(needed.get("label", ""), [])
             return Layout(kind, {**needed, **extra}, tuple(labels))
     allowed = "; ".join(" + ".join(KINDS[kind]) for kind in candidates if kind != "conversations")
@@ -156,7 +163,7 @@ def recognise(source: Source, columns: ColumnsSection, classification: bool) -> 
 
 
 def _has(source: Source) -> str:
-    return f"it has {', '.join(source.columns) or 'no columns'}"
+    return f"it has {listed(source.columns) or 'no columns'}"
 
 
 def texts_of(example: Example) -> list[str]:
@@ -190,6 +197,17 @@ def _encodable(value: str, column: str) -> str:
     except UnicodeEncodeError:
         raise RowProblem(f"{column} holds half a character (a lone surrogate)") from None
     return value
+
+
+def _writable(value: Any, what: str, levels: int = MAX_LEVELS) -> None:
+    """Raises RowProblem where a template could not write a value, or its text not be encoded."""
+    if levels == 0:
+        raise RowProblem(f"{what} nested more than {MAX_LEVELS} levels deep")
+    if isinstance(value, str):
+        _encodable(value, what)
+    elif isinstance(value, dict | list):
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+            _writable(item, what, levels - 1)
 
 
 def _type(value: Any) -> str:
@@ -263,6 +281,7 @@ def _message(item: Any) -> Message:
     if content is None and not calls:
         raise RowProblem("a message has no content")
     known = {key: value for key, value in fields.items() if key in ("name", "tool_call_id", "reasoning_content")}
+    _writable(known, "a message")
     message = {"role": role, "content": None if content is None else _content(content, role), **known}
     return {**message, "tool_calls": calls} if calls else message
 
@@ -286,6 +305,7 @@ def _tool_calls(value: Any) -> list[dict[str, Any]]:
     calls = _json(value, "tool_calls")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise RowProblem("tool_calls is no list of calls")
+    _writable(calls, "tool_calls")
     return [_tool_call(call) for call in calls]
 
 
@@ -295,6 +315,9 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowProblem("a tool call names no function")
     arguments = _json(function.get("arguments") or {}, "a tool call's arguments")
+    if not isinstance(arguments, dict):
+        raise RowProblem(f"a tool call's arguments are no object but {_type(arguments)}")
+    _writable(arguments, "tool_calls")
     return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
@@ -304,6 +327,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     tools = _json(value, "tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowProblem("tools is no list of tools")
+    _writable(tools, "tools")
     return tools
 
 
@@ -313,7 +337,7 @@ def _json(value: Any, what: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         raise RowProblem(f"{what} is not JSON") from None
 
 

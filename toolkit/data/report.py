@@ -152,9 +152,26 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: Any, targets: Any) -> dict[
     return {"tokens": len(ids), "target_tokens": int(targets.sum()), "segments": segments}
 
 
+def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any) -> list[str]:
+    """A warning for each source whose first row's last target is no special token: no end is learned."""
+    special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+    found = []
+    for source, start in zip(rows.sources, rows.starts, strict=False):
+        mine = kept[(kept >= start) & (kept < start + len(source.table))]
+        if len(mine) == 0 or source.layout in ("text", "text and label"):
+            continue
+        ids, targets = rows.tokens(int(mine[0]))
+        if ids[np.flatnonzero(targets)[-1]] not in special:
+            found.append(
+                f"{source.name}: no special token ends the assistant's turns, so the model does not learn to stop; "
+                "use a chat template whose end of turn is a special token of the tokenizer"
+            )
+    return found
+
+
 def warnings(report: dict[str, Any]) -> list[str]:
     """What of a report a person should look at before the run."""
-    found = []
+    found: list[str] = []
     for split in ("train", "validation"):
         counts = report.get(split)
         if counts is None:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import csv
 import glob
 import hashlib
+import itertools
 import json
+import os
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +21,16 @@ from typing import IO, Any
 
 import datasets
 import fsspec
+from fsspec.utils import infer_compression
 
 from toolkit.data.problem import RowProblem
 from toolkit.errors import DataError, first_line
 from toolkit.recipe import COMPRESSIONS, DATA_SUFFIXES, DataSection, SourceSection, is_file_source
 
 Row = dict[str, Any] | RowProblem
+
+TABLES = (".parquet", ".arrow")
+"""Files that `datasets` reads."""
 
 MAX_ROW_BYTES = 64 * 2**20
 """A longer line is no row: most likely the file has no lines at all."""
@@ -36,6 +43,12 @@ SHARD_ROWS = 50_000
 
 ROWS_LOOKED_AT = 100
 """Rows of a source among which its columns are looked for."""
+
+COLUMNS_LISTED = 10
+"""Columns that an error names."""
+
+COLUMN_LENGTH = 40
+"""What it shows of each (characters)."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +103,13 @@ def open_source(section: SourceSection, field: str, streaming: bool = False) -> 
     """
     if not is_file_source(section.path):
         shards, table = _hub_shards(section, field, streaming)
-    elif _is_saved_dataset(Path(section.path).expanduser()):
+    elif _is_saved_dataset(_path(section.path)):
         shards, table = _saved_shards(section, field)
     else:
         shards, table = _file_shards(section.path, field), None
     names = _label_names(table)
-    columns = sorted(table.column_names) if table is not None and table.column_names else _columns(shards, field)
     name = Path(section.path).name if is_file_source(section.path) else section.path
+    columns = sorted(table.column_names) if table is not None and table.column_names else _columns(shards, field, name)
     return Source(name, field, section.weight, shards, columns, names)
 
 
@@ -111,22 +124,21 @@ def read(shard: Shard) -> Iterator[Row]:
     except DataError:
         raise
     except Exception as error:  # the libraries that read files raise a great many kinds
-        reason = first_line(error.__cause__ or error)
-        raise DataError(f"data: {shard.path!r} cannot be read: {reason}") from error
+        raise _unreadable("data", shard.path, error) from error
 
 
 def identify(section: SourceSection, field: str) -> list[Any]:
     """All that decides which rows a source has: a file counts by its content."""
-    path = Path(section.path).expanduser()
+    path = _path(section.path)
     if not is_file_source(section.path):
         return [section.path, section.config, section.split]
     files = sorted(path.rglob("*.arrow")) if _is_saved_dataset(path) else expand_files(section.path, field)
-    return [[file.name, _sha256(file)] for file in files]
+    return [[file.name, _sha256(file, field)] for file in files]
 
 
 def glimpse(section: SourceSection, field: str) -> list[Any]:
     """What tells a source apart without reading it, where it is too large for that."""
-    if not is_file_source(section.path) or _is_saved_dataset(Path(section.path).expanduser()):
+    if not is_file_source(section.path) or _is_saved_dataset(_path(section.path)):
         return [section.path, section.config, section.split]
     return [[file.name, file.stat().st_size] for file in expand_files(section.path, field)]
 
@@ -138,11 +150,13 @@ def identify_rows(data: DataSection) -> list[Any]:
 
 def expand_files(source: str, field: str) -> list[Path]:
     """The files of a path or glob, sorted. Raises DataError where there is none."""
-    pattern = str(Path(source).expanduser())
-    paths = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+    named = _path(source)  # a name may hold the signs of a glob, for example brackets
+    paths = [named] if named.exists() else [Path(match) for match in sorted(glob.glob(str(named), recursive=True))]
     if not paths:
         raise DataError(f"{field}: there is no file {source!r}")
     for path in paths:
+        if not path.exists():
+            raise DataError(f"{field}: {str(path)!r} is a link to a file that does not exist")
         if path.is_dir():
             raise DataError(f"{field}: {source!r} is a folder; name files, for example {source.rstrip('/')}/*.jsonl")
         if path.stat().st_size == 0:
@@ -151,33 +165,72 @@ def expand_files(source: str, field: str) -> list[Path]:
     return paths
 
 
+def listed(names: list[str]) -> str:
+    """Columns for an error: the first of them, on one line."""
+    shown = [name if name.isprintable() else repr(name)[1:-1] for name in names[:COLUMNS_LISTED]]
+    cut = [name if len(name) <= COLUMN_LENGTH else f"{name[:COLUMN_LENGTH]}..." for name in shown]
+    more = f" and {len(names) - COLUMNS_LISTED:,} more" if len(names) > COLUMNS_LISTED else ""
+    return ", ".join(cut) + more
+
+
+def _path(source: str) -> Path:
+    """With `~` as the user's home; that of a user who does not exist stays as it is."""
+    return Path(os.path.expanduser(source))
+
+
 def _suffix(path: Path, field: str) -> str:
-    name = path.name
-    for ending in COMPRESSIONS:
-        name = name.removesuffix(ending)
-    for suffix in DATA_SUFFIXES:
-        if name.endswith(suffix):
-            return suffix
-    raise DataError(f"{field}: {str(path)!r} is of no known kind; allowed endings: {', '.join(DATA_SUFFIXES)}")
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    name = path.name.removesuffix(compression)
+    suffix = next((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), None)
+    if suffix is None:
+        raise DataError(f"{field}: {str(path)!r} is of no known kind; allowed endings: {', '.join(DATA_SUFFIXES)}")
+    if compression and suffix in TABLES:
+        raise DataError(f"{field}: {str(path)!r} is a compressed {suffix} file; unpack it, these are read as they are")
+    if compression and infer_compression(path.name) is None:
+        package = "zstandard" if compression == ".zst" else "a package that reads it"
+        raise DataError(f"{field}: {str(path)!r} cannot be unpacked here; install {package}, or unpack it")
+    return suffix
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(path: Path, field: str) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(field, str(path), error) from error
+
+
+def _unreadable(field: str, path: str, error: Exception) -> DataError:
+    return DataError(f"{field}: {path!r} cannot be read: {first_line(error.__cause__ or error)}")
 
 
 def _is_saved_dataset(path: Path) -> bool:
     return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
-def _columns(shards: list[Shard], field: str) -> list[str]:
-    """Column names of the first rows that can be read."""
-    found: set[str] = set()
-    rows = (row for shard in shards for row in read(shard))
-    for _, row in zip(range(ROWS_LOOKED_AT), rows, strict=False):
-        if isinstance(row, dict):
-            found.update(row)
-    return sorted(found)
+def _columns(shards: list[Shard], field: str, name: str) -> list[str]:
+    """Column names of the first rows. Raises DataError where there is no row, or none that can be read."""
+    first = list(itertools.islice(_named_rows(shards), ROWS_LOOKED_AT))
+    if not first:
+        raise DataError(f"{field}: {name!r} holds no rows")
+    problems: dict[str, list[str]] = {}
+    for row_name, row in first:
+        if isinstance(row, RowProblem):
+            problems.setdefault(str(row), []).append(row_name)
+    if sum(map(len, problems.values())) == len(first):
+        reasons = "; ".join(f"{why}: {len(rows):,} ({', '.join(rows[:3])})" for why, rows in problems.items())
+        raise DataError(
+            f"{field}: {name!r} cannot be read. {reasons}. Needed: UTF-8, and in a .jsonl file an object on each line"
+        )
+    return sorted({column for _, row in first if isinstance(row, dict) for column in row})
+
+
+def _named_rows(shards: list[Shard]) -> Iterator[tuple[str, Row]]:
+    """Every row with its name, `chat.jsonl:12`."""
+    for path, parts in itertools.groupby(shards, key=lambda shard: shard.path):
+        rows = (row for shard in parts for row in read(shard))
+        for number, row in enumerate(rows, start=1):
+            yield f"{Path(path).name}:{number}", row
 
 
 def _label_names(table: Any) -> dict[str, list[str]]:
@@ -192,10 +245,11 @@ def _file_shards(source: str, field: str) -> list[Shard]:
     shards = []
     for path in expand_files(source, field):
         suffix = _suffix(path, field)
-        if suffix in (".parquet", ".arrow"):
-            table = _load(suffix[1:], field, source, data_files=[str(path)], split="train", streaming=True)
+        if suffix in TABLES:
+            files = [glob.escape(str(path))]
+            table = _load(suffix[1:], field, source, data_files=files, split="train", streaming=True)
             shards.append(Shard("table", str(path), table=table))
-        elif suffix in (".jsonl", ".json") and not _is_list(path, suffix):
+        elif suffix in (".jsonl", ".json") and not _is_list(path, suffix, field):
             shards += _line_shards(path)
         else:
             kind = {".jsonl": "list", ".json": "list", ".csv": "csv", ".txt": "text"}[suffix]
@@ -203,13 +257,16 @@ def _file_shards(source: str, field: str) -> list[Shard]:
     return shards
 
 
-def _is_list(path: Path, suffix: str) -> bool:
+def _is_list(path: Path, suffix: str, field: str) -> bool:
     """Whether a JSON file is one list of rows, and not a row on each line."""
     if suffix == ".jsonl":
         return False
-    with _opened(path) as file:
-        start = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
-    return start.startswith(b"[") or start.rstrip() in (b"{", b"")
+    try:
+        with _opened(path) as file:
+            start = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
+    except Exception as error:  # the libraries that unpack files raise a great many kinds
+        raise _unreadable(field, str(path), error) from error
+    return start.startswith(b"[") or start.partition(b"\n")[0].rstrip() in (b"{", b"")
 
 
 def _line_shards(path: Path) -> list[Shard]:
@@ -222,9 +279,11 @@ def _line_shards(path: Path) -> list[Shard]:
 
 def _saved_shards(section: SourceSection, field: str) -> tuple[list[Shard], datasets.Dataset]:
     try:
-        table = datasets.load_from_disk(str(Path(section.path).expanduser()))
+        table = datasets.load_from_disk(str(_path(section.path)))
+    except IndexError as error:  # saved without a row, it has no file
+        raise DataError(f"{field}: {section.path!r} holds no rows") from error
     except Exception as error:
-        raise DataError(f"{field}: {section.path!r} cannot be read: {first_line(error)}") from error
+        raise _unreadable(field, section.path, error) from error
     if isinstance(table, datasets.DatasetDict):
         names = ["train"] if field == "data.train" else ["validation", "test"]
         split = next((name for name in names if name in table), None)
@@ -234,6 +293,7 @@ def _saved_shards(section: SourceSection, field: str) -> tuple[list[Shard], data
                 f"folder of one of them, for example {section.path}/{next(iter(table), 'train')}"
             )
         table = table[split]
+    table = table.with_format(None)  # a saved format would hide columns, or give tensors
     return _row_shards(section.path, table), table
 
 
@@ -254,7 +314,7 @@ def _load(builder: str, field: str, source: str, **settings: Any) -> Any:
     try:
         return datasets.load_dataset(builder, **settings)
     except Exception as error:  # the libraries behind `datasets` raise a great many kinds
-        raise DataError(f"{field}: {source!r} cannot be read: {first_line(error.__cause__ or error)}") from error
+        raise _unreadable(field, source, error) from error
 
 
 # ---- from a shard to rows ----
@@ -302,8 +362,10 @@ def _parsed(line: bytes, at_start: bool) -> Row:
         return RowProblem("blank line")
     try:
         return _as_row(json.loads(text))
-    except (json.JSONDecodeError, RecursionError):
+    except json.JSONDecodeError:
         return RowProblem("not JSON")
+    except (ValueError, RecursionError):  # Python reads whole numbers of up to 4300 digits
+        return RowProblem("JSON that is nested too deeply, or with a number too long")
 
 
 def _as_row(value: Any) -> Row:
@@ -323,12 +385,12 @@ def _read_list(shard: Shard) -> Iterator[Row]:
             values = json.loads(file.read().decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start})") from error
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"data: {shard.path!r} is not JSON: {first_line(error)}") from error
     if isinstance(values, dict):
         raise DataError(
-            f"data: {shard.path!r} holds one object with the keys {', '.join(map(str, values))}; allowed: a list of "
-            "objects, or an object on each line"
+            f"data: {shard.path!r} holds one object with the keys {listed(list(values))}; allowed: a list of objects, "
+            "or an object on each line"
         )
     yield from map(_as_row, values)
 
@@ -338,17 +400,57 @@ def _read_csv(shard: Shard) -> Iterator[Row]:
     with fsspec.open(
         shard.path, "rt", compression="infer", encoding="utf-8-sig", errors="surrogateescape", newline=""
     ).open() as file:
-        lines = csv.reader(file, strict=True)
-        header = next(lines, [])
-        if len(set(header)) < len(header):
-            raise DataError(f"data: {shard.path!r}: a column stands twice in the header: {', '.join(header)}")
+        lines = _Lines(file)
+        records = csv.reader(lines, strict=True)
+        header = _csv_header(next(records, []), shard.path)
         while True:
+            lines.begin()
             try:
-                yield _csv_row(header, next(lines))
+                fields = next(records)
             except StopIteration:
                 return
             except csv.Error as error:
+                lines.give_back()
                 yield RowProblem(f"not CSV: {error}")
+                continue
+            if fields and len(fields) != len(header):
+                lines.give_back()
+            yield _csv_row(header, fields)
+
+
+class _Lines:
+    """The lines of a CSV file. A record that is none ends with its first line: a quote that is never closed would
+    take up all rows after it."""
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        self._lines = lines
+        self._taken: deque[str] = deque()
+        self._given_back: deque[str] = deque()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._given_back.popleft() if self._given_back else next(self._lines)
+        self._taken.append(line)
+        return line
+
+    def begin(self) -> None:
+        """Begins a record."""
+        self._taken.clear()
+
+    def give_back(self) -> None:
+        """All lines of the record but the first are read again."""
+        self._taken.popleft()
+        self._given_back.extendleft(reversed(self._taken))
+
+
+def _csv_header(header: list[str], path: str) -> list[str]:
+    if any(_has_surrogate(column) for column in header):
+        raise DataError(f"data: {path!r} is not UTF-8")
+    if len(set(header)) < len(header):
+        raise DataError(f"data: {path!r}: a column stands twice in the header: {listed(header)}")
+    return header
 
 
 def _csv_row(header: list[str], fields: list[str]) -> Row:

@@ -272,7 +272,9 @@ class _Cursor:
         """Whether a row could be used. Raises DataError where none of a whole pass could."""
         self._bad_in_a_row = 0 if good else self._bad_in_a_row + 1
         if self._length is not None and self._bad_in_a_row > self._length:
-            raise DataError(f"{self._source.field}: none of the {self._length} rows of {self._source.name!r} can be used")
+            raise DataError(
+                f"{self._source.field}: none of the {self._length} rows of {self._source.name!r} can be used"
+            )
 
     def _begin_again(self) -> None:
         self.passes += 1

@@ -113,4 +113,5 @@ def _train_byte_pairs(texts: Iterator[str], vocab_size: int, markers: Sequence[s
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=PADDING)
+    end = markers[-1] if markers else END_OF_TEXT  # what a turn ends with, a generated text stops at
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=PADDING)

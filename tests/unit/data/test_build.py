@@ -15,8 +15,9 @@ import torch
 
 from toolkit.data import build, sources, tokenizer
 from toolkit.data.cache import kept
+from toolkit.data.chat import MARKERS, use_template
 from toolkit.errors import DataError
-from toolkit.recipe import DataSection, SourceSection
+from toolkit.recipe import DataSection, ObjectiveSection, SourceSection
 
 TEXTS = [f"line number {i} of the story about a fox and a king" for i in range(40)]
 
@@ -161,7 +162,7 @@ def test_a_trained_tokenizer_is_kept_and_restores_text(tmp_path: Path) -> None:
         ("missing.jsonl", None, "there is no file"),
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl", b'{"other": "x"}\n', "is laid out in no known way; it has other; needed: messages; prompt"),
-        ("a.jsonl", b"this is no JSON\n", "it has no columns"),
+        ("a.jsonl", b"this is no JSON\n", r"cannot be read. not JSON: 1 \(a.jsonl:1\)"),
         ("a.parquet", b"not parquet", "cannot be read"),
         ("a.jsonl", b'{"text": ""}\n{"text": null}\n', r"none of its 2 rows .* text is empty: 1 \(a.jsonl:1\)"),
         ("a.bin", b"x", "of no known kind; allowed endings: .jsonl"),
@@ -197,3 +198,177 @@ def test_nothing_half_written_is_ever_kept(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         kept(tmp_path / "key", fail)
     assert list(tmp_path.iterdir()) == []
+
+
+def chat(words: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": words}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer() -> Any:
+    made = tokenizer._train_byte_pairs(iter(TEXTS), 320, MARKERS["chatml"])
+    use_template(made, "chatml")
+    return made
+
+
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "messages": [chat("hi", "hello fox")],
+    "conversations": [
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello fox"}]},
+    ],
+    "prompt and completion": [
+        {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "hello fox"}]},
+    ],
+    "instruction and output": [{"instruction": "hi", "input": "", "output": "hello fox"}],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_usual_layouts_are_recognised(tmp_path: Path, chat_tokenizer: Any, layout: str) -> None:
+    path = jsonl(tmp_path / "a.jsonl", LAYOUTS[layout] * 3)
+    built = build.build(section(tmp_path, path, max_length=64), chat_tokenizer, seed=0)
+    assert built.report["train"]["sources"][0]["layout"] == layout
+    assert built.report["chat_template"] == "the tokenizer's own"
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello fox<|im_end|>\n"
+    assert chat_tokenizer.decode(built.train.documents(0)[0]) == text
+    assert [part for part in built.report["examples"][0]["segments"] if part[1]] == [["hello fox<|im_end|>", True]]
+    assert built.report["warnings"] == ["train: 2 rows repeat an earlier one"]
+
+
+def test_prompts_and_completions_of_text_are_taken_as_they_are(tmp_path: Path, byte_pairs: Any) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "the fox", "completion": " and a king"}])
+    for targets, learned in ((None, " and a king<|endoftext|>"), ("all", "the fox and a king<|endoftext|>")):
+        built = build.build(section(tmp_path, path, targets=targets), byte_pairs, seed=0)
+        batch = built.train.batch([0])
+        ids, labels = batch["input_ids"][0], batch["labels"][0]
+        assert byte_pairs.decode(built.train.documents(0)[0]) == "the fox and a king<|endoftext|>"
+        found = byte_pairs.decode(ids[labels != -100])
+        assert learned.endswith(found)
+        assert len(found) > len(learned) - 5, "all but the first token, which nothing precedes"
+
+
+def test_columns_by_hand(tmp_path: Path, chat_tokenizer: Any) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "not this", "q": "hi", "a": "hello fox", "sys": "be kind"}])
+    columns = {"instruction": "q", "output": "a", "system": "sys"}
+    built = build.build(section(tmp_path, path, max_length=64, columns=columns), chat_tokenizer, seed=0)
+    text = chat_tokenizer.decode(built.train.documents(0)[0])
+    assert text.startswith("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>")
+
+
+@pytest.mark.parametrize("targets", ["assistant", "last_turn", "all"])
+def test_what_of_a_conversation_is_learned(tmp_path: Path, chat_tokenizer: Any, targets: str) -> None:
+    row = {"messages": [*chat("hi", "hello")["messages"], *chat("and you", "a fox")["messages"]]}
+    built = build.build(
+        section(tmp_path, jsonl(tmp_path / "a.jsonl", [row]), max_length=96, targets=targets), chat_tokenizer, seed=0
+    )
+    learned = "".join(text for text, target in built.report["examples"][0]["segments"] if target)
+    whole = chat_tokenizer.decode(built.train.documents(0)[0])
+    expected = {"assistant": "hello<|im_end|>a fox<|im_end|>", "last_turn": "a fox<|im_end|>"}
+    assert learned == expected.get(targets, whole.removeprefix("<|im_start|>"))
+
+
+def test_long_rows(tmp_path: Path, chat_tokenizer: Any) -> None:
+    rows = [chat("hi", f"hello {i}") for i in range(150)] + [chat("hi", "fox king " * 40), chat("fox king " * 40, "no")]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+
+    def built(**fields: Any) -> Any:
+        return build.build(section(tmp_path, path, max_length=48, **fields), chat_tokenizer, seed=0)
+
+    with pytest.raises(DataError, match=r"2 of 152 rows \(1.3%\) are longer than data.max_length, 48 tokens; the long"):
+        built()
+    dropped = built(long_rows="drop").report["train"]
+    assert dropped["dropped"]["longer than data.max_length"]["rows"] == ["a.jsonl:151", "a.jsonl:152"]
+    truncated = built(long_rows="truncate")
+    assert truncated.report["train"]["dropped"] == {
+        "nothing to learn within 48 tokens": {"count": 1, "rows": ["a.jsonl:152"]}
+    }
+    assert truncated.report["train"]["long"]["count"] == 2
+    assert truncated.report["train"]["long"]["cut_tokens"] > 20
+    assert any("were cut off" in warning for warning in truncated.report["warnings"])
+    split = built(long_rows="split")
+    assert tokens_of(split.train) == split.report["train"]["target_tokens"]
+    few = jsonl(tmp_path / "few.jsonl", [*rows[:150], rows[150]])
+    counted = build.build(section(tmp_path, few, max_length=48), chat_tokenizer, seed=0).report["train"]
+    assert counted["dropped"] == {"longer than data.max_length": {"count": 1, "rows": ["few.jsonl:151"]}}, "below 1 %"
+
+
+def test_weighted_sources(tmp_path: Path, byte_pairs: Any) -> None:
+    small = jsonl(tmp_path / "small.jsonl", [{"text": f"small {i}"} for i in range(4)])
+    large = jsonl(tmp_path / "large.jsonl", [{"text": f"large {i}"} for i in range(30)])
+    train = [{"path": str(small), "weight": 1.0}, {"path": str(large), "weight": 3.0}]
+    data = DataSection.model_validate(
+        {"train": train, "max_length": 16, "cache_dir": str(tmp_path / "c"), "packing": False, "shuffle": False}
+    )
+    built = build.build(data, byte_pairs, seed=0)
+    order = [byte_pairs.decode(built.train.documents(i)[0])[:5] for i in range(len(built.train))]
+    assert (order.count("large"), order.count("small")) == (30, 10)
+    assert all(order[start : start + 4].count("small") == 1 for start in range(0, 40, 4))
+    assert [source["passes"] for source in built.report["train"]["sources"]] == [2.5, 1.0]
+    assert [source["share"] for source in built.report["train"]["sources"]] == [0.25, 0.75]
+    held = build.build(data.model_copy(update={"validation_fraction": 0.2}), byte_pairs, seed=0)
+    assert held.validation is not None
+    assert len(held.validation) == 7, "held-out rows count once, whatever their weight"
+
+
+def test_rows_in_both_splits_are_told(tmp_path: Path, byte_pairs: Any) -> None:
+    train = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    held = jsonl(tmp_path / "b.jsonl", [{"text": TEXTS[3]}, {"text": "something else"}, {"text": TEXTS[3]}])
+    report = build.build(section(tmp_path, train, validation=str(held)), byte_pairs, seed=0).report
+    assert report["validation"]["also_in_train"] == 2
+    assert report["validation"]["duplicates"] == {"count": 1, "rows": ["b.jsonl:3"]}
+    assert any("2 rows are in train, too" in warning for warning in report["warnings"])
+
+
+def test_a_template_that_ends_no_turn_is_told(tmp_path: Path, byte_pairs: Any) -> None:
+    use_template(byte_pairs, "chatml")  # its markers are no tokens here
+    try:
+        report = build.build(
+            section(tmp_path, jsonl(tmp_path / "a.jsonl", [chat("hi", "fox")]), max_length=96), byte_pairs, seed=0
+        ).report
+    finally:
+        byte_pairs.chat_template = None
+    assert any("does not learn to stop" in warning for warning in report["warnings"])
+
+
+def test_classes_are_found_or_given(tmp_path: Path, byte_pairs: Any) -> None:
+    rows = [{"text": f"fox {i}", "label": (10, 9, 2)[i % 3]} for i in range(9)]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+
+    def built(**objective: Any) -> Any:
+        kind = ObjectiveSection(kind="sequence_classification", **objective)
+        return build.build(section(tmp_path, path), byte_pairs, 0, kind)
+
+    found = built()
+    assert found.label_names == ["2", "9", "10"]
+    assert found.report["train"]["labels"] == {"2": 3, "9": 3, "10": 3}
+    assert found.train.batch([0, 1, 2])["labels"].tolist() == [2, 1, 0]
+    given = built(labels=["9", "10"])
+    assert given.report["train"]["dropped"] == {
+        "label is none of the classes": {"count": 3, "rows": ["a.jsonl:3", "a.jsonl:6", "a.jsonl:9"]}
+    }
+    names = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
+    table = datasets.Dataset.from_list([{"text": "x", "label": 1}, {"text": "y", "label": 0}], features=names)
+    table.save_to_disk(tmp_path / "named")
+    data = section(tmp_path, tmp_path / "named")
+    named = build.build(data, byte_pairs, 0, ObjectiveSection(kind="sequence_classification"))
+    assert named.label_names == ["bad", "good"]
+    assert named.train.batch([0, 1])["labels"].tolist() == [1, 0]
+
+
+def test_pairs_are_told_apart_by_token_types(tmp_path: Path) -> None:
+    from transformers import BertTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "fox", "king"])}
+    bert = BertTokenizerFast(vocab=vocabulary)
+    rows = [{"text": "a fox", "other": "a king king", "label": i % 2} for i in range(4)]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    data = section(tmp_path, path, columns={"text": "text", "text_pair": "other", "label": "label"})
+    built = build.build(data, bert, 0, ObjectiveSection(kind="sequence_classification"))
+    batch = built.train.batch([0])
+    assert batch["input_ids"][0].tolist() == [2, 5, 6, 3, 5, 7, 7, 3]
+    assert batch["token_type_ids"][0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    cut = data.model_copy(update={"max_length": 8, "long_rows": "truncate"})
+    rows = [{"text": "a fox", "other": "king " * 30, "label": i % 2} for i in range(4)]
+    jsonl(path, rows)
+    shortened = build.build(cut, bert, 0, ObjectiveSection(kind="sequence_classification")).train.batch([0])
+    assert shortened["input_ids"][0].tolist() == [2, 5, 6, 3, 7, 7, 7, 3], "special tokens are kept"

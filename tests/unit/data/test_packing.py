@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ class Tokens:
 
     def __init__(self, lengths: list[int]) -> None:
         ends = np.cumsum([0, *lengths])
-        self.rows = [np.arange(start + 1, stop + 1) for start, stop in zip(ends, ends[1:], strict=False)]
+        self.rows = [np.arange(start + 1, stop + 1) for start, stop in pairwise(ends)]
         self.lengths = np.array(lengths)
 
     def __len__(self) -> int:

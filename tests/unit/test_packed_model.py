@@ -1,0 +1,178 @@
+"""Rows that share a sample: gradients as if each stood alone, and a model that lets them see each other is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from toolkit.data.packing import best_fit, whole
+from toolkit.data.samples import TextSamples
+from toolkit.errors import BadInputError
+from toolkit.leaks import check_leaks
+from toolkit.objectives import CausalLM
+
+VOCABULARY = 90
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+
+
+def llama(attention: str) -> nn.Module:
+    config = LlamaConfig(**SIZES, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=64)
+    return LlamaForCausalLM._from_config(config, attn_implementation=attention)
+
+
+def qwen(attention: str) -> nn.Module:
+    config = Qwen3Config(**SIZES, intermediate_size=64, num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
+    return Qwen3ForCausalLM._from_config(config, attn_implementation=attention)
+
+
+def gpt2(attention: str) -> nn.Module:
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=64)
+    model = GPT2LMHeadModel._from_config(config, attn_implementation=attention)
+    return model.eval()  # its dropout
+
+
+class Documents:
+    """Random rows; two thirds of the tokens are targets."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        draw = np.random.default_rng(seed)
+        self.rows = [draw.integers(1, VOCABULARY, draw.integers(2, 30)) for _ in range(count)]
+        self.targets = [np.append(False, draw.random(len(row) - 1) < 0.67) for row in self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> Any:
+        return self.rows[row][start:stop], self.targets[row][start:stop]
+
+
+def packed(rows: Documents) -> TextSamples:
+    lengths = np.array([len(row) for row in rows.rows])
+    pieces = whole(np.arange(len(rows)), lengths, 32)
+    sample_of = best_fit(pieces.lengths(), 32)
+    in_order = pieces.take(np.argsort(sample_of, kind="stable"))
+    return TextSamples(rows, in_order, np.cumsum(np.bincount(sample_of)).tolist(), 32, True, 0)
+
+
+def alone(model: nn.Module, rows: Documents) -> torch.Tensor:
+    """The summed loss, one row after the other, without the toolkit."""
+    total = torch.zeros(())
+    for ids, targets in zip(rows.rows, rows.targets, strict=True):
+        tokens = torch.from_numpy(ids)[None]
+        losses = F.cross_entropy(model(input_ids=tokens).logits[0, :-1], tokens[0, 1:], reduction="none")
+        total = total + losses[torch.from_numpy(targets[1:])].sum()
+    return total
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("make", [llama, qwen, gpt2])
+def test_a_packed_step_has_the_gradients_of_the_rows_alone(make: Callable[[str], nn.Module], attention: str) -> None:
+    torch.manual_seed(0)
+    model = make(attention)
+    rows = Documents(14)
+    samples = packed(rows)
+    assert len(samples) < 10, "rows share samples"
+    loss = alone(model, rows)
+    loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    batch = samples.batch(range(len(samples)))
+    found = CausalLM(model).loss_sum(model, batch)
+    found.backward()
+    assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert CausalLM(model).count_targets(batch) == sum(int(targets.sum()) for targets in rows.targets)
+    for name, parameter in model.named_parameters():
+        scale = float(expected[name].abs().max())
+        assert float((parameter.grad - expected[name]).abs().max()) <= 1e-6 * max(1.0, scale), name
+
+
+class Leaky(nn.Module):
+    """Hides the restarts of positions from the model, as an attention mask or a cache would."""
+
+    def __init__(self, mask: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = llama("sdpa")
+        self.config = self.model.config
+        self.mask = mask
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> Any:
+        if self.mask:
+            mask = torch.ones_like(input_ids)
+            return self.model(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
+        through = torch.arange(input_ids.shape[1])[None].expand_as(input_ids)
+        return self.model(input_ids=input_ids, position_ids=through, use_cache=use_cache)
+
+
+class WrongPositions(nn.Module):
+    """Keeps rows apart, but gives each other positions than it has alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = gpt2("sdpa")
+        self.config = self.model.config
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> Any:
+        starts = torch.cumsum((position_ids == 0).long(), dim=1) - 1
+        return self.model(input_ids=input_ids, position_ids=position_ids + starts, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("make", [llama, qwen, gpt2])
+def test_a_model_that_keeps_rows_apart_passes(make: Callable[[str], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make("sdpa").train()
+    found = check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cpu"), False)
+    assert found is not None
+    assert found[0] == 0.0, "nothing of the others comes through"
+    assert found[1] < 1e-5
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Leaky(mask=True), r"see each other in Leaky with attention 'sdpa': .* change by .* set "),
+        (lambda: Leaky(mask=False), "change by"),
+        (WrongPositions, "differ by .* from its own alone"),
+    ],
+)
+def test_a_leak_is_refused_before_the_first_step(make: Callable[[], nn.Module], message: str) -> None:
+    model = make()
+    with pytest.raises(BadInputError, match=f"(?i)data.packing: rows that share a sample .*{message}"):
+        check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cpu"), False)
+
+
+def test_without_rows_that_share_a_sample_there_is_nothing_to_check() -> None:
+    model = llama("sdpa")
+    rows = Documents(3)
+    rows.rows = [np.arange(1, 30)] * 3
+    rows.targets = [np.arange(29) > 0] * 3
+    assert check_leaks(model, model, CausalLM(model), packed(rows), 2, torch.device("cpu"), False) is None
+
+
+def test_a_model_without_positions_can_only_be_padded() -> None:
+    class Recurrent(nn.Module):
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any: ...
+
+    with pytest.raises(BadInputError, match=r"takes no position_ids.*data.packing=false"):
+        CausalLM(Recurrent())
+    CausalLM(Recurrent(), packed=False)
+
+
+def test_padded_rows_have_the_gradients_of_the_rows_alone() -> None:
+    torch.manual_seed(0)
+    model = llama("sdpa")
+    rows = Documents(6)
+    lengths = np.array([len(row) for row in rows.rows])
+    samples = TextSamples(rows, whole(np.arange(6), lengths, 32), [1, 2, 3, 4, 5, 6], 32, False, 0)
+    objective = CausalLM(model, packed=False)
+    found = torch.stack([objective.loss_sum(model, samples.batch([i, i + 1])) for i in (0, 2, 4)]).sum()
+    assert found.item() == pytest.approx(alone(model, rows).item(), rel=1e-6)
