@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+import peft
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -20,9 +21,10 @@ from accelerate.utils import send_to_device
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
+from toolkit.adapters import base_name, base_of, has_adapter, merged, state_in_layers, trained_names, write_adapter
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import ExportError
 from toolkit.metrics import GIB
@@ -40,10 +42,12 @@ class ExportSettings:
     Attributes:
         dtype: of the weights; buffers keep theirs.
         max_shard_bytes: largest safetensors file, unless one tensor is larger.
+        merge: adapters are added to the weights; otherwise they are all that is written.
     """
 
     dtype: torch.dtype
     max_shard_bytes: int
+    merge: bool = False
 
 
 def export(
@@ -59,22 +63,39 @@ def export(
     if accelerator.is_main_process:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    trained = {name for name, _ in inner.named_parameters()}
-    write_weights(whole_tensors(inner), trained, unfinished, settings)
+    _write_model(inner, unfinished, settings)
     if accelerator.is_main_process:
-        write_configuration(inner, tokenizer, unfinished, settings.dtype)
+        if is_whole(inner, settings):
+            write_configuration(base_of(inner), tokenizer, unfinished, settings.dtype)
+        else:
+            tokenizer.save_pretrained(unfinished)
         if folder.exists():  # of the same run, cut off after its export or taken further
             shutil.rmtree(folder)
         os.replace(unfinished, folder)
     accelerator.wait_for_everyone()
 
 
-def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Every parameter once, under its first name, and every persistent buffer.
+def is_whole(model: nn.Module, settings: ExportSettings) -> bool:
+    """Whether the export is a model, and not an adapter alone."""
+    return settings.merge or not has_adapter(model)
 
-    Collective; the tensor is on rank 0 alone, None elsewhere.
-    """
-    for name, tensor in state_once(model).items():
+
+def _write_model(model: nn.Module, folder: Path, settings: ExportSettings) -> None:
+    """Weights alone, as they stream from the ranks. Collective."""
+    if not has_adapter(model):
+        write_weights(whole_tensors(state_once(model)), {n for n, _ in model.named_parameters()}, folder, settings)
+    elif settings.merge:
+        parameters = {base_name(name) for name, _ in model.named_parameters()}
+        write_weights(merged(model, whole_tensors(state_in_layers(model))), parameters, folder, settings)
+    else:
+        trained = trained_names(model)
+        state = {name: tensor for name, tensor in state_once(model).items() if name in trained}
+        write_adapter(model, whole_tensors(state), folder)
+
+
+def whole_tensors(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every tensor, whole on rank 0 and None elsewhere. Collective."""
+    for name, tensor in state.items():
         yield name, gather_on_rank_zero(tensor)
 
 
@@ -155,12 +176,23 @@ def write_configuration(
     tokenizer.save_pretrained(folder)
 
 
-def reload(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The exported model in evaluation mode; on `device` if it is sure to have room, else on the host."""
+def reload(
+    folder: Path, device: torch.device, dtype: torch.dtype, base: PretrainedConfig | None = None
+) -> PreTrainedModel:
+    """The exported model in evaluation mode; on `device` if it is sure to have room, else on the host.
+
+    Args:
+        base: configuration of the model that an exported adapter belongs to.
+    """
     if device.type == "cuda":
         needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         free, _ = torch.cuda.mem_get_info(device)
         device = device if needed + 4 * GIB < free else torch.device("cpu")
+    if (folder / "adapter_config.json").is_file():
+        adapter = peft.PeftConfig.from_pretrained(str(folder))
+        name, revision = adapter.base_model_name_or_path, adapter.revision
+        model = auto_class(base).from_pretrained(name, config=base, revision=revision, dtype=dtype)
+        return peft.PeftModel.from_pretrained(model, str(folder)).to(device).eval()
     auto = auto_class(AutoConfig.from_pretrained(folder))
     return auto.from_pretrained(folder, dtype=dtype).to(device).eval()
 

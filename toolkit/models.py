@@ -31,9 +31,10 @@ from transformers import (
 )
 
 from toolkit import ranks
+from toolkit.adapters import AdapterWeights, add_adapter
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, first_line
-from toolkit.recipe import ModelSection, require_folder
+from toolkit.recipe import AdapterSection, ModelSection, require_folder
 from toolkit.sharding.apply import KeepsMasters, shard_rows
 
 Rows = slice
@@ -48,7 +49,11 @@ class Weights(Protocol):
 
 
 def load(
-    model: ModelSection, tokenizer: PreTrainedTokenizerBase, seed: int, label_names: list[str] | None = None
+    model: ModelSection,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    label_names: list[str] | None = None,
+    adapter: AdapterSection | None = None,
 ) -> PreTrainedModel:
     """The recipe's model, on the meta device, with `materialize_weights`.
 
@@ -56,6 +61,7 @@ def load(
         tokenizer: gives a model with random weights its vocabulary size and special tokens.
         seed: of random weights.
         label_names: of the classes that it tells apart; None: a causal language model.
+        adapter: of its adapters; None: none.
 
     Raises:
         BadInputError: where there is no such model.
@@ -73,7 +79,10 @@ def load(
         built = _of_kind(auto, config, settings)
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
-    weights = _weights(model, built, lambda: _whole_model(auto, model, config, settings, seed))
+    weights: Weights = _weights(model, built, lambda: _whole_model(auto, model, config, settings, seed))
+    if adapter is not None and adapter.kind == "lora":
+        built = add_adapter(built, adapter, model.name_or_path, model.revision)
+        weights = AdapterWeights(weights, built, seed)
     built.materialize_weights = lambda keep_master=None: materialize(built, weights, keep_master)
     return built
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from toolkit.adapters import base_of
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.errors import BadInputError
 from toolkit.models import attention_of
@@ -47,7 +48,7 @@ class CausalLM:
     """
 
     def __init__(self, model: nn.Module, packed: bool = True) -> None:
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in inspect.signature(base_of(model).forward).parameters
         if packed and not self._takes_positions:
             raise BadInputError(
                 f"data.packing: {type(model).__name__} takes no position_ids, so rows that share a sample would see "
@@ -96,7 +97,7 @@ class SequenceClassification:
     """
 
     def __init__(self, model: nn.Module, num_classes: int, class_weights: list[float] | None = None) -> None:
-        accepted = inspect.signature(model.forward).parameters
+        accepted = inspect.signature(base_of(model).forward).parameters
         self._inputs = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in accepted]
         self._num_classes = num_classes
         self._weights = None if class_weights is None else torch.tensor(class_weights)

@@ -234,7 +234,28 @@ class ObjectiveSection(Section):
 class AdapterSection(Section):
     """Which parameters are trained."""
 
-    kind: Literal["none"] = Field("none", description="none: every parameter of the model.")
+    kind: Literal["none", "lora"] = Field(
+        "none", description="none: every parameter of the model. lora: low-rank adapters, through peft."
+    )
+    r: PositiveInt = Field(16, description="Rank of the adapters.")
+    alpha: PositiveFloat | None = Field(
+        None, description="The adapters' product is scaled by alpha / r, with rsLoRA by alpha / sqrt(r); null: 2 r."
+    )
+    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="Dropout before the adapters.")
+    target_modules: str | list[str] = Field(
+        "all-linear",
+        description="What is adapted: all-linear (every linear layer but the head), names of modules, or a pattern "
+        "(regular expression) of whole paths.",
+    )
+    modules_to_save: list[str] | None = Field(None, description="Modules that are trained in full and saved.")
+    use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r) (arXiv 2312.03732).")
+    use_dora: bool = Field(False, description="Magnitudes apart from directions (arXiv 2402.09353).")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AdapterSection:
+        if self.kind == "none" and (idle := sorted(self.model_fields_set - {"kind"})):
+            raise _contradiction(f"adapter.{idle[0]} has no effect with adapter.kind none; set adapter.kind=lora")
+        return self
 
 
 OFFLOAD_DETAILS = ("offload_executor", "device_state_gib", "offload_threads")
@@ -403,6 +424,7 @@ class ExportSection(Section):
         None, description="Type of the exported weights; null: model.dtype."
     )
     max_shard_gib: float = Field(4.0, gt=0.0, description="Largest safetensors file (GiB).")
+    merge: bool = Field(False, description="Add adapters to the weights: a whole model instead of an adapter.")
     verify: bool = Field(True, description="Reload the folder and compare logits on one batch.")
 
 
@@ -439,9 +461,19 @@ class Recipe(Section):
             )
         if self.objective.kind == "sequence_classification":
             self._check_classification()
+        self._check_adapter()
         if not self.export.enabled and self.export.model_fields_set - {"enabled"}:
             raise _contradiction("settings of export have no effect with export.enabled: false")
         return self
+
+    def _check_adapter(self) -> None:
+        if self.adapter.kind == "none" and self.export.merge:
+            raise _contradiction("export.merge has no effect without adapters; remove it, or set adapter.kind=lora")
+        if self.adapter.kind != "none" and self.model.config is not None and not self.export.merge:
+            raise _contradiction(
+                "an adapter of a model with random weights fits no model that could be loaded later; "
+                "set export.merge=true, or model.name_or_path"
+            )
 
     def _check_classification(self) -> None:
         what = "with objective.kind sequence_classification"
@@ -530,6 +562,8 @@ def _source_written(source: SourceSection) -> str | dict[str, Any]:
 
 
 def _is_conditional(section: Section, name: str) -> bool:
+    if isinstance(section, AdapterSection):
+        return name != "kind" and section.kind == "none"
     if isinstance(section, LoggingSection):
         return name == "sample_max_new_tokens" and section.sample_prompt is None
     return isinstance(section, ExportSection) and name != "enabled" and not section.enabled

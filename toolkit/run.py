@@ -26,6 +26,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import models, ranks
+from toolkit.adapters import base_of, trainable_share
 from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.checkpoint.manifest import Manifest, latest
 from toolkit.checkpoint.reader import find, same_run
@@ -177,6 +178,7 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
 
 
@@ -273,12 +275,12 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     classification = recipe.objective.kind == "sequence_classification"
     tokens = tokenizer.load(recipe.model, recipe.data, classification)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
-    model = models.load(recipe.model, tokens, training.seed, data.label_names)
+    model = models.load(recipe.model, tokens, training.seed, data.label_names, recipe.adapter)
     require_room(model, tokens, recipe)
     objective = build_objective(recipe.objective, model, data.report["packing"], data.report["train"].get("labels"))
     samples_per_step = training.micro_batch_size * accelerator.num_processes * training.gradient_accumulation_steps
     num_steps = steps_of_run(training, len(data.train), samples_per_step)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_trained, num_parameters = trainable_share(model)
     if not plugin.strategy.sharded:
         _make_whole(model, recipe)
     optimizer = build_optimizer(model, recipe.optimizer)
@@ -293,7 +295,8 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         accelerator.num_processes,
     )
     facts = {
-        "model": f"{accelerator.unwrap_model(model).config.architectures[0]}, {num_parameters:,} parameters",
+        "model": f"{accelerator.unwrap_model(model).config.architectures[0]}, {num_parameters:,} parameters"
+        + (f", {num_trained:,} trained ({num_trained / num_parameters:.2%})" if num_trained < num_parameters else ""),
         "strategy": f"{plugin.strategy.name} ({plugin.strategy.summary})",
         "ranks": f"{accelerator.num_processes} on {accelerator.device.type}",
         "precision": "float32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision,
@@ -392,7 +395,7 @@ def _fit_and_export(
     _introduce(console, plugin, parts)
     if accelerator.is_main_process:
         write_data_report(output_dir, recipe, parts.data.report)
-        inner = accelerator.unwrap_model(parts.model)
+        inner = base_of(accelerator.unwrap_model(parts.model))
         (output_dir / MODEL_FILES).mkdir(exist_ok=True)
         write_configuration(inner, parts.tokenizer, output_dir / MODEL_FILES, getattr(torch, recipe.model.dtype))
     accelerator.init_trackers(recipe.logging.project_name, config=_tracker_config(recipe))
@@ -524,11 +527,12 @@ def _export(
         return None, None, None
     folder = output_dir / "export"
     dtype = getattr(torch, settings.dtype or recipe.model.dtype)
-    export(accelerator, parts.model, parts.tokenizer, folder, ExportSettings(dtype, int(settings.max_shard_gib * GIB)))
+    how = ExportSettings(dtype, int(settings.max_shard_gib * GIB), settings.merge)
+    export(accelerator, parts.model, parts.tokenizer, folder, how)
     reloaded = None
     if accelerator.is_main_process and (settings.verify or recipe.logging.sample_prompt is not None):
         compute = PRECISIONS[accelerator.mixed_precision] or dtype
-        reloaded = reload(folder, accelerator.device, compute)
+        reloaded = reload(folder, accelerator.device, compute, accelerator.unwrap_model(parts.model).config)
     difference = sample = None
     if settings.verify:
         batch = next(iter(evaluation_batches(parts.data.train, 1, 0, 1, 1)))
@@ -565,8 +569,14 @@ def _conclude(console: Console, recipe: Recipe, result: FinetuneResult) -> None:
     console.print(f"run: {result.output_dir}", markup=False)
     console.print(f"report: {result.output_dir / 'report.html'}", markup=False)
     if result.export_dir is not None:
-        auto = models.auto_class(AutoConfig.from_pretrained(result.export_dir)).__name__
-        console.print(f"model: {auto}.from_pretrained({str(result.export_dir)!r})", markup=False)
+        console.print(f"model: {_how_to_load(result.export_dir)}", markup=False)
+
+
+def _how_to_load(export_dir: Path) -> str:
+    if (export_dir / "adapter_config.json").is_file():
+        return f"PeftModel.from_pretrained(base, {str(export_dir)!r})"
+    auto = models.auto_class(AutoConfig.from_pretrained(export_dir)).__name__
+    return f"{auto}.from_pretrained({str(export_dir)!r})"
 
 
 def _summary(recipe: Recipe, plugin: ShardingPlugin, parts: Parts, result: FinetuneResult) -> RunSummary:

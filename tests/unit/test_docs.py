@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from toolkit.recipe import Recipe, Section, _choices
+from toolkit.recipe import Recipe, Section, _choices, _section_of
 
 PAGE = Path(__file__).parents[2] / "docs/recipes.md"
 HEAD = """# Recipe fields
@@ -22,12 +22,26 @@ def render() -> str:
     parts = [HEAD]
     for name, field in Recipe.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            parts.append(_section(name, field.annotation))
+            parts += _sections(name, field.annotation)
     return "\n".join(parts)
 
 
+def _sections(name: str, section: type[Section]) -> list[str]:
+    """The section's table, and one for each kind of section in it."""
+    inner = {key: _section_of(field.annotation) for key, field in section.model_fields.items()}
+    parts = [_section(name, section)]
+    kinds: list[Any] = []
+    for key, kind in inner.items():
+        if kind is not None and kind not in kinds:
+            kinds.append(kind)
+            is_list = isinstance(kind, list)
+            parts.append(_section(f"{name}.{key}.N" if is_list else f"{name}.{key}", kind[0] if is_list else kind))
+    return parts
+
+
 def _section(name: str, section: type[Section]) -> str:
-    lines = [f"## {name}\n", (section.__doc__ or "").split("\n\n")[0] + "\n"]
+    about = " ".join((section.__doc__ or "").split("\n\n")[0].split())
+    lines = [f"{'#' * (2 + min(1, name.count('.')))} {name}\n", about + "\n"]
     lines += ["| field | default | what it is |", "|---|---|---|"]
     for key, field in section.model_fields.items():
         choices = _choices(field.annotation)
@@ -41,7 +55,8 @@ def _section(name: str, section: type[Section]) -> str:
 def _default(field: Any) -> str:
     if field.is_required():
         return "required"
-    return f"`{_plain(field.get_default(call_default_factory=True))}`"
+    default = field.get_default(call_default_factory=True)
+    return "none set" if isinstance(default, Section) else f"`{_plain(default)}`"
 
 
 def _plain(value: Any) -> str:

@@ -11,8 +11,9 @@ import torch
 from accelerate import init_empty_weights
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from toolkit.adapters import add_adapter, has_adapter, write_adapter
 from toolkit.checkpoint.manifest import Manifest, check_files
 from toolkit.checkpoint.state import MODEL
 from toolkit.errors import BadInputError
@@ -26,6 +27,7 @@ from toolkit.export import (
     write_weights,
 )
 from toolkit.models import auto_class
+from toolkit.recipe import AdapterSection
 
 MODEL_FILES = "model"
 """Folder of a run with the model's configuration and tokenizer."""
@@ -40,7 +42,7 @@ def export_checkpoint(
 
     Returns:
         The largest difference of logits between checkpoint and export, as a share of the largest logit;
-        None where it was not looked for.
+        None where it was not looked for, or where the export is an adapter.
 
     Raises:
         BadInputError: a checkpoint that is not what was written, or a folder that exists.
@@ -53,23 +55,38 @@ def export_checkpoint(
         raise BadInputError(f"{str(folder)!r}: {problem}")
     config = AutoConfig.from_pretrained(run / MODEL_FILES)
     tokenizer = AutoTokenizer.from_pretrained(run / MODEL_FILES)
-    with init_empty_weights():
-        model = auto_class(config).from_config(config)
-    model.tie_weights()
+    model = _empty_model(config, manifest)
     unfinished = to.with_name(f".{to.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        trained = {name for name, _ in model.named_parameters()}
-        write_weights(read_whole(folder, manifest, settings.max_shard_bytes), trained, unfinished, settings)
-        write_configuration(model, tokenizer, unfinished, settings.dtype)
-        difference = _difference(folder, manifest, config, unfinished, settings.dtype) if verify else None
+        tensors = read_whole(folder, manifest, settings.max_shard_bytes)
+        if has_adapter(model):
+            write_adapter(model, tensors, unfinished)
+            tokenizer.save_pretrained(unfinished)
+            difference = None
+        else:
+            write_weights(tensors, {name for name, _ in model.named_parameters()}, unfinished, settings)
+            write_configuration(model, tokenizer, unfinished, settings.dtype)
+            difference = _difference(folder, manifest, config, unfinished, settings.dtype) if verify else None
         if difference is not None:
             require_close(difference, TOLERANCE[settings.dtype])
         os.replace(unfinished, to)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return difference
+
+
+def _empty_model(config: PretrainedConfig, manifest: Manifest) -> PreTrainedModel:
+    """The run's model without weights, with adapters where it has them."""
+    with init_empty_weights():
+        model: PreTrainedModel = auto_class(config).from_config(config)
+    model.tie_weights()
+    recipe = manifest.recipe
+    if recipe["adapter"]["kind"] == "none":
+        return model
+    section = AdapterSection.model_validate({**recipe["adapter"]})
+    return add_adapter(model, section, recipe["model"]["name_or_path"], recipe["model"]["revision"])
 
 
 def read_whole(folder: Path, manifest: Manifest, max_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
+from toolkit.adapters import has_adapter, trained_names
 from toolkit.errors import first_line
 from toolkit.sharding.apply import beside, local_tensor, state_once
 
@@ -23,13 +24,15 @@ MODEL = "model."
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The live tensors of model and optimizer: DTensors where they are sharded, tied weights once.
 
-    With offload they are the float32 masters and the moments on the host, as without. A tensor without
-    dimensions is shown with one.
+    Of an adapted model only what is trained: the rest is where it was. With offload they are the float32
+    masters and the moments on the host, as without. A tensor without dimensions is shown with one.
 
     Args:
         model: not wrapped in DDP.
     """
-    tensors = {f"{MODEL}{name}": tensor for name, tensor in state_once(model).items()}
+    state = state_once(model)
+    kept_names = trained_names(model) if has_adapter(model) else state.keys()
+    tensors = {f"{MODEL}{name}": tensor for name, tensor in state.items() if name in kept_names}
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, kept in optimizer.state.items():
         for key, value in kept.items():

@@ -151,7 +151,9 @@ def identify_rows(data: DataSection) -> list[Any]:
 def expand_files(source: str, field: str) -> list[Path]:
     """The files of a path or glob, sorted. Raises DataError where there is none."""
     named = _path(source)  # a name may hold the signs of a glob, for example brackets
-    paths = [named] if named.exists() else [Path(match) for match in sorted(glob.glob(str(named), recursive=True))]
+    paths = (
+        [named] if os.path.exists(named) else [Path(match) for match in sorted(glob.glob(str(named), recursive=True))]
+    )
     if not paths:
         raise DataError(f"{field}: there is no file {source!r}")
     for path in paths:
@@ -205,24 +207,26 @@ def _unreadable(field: str, path: str, error: Exception) -> DataError:
 
 
 def _is_saved_dataset(path: Path) -> bool:
-    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+    return any(os.path.isfile(path / name) for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def _columns(shards: list[Shard], field: str, name: str) -> list[str]:
     """Column names of the first rows. Raises DataError where there is no row, or none that can be read."""
-    first = list(itertools.islice(_named_rows(shards), ROWS_LOOKED_AT))
-    if not first:
-        raise DataError(f"{field}: {name!r} holds no rows")
+    found: list[set[str]] = []
     problems: dict[str, list[str]] = {}
-    for row_name, row in first:
+    for row_name, row in itertools.islice(_named_rows(shards), ROWS_LOOKED_AT):
         if isinstance(row, RowProblem):
             problems.setdefault(str(row), []).append(row_name)
-    if sum(map(len, problems.values())) == len(first):
-        reasons = "; ".join(f"{why}: {len(rows):,} ({', '.join(rows[:3])})" for why, rows in problems.items())
-        raise DataError(
-            f"{field}: {name!r} cannot be read. {reasons}. Needed: UTF-8, and in a .jsonl file an object on each line"
-        )
-    return sorted({column for _, row in first if isinstance(row, dict) for column in row})
+        else:
+            found.append(set(row))
+    if found:
+        return sorted(set().union(*found))
+    if not problems:
+        raise DataError(f"{field}: {name!r} holds no rows")
+    reasons = "; ".join(f"{why}: {len(rows):,} ({', '.join(rows[:3])})" for why, rows in problems.items())
+    raise DataError(
+        f"{field}: {name!r} cannot be read. {reasons}. Needed: UTF-8, and in a .jsonl file an object on each line"
+    )
 
 
 def _named_rows(shards: list[Shard]) -> Iterator[tuple[str, Row]]:

@@ -60,6 +60,7 @@ def verify(
     _require_positive("--steps", steps)
     _require_positive("--layers", layers)
     _require_positive("--time-limit", time_limit_seconds)
+    _require_comparable(recipe)
     launch = read_launch(accelerate_config, recipe)
     run.quiet_libraries()
     with TemporaryDirectory(prefix="toolkit-verify-") as name, _undisturbed():
@@ -76,6 +77,16 @@ def verify(
     num_steps = len(plain.outcome.losses)
     facts["compared"] = f"{num_steps} optimizer steps" + ("; the run has no more" if num_steps < steps else "")
     return Report(facts, compare(plain, sharded, recipe.model.dtype))
+
+
+def _require_comparable(recipe: Recipe) -> None:
+    """Raises BadInputError for what the plain side has no loop for."""
+    wanted = {"objective.kind": (recipe.objective.kind, "causal_lm"), "adapter.kind": (recipe.adapter.kind, "none")}
+    for key, (found, known) in wanted.items():
+        if found != known:
+            raise BadInputError(f"{key}: {found} cannot be verified; the plain loop knows {known} only")
+    if recipe.data.streaming:
+        raise BadInputError("data.streaming cannot be verified; set data.streaming=false")
 
 
 def _require_positive(flag: str, value: float | None) -> None:

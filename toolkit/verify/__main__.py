@@ -27,7 +27,7 @@ from toolkit.metrics import Metrics
 from toolkit.optim import build_schedule
 from toolkit.recipe import Recipe
 from toolkit.sharding import apply
-from toolkit.sharding.apply import local_tensor
+from toolkit.sharding.apply import local_tensor, state_once
 from toolkit.trainer import Trainer
 from toolkit.verify.plain import is_felt, set_dropout
 from toolkit.verify.ranks import outcome_path
@@ -70,7 +70,7 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     model = accelerator.unwrap_model(parts.model)
     set_dropout(model, 0.0)
     result = _train(accelerator, recipe, parts, steps, folder)
-    weights = {name: t.float().cpu().contiguous() for name, t in whole_tensors(model) if t is not None}
+    weights = {name: t.float().cpu().contiguous() for name, t in whole_tensors(state_once(model)) if t is not None}
     if accelerator.is_main_process:
         save_file(weights, folder / "weights.safetensors")
     checkpointed = recipe.sharding.activation_checkpointing or plugins["fsdp_plugin"].checkpointing

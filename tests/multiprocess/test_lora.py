@@ -1,0 +1,253 @@
+"""LoRA: the run is peft's plain loop, whatever the ranks and the strategy; saved as peft saves it, or merged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import make_texts
+from ranks import meet, run_on_ranks
+from safetensors.torch import load_file
+from tiny import recipe_values, save_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+STEPS, ROWS_PER_STEP, SEED = 8, 12, 3
+TEXTS = [" ".join(text.split()[:16]) for text in make_texts(40, seed=1)]
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({"r": 2, "target_modules": ["q_proj", "v_proj"]}, {"r": 2, "target_modules": ["q_proj", "v_proj"]}),
+    "linear": ({"r": 3, "alpha": 5.0}, {"r": 3, "lora_alpha": 5.0, "target_modules": "all-linear"}),
+    "rslora": (
+        {"r": 4, "use_rslora": True, "modules_to_save": ["norm"], "target_modules": r".*layers\.1\..*(up|down)_proj"},
+        {"r": 4, "use_rslora": True, "modules_to_save": ["norm"], "target_modules": r".*layers\.1\..*(up|down)_proj"},
+    ),
+    "dora": (
+        {"r": 2, "use_dora": True, "target_modules": ["k_proj", "o_proj"]},
+        {"r": 2, "use_dora": True, "target_modules": ["k_proj", "o_proj"]},
+    ),
+}
+"""Name -> (the recipe's adapter, peft's own arguments)."""
+
+RUNS = {
+    1: [("plain", "zero3", 3), ("linear", "ddp", 1), ("rslora", "zero3", 1), ("dora", "zero3", 1)],
+    2: [("plain", "zero1", 3), ("linear", "zero2", 3), ("rslora", "ddp", 1), ("dora", "zero3", 3)],
+    4: [("plain", "zero3", 1), ("plain", "hybrid", 3), ("dora", "zero2", 1), ("plain", "ddp", 1)],
+}
+"""Ranks -> (case, strategy, accumulation). With r = 2 on 4 ranks some shards are empty."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    save_llama(folder / "model", TEXTS, tied=False)
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+def plain_loop(folder: Path, case: str) -> dict[str, Any]:
+    """peft as its own documentation has it, row by row."""
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    settings = {"lora_alpha": 2 * CASES[case][1]["r"], **CASES[case][1]}
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).train()
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:
+            seed = int.from_bytes(hashlib.sha256(f"{SEED}/{name}".encode()).digest()[:8]) >> 1
+            uniform = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+            parameter.data.copy_(uniform / math.sqrt(parameter.shape[1]))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=2e-2,
+        foreach=False,
+    )
+    documents = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in TEXTS]
+    losses = []
+    for step in range(STEPS):
+        batch = [torch.tensor([documents[(step * ROWS_PER_STEP + i) % len(documents)]]) for i in range(ROWS_PER_STEP)]
+        count = sum(ids.shape[1] - 1 for ids in batch)
+        total = 0.0
+        for ids in batch:
+            logits = model(input_ids=ids).logits[0, :-1]
+            loss = F.cross_entropy(logits, ids[0, 1:], reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return {"losses": losses, "adapter": peft.get_peft_model_state_dict(model, save_embedding_layers=False)}
+
+
+def recipe(folder: Path, name: str, adapter: dict[str, Any], **training: Any) -> dict[str, Any]:
+    values = recipe_values(folder / "model", folder / "rows.jsonl", folder / name, folder / "cache")
+    values["data"] |= {"max_length": 64, "packing": False}
+    values["adapter"] = {"kind": "lora", **adapter}
+    values["optimizer"] = {"learning_rate": 2e-2, "weight_decay": 0.1}
+    values["schedule"] = {"kind": "constant"}
+    values["training"] |= {"max_steps": STEPS, "seed": SEED, **training}
+    return values
+
+
+def runs(folder: Path, ranks: int) -> dict[str, Any]:
+    from toolkit import Recipe, finetune
+
+    found = {}
+    for case, strategy, accumulation in RUNS[ranks]:
+        meet()
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2" if strategy == "hybrid" else "1"
+        name = f"{case}-{strategy}-{ranks}"
+        values = recipe(
+            folder,
+            name,
+            CASES[case][0],
+            micro_batch_size=ROWS_PER_STEP // (ranks * accumulation),
+            gradient_accumulation_steps=accumulation,
+        )
+        values["sharding"] = {"strategy": strategy, "activation_checkpointing": 1 if case == "plain" else None}
+        result = finetune(Recipe.from_mapping(values))
+        found[name] = ([r["loss"] for r in result.metrics if r["split"] == "train"], result.logits_difference)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, dict[str, Any]]:
+    return {case: plain_loop(folder, case) for case in CASES}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_run_is_that_of_peft_alone(ranks: int, folder: Path, plain: dict[str, dict[str, Any]]) -> None:
+    found = run_on_ranks(runs, ranks, folder, ranks)[0]
+    for case, strategy, _ in RUNS[ranks]:
+        name = f"{case}-{strategy}-{ranks}"
+        losses, difference = found[name]
+        assert losses == pytest.approx(plain[case]["losses"], rel=1e-6), name
+        assert plain[case]["losses"][-1] < plain[case]["losses"][0]
+        assert difference < 1e-6
+        saved = load_file(folder / name / "export/adapter_model.safetensors")
+        assert saved.keys() == plain[case]["adapter"].keys(), name
+        for key, tensor in plain[case]["adapter"].items():
+            # AdamW divides by a gradient's own size: where that is next to nothing, rounding moves the weight.
+            close = (saved[key] - tensor).abs() < 2e-4
+            assert float(close.float().mean()) > 0.99, (name, key)
+        assert not (folder / name / "export/model.safetensors").exists()
+
+
+def other_runs(folder: Path) -> dict[str, Any]:
+    from toolkit import Recipe, finetune
+    from toolkit.errors import ToolkitError
+
+    found: dict[str, Any] = {}
+
+    def run(name: str, values: dict[str, Any], **sections: Any) -> None:
+        meet()
+        for section, fields in sections.items():
+            values[section] = {**values.get(section, {}), **fields}
+        try:
+            result = finetune(Recipe.from_mapping(values))
+            losses = [record["loss"] for record in result.metrics if record["split"] == "train"]
+            found[name] = (losses, result.logits_difference)
+        except ToolkitError as error:
+            found[name] = (str(error), error.exit_code)
+
+    adapter = {"r": 2, "use_dora": True, "modules_to_save": ["norm"], "dropout": 0.1}
+    size = {"micro_batch_size": 2, "gradient_accumulation_steps": 3}
+    saving = {"every_steps": 4, "asynchronous": False}
+    run("whole", recipe(folder, "whole", adapter, **size), checkpoint=saving)
+    run("cut", recipe(folder, "cut", adapter, **size | {"max_steps": 4}), checkpoint=saving)
+    if int(os.environ["RANK"]) == 0:
+        (folder / "cut/report.html").unlink()
+    run("rest", recipe(folder, "cut", adapter, **size), checkpoint=saving)
+    for dtype in ("float32", "bfloat16"):
+        for offload in ("none", "optimizer"):
+            values = recipe(folder, f"{dtype}-{offload}", {"r": 2}, mixed_precision="bf16", **size)
+            run(f"{dtype}-{offload}", values, model={"dtype": dtype}, sharding={"strategy": "zero3", "offload": offload})
+    merged = {"merge": True, "max_shard_gib": 0.0001}
+    for case in ("linear", "dora"):
+        run(f"merged-{case}", recipe(folder, f"merged-{case}", CASES[case][0], **size), export=merged)
+    run("nothing", recipe(folder, "nothing", {"target_modules": ["query"]}, **size))
+    run("pattern", recipe(folder, "pattern", {"target_modules": ".*query"}, **size))
+    run("saved", recipe(folder, "saved", {"modules_to_save": ["score"]}, **size))
+    return found
+
+
+@pytest.fixture(scope="module")
+def others(folder: Path) -> dict[str, Any]:
+    return run_on_ranks(other_runs, 2, folder)[0]
+
+
+def test_a_run_that_was_cut_off_goes_on_exactly(others: dict[str, Any], folder: Path) -> None:
+    assert others["rest"][0] == others["whole"][0]
+    assert others["cut"][0] == others["whole"][0][:4]
+    whole, rest = (load_file(folder / name / "export/adapter_model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(tensor, rest[key]) for key, tensor in whole.items())
+    manifest = json.loads((folder / "whole/checkpoints/step_00000004/manifest.json").read_text())
+    model = [name for name in manifest["tensors"] if name.startswith("model.")]
+    assert model
+    assert all("lora_" in name or "modules_to_save" in name for name in model), "the base is where it was"
+
+
+def test_the_checkpoint_holds_what_was_saved(others: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    from toolkit.checkpoint.consolidate import export_checkpoint
+    from toolkit.checkpoint.manifest import read_checkpoint
+    from toolkit.export import ExportSettings
+
+    step = folder / "whole/checkpoints/step_00000008"
+    settings = ExportSettings(torch.float32, 2**30)
+    export_checkpoint(folder / "whole", step, read_checkpoint(step), tmp_path / "adapter", settings, verify=True)
+    again = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    saved = load_file(folder / "whole/export/adapter_model.safetensors")
+    assert again.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[key]) for key, tensor in again.items()), "byte for byte"
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert model.peft_config["default"].use_dora
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offload_changes_nothing(others: dict[str, Any], dtype: str) -> None:
+    assert others[f"{dtype}-optimizer"][0] == others[f"{dtype}-none"][0]
+    assert others[f"{dtype}-none"][1] < 0.05
+
+
+@pytest.mark.parametrize("case", ["linear", "dora"])
+def test_a_merged_export_gives_the_adapters_logits(
+    case: str, others: dict[str, Any], folder: Path, plain: dict[str, Any]
+) -> None:
+    assert others[f"merged-{case}"][1] < 1e-5
+    merged = AutoModelForCausalLM.from_pretrained(folder / f"merged-{case}/export", dtype=torch.float32)
+    assert len(list((folder / f"merged-{case}/export").glob("*.safetensors"))) > 1
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    settings = {"lora_alpha": 2 * CASES[case][1]["r"], **CASES[case][1]}
+    adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    peft.set_peft_model_state_dict(adapted, plain[case]["adapter"])
+    by_peft = adapted.merge_and_unload().state_dict()
+    for name, tensor in merged.state_dict().items():
+        assert float((tensor - by_peft[name]).abs().max()) < 2e-3, name
+        assert float((tensor - by_peft[name]).abs().mean()) < 1e-5, name
+
+
+def test_what_cannot_be_adapted_is_told(others: dict[str, Any]) -> None:
+    names = "down_proj, embed_tokens, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+    assert others["nothing"] == (
+        f"adapter.target_modules: 'query' matches no module of LlamaForCausalLM; it has {names}",
+        2,
+    )
+    text, exit_code = others["pattern"]
+    assert exit_code == 2
+    assert text.startswith("adapter.target_modules: '.*query' cannot be adapted")
+    assert names in text
+    text, exit_code = others["saved"]
+    assert exit_code == 2
+    assert "adapter.modules_to_save: 'score' matches no module" in text
