@@ -50,10 +50,10 @@ WORDS = [
 ]
 
 
-def conversations(path: Path, tokenizer: Any, seed: int = 0) -> None:
+def conversations(path: Path, tokenizer: Any, count: int) -> None:
     """Rows whose lengths in tokens are lognormal; half of each is the assistant's."""
-    draw = np.random.default_rng(seed)
-    lengths = np.clip(draw.lognormal(np.log(MEDIAN), 0.9, ROWS), 16, LONGEST - 12).astype(int)
+    draw = np.random.default_rng(0)
+    lengths = np.clip(draw.lognormal(np.log(MEDIAN), 0.9, count), 16, LONGEST - 12).astype(int)
     with path.open("w") as file:
         for length in lengths.tolist():
             words = draw.choice(WORDS, length).tolist()
@@ -65,7 +65,7 @@ def conversations(path: Path, tokenizer: Any, seed: int = 0) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def packing(folder: Path, rounds: int) -> dict[str, Any]:
+def packing(folder: Path, num_rows: int, rounds: int) -> dict[str, Any]:
     """Target tokens per second, packed and padded, in turns."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -80,7 +80,7 @@ def packing(folder: Path, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     tokenizer = _train_byte_pairs(iter([" ".join(WORDS)] * 9), 400, MARKERS["chatml"])
     use_template(tokenizer, "chatml")
-    conversations(folder / "chats.jsonl", tokenizer)
+    conversations(folder / "chats.jsonl", tokenizer, num_rows)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -122,13 +122,13 @@ def packing(folder: Path, rounds: int) -> dict[str, Any]:
     ratios = [padded / packed for packed, padded in zip(seconds[True], seconds[False], strict=True)]
     return {
         "what": "packing",
-        "rows": ROWS,
+        "rows": num_rows,
         "target_tokens": tokens,
         "fill_rate": round(fill, 4),
         "packed_tokens_per_second": round(tokens / statistics.median(seconds[True])),
         "padded_tokens_per_second": round(tokens / statistics.median(seconds[False])),
         "ratio": round(statistics.median(ratios), 3),
-        "ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
+        "ratio_quartiles": [round(float(q), 3) for q in np.percentile(ratios, (25, 75))],
     }
 
 
@@ -179,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON lines to add to")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the file that is tokenised")
+    parser.add_argument("--rows", type=int, default=ROWS, help="conversations that are packed and padded")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of packing and padding")
     parser.add_argument("--tokenise", nargs=3, metavar=("FILE", "CACHE", "MAX_LENGTH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -189,7 +190,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows.append(packing(folder, options.rounds))
+        rows.append(packing(folder, options.rows, options.rounds))
         print(json.dumps(rows[-1]))
         for kind, max_length in (("conversations", 1024), ("text", 2048)):
             large_file(folder / f"{kind}.jsonl", options.gigabytes, kind)

@@ -8,11 +8,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -103,6 +106,24 @@ def _is_matrix(module: nn.Module) -> bool:
 def _child_names(model: nn.Module) -> str:
     own = {path.rpartition(".")[2] for path, module in model.named_modules() if list(module.parameters(False))}
     return ", ".join(sorted(own))
+
+
+@contextmanager
+def adapters_off(model: peft.PeftModel) -> Iterator[None]:
+    """The base's forward, for a reference.
+
+    peft's own `disable_adapter` also switches `requires_grad` of whatever parameters stand in the modules just
+    then, sharded ones or gathered ones; what FSDP2 makes of these meanwhile would stay so.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    was_off = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, off in zip(layers, was_off, strict=True):
+            layer._disable_adapters = off
 
 
 def trainable_share(model: nn.Module) -> tuple[int, int]:

@@ -40,9 +40,13 @@ class Metrics:
     Args:
         path: the JSON-lines file; made on the first record.
         num_steps: length of the run, for the progress bar.
+        unit: what the objective counts, for the console.
     """
 
-    def __init__(self, accelerator: Accelerator, path: Path, logging: LoggingSection, num_steps: int) -> None:
+    def __init__(
+        self, accelerator: Accelerator, path: Path, logging: LoggingSection, num_steps: int, unit: str = "tokens"
+    ) -> None:
+        self._unit = unit
         self.records: list[dict[str, Any]] = []
         self._accelerator = accelerator
         self._path = path
@@ -72,7 +76,7 @@ class Metrics:
     def train(self, record: dict[str, Any]) -> None:
         """One optimizer step; `record` holds all of section 9's train keys but `split`."""
         self._write({"split": "train", **record})
-        facts = _train_facts(record)
+        facts = _train_facts(record, self._unit)
         self._bar.update(self._task, completed=record["step"], facts=facts)
         due = record["step"] % self._every_steps == 0 or record["step"] == self._num_steps
         if due and not self._console.is_terminal:
@@ -121,13 +125,13 @@ def _progress_bar(console: Console) -> Progress:
     )
 
 
-def _train_facts(record: dict[str, Any]) -> str:
+def _train_facts(record: dict[str, Any], unit: str) -> str:
     device_bytes = record["peak_device_bytes"]
     memory = f"{device_bytes / GIB:.2f} GiB" if device_bytes else f"{record['peak_host_bytes'] / GIB:.2f} GiB host"
     mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
     return (
         f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
-        f"{record['tokens_per_second']:,.0f} tokens/s  peak {memory}{mfu}"
+        f"{record['tokens_per_second']:,.0f} {unit}/s  peak {memory}{mfu}"
     )
 
 

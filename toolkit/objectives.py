@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+import peft
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.adapters import base_of
+from toolkit.adapters import adapters_off, base_of
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.errors import BadInputError
 from toolkit.models import attention_of
+from toolkit.preference import LOSSES, Loss, Pairs, sequence_log_probabilities
 from toolkit.recipe import ObjectiveSection
 
 
 class Objective(Protocol):
-    """One kind of training."""
+    """One kind of training. `unit`: what it counts."""
+
+    @property
+    def unit(self) -> str: ...
 
     def count_targets(self, batch: Batch) -> int:
         """Terms of the loss's sum in a micro-batch."""
@@ -46,6 +52,8 @@ class CausalLM:
     Args:
         packed: whether documents share samples.
     """
+
+    unit = "tokens"
 
     def __init__(self, model: nn.Module, packed: bool = True) -> None:
         self._takes_positions = "position_ids" in inspect.signature(base_of(model).forward).parameters
@@ -96,6 +104,8 @@ class SequenceClassification:
         class_weights: w, one for each class; None: 1.
     """
 
+    unit = "rows"
+
     def __init__(self, model: nn.Module, num_classes: int, class_weights: list[float] | None = None) -> None:
         accepted = inspect.signature(base_of(model).forward).parameters
         self._inputs = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in accepted]
@@ -138,9 +148,85 @@ class SequenceClassification:
         }
 
 
+class Preference:
+    """Chosen completions over rejected ones; the loss of `toolkit.preference` summed over the pairs.
+
+    The reference's log-probabilities come with the batch, or are those of the model with its adapters off.
+    """
+
+    unit = "pairs"
+
+    def __init__(self, model: nn.Module, loss: Loss, settings: Mapping[str, float | None], packed: bool) -> None:
+        self.loss = loss
+        self._settings = settings
+        self._causal = CausalLM(model, packed)
+        self._adapted = model if isinstance(model, peft.PeftModel) else None
+
+    @property
+    def needs_references(self) -> bool:
+        """Whether the reference's log-probabilities must come with each batch."""
+        return self.loss.needs_reference and self._adapted is None
+
+    def count_targets(self, batch: Batch) -> int:
+        """Pairs with something to learn."""
+        return int(torch.unique(batch["segments"][batch["labels"] != IGNORED] // 2).numel())
+
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(B, T, V)."""
+        return self._causal.logits(model, batch)
+
+    def log_probabilities(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the chosen and the rejected completion of each pair, and their target tokens, each (P, 2)."""
+        num_segments = int(batch["segments"].max()) + 1
+        logits = self.logits(model, batch)
+        sums, counts = sequence_log_probabilities(logits, batch["labels"], batch["segments"], num_segments)
+        return sums.view(-1, 2), counts.view(-1, 2)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        losses, _, counted = self._compared(model, batch)
+        return losses.masked_fill(~counted, 0.0).sum()
+
+    def _compared(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+        """Losses, figures and which pairs count, each (P,)."""
+        reference = self._reference(model, batch)
+        sums, counts = self.log_probabilities(model, batch)
+        of_reference = () if reference is None else (reference[:, 0], reference[:, 1])
+        pairs = Pairs(sums[:, 0], sums[:, 1], counts[:, 0], counts[:, 1], *of_reference)
+        losses, figures = self.loss(pairs, self._settings)
+        return losses, figures, (counts > 0).all(dim=1)
+
+    def _reference(self, model: nn.Module, batch: Batch) -> torch.Tensor | None:
+        """Log-probabilities (P, 2); None where the loss needs none."""
+        if not self.loss.needs_reference:
+            return None
+        if self._adapted is None:
+            return batch["reference"]
+        was_training = model.training
+        with torch.no_grad(), adapters_off(self._adapted):
+            sums, _ = self.log_probabilities(model.eval(), batch)
+        model.train(was_training)
+        return sums
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        losses, figures, counted = self._compared(model, batch)
+        kept = [losses, counted.float(), *(figures[name] for name in FIGURES if name in figures)]
+        return torch.stack([values.double().masked_fill(~counted, 0.0).sum() for values in kept])
+
+    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
+        """Means over the pairs: loss, rewards, their margin, how often it is positive, and KL to the reference."""
+        pairs = max(1.0, sums[1])
+        names = FIGURES if self.loss.needs_reference else FIGURES[:-1]
+        figures = {name: value / pairs for name, value in zip(names, sums[2:], strict=True)}
+        return {"loss": sums[0] / pairs, "pairs": int(sums[1]), **figures}
+
+
+FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward", "kl")
+"""Figures of an evaluation of preferences; the last where there is a reference."""
+
+
 def build_objective(
     section: ObjectiveSection, model: nn.Module, packed: bool, label_counts: dict[str, int] | None
-) -> CausalLM | SequenceClassification:
+) -> CausalLM | SequenceClassification | Preference:
     """The recipe's objective.
 
     Args:
@@ -150,6 +236,9 @@ def build_objective(
     Raises:
         BadInputError: a model that cannot be trained so, or class weights of another number than classes.
     """
+    if section.kind == "preference":
+        given = {key: getattr(section, key) for key in ("beta", "label_smoothing", "gamma", "odds_weight")}
+        return Preference(model, LOSSES[section.loss or "dpo"], given, packed)
     if label_counts is None:
         return CausalLM(model, packed)
     return SequenceClassification(model, len(label_counts), _class_weights(section, label_counts))

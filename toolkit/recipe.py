@@ -113,6 +113,8 @@ class ColumnsSection(Section):
     instruction: str | None = Field(None, description="Task, answered by `output` (`instruction`).")
     input: str | None = Field(None, description="What the instruction is about, if anything (`input`).")
     output: str | None = Field(None, description="Answer to the instruction (`output`).")
+    chosen: str | None = Field(None, description="Preferred completion: text or messages (`chosen`).")
+    rejected: str | None = Field(None, description="The other completion: text or messages (`rejected`).")
     text: str | None = Field(None, description="Text, all of which is trained on or classified (`text`).")
     text_pair: str | None = Field(None, description="Second text of a pair to classify.")
     label: str | None = Field(None, description="Class of a text (`label`).")
@@ -206,13 +208,32 @@ class DataSection(Section):
         return self.validation is not None or self.validation_fraction is not None
 
 
+PREFERENCE_SETTINGS = {
+    "dpo": ("beta", "label_smoothing"),
+    "ipo": ("beta",),
+    "simpo": ("beta", "gamma"),
+    "orpo": ("odds_weight",),
+}
+"""Preference loss -> the settings that have an effect on it; their defaults stand in toolkit/preference.py."""
+
+
 class ObjectiveSection(Section):
     """What is minimised."""
 
-    kind: Literal["causal_lm", "sequence_classification"] = Field(
+    kind: Literal["causal_lm", "sequence_classification", "preference"] = Field(
         "causal_lm",
-        description="causal_lm: next-token cross-entropy. sequence_classification: cross-entropy of a text's class.",
+        description="causal_lm: next-token cross-entropy. sequence_classification: cross-entropy of a text's class. "
+        "preference: chosen completions over rejected ones.",
     )
+    loss: Literal["dpo", "ipo", "simpo", "orpo"] | None = Field(
+        None, description="Preference loss (arXiv 2305.18290, 2310.12036, 2405.14734, 2403.07691); null: dpo."
+    )
+    beta: PositiveFloat | None = Field(None, description="dpo, ipo (null: 0.1) and simpo (null: 2): scale of rewards.")
+    label_smoothing: float | None = Field(
+        None, ge=0.0, lt=0.5, description="dpo: share of pairs taken to be the wrong way round; null: 0."
+    )
+    gamma: float | None = Field(None, ge=0.0, description="simpo: margin to reach; null: 1.")
+    odds_weight: PositiveFloat | None = Field(None, description="orpo: weight of the odds ratio; null: 0.1.")
     labels: list[str] | None = Field(
         None, description="Names of the classes in the order of their numbers; null: those of data.train, sorted."
     )
@@ -226,9 +247,25 @@ class ObjectiveSection(Section):
             for key in ("labels", "class_weights"):
                 if getattr(self, key) is not None:
                     raise _contradiction(f"objective.{key} has no effect with objective.kind {self.kind}; remove it")
+        self._check_preference()
         if self.labels is not None and (len(set(self.labels)) < 2 or len(set(self.labels)) < len(self.labels)):
             raise _contradiction("objective.labels: needs two names or more, all different")
         return self
+
+    def _check_preference(self) -> None:
+        settings = ("beta", "label_smoothing", "gamma", "odds_weight")
+        if self.kind != "preference":
+            for key in ("loss", *settings):
+                if getattr(self, key) is not None:
+                    raise _contradiction(f"objective.{key} has no effect with objective.kind {self.kind}; remove it")
+            return
+        loss = self.loss or "dpo"
+        for key in settings:
+            if getattr(self, key) is not None and key not in PREFERENCE_SETTINGS[loss]:
+                raise _contradiction(
+                    f"objective.{key} has no effect with objective.loss {loss}, which takes "
+                    f"{', '.join(PREFERENCE_SETTINGS[loss])}; remove it"
+                )
 
 
 class AdapterSection(Section):
@@ -461,10 +498,21 @@ class Recipe(Section):
             )
         if self.objective.kind == "sequence_classification":
             self._check_classification()
+        if self.objective.kind == "preference":
+            self._check_pairs()
         self._check_adapter()
         if not self.export.enabled and self.export.model_fields_set - {"enabled"}:
             raise _contradiction("settings of export have no effect with export.enabled: false")
         return self
+
+    def _check_pairs(self) -> None:
+        what = "with objective.kind preference"
+        if self.data.streaming:
+            raise _contradiction(f"data.streaming is not possible {what}; remove it")
+        if self.data.long_rows in ("split", "truncate"):
+            raise _contradiction(f"data.long_rows {self.data.long_rows} is not possible {what}; allowed: error, drop")
+        if self.data.targets is not None:
+            raise _contradiction(f"data.targets has no effect {what}: completions are compared; remove it")
 
     def _check_adapter(self) -> None:
         if self.adapter.kind == "none" and self.export.merge:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,10 @@ from toolkit.checkpoint.reader import find, same_run
 from toolkit.checkpoint.session import RunCheckpoints
 from toolkit.data import build, tokenizer
 from toolkit.data.build import TokenisedData
+from toolkit.data.cache import cache_folder
 from toolkit.data.command import write_data_report
 from toolkit.data.loader import TrainLoader, evaluation_batches
-from toolkit.data.samples import Batch, TextSamples
+from toolkit.data.samples import Batch, PairSamples, TextSamples
 from toolkit.data.show import show_report
 from toolkit.data.stream import StreamLoader, describe_stream
 from toolkit.data_page import DATA_PAGE
@@ -43,9 +44,10 @@ from toolkit.errors import BadInputError
 from toolkit.export import ExportSettings, export, reload, sample_text, verify, write_configuration
 from toolkit.leaks import check_leaks
 from toolkit.metrics import GIB, Metrics, flops_per_token, peak_flops
-from toolkit.objectives import CausalLM, Objective, SequenceClassification, build_objective
+from toolkit.objectives import CausalLM, Objective, Preference, SequenceClassification, build_objective
 from toolkit.optim import build_optimizer, build_schedule
 from toolkit.recipe import OFFLOAD_DETAILS, Recipe, steps_of_run
+from toolkit.reference import identity_of, with_reference
 from toolkit.report import RunSummary, write_report
 from toolkit.sharding.apply import PRECISIONS, Checkpointing, checkpoint_blocks
 from toolkit.sharding.offload import OffloadSettings
@@ -108,7 +110,7 @@ class Parts:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    objective: CausalLM | SequenceClassification
+    objective: CausalLM | SequenceClassification | Preference
     tokenizer: PreTrainedTokenizerBase
     data: TokenisedData
     windows: TrainLoader | StreamLoader
@@ -272,8 +274,7 @@ def _require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> None
 def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin) -> Parts:
     """Tokenizer, data, model, optimizer, in this order; the model is sharded and has its weights."""
     training = recipe.training
-    classification = recipe.objective.kind == "sequence_classification"
-    tokens = tokenizer.load(recipe.model, recipe.data, classification)
+    tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
     model = models.load(recipe.model, tokens, training.seed, data.label_names, recipe.adapter)
     require_room(model, tokens, recipe)
@@ -286,6 +287,8 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     optimizer = build_optimizer(model, recipe.optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     leaks = _check_leaks(accelerator, recipe, model, objective, data)
+    if isinstance(objective, Preference) and objective.needs_references:
+        data = _with_references(accelerator, recipe, model, objective, data)
     windows = build_windows(
         recipe,
         data,
@@ -307,6 +310,20 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     if plugin.engine is not None:
         facts["offload"] = plugin.engine.describe()
     return Parts(model, optimizer, objective, tokens, data, windows, num_steps, facts)
+
+
+def _with_references(
+    accelerator: Accelerator, recipe: Recipe, model: nn.Module, objective: Preference, data: TokenisedData
+) -> TokenisedData:
+    """The data with the log-probabilities of the model before its first step."""
+    found: dict[str, Any] = {}
+    for split, samples in (("train", data.train), ("validation", data.validation)):
+        if isinstance(samples, PairSamples):
+            precision, seed = accelerator.mixed_precision, recipe.training.seed
+            identity = identity_of(recipe.model, precision, data.fingerprint, seed, split)
+            size, cache = recipe.training.micro_batch_size, cache_folder(recipe.data)
+            found[split] = with_reference(accelerator, model, objective, samples, size, cache, identity)
+    return replace(data, **found)
 
 
 def build_windows(
@@ -405,9 +422,12 @@ def _fit_and_export(
         parts.num_steps, num_positions = _rest_of_run(recipe, parts, found[1])
         console.print(_resumed_from(*found), markup=False)
     optimizer = inner_optimizer(parts.optimizer)
+    metrics_file, unit = output_dir / "metrics.jsonl", parts.objective.unit
     with (
         StopRequests(recipe.checkpoint.time_limit_minutes) as stop,
-        Metrics(accelerator, output_dir / "metrics.jsonl", recipe.logging, parts.num_steps) as metrics,
+        Metrics(
+            accelerator, output_dir / "metrics.jsonl", recipe.logging, parts.num_steps, parts.objective.unit
+        ) as metrics,
     ):
         schedule = build_schedule(optimizer, recipe.schedule, parts.num_steps)
         trainer = Trainer(

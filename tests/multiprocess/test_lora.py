@@ -172,7 +172,9 @@ def other_runs(folder: Path) -> dict[str, Any]:
     for dtype in ("float32", "bfloat16"):
         for offload in ("none", "optimizer"):
             values = recipe(folder, f"{dtype}-{offload}", {"r": 2}, mixed_precision="bf16", **size)
-            run(f"{dtype}-{offload}", values, model={"dtype": dtype}, sharding={"strategy": "zero3", "offload": offload})
+            run(
+                f"{dtype}-{offload}", values, model={"dtype": dtype}, sharding={"strategy": "zero3", "offload": offload}
+            )
     merged = {"merge": True, "max_shard_gib": 0.0001}
     for case in ("linear", "dora"):
         run(f"merged-{case}", recipe(folder, f"merged-{case}", CASES[case][0], **size), export=merged)

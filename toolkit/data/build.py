@@ -17,7 +17,7 @@ from toolkit.data.documents import read_documents, write_documents
 from toolkit.data.encode import Encoder
 from toolkit.data.layouts import recognise
 from toolkit.data.packing import Pieces, best_fit
-from toolkit.data.samples import LabelledSamples, Rows, Samples, TextSamples
+from toolkit.data.samples import LabelledSamples, PairSamples, Rows, Samples, TextSamples
 from toolkit.data.selection import Selection, cut, hold_out, one_pass, select
 from toolkit.data.sources import Source, glimpse, identify, open_source
 from toolkit.data.stream import Stream, Window, describe_stream
@@ -86,6 +86,7 @@ class Builder:
         self.seed = seed
         self.objective = objective
         self.classification = objective.kind == "sequence_classification"
+        self.preference = objective.kind == "preference"
         self.packed = data.packing if data.packing is not None else not self.classification
         self.cache = cache_folder(data)
 
@@ -115,14 +116,14 @@ class Builder:
 
     def _tokenised_source(self, section: SourceSection, field: str) -> Path:
         source = open_source(section, field)
-        layout = recognise(source, self.data.columns, self.classification)
+        layout = recognise(source, self.data.columns, self.objective.kind)
         encoder = self._encoder(source, layout.kind)
         key = digest(
             "documents",
             identify(section, field),
             identity(self.tokenizer),
             [layout.kind, layout.columns, layout.label_names],
-            [encoder.targets, encoder.truncate_to],
+            [encoder.targets, encoder.truncate_to, encoder.objective],
         )
         return kept(
             self.cache / f"documents-{key}",
@@ -130,7 +131,7 @@ class Builder:
         )
 
     def _encoder(self, source: Source, layout: str) -> Encoder:
-        conversation = layout not in ("text", "text and label", "prompt and completion")
+        conversation = layout not in ("text", "text and label", "prompt and completion", "chosen and rejected")
         if conversation and not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
                 f"{source.field}: {source.name!r} holds conversations ({layout}), and the tokenizer has no chat "
@@ -141,7 +142,8 @@ class Builder:
                 f"data.targets: {self.data.targets} has no effect on {source.name!r}, which holds plain text; remove it"
             )
         cut = self.data.max_length if self.classification and self.data.long_rows == "truncate" else None
-        return Encoder(self.tokenizer, self.data.targets or "assistant", self.classification, cut)
+        targets = "last_turn" if self.preference else self.data.targets or "assistant"
+        return Encoder(self.tokenizer, targets, self.objective.kind, cut)
 
     def _rows(self, folders: list[Path], weighted: bool) -> Rows:
         weights = [source.weight for source in self.data.train] if weighted and folders else [None] * len(folders)
@@ -187,7 +189,7 @@ class Builder:
             "max_length": self.data.max_length,
             "packing": self.packed,
             "long_rows": policy,
-            "targets": None if self.classification else self.data.targets or "assistant",
+            "targets": None if self.classification or self.preference else self.data.targets or "assistant",
             "chat_template": self.data.chat_template or own,
             "streaming": self.data.streaming,
         }
@@ -240,7 +242,7 @@ class Builder:
     def first_window(self) -> tuple[Stream, Window]:
         """The stream of the training rows, and its first window. Raises DataError as `Stream.windows` does."""
         opened = [open_source(section, "data.train", streaming=True) for section in self.data.train]
-        sources = [(source, recognise(source, self.data.columns, classification=False)) for source in opened]
+        sources = [(source, recognise(source, self.data.columns, self.objective.kind)) for source in opened]
         encoders = [self._encoder(source, layout.kind) for source, layout in sources]
         stream = Stream(
             sources,
@@ -285,6 +287,9 @@ class Builder:
         if self.classification:
             return LabelledSamples(rows, arrays["row"], arrays["label"], length, pad)
         pieces = Pieces(arrays["row"], arrays["start"], arrays["stop"])
+        if self.preference:
+            splits = rows.column("split")
+            return PairSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, splits)
         return TextSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad)
 
 

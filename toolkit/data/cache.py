@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.places import user_cache
 from toolkit.recipe import DataSection
 
-FORMAT = 1
+FORMAT = 2
 """Part of every digest; raised when what is stored changes."""
 
 

@@ -21,7 +21,7 @@ def look_at_data(recipe: Recipe, output: Path | None) -> dict[str, Any]:
     Raises:
         BadInputError: as a run of the recipe would, about its data or its tokenizer.
     """
-    tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind == "sequence_classification")
+    tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     report = build.build(recipe.data, tokens, recipe.training.seed, recipe.objective).report
     if output is not None:
         write_data_report(output, recipe, report)

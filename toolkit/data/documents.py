@@ -31,6 +31,7 @@ FEATURES = datasets.Features(
         "problem": datasets.Value("string"),
         "digest": datasets.Value("int64"),
         "label": datasets.Value("string"),
+        "split": datasets.Value("int32"),
         "shard": datasets.Value("int32"),
     }
 )

@@ -16,6 +16,8 @@ from toolkit.data.problem import RowProblem
 from toolkit.data.sources import Row
 from toolkit.errors import DataError
 
+SIDES = ("chosen", "rejected")
+
 Document = dict[str, Any]
 """A row of `toolkit.data.documents.FEATURES`, but for its shard."""
 
@@ -35,23 +37,23 @@ class Encoder:
 
     Attributes:
         targets: what of a conversation, or of a prompt and its completion, is learned.
-        classification: rows are texts with a class; special tokens are the model's own.
+        objective: `objective.kind` of the recipe. Texts to classify get the model's own special tokens.
         truncate_to: tokens to which a text to classify is cut, special tokens kept; None: not cut.
     """
 
     tokenizer: PreTrainedTokenizerBase
     targets: Targets = "assistant"
-    classification: bool = False
+    objective: str = "causal_lm"
     truncate_to: int | None = None
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
         """A document for each row; one without tokens, but with the reason, where a row cannot be used."""
         examples = [_attempt(layout.example, row) for row in rows]
-        if self.classification:
+        if self.objective == "sequence_classification":
             return self._classified(examples)
-        prepared = [example if isinstance(example, RowProblem) else self._prepare(example) for example in examples]
-        encoded = iter(self._encode([item for item in prepared if isinstance(item, _Prepared)]))
-        return [_unusable(item) if isinstance(item, RowProblem) else next(encoded) for item in prepared]
+        if self.objective == "preference":
+            return self._compared(examples)
+        return self._encoded(examples)
 
     def _prepare(self, example: Example) -> _Prepared | RowProblem:
         if isinstance(example, Conversation):
@@ -99,6 +101,17 @@ class Encoder:
             ids, targets = [*ids, eos], [*targets, True]
         return document_of(ids, [False, *targets[1:]])  # nothing precedes the first token
 
+    def _compared(self, examples: list[Example | RowProblem]) -> list[Document]:
+        """A document for each pair: the chosen one's tokens, and after `split` of them the rejected one's."""
+        sides = [[pair if isinstance(pair, RowProblem) else getattr(pair, side) for pair in examples] for side in SIDES]
+        chosen, rejected = (self._encoded(side) for side in sides)
+        return [_joined(*pair) for pair in zip(chosen, rejected, strict=True)]
+
+    def _encoded(self, examples: list[Example | RowProblem]) -> list[Document]:
+        prepared = [example if isinstance(example, RowProblem) else self._prepare(example) for example in examples]
+        encoded = iter(self._encode([item for item in prepared if isinstance(item, _Prepared)]))
+        return [_unusable(item) if isinstance(item, RowProblem) else next(encoded) for item in prepared]
+
     def _classified(self, examples: list[Example | RowProblem]) -> list[Document]:
         good = [example for example in examples if isinstance(example, Labelled)]
         encoded = iter(self._encode_texts(good))
@@ -137,7 +150,16 @@ def document_of(ids: list[int], targets: list[bool], label: str | None = None) -
         "problem": None if num_targets else "nothing to learn",
         "digest": int.from_bytes(content.digest(), signed=True),
         "label": label,
+        "split": 0,
     }
+
+
+def _joined(chosen: Document, rejected: Document) -> Document:
+    problem = chosen["problem"] or rejected["problem"]
+    if problem is not None:
+        return _unusable(RowProblem(problem))
+    both = [chosen[key] + rejected[key] for key in ("input_ids", "targets")]
+    return {**document_of(*both), "split": chosen["length"]}
 
 
 def _unusable(problem: RowProblem) -> Document:

@@ -68,7 +68,16 @@ class Labelled:
 MAX_LEVELS = 100
 """Deepest nesting of a row's tools and calls; templates and Python's JSON give up at some hundreds."""
 
-Example = Text | Answer | Conversation | Labelled
+
+@dataclass(frozen=True)
+class Pair:
+    """One completion preferred over the other; what comes before them is the same."""
+
+    chosen: Answer | Conversation
+    rejected: Answer | Conversation
+
+
+Example = Text | Answer | Conversation | Labelled | Pair
 
 KINDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -77,6 +86,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "instruction and output": ("instruction", "output"),
     "text": ("text",),
     "text and label": ("text", "label"),
+    "chosen and rejected": ("chosen", "rejected"),
 }
 """Layout -> the columns that it cannot do without."""
 
@@ -87,7 +97,15 @@ OPTIONAL = {
     "instruction and output": ("input", "system"),
     "text": (),
     "text and label": ("text_pair",),
+    "chosen and rejected": ("prompt", "system", "tools"),
 }
+
+LAYOUTS_OF = {
+    "causal_lm": [kind for kind in KINDS if kind not in ("text and label", "chosen and rejected")],
+    "sequence_classification": ["text and label"],
+    "preference": ["chosen and rejected"],
+}
+"""Objective -> the layouts that it can learn from, in the order in which they are looked for."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +131,8 @@ class Layout:
             return Text(_text(values["text"], self.columns["text"]))
         if self.kind == "text and label":
             return self._labelled(values)
+        if self.kind == "chosen and rejected":
+            return _pair(values, self.columns)
         if self.kind == "prompt and completion":
             return _answer(values, self.columns)
         if self.kind == "instruction and output":
@@ -129,8 +149,11 @@ class Layout:
         )
 
 
-def recognise(source: Source, columns: ColumnsSection, classification: bool) -> Layout:
+def recognise(source: Source, columns: ColumnsSection, objective: str) -> Layout:
     """The layout of a source.
+
+    Args:
+        objective: `objective.kind` of the recipe.
 
     Raises:
         DataError: where its columns are of no known layout, or one that the recipe names is not there.
@@ -142,7 +165,7 @@ def recognise(source: Source, columns: ColumnsSection, classification: bool) -> 
                 f"{source.field}: {source.name!r} has no column {name!r} (data.columns.{what}); {_has(source)}"
             )
     usual = {**{what: what for what in ColumnsSection.model_fields}, **by_hand}
-    candidates = ["text and label"] if classification else [kind for kind in KINDS if kind != "text and label"]
+    candidates = LAYOUTS_OF[objective]
     for kind in candidates:
         sharegpt = kind == "conversations" and "messages" not in by_hand
         names = {**usual, "messages": "conversations"} if sharegpt else usual
@@ -174,6 +197,8 @@ def texts_of(example: Example) -> list[str]:
         return [example.prompt + example.completion]
     if isinstance(example, Labelled):
         return [example.text, *([example.text_pair] if example.text_pair is not None else [])]
+    if isinstance(example, Pair):
+        return [*texts_of(example.chosen), *texts_of(example.rejected)]
     return [message["content"] for message in example.messages if message["content"]]
 
 
@@ -234,6 +259,31 @@ def _answer(values: dict[str, Any], columns: dict[str, str]) -> Example:
         answered = _messages(completion, columns["completion"])
         return _conversation([*asked, *answered], _tools(values.get("tools")))
     return Answer(_text(prompt, columns["prompt"]), _text(completion, columns["completion"]))
+
+
+def _pair(values: dict[str, Any], columns: dict[str, str]) -> Pair:
+    """Both completions after the prompt; without one, it is what both conversations begin with."""
+    sides: list[Answer | Conversation] = []
+    for side in ("chosen", "rejected"):
+        if values.get("prompt") is None and isinstance(values[side], str):
+            raise RowProblem(f"{columns['prompt']} is missing or null")
+        prompt = values.get("prompt") if values.get("prompt") is not None else []
+        if isinstance(values[side], list) or isinstance(prompt, list):
+            asked = _messages(prompt, columns["prompt"]) if prompt else []
+            if isinstance(prompt, str):
+                asked = [{"role": "user", "content": _text(prompt, columns["prompt"])}]
+            answered = _messages(values[side], columns[side])
+            messages = _with_system([*asked, *answered], values.get("system"))
+            sides.append(_conversation(messages, _tools(values.get("tools"))))
+        else:
+            sides.append(Answer(_text(prompt, columns["prompt"]), _text(values[side], columns[side])))
+    chosen, rejected = sides
+    if chosen == rejected:
+        raise RowProblem(f"{columns['chosen']} and {columns['rejected']} are the same")
+    before = [side.messages[:-1] for side in sides if isinstance(side, Conversation)]
+    if before and before[0] != before[-1]:
+        raise RowProblem(f"{columns['chosen']} and {columns['rejected']} differ before the last message")
+    return Pair(chosen, rejected)
 
 
 def _instruction(values: dict[str, Any], columns: dict[str, str]) -> Conversation:

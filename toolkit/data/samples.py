@@ -143,6 +143,50 @@ def stack(samples: list[dict[str, Any]]) -> Batch:
 
 
 @dataclass(frozen=True)
+class PairSamples(TextSamples):
+    """For preferences: as `TextSamples`, both completions of a pair in one sample, and `segments` (B, T).
+
+    A segment is a completion with its prompt: of the batch's i-th pair 2 i is the chosen one, 2 i + 1 the
+    rejected one; padding is -1. With a reference `reference` is (P, 2), for P pairs.
+
+    Attributes:
+        splits: tokens of the chosen completion of each row.
+        reference: log-probabilities of both completions of each row, (rows, 2); None: there are none.
+    """
+
+    splits: Any = None
+    reference: Any = None
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        batch = super().batch(numbers)
+        segments = torch.full_like(batch["input_ids"], -1)
+        first = 0
+        for i, number in enumerate(numbers):
+            lengths = [len(ids) for ids, _ in self.tokens(number)]
+            owners = torch.repeat_interleave(torch.arange(first, first + len(lengths)), torch.tensor(lengths))
+            segments[i, : len(owners)] = owners
+            first += len(lengths)
+        batch["segments"] = segments
+        if self.reference is not None:
+            rows = [row for number in numbers for row in self.pairs(number)]
+            batch["reference"] = torch.from_numpy(self.reference[rows])
+        return batch
+
+    def pairs(self, number: int) -> list[int]:
+        """Rows of the pairs in a sample."""
+        first = self.ends[number - 1] if number else 0
+        return self.pieces.row[first : self.ends[number]].tolist()  # type: ignore[no-any-return]
+
+    def tokens(self, number: int) -> list[tuple[Any, Any]]:
+        """`(input_ids, targets)` of the chosen and the rejected completion of each pair."""
+        parts = []
+        for row in self.pairs(number):
+            (ids, targets), split = self.rows.tokens(row), int(self.splits[row])
+            parts += [(ids[:split], targets[:split]), (ids[split:], targets[split:])]
+        return parts
+
+
+@dataclass(frozen=True)
 class LabelledSamples:
     """For classification: `input_ids`, `attention_mask`, `token_type_ids`, each (B, T), and `labels` (B,).
 

@@ -27,23 +27,23 @@ END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
 
 
-def load(model: ModelSection, data: DataSection, classification: bool = False) -> PreTrainedTokenizerBase:
+def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -> PreTrainedTokenizerBase:
     """The recipe's tokenizer, with its chat template; a trained one is trained once and kept by content.
 
     Args:
-        classification: rows are texts with a class.
+        objective: `objective.kind` of the recipe, which says what the rows hold.
 
     Raises:
         BadInputError: where there is none at the name or path.
     """
-    tokenizer = _load(model, data, classification)
+    tokenizer = _load(model, data, objective)
     use_template(tokenizer, data.chat_template)
     return tokenizer
 
 
-def _load(model: ModelSection, data: DataSection, classification: bool) -> PreTrainedTokenizerBase:
+def _load(model: ModelSection, data: DataSection, objective: str) -> PreTrainedTokenizerBase:
     if model.train_tokenizer_vocab_size is not None:
-        folder = train(data, model.train_tokenizer_vocab_size, classification)
+        folder = train(data, model.train_tokenizer_vocab_size, objective)
         return PreTrainedTokenizerFast.from_pretrained(folder)
     name = model.tokenizer or model.name_or_path
     assert name is not None
@@ -56,7 +56,7 @@ def _load(model: ModelSection, data: DataSection, classification: bool) -> PreTr
         raise BadInputError(f"{field}: no tokenizer can be loaded from {name!r}: {first_line(error)}") from error
 
 
-def train(data: DataSection, vocab_size: int, classification: bool = False) -> Path:
+def train(data: DataSection, vocab_size: int, objective: str = "causal_lm") -> Path:
     """Trains a byte-level byte-pair tokenizer on the training rows; the folder it is kept in.
 
     Reference: Sennrich et al., arXiv 1508.07909; byte level as in GPT-2.
@@ -64,20 +64,20 @@ def train(data: DataSection, vocab_size: int, classification: bool = False) -> P
     markers = MARKERS[data.chat_template] if data.chat_template is not None else []
 
     def write(folder: Path) -> None:
-        _train_byte_pairs(_texts(data, classification), vocab_size, markers).save_pretrained(folder)
+        _train_byte_pairs(_texts(data, objective), vocab_size, markers).save_pretrained(folder)
 
     def make() -> Path:
-        key = digest("tokenizer", identify_rows(data), vocab_size, markers, classification)
+        key = digest("tokenizer", identify_rows(data), vocab_size, markers, objective)
         return kept(cache_folder(data) / f"tokenizer-{key}", write)
 
     return ranks.on_each_host(make)
 
 
-def _texts(data: DataSection, classification: bool) -> Iterator[str]:
+def _texts(data: DataSection, objective: str) -> Iterator[str]:
     """The words of every usable row of `data.train`."""
     for section in data.train:
         source = open_source(section, "data.train")
-        layout = recognise(source, data.columns, classification)
+        layout = recognise(source, data.columns, objective)
         for row in (row for shard in source.shards for row in read(shard)):
             try:
                 yield from texts_of(layout.example(row))

@@ -1,0 +1,262 @@
+"""Losses on pairs of completions, one preferred over the other, as functions of log-probabilities; no model.
+
+A pair is a prompt with a chosen (w) and a rejected (l) completion. pi is the policy, that is the model in
+training; ref the model it started from; log pi(y|x) the sum of a completion's log-probabilities (nats); |y| its
+number of target tokens; sigma the logistic function. Losses are of one pair each, for the caller to average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from toolkit.data.samples import IGNORED
+from toolkit.errors import BadInputError
+
+CHUNK = 1024
+"""Positions whose logits are float32 at the same time."""
+
+Metrics = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """P pairs, each tensor (P,).
+
+    Attributes:
+        chosen: log pi(y_w|x) (nats).
+        rejected: log pi(y_l|x) (nats).
+        chosen_tokens: |y_w|.
+        rejected_tokens: |y_l|.
+        reference_chosen: log ref(y_w|x) (nats); None: there is no reference.
+        reference_rejected: log ref(y_l|x) (nats), where the other is.
+    """
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    chosen_tokens: torch.Tensor
+    rejected_tokens: torch.Tensor
+    reference_chosen: torch.Tensor | None = None
+    reference_rejected: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shapes = {name: tuple(value.shape) for name, value in vars(self).items() if value is not None}
+        if len(set(shapes.values())) > 1 or self.chosen.dim() != 1:
+            raise ValueError(f"every tensor of the pairs is (P,), got {shapes}")
+        if (self.reference_chosen is None) != (self.reference_rejected is None):
+            raise ValueError("a reference has log-probabilities of both the chosen and the rejected completions")
+
+    def log_ratios(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """log pi(y|x) - log ref(y|x) of chosen and rejected (nats), float32."""
+        if self.reference_chosen is None or self.reference_rejected is None:
+            raise ValueError("these pairs have no log-probabilities of a reference model")
+        return (
+            self.chosen.float() - self.reference_chosen.float(),
+            self.rejected.float() - self.reference_rejected.float(),
+        )
+
+    def means(self, chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What adds up over the tokens of chosen and rejected, per token; of a completion without targets 0."""
+        return chosen.float() / self.chosen_tokens.clamp_min(1), rejected.float() / self.rejected_tokens.clamp_min(1)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a loss makes of P pairs: its value and the rewards it implies, each (P,) and float32."""
+
+    losses: torch.Tensor
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+
+
+def dpo(pairs: Pairs, beta: float, label_smoothing: float) -> Terms:
+    """Direct preference optimisation (arXiv 2305.18290, eq. 7), conservative with label smoothing (its authors' cDPO).
+
+    -(1 - e) log sigma(h) - e log sigma(-h), h = beta (log pi/ref(y_w|x) - log pi/ref(y_l|x)); e is the label
+    smoothing. Reward: beta log pi/ref(y|x).
+    """
+    chosen, rejected = pairs.log_ratios()
+    margins = beta * (chosen - rejected)
+    losses = -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
+    return Terms(losses, beta * chosen, beta * rejected)
+
+
+def ipo(pairs: Pairs, beta: float) -> Terms:
+    """Identity preference optimisation (arXiv 2310.12036, eq. 17, whose tau is `beta`).
+
+    (log pi/ref(y_w|x) / |y_w| - log pi/ref(y_l|x) / |y_l| - 1 / (2 beta))^2. The paper writes no division by the
+    lengths, without which the same target would hold for completions of any length; TRL's DPOTrainer divides too,
+    and notes that the paper's authors confirmed this form. Reward: beta log pi/ref(y|x), not divided.
+    """
+    chosen, rejected = pairs.log_ratios()
+    chosen_mean, rejected_mean = pairs.means(chosen, rejected)
+    return Terms((chosen_mean - rejected_mean - 1 / (2 * beta)) ** 2, beta * chosen, beta * rejected)
+
+
+def simpo(pairs: Pairs, beta: float, gamma: float) -> Terms:
+    """Simple preference optimisation (arXiv 2405.14734, eq. 6): no reference, but a margin to reach.
+
+    -log sigma(beta log pi(y_w|x) / |y_w| - beta log pi(y_l|x) / |y_l| - gamma). Reward: beta log pi(y|x) / |y|
+    (eq. 4).
+    """
+    chosen, rejected = pairs.means(pairs.chosen, pairs.rejected)
+    return Terms(-F.logsigmoid(beta * (chosen - rejected) - gamma), beta * chosen, beta * rejected)
+
+
+def orpo(pairs: Pairs, odds_weight: float) -> Terms:
+    """Odds ratio preference optimisation (arXiv 2403.07691, eqs. 6 and 7): no reference, and learns the chosen.
+
+    NLL + lambda OR, where NLL = -log pi(y_w|x) / |y_w|, OR = -log sigma(log odds(y_w|x) - log odds(y_l|x)), and
+    odds(y|x) = p / (1 - p) of p = exp(log pi(y|x) / |y|) (eqs. 3 and 4); lambda is `odds_weight`. Reward:
+    log odds(y|x), which the loss compares; the paper gives no other. It orders completions as p does.
+    """
+    means = pairs.means(pairs.chosen, pairs.rejected)
+    chosen, rejected = (_log_odds(mean) for mean in means)
+    return Terms(-means[0] - odds_weight * F.logsigmoid(chosen - rejected), chosen, rejected)
+
+
+def _log_odds(log_probability: torch.Tensor) -> torch.Tensor:
+    """log(p / (1 - p)); of a p that float32 cannot tell from 1 it is that of the greatest it can, without gradient."""
+    below_zero = log_probability.clamp_max(-torch.finfo(log_probability.dtype).eps)
+    return below_zero - torch.log(-torch.expm1(below_zero))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A preference loss and what it takes.
+
+    Attributes:
+        name: in recipes.
+        needs_reference: whether pairs must have a reference's log-probabilities.
+        defaults: the settings that have an effect, and their values where none is given.
+        terms: of pairs and these settings.
+    """
+
+    name: str
+    needs_reference: bool
+    defaults: Mapping[str, float]
+    terms: Callable[..., Terms]
+
+    def problems(self, given: Mapping[str, float | None]) -> list[str]:
+        """What is wrong with settings, one line each that begins with the setting's name; None: not given."""
+        lines = [self._problem(name, value) for name, value in given.items() if value is not None]
+        return [line for line in lines if line is not None]
+
+    def _problem(self, name: str, value: float) -> str | None:
+        if name not in self.defaults:
+            return f"{name}: has no effect on {self.name}, which takes {', '.join(self.defaults)}; remove it"
+        wanted, fits = _RANGES[name]
+        return None if fits(value) else f"{name}: must be {wanted}, got {value}"
+
+    def settings(self, given: Mapping[str, float | None]) -> dict[str, float]:
+        """Every setting that has an effect, by default where it is not given.
+
+        Raises:
+            BadInputError: a setting out of its range or without effect.
+        """
+        problems = self.problems(given)
+        if problems:
+            raise BadInputError("; ".join(problems))
+        return {**self.defaults, **{name: value for name, value in given.items() if value is not None}}
+
+    def __call__(
+        self, pairs: Pairs, settings: Mapping[str, float | None] | None = None
+    ) -> tuple[torch.Tensor, Metrics]:
+        """Losses (P,), float32, and metrics, each (P,), float32 and without a graph.
+
+        Metrics:
+            chosen_reward, rejected_reward: as the loss defines it.
+            margin: the chosen's reward less the rejected's.
+            accuracy: 1 where the margin is above 0, else 0.
+            kl: where the pairs have a reference, the mean over chosen and rejected of log pi(y|x) - log ref(y|x)
+                (nats per completion). It would estimate KL(pi || ref) on completions drawn from the policy; on
+                these it tells how far the policy has moved, and is below 0 where they became less likely.
+
+        Raises:
+            BadInputError: see `settings`.
+            ValueError: pairs without the reference that the loss needs.
+        """
+        terms = self.terms(pairs, **self.settings(settings or {}))
+        return terms.losses, _metrics(pairs, terms)
+
+
+@torch.no_grad()
+def _metrics(pairs: Pairs, terms: Terms) -> Metrics:
+    chosen, rejected = terms.chosen.detach(), terms.rejected.detach()
+    margin = chosen - rejected
+    metrics = {
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+        "margin": margin,
+        "accuracy": (margin > 0).float(),
+    }
+    if pairs.reference_chosen is not None:
+        metrics["kl"] = torch.stack(pairs.log_ratios()).mean(dim=0)
+    return metrics
+
+
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "beta": ("a finite number above 0", lambda value: 0 < value < math.inf),
+    "label_smoothing": ("at least 0 and below 0.5", lambda value: 0 <= value < 0.5),
+    "gamma": ("a finite number of at least 0", lambda value: 0 <= value < math.inf),
+    "odds_weight": ("a finite number above 0", lambda value: 0 < value < math.inf),
+}
+
+LOSSES: dict[str, Loss] = {
+    loss.name: loss
+    for loss in (
+        Loss("dpo", True, {"beta": 0.1, "label_smoothing": 0.0}, dpo),
+        Loss("ipo", True, {"beta": 0.1}, ipo),
+        Loss("simpo", False, {"beta": 2.0, "gamma": 1.0}, simpo),
+        Loss("orpo", False, {"odds_weight": 0.1}, orpo),
+    )
+}
+"""By the name in recipes."""
+
+
+def sequence_log_probabilities(
+    logits: torch.Tensor, labels: torch.Tensor, segments: torch.Tensor, num_segments: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the targets of each document, summed, and how many they are.
+
+    The label at t is predicted by the logits at t - 1, so a document's first token is never a target.
+
+    Memory: float32 logits of `CHUNK` positions at a time, made again for the gradient; what is kept from the
+    forward to the backward pass is `logits` themselves.
+
+    Args:
+        logits: (B, T, V), of any floating type.
+        labels: (B, T), aligned with the tokens; `IGNORED`: no target.
+        segments: (B, T), the document each token belongs to, from 0 and below `num_segments`; -1: padding.
+        num_segments: S.
+
+    Returns:
+        Sums (S,), nats, float32, and counts (S,), int64; both 0 of a document without targets.
+    """
+    if logits.shape[:2] != labels.shape or labels.shape != segments.shape:
+        shapes = [tuple(tensor.shape) for tensor in (logits, labels, segments)]
+        raise ValueError(f"logits are (B, T, V), labels and segments (B, T); got {shapes}")
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # what each position predicts, and whose it is
+    owners = F.pad(segments[:, 1:], (0, 1), value=-1)
+    owners = owners.masked_fill((targets == IGNORED) | (owners != segments), -1).flatten()
+    rows, targets = logits.flatten(0, 1), targets.clamp_min(0).flatten()
+    chunks = zip(torch.split(rows, CHUNK), torch.split(targets, CHUNK), strict=True)
+    # Without gradient the checkpoint only calls the function.
+    each = torch.cat(
+        [checkpoint(_log_probabilities, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    )
+    # Compared and summed, not scattered: atomic additions on a GPU come in another order each time.
+    mine = owners == torch.arange(num_segments, device=owners.device)[:, None]  # (S, B * T)
+    return torch.where(mine, each, 0.0).sum(dim=1), mine.sum(dim=1)
+
+
+def _log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """(N,), float32, of targets (N,) under logits (N, V)."""
+    # Both of the float32 logits: in bfloat16 the two parts of the gradient, p - 1, would cancel to 0 for p near 1.
+    logits = logits.float()
+    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
