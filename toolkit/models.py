@@ -9,6 +9,7 @@ one at a time.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -75,11 +76,13 @@ def load(
     auto = AutoModelForCausalLM if label_names is None else AutoModelForSequenceClassification
     attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
     settings = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **attention}
+    rows = len(tokenizer) if model.add_tokens is not None else 0
     with init_empty_weights(include_buffers=False):
-        built = _of_kind(auto, config, settings)
+        built = _of_kind(auto, copy.deepcopy(config), settings)  # resizing changes the configuration
+        _make_rows(built, rows, mean_resizing=False)
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
-    weights: Weights = _weights(model, built, lambda: _whole_model(auto, model, config, settings, seed))
+    weights: Weights = _weights(model, built, lambda: _whole_model(auto, model, config, settings, seed, rows))
     if adapter is not None and adapter.kind == "lora":
         built = add_adapter(built, adapter, model.name_or_path, model.revision)
         weights = AdapterWeights(weights, built, seed)
@@ -226,16 +229,27 @@ def _weights(model: ModelSection, built: PreTrainedModel, make_whole: Callable[[
 
 
 def _whole_model(
-    auto: Any, model: ModelSection, config: PretrainedConfig, settings: dict[str, Any], seed: int
+    auto: Any, model: ModelSection, config: PretrainedConfig, settings: dict[str, Any], seed: int, rows: int
 ) -> nn.Module:
     """The model with its weights, on the host of this rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if model.name_or_path is None:
-            return auto.from_config(config, **settings)  # type: ignore[no-any-return]
-        return auto.from_pretrained(  # type: ignore[no-any-return]
-            model.name_or_path, config=config, revision=model.revision, **settings
-        )
+            whole: nn.Module = auto.from_config(config, **settings)
+        else:
+            name, revision = model.name_or_path, model.revision
+            whole = auto.from_pretrained(name, config=config, revision=revision, **settings)
+        _make_rows(whole, rows, mean_resizing=True)
+        return whole
+
+
+def _make_rows(model: PreTrainedModel, rows: int, mean_resizing: bool) -> None:
+    """Embeddings, and a head of its own, of at least so many rows; new ones are drawn around the mean of the old.
+
+    Reference: Hewitt, "Initializing new word embeddings for pretrained language models", 2021.
+    """
+    if rows > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(rows, mean_resizing=mean_resizing)
 
 
 def _model_folder(model: ModelSection) -> Path:

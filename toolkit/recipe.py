@@ -66,6 +66,9 @@ class ModelSection(Section):
     )
     trust_remote_code: bool = Field(False, description="Run Python code shipped with the model.")
     tokenizer: str | None = Field(None, description="Tokenizer's name or folder, if not the model's.")
+    add_tokens: list[str] | None = Field(
+        None, description="Special tokens added to the tokenizer; the embeddings get rows for them."
+    )
     train_tokenizer_vocab_size: int | None = Field(
         None, ge=300, description="Train a byte-pair tokenizer of this size on data.train (entries)."
     )
@@ -80,6 +83,8 @@ class ModelSection(Section):
             raise _contradiction("model.revision has no effect with model.config; remove one of them")
         if self.tokenizer is not None and self.train_tokenizer_vocab_size is not None:
             raise _contradiction("model.tokenizer and model.train_tokenizer_vocab_size contradict each other; set one")
+        if self.add_tokens is not None and self.train_tokenizer_vocab_size is not None:
+            raise _contradiction("model.add_tokens has no effect with model.train_tokenizer_vocab_size; remove it")
         if self.config is not None and self.tokenizer is None and self.train_tokenizer_vocab_size is None:
             raise _contradiction(
                 "a model from model.config brings no tokenizer; set model.tokenizer or model.train_tokenizer_vocab_size"
@@ -517,6 +522,11 @@ class Recipe(Section):
     def _check_adapter(self) -> None:
         if self.adapter.kind == "none" and self.export.merge:
             raise _contradiction("export.merge has no effect without adapters; remove it, or set adapter.kind=lora")
+        if self.adapter.kind != "none" and self.model.add_tokens is not None and not self.export.merge:
+            raise _contradiction(
+                "model.add_tokens: an adapter fits the embeddings of its base, which have no rows for them; "
+                "set export.merge=true, and adapter.modules_to_save to the embeddings"
+            )
         if self.adapter.kind != "none" and self.model.config is not None and not self.export.merge:
             raise _contradiction(
                 "an adapter of a model with random weights fits no model that could be loaded later; "

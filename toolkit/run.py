@@ -27,6 +27,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import models, ranks
 from toolkit.adapters import base_of, trainable_share
+from toolkit.card import write_card
 from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.checkpoint.manifest import Manifest, latest
 from toolkit.checkpoint.reader import find, same_run
@@ -425,9 +426,7 @@ def _fit_and_export(
     metrics_file, unit = output_dir / "metrics.jsonl", parts.objective.unit
     with (
         StopRequests(recipe.checkpoint.time_limit_minutes) as stop,
-        Metrics(
-            accelerator, output_dir / "metrics.jsonl", recipe.logging, parts.num_steps, parts.objective.unit
-        ) as metrics,
+        Metrics(accelerator, metrics_file, recipe.logging, parts.num_steps, unit) as metrics,
     ):
         schedule = build_schedule(optimizer, recipe.schedule, parts.num_steps)
         trainer = Trainer(
@@ -470,7 +469,10 @@ def _fit_and_export(
         seconds=time.perf_counter() - started,
     )
     if accelerator.is_main_process:
-        write_report(output_dir / FINISHED, _summary(recipe, plugin, parts, result))
+        summary = _summary(recipe, plugin, parts, result)
+        if export_dir is not None:
+            write_card(export_dir, recipe, summary.facts, result.metrics, parts.data.report, summary.versions)
+        write_report(output_dir / FINISHED, summary)
     _conclude(console, recipe, result)
     accelerator.wait_for_everyone()
     return result

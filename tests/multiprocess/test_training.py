@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from conftest import make_texts
 from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
@@ -157,3 +158,56 @@ def test_without_export_and_clipping(results: list[dict[str, Any]]) -> None:
     assert result.export_dir is None
     assert not (result.output_dir / "export").exists()
     assert all(record["grad_norm"] > 0 for record in result.metrics)
+
+
+def test_the_export_has_a_model_card(folder: Path, results: list[dict[str, Any]]) -> None:
+    result = results[0]["epochs"]
+    card = (result.export_dir / "README.md").read_text()
+    header, _, body = card.removeprefix("---\n").partition("---\n")
+    assert yaml.safe_load(header) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["finetune-toolkit", "causal_lm"],
+    }
+    assert "# epochs" in body
+    assert "fine-tuned from model." in body
+    assert f"{result.final_eval_loss:.4g}" in body
+    assert "held_out.jsonl" in body
+    assert str(folder) not in card, "nobody else's business"
+    recipe = yaml.safe_load(body.partition("````yaml\n")[2].partition("````")[0])
+    assert recipe["training"]["num_epochs"] == 1.5
+    assert (result.export_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def with_new_tokens(folder: Path, data: Path) -> dict[str, Any]:
+    from toolkit import Recipe, finetune
+
+    found = {}
+    for name in ("tied", "untied"):
+        meet()
+        values = recipe_values(folder / name, data, folder / f"new-{name}", folder / "cache-new", max_steps=1)
+        values["model"]["add_tokens"] = ["<|im_start|>", "<|im_end|>", "<extra>"]
+        values["optimizer"] = {"learning_rate": 1e-9, "weight_decay": 0.0}
+        found[name] = finetune(Recipe.from_mapping(values)).logits_difference
+    return found
+
+
+def test_embeddings_get_rows_for_added_tokens(tmp_path: Path, text_file: Path) -> None:
+    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    for name in ("tied", "untied"):
+        save_llama(tmp_path / name, texts, tied=name == "tied")
+    found = run_on_ranks(with_new_tokens, 2, tmp_path, text_file)[0]
+    for name in ("tied", "untied"):
+        assert found[name] < 1e-6
+        before = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        after = AutoModelForCausalLM.from_pretrained(tmp_path / f"new-{name}/export")
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / f"new-{name}/export")
+        old = len(before.get_input_embeddings().weight)
+        assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<extra>"]) == [old, old + 1, old + 2]
+        for layer in ("get_input_embeddings", "get_output_embeddings"):
+            rows, first = getattr(after, layer)().weight, getattr(before, layer)().weight
+            assert rows.shape[0] == after.config.vocab_size == old + 3
+            torch.testing.assert_close(rows[:old], first, rtol=0, atol=1e-6)
+            assert float((rows[old:] - first.mean(dim=0)).abs().max()) < float(first.abs().max())
+        tied = after.get_input_embeddings().weight is after.get_output_embeddings().weight
+        assert tied == (name == "tied")

@@ -38,6 +38,8 @@ def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -
     """
     tokenizer = _load(model, data, objective)
     use_template(tokenizer, data.chat_template)
+    if model.add_tokens is not None:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(model.add_tokens)}, False)
     return tokenizer
 
 

@@ -1,0 +1,694 @@
+"""`toolkit generate`: what a model writes, token for token, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from chat_templates import CHAT_TEMPLATES, LLAMA_31, MISTRAL_V1, ZEPHYR, ChatTemplate, tokenizer_for
+from conftest import make_texts
+from tiny import save_llama
+from tokenizers import decoders
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+
+from toolkit import generate
+from toolkit.cli import main
+from toolkit.data.chat import MARKERS, use_template
+from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.errors import BadInputError
+from toolkit.generate import Loaded, Prompt, Sampling, complete, encode_prompt, load_model, stream
+
+GREEDY = Sampling(12, 0.0)
+PROMPTS = ["the king", "a fox who sang of bread", "wine", "while the moon was high and all the world lay"]
+FACTS = {
+    "Where does the king walk?": "by the river",
+    "Who sang?": "A fox",
+    "What of?": "bread  and\nwine",
+    "Schöner Mond?": "ja, größer 月 🙂",
+}
+SYSTEM = "Be brief."
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a chat template, with random weights, whose generation settings ask for more than they may."""
+    folder = save_llama(tmp_path_factory.mktemp("plain") / "model", make_texts(40), tied=False)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=2)
+    model.generation_config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that knows the facts by heart, as turns of chatml; its configuration does not end at a turn's end."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    tokenizer = _train_byte_pairs(iter([*make_texts(20), *FACTS, *FACTS.values()]), 330, MARKERS["chatml"])
+    tokenizer.eos_token = "<|endoftext|>"
+    use_template(tokenizer, "chatml")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    _learn(model, [_turns(tokenizer, question, answer) for question, answer in FACTS.items()])
+    model.save_pretrained(folder)
+    return folder
+
+
+def _turns(tokenizer: Any, question: str, answer: str) -> list[int]:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"]
+
+
+def _learn(model: torch.nn.Module, rows: list[list[int]], steps: int = 60, rate: float = 5e-3) -> None:
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    targets = torch.tensor([row + [-100] * (width - len(row)) for row in rows])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+    for _ in range(steps):
+        model(input_ids=ids, labels=targets).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(folder: Path, ids: list[int], count: int, stops: tuple[int, ...] = ()) -> list[int]:
+    """The most likely token, again and again."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    found: list[int] = []
+    with torch.no_grad():
+        for _ in range(count):
+            token = int(model(input_ids=torch.tensor([ids + found])).logits[0, -1].argmax())
+            if token in stops:
+                break
+            found.append(token)
+    return found
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """The command's exit code."""
+    monkeypatch.setattr(sys, "argv", ["toolkit", "generate", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Matrices this small are slower on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- tokens ----
+
+
+def test_greedy_is_the_most_likely_token_again_and_again(plain: Path) -> None:
+    loaded = load_model(str(plain))
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    for text in PROMPTS:
+        ids = tokenizer(text)["input_ids"]
+        prompt = encode_prompt(loaded, text)
+        assert prompt.ids == ids
+        expected = tokenizer.decode(ids + by_hand(plain, ids, 12, (tokenizer.eos_token_id,)))[len(text) :]
+        pieces: list[str] = []
+        assert stream(loaded, prompt, GREEDY, pieces.append) == expected
+        assert "".join(pieces) == expected
+        assert len(pieces) > 3
+
+
+def test_the_batch_size_changes_nothing(plain: Path) -> None:
+    loaded = load_model(str(plain))
+    long = ["the king " * count for count in (26, 27, 29)]
+    prompts = [encode_prompt(loaded, text) for text in [*PROMPTS, *long, *PROMPTS[:2]]]
+    rooms = {generate._room(loaded, prompt, GREEDY) for prompt in prompts}
+    assert len(rooms) > 2, "some end at the model's last position"
+    alone = [complete(loaded, [prompt], GREEDY)[0] for prompt in prompts]
+    for size in (2, 3, 64):
+        assert list(generate.completions(loaded, prompts, GREEDY, size)) == alone
+
+
+def test_a_completion_ends_at_the_last_position(plain: Path) -> None:
+    loaded = load_model(str(plain))
+    prompt = encode_prompt(loaded, "the king " * 20)
+    tokens = by_hand(plain, prompt.ids, 64 - len(prompt.ids), tuple(loaded.stops))
+    whole = loaded.tokenizer.decode(prompt.ids + tokens)
+    assert "the king " * 20 + complete(loaded, [prompt], Sampling(1000, 0.0))[0] == whole
+    with pytest.raises(BadInputError, match="no room in the model's 64 positions"):
+        encode_prompt(loaded, "the king " * 40)
+
+
+def test_a_seed_gives_the_same_text_again(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def text(*options: object) -> str:
+        assert command(monkeypatch, plain, "--prompt", "the king", "--max-new-tokens", 20, *options) == 0
+        found = capsys.readouterr()
+        assert found.err == ""
+        return found.out
+
+    assert text() == text("--seed", 0, "--temperature", 0.7, "--top-p", 0.95)
+    assert text() != text("--seed", 1)
+    assert text("--temperature", 5, "--top-p", 1e-9) == text("--temperature", 0)
+
+
+# ---- prompts ----
+
+
+def test_a_prompt_is_a_users_turn(chat: Path) -> None:
+    loaded = load_model(str(chat))
+    start, end = loaded.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+
+    def plain_ids(text: str) -> list[int]:
+        return loaded.tokenizer(text)["input_ids"]
+
+    system = [start, *plain_ids("system\nBe brief."), end, *plain_ids("\n")]
+    turn = [start, *plain_ids("user\nWho sang?"), end, *plain_ids("\n"), start, *plain_ids("assistant\n")]
+    own = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who sang?"}]
+    assert encode_prompt(loaded, "Who sang?") == Prompt(turn, [])
+    assert encode_prompt(loaded, "Who sang?", "Be brief.").ids == system + turn
+    assert encode_prompt(loaded, own, "Be long.").ids == system + turn
+    assert encode_prompt(loaded, "Who sang?", raw=True).ids == plain_ids("Who sang?")
+
+
+def stub(tokenizer: Any, rows: int = 10_000) -> Loaded:
+    """A model that knows its number of tokens only."""
+    weight = SimpleNamespace(shape=(rows, 1))
+    model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=weight))
+    return Loaded("stub", model, tokenizer, frozenset(), None)
+
+
+@pytest.mark.parametrize("template", [LLAMA_31, MISTRAL_V1, ZEPHYR], ids=lambda template: template.name)
+def test_the_begin_of_text_token_comes_once(template: ChatTemplate) -> None:
+    tokenizer = tokenizer_for(template)
+    tokenizer.add_bos_token = True
+    bos = tokenizer.bos_token_id
+    expected = template is not ZEPHYR, True  # whose template writes none, and training has it so
+    for raw, count in zip((False, True), expected, strict=True):
+        ids = encode_prompt(stub(tokenizer), "the king", raw=raw).ids
+        assert ids.count(bos) == count
+        assert not count or ids[0] == bos
+
+
+def test_tokens_that_the_model_does_not_know_are_told() -> None:
+    with pytest.raises(BadInputError, match="use the tokenizer that belongs to the model"):
+        encode_prompt(stub(tokenizer_for(LLAMA_31), rows=20), "the king")
+
+
+# ---- the end ----
+
+ENDS = {
+    "llama 3.1": ["<|eot_id|>"],
+    "gemma": ["<end_of_turn>"],
+    "phi 3": ["<|end|>", "<|endoftext|>"],
+    "deepseek": ["<｜end▁of▁sentence｜>"],  # noqa: RUF001
+    "mistral": ["</s>"],
+    "zephyr": ["</s>"],
+}
+
+
+@pytest.mark.parametrize("template", CHAT_TEMPLATES, ids=lambda template: template.name)
+def test_the_token_that_closes_a_turn_is_found(template: ChatTemplate) -> None:
+    tokenizer = tokenizer_for(template)
+    ends = next((ends for name, ends in ENDS.items() if template.name.startswith(name)), ["<|im_end|>"])
+    assert generate.turn_ends(tokenizer) == set(tokenizer.convert_tokens_to_ids(ends))
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[5, 7]))
+    assert generate.stop_tokens(model, tokenizer) == generate.turn_ends(tokenizer) | {5, 7, tokenizer.eos_token_id}
+
+
+def test_no_turn_is_closed() -> None:
+    tokenizer = tokenizer_for(LLAMA_31)
+    for template in (None, "{{ raise_exception('no') }}", "{{ bos_token }}{{ messages[1].content }} end"):
+        tokenizer.chat_template = template
+        assert generate.turn_ends(tokenizer) == frozenset()
+
+
+def test_a_stop_token_ends_the_text(plain: Path) -> None:
+    loaded = load_model(str(plain))
+    prompts = [encode_prompt(loaded, text) for text in PROMPTS]
+    tokens = by_hand(plain, prompts[0].ids, 12)
+    number = next(i for i in range(3, 12) if tokens[i] not in tokens[:i])
+    loaded = replace(loaded, stops=frozenset([tokens[number]]))
+    expected = loaded.tokenizer.decode(prompts[0].ids + tokens[:number])[len(PROMPTS[0]) :]
+    pieces: list[str] = []
+    assert complete(loaded, prompts, GREEDY)[0] == expected
+    assert stream(loaded, prompts[0], GREEDY, pieces.append) == "".join(pieces) == expected
+
+
+@pytest.mark.parametrize("template", [LLAMA_31, MISTRAL_V1], ids=lambda template: template.name)
+@pytest.mark.parametrize("context", ["", "the king"])
+def test_no_half_characters_are_shown(template: ChatTemplate, context: str) -> None:
+    tokenizer = tokenizer_for(template)
+    if template.metaspace is not None:  # as Llama 2 has it
+        rules = tokenizer.backend_tokenizer
+        rules.decoder = decoders.Sequence([rules.decoder, decoders.Strip(" ", 1, 0)])
+    loaded = stub(tokenizer)
+    text = " naïve 月が 🙂 and \n  more" * 9
+    before = loaded.tokenizer(context, add_special_tokens=False)["input_ids"]
+    ids = loaded.tokenizer(context + text, add_special_tokens=False)["input_ids"][len(before) :]
+    shown: list[str] = []
+    pieces = generate._Pieces(loaded, Prompt(before, before[-generate.CONTEXT :]), shown.append)
+    pieces.put(torch.tensor([before]))
+    for token in ids:
+        pieces.put(torch.tensor([token]))
+    pieces.end()
+    assert "".join(shown) == generate._continuation(loaded.tokenizer, before, ids)
+    assert "".join(shown) == (text if context or template is LLAMA_31 else text.removeprefix(" "))
+    assert not any(generate.HALF_CHARACTER in piece for piece in shown)
+    assert len(shown) > 20
+
+
+# ---- the modes ----
+
+
+def test_a_prompt_is_answered(
+    chat: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for question, answer in FACTS.items():
+        assert command(monkeypatch, chat, "--prompt", question, "--temperature", 0) == 0
+        assert capsys.readouterr() == (answer + "\n", "")
+    run = tmp_path / "run"
+    shutil.copytree(chat, run / "export")
+    (run / "recipe.yaml").write_text("")
+    assert command(monkeypatch, run, "--prompt", "Who sang?", "--temperature", 0) == 0
+    assert capsys.readouterr().out == "A fox\n"
+
+
+def test_a_conversation(chat: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(generate, "encode_prompt", lambda *given: asked.append(given[1:]) or encode_prompt(*given))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who sang?\n\nWhat of?\n/reset\nWho sang?\n/quit\nmore\n"))
+    options = ("--chat", "--temperature", 0, "--max-new-tokens", 8)
+    assert command(monkeypatch, chat, *options, "--system", SYSTEM) == 0
+    answers = capsys.readouterr().out
+    question = {"role": "user", "content": "Who sang?"}
+    assert [given[0] for given in asked[::2]] == [[question], [question]]
+    answer = asked[1][0][1]
+    assert asked[1] == ([question, answer, {"role": "user", "content": "What of?"}], SYSTEM)
+    assert answer["role"] == "assistant"
+    assert answers.startswith(answer["content"] + "\n")
+    assert answers.endswith("\n" + answer["content"] + "\n")
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who sang?"))
+    assert command(monkeypatch, chat, *options) == 0
+    assert capsys.readouterr().out == "A fox\n"
+
+
+def test_a_conversation_that_grows_too_long_goes_on(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = load_model(str(chat))
+    lines = iter(["Who sang? " * 40, "Who sang?", None])
+    said: list[str] = []
+    generate.converse(loaded, Sampling(8, 0.0), None, lambda: next(lines), said.append)
+    assert "".join(said) == "A fox\n"
+    assert "no room in the model's 128 positions; shorten it; /reset forgets" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_conversation(chat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "_read_line", interrupted)
+    assert command(monkeypatch, chat, "--chat") == 0
+
+
+def test_a_file_of_lines(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load_model(str(plain))
+    (tmp_path / "in.txt").write_text("\n".join([PROMPTS[0], "", *PROMPTS[1:]]))
+    options = (plain, "--file", tmp_path / "in.txt", "--temperature", 0, "--max-new-tokens", 12)
+    assert command(monkeypatch, *options) == 0
+    lines = capsys.readouterr().out
+    assert [json.loads(line) for line in lines.splitlines()] == [
+        {"prompt": text, "completion": complete(loaded, [encode_prompt(loaded, text)], GREEDY)[0]} for text in PROMPTS
+    ]
+    assert command(monkeypatch, *options, "--batch-size", 1, "--output", tmp_path / "new/out.jsonl") == 0
+    assert (tmp_path / "new/out.jsonl").read_text(encoding="utf-8") == lines
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_file_of_texts_and_messages(chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = list(FACTS)[:2]
+    messages = [{"from": "human", "value": second}]
+    turns = [{"role": "user", "content": first}]
+    rows = [{"prompt": first}, {"prompt": messages}, {"messages": turns}, {"question": second}]
+    output = tmp_path / "out.jsonl"
+    file = write_rows(tmp_path / "in.jsonl", *rows)
+    assert command(monkeypatch, chat, "--file", file, "--output", output, "--temperature", 0) == 0
+    assert [json.loads(line) for line in output.read_text().splitlines()] == [
+        {"prompt": prompt, "completion": FACTS[question]}
+        for prompt, question in ((first, first), (messages, second), (turns, first), (second, second))
+    ]
+
+
+def test_a_file_is_there_when_it_is_whole(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[str]:
+        assert [path.name for path in tmp_path.iterdir()] == ["in.txt", ".out.jsonl.unfinished"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "complete", failing)
+    (tmp_path / "in.txt").write_text("the king\n")
+    assert command(monkeypatch, plain, "--file", tmp_path / "in.txt", "--output", tmp_path / "out.jsonl") != 0
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+def test_an_evaluation(
+    chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": "Who sang?", "answer": ["an owl", "a FOX"]},
+        {"question": "What of?", "answer": " bread and wine"},
+        {"prompt": [{"role": "user", "content": "Where does the king walk?"}], "answer": "by the river"},
+        {"prompt": "Schöner Mond?", "answer": "nein"},
+    ]
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
+    assert command(monkeypatch, chat, "--eval", file) == 0
+    table = capsys.readouterr().out
+    assert "accuracy: 75.0% (3 of 4 rows exact)" in table
+    assert f"{file}:4: 'ja, größer 月 🙂' instead of 'nein'" in table
+
+    assert command(monkeypatch, chat, "--eval", file, "--json", "--strict", "--batch-size", 3) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["accuracy"], found["exact"], found["rows"]) == (0.25, 1, 4)
+    assert [wrong["row"] for wrong in found["mismatches"]] == [f"{file}:{line}" for line in (1, 2, 4)]
+    assert found["mismatches"][0] == {
+        "row": f"{file}:1",
+        "prompt": "Who sang?",
+        "completion": "A fox",
+        "answers": ["an owl", "a FOX"],
+    }
+
+
+def test_many_mismatches_are_counted() -> None:
+    rows = [generate.Row(f"f:{line}", "?", "?", answers=("yes",)) for line in range(9)]
+    found = generate.evaluate(rows, [*["no" * 99] * 8, "\tYES\n"])
+    assert (found.exact, found.accuracy) == (1, 1 / 9)
+    assert generate.summary(found).splitlines()[-1] == "  and 3 more; --json has them all"
+    assert all(len(line) < 120 for line in generate.summary(found).splitlines())
+
+
+# ---- adapters ----
+
+
+@pytest.fixture(scope="module")
+def adapter(chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the chat model that answers otherwise; and, beside it, the model with it merged."""
+    folder = tmp_path_factory.mktemp("adapter")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", lora_alpha=8)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(chat), config)
+    tokenizer = AutoTokenizer.from_pretrained(chat)
+    _learn(model, [_turns(tokenizer, "Who sang?", "the queen of hearts")], rate=2e-2)
+    model.save_pretrained(folder / "adapter")
+    model.merge_and_unload().save_pretrained(folder / "merged")
+    tokenizer.save_pretrained(folder / "merged")
+    return folder / "adapter"
+
+
+def test_an_adapter_is_its_merged_model(adapter: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(adapter, run / "export")
+    found = []
+    for folder in (adapter.parent / "merged", adapter, run):
+        loaded = load_model(str(folder))
+        prompts = [encode_prompt(loaded, text) for text in FACTS]
+        found.append((complete(loaded, prompts, Sampling(30, 0.0)), loaded.stops, loaded.positions))
+    assert found[0] == found[1] == found[2]
+    assert found[0][0][1] == "the queen of hearts"
+
+
+def edited(adapter: Path, folder: Path, **fields: Any) -> Path:
+    shutil.copytree(adapter, folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+def test_an_adapters_base_may_lie_in_its_folder(adapter: Path, chat: Path, tmp_path: Path) -> None:
+    folder = edited(adapter, tmp_path / "adapter", base_model_name_or_path="base")
+    shutil.copytree(chat, folder / "base")
+    assert load_model(str(folder)).name == str(folder)
+
+
+def test_adapters_that_cannot_be_used(
+    adapter: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"base_model_name_or_path": str(tmp_path / "gone")}, "gone' is not on this machine"),
+        ({"base_model_name_or_path": "someone/model-nobody-has"}, "hf download someone/model-nobody-has"),
+        ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
+        ({"task_type": "SEQ_CLS"}, "the adapter's task is SEQ_CLS"),
+        ({"base_model_name_or_path": str(plain)}, "the adapter does not fit its base"),
+        (
+            {"target_modules": ["q_proj"]},
+            "lacks weights of its modules, or has others: base_model.model.model.layers.0",
+        ),
+        ({"peft_type": "NEWER"}, "the adapter does not fit its base"),
+    ]
+    for number, (fields, message) in enumerate(cases):
+        folder = edited(adapter, tmp_path / str(number), **fields)
+        assert command(monkeypatch, folder, "--prompt", "a") == 2
+        assert message in capsys.readouterr().err
+    (folder / "adapter_config.json").write_text("{")
+    assert command(monkeypatch, folder, "--prompt", "a") == 2
+    assert "is not JSON" in capsys.readouterr().err
+    (folder / "adapter_model.safetensors").unlink()
+    assert command(monkeypatch, folder, "--prompt", "a") == 2
+    assert "without adapter_model.safetensors" in capsys.readouterr().err
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        ("", ["nothing to do: give one of --prompt, --chat, --file, --eval"]),
+        ("--chat --file x.txt", ["--chat and --file contradict each other"]),
+        ("--prompt a --eval x.jsonl", ["--prompt and --eval contradict each other"]),
+        ("--prompt a --output x", ["--output and --prompt contradict", "--output belongs to --file"]),
+        ("--chat --batch-size 2", ["--batch-size and --chat", "belongs to --file and --eval"]),
+        ("--file x.txt --strict", ["--strict and --file"]),
+        ("--prompt a --json", ["--json and --prompt"]),
+        ("--chat --raw", ["--raw and --chat contradict"]),
+        ("--prompt a --raw --system b", ["--raw and --system contradict"]),
+        ("--eval x.jsonl --temperature 0.5", ["--temperature and --eval contradict", "leave --temperature out"]),
+        ("--eval x.jsonl --top-p 1 --seed 2", ["--top-p and --eval", "--seed and --eval"]),
+        ("--prompt a --max-new-tokens 0", ["--max-new-tokens: 0 is too small; allowed: 1 or more"]),
+        ("--file x.txt --batch-size 0", ["--batch-size: 0 is too small"]),
+        ("--prompt a --temperature -1", ["--temperature: -1.0 is out of range"]),
+        ("--prompt a --temperature nan", ["--temperature: nan is out of range"]),
+        ("--prompt a --top-p 0 --seed -1", ["--top-p: 0.0 is out of range", "--seed: -1 is out of range"]),
+        ("--prompt a --dtype int8", ["--dtype: unknown 'int8'; allowed: auto, float32, bfloat16, float16"]),
+        ("--prompt a --device tpu", ["--device: unknown 'tpu'; allowed: auto, cpu, cuda"]),
+        ("--prompt= --system=", ["--prompt: is empty", "--system: is empty"]),
+        ("--prompt \udcff", ["--prompt: is no text in UTF-8"]),
+        ("--prompt a --max-new-tokens many", ["Usage"]),
+        ("--chat", ["has no chat template; use --prompt"]),
+        ("--prompt a --system b", ["--prompt: a system text needs a chat template, and the tokenizer of"]),
+        (f"--prompt {'king' * 90}", ["--prompt: the prompt's", "no room"]),
+    ],
+)
+def test_bad_options(
+    arguments: str,
+    messages: list[str],
+    plain: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(monkeypatch, plain, *arguments.split()) == 2
+    found = capsys.readouterr().err
+    for message in messages:
+        assert message in found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_no_gpu(plain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch, plain, "--prompt", "a", "--device", "cuda") == 2
+    assert "cuda is not available on this machine" in capsys.readouterr().err
+
+
+def test_bad_options_import_no_torch() -> None:
+    code = (
+        "import sys; from toolkit.cli import app; from toolkit.errors import BadInputError\n"
+        "try: app(['generate', 'x', '--chat', '--raw'], standalone_mode=False)\n"
+        "except BadInputError: print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], text=True, capture_output=True)
+    assert found.stdout == "[]\n", found.stderr
+
+
+def test_sources_that_hold_no_model(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/recipe.yaml").write_text("")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/config.json").write_text("{}")
+    bare = shutil.copytree(plain, tmp_path / "bare")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    classifier = shutil.copytree(plain, tmp_path / "classifier")
+    LlamaForSequenceClassification.from_pretrained(plain).save_pretrained(classifier)
+    headless = shutil.copytree(plain, tmp_path / "headless")
+    LlamaForCausalLM.from_pretrained(plain).model.save_pretrained(headless)
+    monkeypatch.chdir(tmp_path)
+    for source, message in {
+        str(tmp_path / "nothing"): "does not exist; name a model's folder or a hub name",
+        "empty/nothing": "the folder 'empty/nothing' does not exist",
+        "empty/": "'empty/' holds neither a model (config.json), nor an adapter",
+        "nothing/": "'nothing/' does not exist",
+        "bare/config.json": "is a file; name a model's folder",
+        "run": "has no export; make one of its last checkpoint: toolkit export run --to run/export",
+        "broken": "'broken': no model can be loaded",
+        "bare": "'bare': no tokenizer can be loaded",
+        "classifier": "'classifier' classifies texts (LlamaForSequenceClassification)",
+        "headless": "'headless': its files lack 1 of the weights, for example lm_head.weight",
+    }.items():
+        assert command(monkeypatch, source, "--prompt", "a") == 2, source
+        assert message in capsys.readouterr().err
+
+
+def test_only_a_hub_name_is_looked_for_on_the_hub(plain: Path) -> None:
+    assert generate.find_model("someone/model").on_hub
+    assert generate.find_model("gpt2").on_hub
+    assert not generate.find_model(str(plain)).on_hub
+
+
+@pytest.mark.parametrize(
+    ("option", "line", "message"),
+    [
+        ("--file", "{", "not JSON"),
+        ("--file", "\udcff", "not UTF-8"),
+        ("--file", "[]", "no object"),
+        ("--file", "{}", "no prompt; it is empty; needed: one of prompt, messages, question"),
+        ("--file", '{"text": "a"}', "no prompt; it has 'text'"),
+        ("--file", '{"prompt": 3}', "prompt is no list of messages but a number"),
+        ("--file", '{"prompt": null}', "prompt is missing or null"),
+        ("--file", '{"prompt": " "}', "prompt is empty"),
+        ("--file", '{"prompt": []}', "prompt is empty"),
+        ("--file", '{"messages": [{"role": "king", "content": "a"}]}', "a message has an unknown role"),
+        ("--file", '{"prompt": [{"role": "assistant", "content": "a"}]}', "nothing is asked: the last message is the"),
+        ("--eval", '{"prompt": "a"}', "answer is missing"),
+        ("--eval", '{"prompt": "a", "answer": []}', "answer is missing"),
+        ("--eval", '{"prompt": "a", "answer": 42}', "answer: 42 is no text; write it in quotes"),
+        ("--eval", '{"prompt": "a", "answer": ["b", " "]}', "answer is empty"),
+        ("--eval", '{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}', "messages need a chat template"),
+        ("--eval", '{"prompt": "' + "king" * 90 + '", "answer": "b"}', "the prompt's 90 tokens leave no room"),
+    ],
+)
+def test_bad_rows_are_named(
+    option: str,
+    line: str,
+    message: str,
+    plain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    good = '{"prompt": "a", "answer": "b"}'
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(f"{good}\n\n{line}\n{good}\n{line}\n".encode(errors="surrogateescape"))
+    assert command(monkeypatch, plain, option, file) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert f"{option}: rows that cannot be used: 2" in found.err
+    for number in (3, 5):
+        assert f"{file}:{number}: {message}" in found.err
+
+
+def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"cannot be used: 25\n(.*not JSON\n){10}  and 15 more$"):
+        generate.read_rows(write_lines(tmp_path / "rows.jsonl", "?\n" * 25), "--file")
+
+
+def write_lines(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_bad_files(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = write_lines(tmp_path / "in.txt", "the king\n")
+    empty = write_lines(tmp_path / "empty.txt", "\n")
+    (tmp_path / "folder.txt").mkdir()
+    for arguments, message in [
+        (("--file", tmp_path / "gone.txt"), "gone.txt' cannot be read: No such file or directory; name a file"),
+        (("--file", tmp_path / "folder.txt"), "cannot be read: Is a directory"),
+        (("--file", tmp_path / "in.csv"), "of an unknown kind; allowed: .txt, .jsonl"),
+        (("--eval", lines), "of an unknown kind; allowed: .jsonl"),
+        (("--file", empty), "empty.txt' holds no prompt"),
+        (("--file", lines, "--output", lines), "is the file of --file; name another one"),
+        (("--file", lines, "--output", tmp_path / "folder.txt"), "cannot be written: it exists and is no file"),
+        (("--file", lines, "--output", "/dev/null"), "cannot be written: it exists and is no file"),
+        (("--file", lines, "--output", lines / "out"), "cannot be written: "),
+    ]:
+        assert command(monkeypatch, plain, *arguments) == 2, message
+        assert message in capsys.readouterr().err
+    assert lines.read_text() == "the king\n"
+
+
+def test_messages_need_the_template(chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(str(chat))
+    with pytest.raises(BadInputError, match="messages need a chat template, and --raw leaves it out"):
+        encode_prompt(loaded, [{"role": "user", "content": "a"}], raw=True)
+    loaded.tokenizer.chat_template = "{{ raise_exception('no kings') }}"
+    with pytest.raises(BadInputError, match="the chat template refuses it: no kings"):
+        encode_prompt(loaded, "a king")
+
+
+def test_outputs_that_are_no_numbers(plain: Path) -> None:
+    loaded = load_model(str(plain))
+    loaded.model.lm_head.weight.data.fill_(float("nan"))
+    with pytest.raises(generate.ToolkitError, match="no finite numbers; try --dtype float32"):
+        complete(loaded, [encode_prompt(loaded, "the king")], Sampling())
+
+
+def test_a_template_without_an_end_is_told(
+    chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(chat, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    assert command(monkeypatch, folder, "--prompt", "a", "--max-new-tokens", 2) == 0
+    assert "the chat template closes no turn with a special token" in capsys.readouterr().err
+
+
+def test_types_of_weights(plain: Path) -> None:
+    assert load_model(str(plain)).model.dtype == torch.float32
+    loaded = load_model(str(plain), "bfloat16", "cpu")
+    assert loaded.model.dtype == torch.bfloat16
+    assert len(complete(loaded, [encode_prompt(loaded, "the king")], GREEDY)) == 1
