@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -632,7 +633,7 @@ def is_file_source(source: str) -> bool:
     bare = source
     for ending in COMPRESSIONS:
         bare = bare.removesuffix(ending)
-    return bare.endswith(DATA_SUFFIXES) or source.startswith(("/", "./", "../", "~")) or Path(source).exists()
+    return bare.endswith(DATA_SUFFIXES) or source.startswith(("/", "./", "../", "~")) or os.path.exists(source)
 
 
 def require_folder(name: str, field: str) -> None:

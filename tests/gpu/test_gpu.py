@@ -12,12 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+from packed_rows import Documents, llama, packed
 from tiny import recipe_values, save_llama
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", "flash_attention_2"])
+def test_rows_that_share_a_sample_do_not_see_each_other(attention: str) -> None:
+    from toolkit.leaks import check_leaks
+    from toolkit.objectives import CausalLM
+
+    if attention == "flash_attention_2":
+        pytest.importorskip("flash_attn")
+    torch.manual_seed(0)
+    model = llama(attention).to("cuda", torch.bfloat16)
+    found = check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cuda"), True)
+    assert found is not None
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from toolkit.data.encode import Encoder
 from toolkit.data.layouts import recognise
 from toolkit.data.packing import Pieces, best_fit
 from toolkit.data.samples import LabelledSamples, PairSamples, Rows, Samples, TextSamples
-from toolkit.data.selection import Selection, cut, hold_out, one_pass, select
+from toolkit.data.selection import Selection, cut, hold_out, nothing_left, one_pass, problems_of, select
 from toolkit.data.sources import Source, glimpse, identify, open_source
 from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.tokenizer import identity, pad_id
@@ -203,9 +204,10 @@ class Builder:
             return named[0]
         found = {label for source in train.sources for label in source.table.column("label").unique().to_pylist()}
         names = sorted(found - {None}, key=_numbers_first)
+        if not names:
+            raise DataError(nothing_left("data.train", train, problems_of(train)))
         if len(names) < 2:
-            shown = names[0] if names else "no label"
-            raise DataError(f"data.train: all rows are of one class ({shown}); a classifier needs two or more")
+            raise DataError(f"data.train: all rows are of one class ({names[0]}); a classifier needs two or more")
         return names
 
     def _write_split(
@@ -295,7 +297,7 @@ class Builder:
 
 def _numbers_first(label: str) -> tuple[bool, int, str]:
     """Labels that are numbers in the order of numbers."""
-    is_number = label.lstrip("-").isdigit()
+    is_number = re.fullmatch(r"-?[0-9]{1,18}", label) is not None
     return (not is_number, int(label) if is_number else 0, label)
 
 

@@ -21,7 +21,7 @@ FORMAT = 2
 def cache_folder(data: DataSection) -> Path:
     """`data.cache_dir`, or finetune-toolkit in the user's cache."""
     if data.cache_dir is not None:
-        return Path(data.cache_dir).expanduser()
+        return Path(os.path.expanduser(data.cache_dir))
     return user_cache()
 
 

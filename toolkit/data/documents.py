@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from toolkit.data.cache import digest
 from toolkit.data.encode import Encoder, batches
 from toolkit.data.layouts import Layout
-from toolkit.data.sources import Shard, Source, read
+from toolkit.data.sources import Shard, Source, read, short_name
 from toolkit.errors import DataError
 
 FEATURES = datasets.Features(
@@ -78,7 +78,7 @@ class Documents:
         shards = self.column("shard")
         path = self.paths[shards[row]]
         first = next(i for i, shard_path in enumerate(self.paths) if shard_path == path)
-        return f"{Path(path).name}:{row - int(np.searchsorted(shards, first)) + 1}"
+        return f"{short_name(path, self.paths)}:{row - int(np.searchsorted(shards, first)) + 1}"
 
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
         """`input_ids` and `targets` of a part of a row, each (length,); only that part is read."""

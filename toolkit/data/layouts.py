@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,7 +242,7 @@ def _type(value: Any) -> str:
 def _label(value: Any, column: str, names: tuple[str, ...]) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+    if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int):
         if names and not 0 <= value < len(names):

@@ -48,7 +48,7 @@ def select(
     Raises:
         DataError: where too many are too long, or none is left.
     """
-    dropped = _problems(rows)
+    dropped = problems_of(rows)
     if label_names is not None:
         dropped |= _without_class(rows, label_names, dropped)
     good = np.setdiff1d(np.arange(len(rows)), list(dropped))
@@ -64,11 +64,12 @@ def select(
         )
     kept = np.setdiff1d(good, list(dropped))
     if len(kept) == 0:
-        raise DataError(_nothing_left(field, rows, dropped))
+        raise DataError(nothing_left(field, rows, dropped))
     return Selection(rows, kept, dropped, long)
 
 
-def _problems(rows: Rows) -> dict[int, str]:
+def problems_of(rows: Rows) -> dict[int, str]:
+    """Row -> why it cannot be used, whatever the recipe says."""
     found: dict[int, str] = {}
     for source, start in zip(rows.sources, rows.starts, strict=False):
         found |= {start + row: problem for row, problem in source.problems().items()}
@@ -100,7 +101,8 @@ def too_many_long(field: str, lengths: Any, num_rows: int, num_long: int, max_le
     )
 
 
-def _nothing_left(field: str, rows: Rows, dropped: dict[int, str]) -> str:
+def nothing_left(field: str, rows: Rows, dropped: dict[int, str]) -> str:
+    """The error's text where no row is left: the reasons, and the first rows of each."""
     reasons: dict[str, list[int]] = {}
     for row, reason in sorted(dropped.items()):
         reasons.setdefault(reason, []).append(row)

@@ -214,7 +214,7 @@ def _columns(shards: list[Shard], field: str, name: str) -> list[str]:
     """Column names of the first rows. Raises DataError where there is no row, or none that can be read."""
     found: list[set[str]] = []
     problems: dict[str, list[str]] = {}
-    for row_name, row in itertools.islice(_named_rows(shards), ROWS_LOOKED_AT):
+    for row_name, row in itertools.islice(named_rows(shards), ROWS_LOOKED_AT):
         if isinstance(row, RowProblem):
             problems.setdefault(str(row), []).append(row_name)
         else:
@@ -229,12 +229,21 @@ def _columns(shards: list[Shard], field: str, name: str) -> list[str]:
     )
 
 
-def _named_rows(shards: list[Shard]) -> Iterator[tuple[str, Row]]:
+def named_rows(shards: list[Shard]) -> Iterator[tuple[str, Row]]:
     """Every row with its name, `chat.jsonl:12`."""
+    paths = [shard.path for shard in shards]
     for path, parts in itertools.groupby(shards, key=lambda shard: shard.path):
+        name = short_name(path, paths)
         rows = (row for shard in parts for row in read(shard))
         for number, row in enumerate(rows, start=1):
-            yield f"{Path(path).name}:{number}", row
+            yield f"{name}:{number}", row
+
+
+def short_name(path: str, paths: list[str]) -> str:
+    """A file's name, with its folder's where another of the source's files has the same."""
+    name = Path(path).name
+    is_unique = all(other == path or Path(other).name != name for other in paths)
+    return name if is_unique else f"{Path(path).parent.name}/{name}"
 
 
 def _label_names(table: Any) -> dict[str, list[str]]:

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from toolkit.data.packing import best_fit, split, whole
 from toolkit.data.report import ROWS_NAMED
 from toolkit.data.samples import Batch, TextSamples, batch_of
 from toolkit.data.selection import LONG_SHARE, TOO_LONG, too_many_long
-from toolkit.data.sources import Row, Source, read
+from toolkit.data.sources import Row, Source, named_rows
 from toolkit.errors import DataError
 
 WINDOW_SAMPLES = 256
@@ -73,7 +72,7 @@ class StreamCounts:
         self.num_dropped += 1
         entry = self.dropped.setdefault(reason, {"count": 0, "rows": []})
         entry["count"] += 1
-        if len(entry["rows"]) < ROWS_NAMED:
+        if len(entry["rows"]) < ROWS_NAMED and row not in entry["rows"]:
             entry["rows"].append(row)
 
     @property
@@ -159,7 +158,9 @@ class Stream:
         tokens = 0
         while tokens < WINDOW_SAMPLES * self.max_length:
             for document in self._read(cursors):
-                if self._keep(document):
+                kept_it = self._keep(document)
+                cursors[document["source"]].count(kept_it)
+                if kept_it:
                     arrays = {name: np.asarray(document[name]) for name in ("input_ids", "targets")}
                     kept.append({**document, **arrays})
                     tokens += document["length"] if self.policy == "split" else min(document["length"], self.max_length)
@@ -176,8 +177,7 @@ class Stream:
             mine = [i for i, (drawn_from, _, _) in enumerate(drawn) if drawn_from == number]
             documents = self.encoder.documents([drawn[i][2] for i in mine], self.sources[number][1])
             for i, document in zip(mine, documents, strict=True):
-                found[i] = {**document, "row": drawn[i][1]}
-                cursors[number].count(document["problem"] is None)
+                found[i] = {**document, "row": drawn[i][1], "source": number}
         return [found[i] for i in range(len(drawn))]
 
     def _keep(self, document: Document) -> bool:
@@ -244,7 +244,7 @@ class _Cursor:
         self._drawn = drawn
         self._bad_in_a_row = 0
         self._length: int | None = None  # of a pass, once one is done
-        self._rows: Iterator[tuple[str, Row]] = itertools.islice(_named_rows(source), row, None)
+        self._rows: Iterator[tuple[str, Row]] = itertools.islice(named_rows(source.shards), row, None)
         self._upcoming = next(self._rows, None)
         if self._upcoming is None:
             raise DataError(f"{source.field}: {source.name!r} holds no rows, or fewer than it did")
@@ -279,7 +279,7 @@ class _Cursor:
     def _begin_again(self) -> None:
         self.passes += 1
         self._length, self._row = self._row, 0
-        self._rows = _named_rows(self._source)
+        self._rows = named_rows(self._source.shards)
         self._upcoming = next(self._rows)
 
 
@@ -288,14 +288,6 @@ def _next(cursors: list[_Cursor]) -> int:
     if cursors[0].weight is not None:
         return min(range(len(cursors)), key=lambda number: (cursors[number].turn(), number))
     return min(range(len(cursors)), key=lambda number: (cursors[number].passes, number))
-
-
-def _named_rows(source: Source) -> Iterator[tuple[str, Row]]:
-    """Every row of a source with its name, `chat.jsonl:12`."""
-    for path, shards in itertools.groupby(source.shards, key=lambda shard: shard.path):
-        rows = (row for shard in shards for row in read(shard))
-        for number, row in enumerate(rows, start=1):
-            yield f"{Path(path).name}:{number}", row
 
 
 class StreamLoader:

@@ -372,3 +372,20 @@ def test_pairs_are_told_apart_by_token_types(tmp_path: Path) -> None:
     jsonl(path, rows)
     shortened = build.build(cut, bert, 0, ObjectiveSection(kind="sequence_classification")).train.batch([0])
     assert shortened["input_ids"][0].tolist() == [2, 5, 6, 3, 7, 7, 7, 3], "special tokens are kept"
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path, byte_pairs: Any) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        jsonl(tmp_path / name / "t.jsonl", [{"text": "fox"}, {"text": ""}])
+    report = build.build(section(tmp_path, f"{tmp_path}/*/t.jsonl"), byte_pairs, seed=0).report["train"]
+    assert report["dropped"]["text is empty"]["rows"] == ["one/t.jsonl:2", "two/t.jsonl:2"]
+
+
+def test_labels_that_only_look_like_numbers(tmp_path: Path, byte_pairs: Any) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": label} for label in ("--5", "\u00b2", "10", "9")])
+    built = build.build(section(tmp_path, path), byte_pairs, 0, ObjectiveSection(kind="sequence_classification"))
+    assert built.label_names == ["9", "10", "--5", "\u00b2"]
+    bad = jsonl(tmp_path / "b.jsonl", [{"text": "x", "label": None}] * 3)
+    with pytest.raises(DataError, match=r"none of its 3 rows can be trained on. label is missing or null: 3"):
+        build.build(section(tmp_path, bad), byte_pairs, 0, ObjectiveSection(kind="sequence_classification"))

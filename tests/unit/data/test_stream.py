@@ -168,3 +168,12 @@ def test_what_a_stream_cannot_do_is_refused() -> None:
     values["data"]["validation_fraction"] = 0.1
     with pytest.raises(RecipeError, match=r"validation_fraction is not possible with data.streaming"):
         Recipe.from_mapping(values)
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate"])
+def test_a_source_of_long_rows_alone_ends_with_an_error(tmp_path: Path, byte_pairs: Any, policy: str) -> None:
+    prompts = [{"prompt": "of the story about a fox " * 20, "completion": " and"} for _ in range(9)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    with pytest.raises(DataError, match=r"none of the 9 rows of 'a.jsonl' can be used"):
+        built(tmp_path, byte_pairs, train=str(path), long_rows=policy)

@@ -1,0 +1,1041 @@
+"""Broken rows and files: a bad row is counted under its reason and named, the good ones around it stay and keep
+their numbers; a file or a setting that cannot be used ends in one clear error. Nothing half-written is kept."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import json
+import lzma
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from toolkit.data import build, documents, sources, tokenizer
+from toolkit.data.chat import use_template
+from toolkit.errors import BadInputError
+from toolkit.recipe import ColumnsSection, DataSection, ObjectiveSection, SourceSection
+
+SECONDS = 30
+"""Nothing here takes one; what takes so long does not end."""
+
+CLASSES = ObjectiveSection(kind="sequence_classification", labels=["good", "bad"])
+ANY_CLASSES = ObjectiveSection(kind="sequence_classification")
+
+ALTERNATING = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}"
+    "{% if message.role == 'user' %}{{ '[INST] ' + message.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + message.content + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+"""A template that refuses conversations, as Mistral's does."""
+
+
+@pytest.fixture(autouse=True)
+def no_hang() -> Iterator[None]:
+    """What does not end fails."""
+
+    def fail(*_: Any) -> None:
+        pytest.fail(f"not done after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def new_tokenizer(template: str | None) -> Any:
+    made = tokenizer._train_byte_pairs(iter(["the fox asks the king"] * 5), 300, ["<|im_start|>", "<|im_end|>"])
+    made.chat_template = template
+    return made
+
+
+@pytest.fixture(scope="module")
+def chatml() -> Any:
+    made = new_tokenizer(None)
+    use_template(made, "chatml")
+    return made
+
+
+def section(folder: Path, train: str, **settings: Any) -> DataSection:
+    return DataSection(
+        train=str(folder / train), **{"max_length": 1024, "cache_dir": str(folder / "cache"), **settings}
+    )
+
+
+def report_of(
+    folder: Path, train: str, tokens: Any, objective: ObjectiveSection | None = None, **settings: Any
+) -> dict[str, Any]:
+    report = build.build(section(folder, train, **settings), tokens, 0, objective).report
+    assert unfinished(folder) == []
+    return report
+
+
+def refusal(folder: Path, train: str, tokens: Any, objective: ObjectiveSection | None = None, **settings: Any) -> str:
+    """The error's text: one line that a terminal can show."""
+    with pytest.raises(BadInputError) as caught:
+        build.build(section(folder, train, **settings), tokens, 0, objective)
+    assert caught.value.exit_code == 2
+    assert unfinished(folder) == []
+    message = str(caught.value)
+    message.encode()
+    assert message.startswith("data")
+    assert "\n" not in message
+    assert len(message) < 800
+    return message
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """What is left in the cache of work that was not done."""
+    return [path for path in folder.glob("cache/*") if not path.name.startswith(("documents-", "samples-"))]
+
+
+def dropped(report: dict[str, Any], split: str = "train") -> dict[str, list[str]]:
+    """Reason -> the rows' names; their counts agree."""
+    counts = report[split]
+    assert all(found["count"] == len(found["rows"]) for found in counts["dropped"].values())
+    assert counts["num_dropped"] == sum(found["count"] for found in counts["dropped"].values())
+    assert counts["read"] == counts["kept"] + counts["num_dropped"]
+    return {reason: found["rows"] for reason, found in counts["dropped"].items()}
+
+
+def shown(report: dict[str, Any]) -> dict[str, str]:
+    """Row -> its text, of the first rows that are kept."""
+    return {example["row"]: "".join(text for text, _ in example["segments"]) for example in report["examples"]}
+
+
+def as_line(row: Any) -> bytes:
+    return (row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n"
+
+
+def lines(path: Path, rows: list[Any]) -> None:
+    """A row on each line; bytes as they are."""
+    path.write_bytes(b"".join(map(as_line, rows)))
+
+
+def chat(*messages: dict[str, Any], **columns: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **columns}
+
+
+def said(role: Any, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+ASKED, ANSWERED = said("user", "the question"), said("assistant", "the answer")
+
+
+def calls(*found: Any) -> dict[str, Any]:
+    return chat(ASKED, {"role": "assistant", "tool_calls": list(found)})
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"deeper": value}
+    return value
+
+
+# ---- bad rows among good ones ----
+
+GOOD: dict[str, Callable[[int], dict[str, Any]]] = {
+    "chat": lambda i: chat(said("user", f"question {i}"), ANSWERED),
+    "prompt": lambda i: {"prompt": f"question {i} ", "completion": "the answer"},
+    "instruction": lambda i: {"instruction": f"question {i}", "output": "the answer"},
+    "text": lambda i: {"text": f"question {i} and the answer"},
+    "class": lambda i: {"text": f"question {i}", "label": ("good", "bad")[i % 2]},
+    "pair": lambda i: {"text": f"question {i}", "text_pair": "the answer", "label": ("good", "bad")[i % 2]},
+}
+HALF = "holds half a character (a lone surrogate)"
+TOO_DEEP = "JSON that is nested too deeply, or with a number too long"
+LONE = "half a \ud800 character"
+
+LINES: dict[str, tuple[bytes, str]] = {
+    "no JSON": (b"this is no JSON", "not JSON"),
+    "half a line": (b'{"text": "half a li', "not JSON"),
+    "single quotes": (b"{'text': 'a'}", "not JSON"),
+    "comma behind the object": (b'{"text": "a"},', "not JSON"),
+    "two objects": (b'{"text": "a"} {"text": "b"}', "not JSON"),
+    "bytes that are no text": (bytes(range(128, 256)), "not UTF-8"),
+    "a byte that is no text": (b'{"text": "caf\xe9"}', "not UTF-8"),
+    "NUL bytes": (b"\x00" * 100, "not JSON"),
+    "NUL byte in a text": (b'{"text": "a\x00b"}', "not JSON"),
+    "byte order mark amid the file": (b'\xef\xbb\xbf{"text": "a"}', "not JSON"),
+    "blank": (b"", "blank line"),
+    "only spaces": (b" \t ", "blank line"),
+    "list": (b'["a", "b"]', "no JSON object but a list"),
+    "number": (b"17", "no JSON object but a number"),
+    "not a number": (b"NaN", "no JSON object but a number"),
+    "string": (b'"text"', "no JSON object but text"),
+    "null": (b"null", "no JSON object but null"),
+    "true": (b"true", "no JSON object but true or false"),
+    "nested beyond measure": (b"[" * 100_000 + b"]" * 100_000, TOO_DEEP),
+    "number of 5000 digits": (b'{"text": ' + b"7" * 5000 + b"}", TOO_DEEP),
+}
+
+ROWS: dict[str, list[tuple[str, Any, str]]] = {
+    "chat": [
+        ("messages null", {"messages": None}, "messages is missing or null"),
+        ("no messages", {"text": "of another layout"}, "messages is missing or null"),
+        ("messages empty", chat(), "messages is empty"),
+        ("messages text", {"messages": "user: hi"}, "messages is no list of messages but text"),
+        ("messages object", {"messages": ASKED}, "messages is no list of messages but an object"),
+        ("messages number", {"messages": 5}, "messages is no list of messages but a number"),
+        ("message text", {"messages": ["hi", "ho"]}, "a message is no object"),
+        ("message null", {"messages": [None]}, "a message is no object"),
+        ("message list", {"messages": [[ASKED], [ANSWERED]]}, "a message is no object"),
+        ("no role", chat({"content": "hi"}, ANSWERED), "a message has no role"),
+        ("role null", chat(said(None, "hi"), ANSWERED), "a message has no role"),
+        ("unknown role", chat(said("narrator", "once"), ANSWERED), "a message has an unknown role"),
+        ("role number", chat(said(5, "hi"), ANSWERED), "a message has an unknown role"),
+        ("role list", chat(said(["user"], "hi"), ANSWERED), "a message has an unknown role"),
+        ("no content", chat(ASKED, {"role": "assistant"}), "a message has no content"),
+        ("content null", chat(ASKED, said("assistant", None)), "a message has no content"),
+        ("content number", chat(said("user", 17), ANSWERED), "a message's content is no text but a number"),
+        ("content 0", chat(said("user", 0), ANSWERED), "a message's content is no text but a number"),
+        ("content object", chat(said("user", {"text": "a"}), ANSWERED), "a message's content is no text but an object"),
+        (
+            "image",
+            chat(said("user", [{"type": "text", "text": "see"}, {"type": "image", "url": "a.png"}]), ANSWERED),
+            "a message's content holds more than text",
+        ),
+        ("content list of texts", chat(said("user", ["a", "b"]), ANSWERED), "a message's content holds more than text"),
+        ("user's message empty", chat(said("user", ""), ANSWERED), "a user's message is empty"),
+        ("user's message spaces", chat(said("user", " \n"), ANSWERED), "a user's message is empty"),
+        ("user's message no parts", chat(said("user", []), ANSWERED), "a user's message is empty"),
+        (
+            "system amid",
+            chat(ASKED, said("system", "be kind"), ANSWERED),
+            "roles out of order: system is not the first message",
+        ),
+        (
+            "tool first",
+            chat(said("tool", "42"), ASKED, ANSWERED),
+            "roles out of order: tool before any assistant turn",
+        ),
+        ("only user", chat(ASKED, ASKED), "no assistant turn"),
+        ("only assistant", chat(ANSWERED), "nothing is asked"),
+        ("half a character", chat(said("user", LONE), ANSWERED), f"a message {HALF}"),
+        ("half a character in a name", chat({**ASKED, "name": LONE}, ANSWERED), f"a message {HALF}"),
+        ("tool_calls no JSON", chat(ASKED, said("assistant", "", tool_calls="[{")), "tool_calls is not JSON"),
+        ("tool_calls number", chat(ASKED, said("assistant", "", tool_calls=5)), "tool_calls is no list of calls"),
+        (
+            "tool_calls object",
+            chat(ASKED, said("assistant", "", tool_calls={"a": 1})),
+            "tool_calls is no list of calls",
+        ),
+        ("tool call text", calls("get_weather"), "tool_calls is no list of calls"),
+        ("call without name", calls({"function": {"arguments": {}}}), "a tool call names no function"),
+        ("call with a number for a name", calls({"function": {"name": 5}}), "a tool call names no function"),
+        ("function text", calls({"function": "get_weather"}), "a tool call names no function"),
+        ("arguments no JSON", calls({"name": "f", "arguments": "city: Paris"}), "a tool call's arguments is not JSON"),
+        ("arguments list", calls({"name": "f", "arguments": [1]}), "a tool call's arguments are no object but a list"),
+        ("half a character in a function's name", calls({"name": LONE}), f"tool_calls {HALF}"),
+        ("half a character in a call", calls({"name": "f", "arguments": {"city": LONE}}), f"tool_calls {HALF}"),
+        ("half a character in JSON", calls({"name": "f", "arguments": r'{"a": "\ud800"}'}), f"tool_calls {HALF}"),
+        ("half a character in a key", calls({"name": "f", "arguments": {LONE: 1}}), f"tool_calls {HALF}"),
+        (
+            "call nested deeply",
+            calls({"name": "f", "arguments": nested(300)}),
+            "tool_calls nested more than 100 levels deep",
+        ),
+        ("tools no JSON", chat(ASKED, ANSWERED, tools="weather"), "tools is not JSON"),
+        ("tools object", chat(ASKED, ANSWERED, tools={"name": "f"}), "tools is no list of tools"),
+        ("tools of names", chat(ASKED, ANSWERED, tools=["f"]), "tools is no list of tools"),
+        ("tools number", chat(ASKED, ANSWERED, tools=7), "tools is no list of tools"),
+        ("half a character in tools", chat(ASKED, ANSWERED, tools=[{"name": LONE}]), f"tools {HALF}"),
+        ("tools nested deeply", chat(ASKED, ANSWERED, tools=[nested(300)]), "tools nested more than 100 levels deep"),
+        ("tools nested beyond measure", chat(ASKED, ANSWERED, tools="[" * 10_000), "tools is not JSON"),
+        ("system number", chat(ASKED, ANSWERED, system=5), "system is no text but a number"),
+        ("system half a character", chat(ASKED, ANSWERED, system=LONE), f"system {HALF}"),
+    ],
+    "prompt": [
+        ("no completion", {"prompt": "a"}, "completion is missing or null"),
+        ("completion null", {"prompt": "a", "completion": None}, "completion is missing or null"),
+        ("completion empty", {"prompt": "a", "completion": ""}, "completion is empty"),
+        ("completion number", {"prompt": "a", "completion": 4}, "completion is no text but a number"),
+        ("completion object", {"prompt": "a", "completion": ANSWERED}, "completion is no text but an object"),
+        ("no prompt", {"completion": "b"}, "prompt is missing or null"),
+        ("prompt spaces", {"prompt": " ", "completion": "b"}, "prompt is empty"),
+        ("list and text", {"prompt": [ASKED], "completion": "b"}, "completion is no list of messages but text"),
+        ("text and list", {"prompt": "a", "completion": [ANSWERED]}, "prompt is no list of messages but text"),
+        ("list and null", {"prompt": [ASKED], "completion": None}, "completion is missing or null"),
+        ("list and empty list", {"prompt": [ASKED], "completion": []}, "completion is empty"),
+        ("lists without answer", {"prompt": [ASKED], "completion": [ASKED]}, "no assistant turn"),
+        ("half a character", {"prompt": "a", "completion": LONE}, f"completion {HALF}"),
+    ],
+    "instruction": [
+        ("no output", {"instruction": "a"}, "output is missing or null"),
+        ("output spaces", {"instruction": "a", "output": "\n"}, "output is empty"),
+        ("output list", {"instruction": "a", "output": ["b"]}, "output is no text but a list"),
+        ("no instruction", {"output": "b"}, "instruction is missing or null"),
+        ("instruction number", {"instruction": 1, "output": "b"}, "instruction is no text but a number"),
+        ("input number", {"instruction": "a", "input": 5, "output": "b"}, "input is no text but a number"),
+        ("input half a character", {"instruction": "a", "input": LONE, "output": "b"}, f"input {HALF}"),
+        ("system list", {"instruction": "a", "output": "b", "system": ["c"]}, "system is no text but a list"),
+    ],
+    "text": [
+        ("null", {"text": None}, "text is missing or null"),
+        ("missing", {"title": "b"}, "text is missing or null"),
+        ("no columns", {}, "text is missing or null"),
+        ("empty", {"text": ""}, "text is empty"),
+        ("spaces", {"text": " \t\r\n "}, "text is empty"),
+        ("number", {"text": 5}, "text is no text but a number"),
+        ("false", {"text": False}, "text is no text but true or false"),
+        ("list", {"text": ["a"]}, "text is no text but a list"),
+        ("object", {"text": {"a": "b"}}, "text is no text but an object"),
+        ("half a character", {"text": LONE}, f"text {HALF}"),
+    ],
+    "class": [
+        ("no label", {"text": "a"}, "label is missing or null"),
+        ("label null", {"text": "a", "label": None}, "label is missing or null"),
+        ("label empty", {"text": "a", "label": ""}, "label is empty"),
+        ("label unknown", {"text": "a", "label": "ugly"}, "label is none of the classes"),
+        ("label number", {"text": "a", "label": 1}, "label is none of the classes"),
+        ("label true", {"text": "a", "label": True}, "label is none of the classes"),
+        ("label 0.5", {"text": "a", "label": 0.5}, "label is no text but a number"),
+        ("label infinite", b'{"text": "a", "label": 1e999}', "label is no text but a number"),
+        ("label list", {"text": "a", "label": ["good"]}, "label is no text but a list"),
+        ("label half a character", {"text": "a", "label": LONE}, f"label {HALF}"),
+        ("text null", {"text": None, "label": "good"}, "text is missing or null"),
+        ("text number", {"text": 1, "label": "good"}, "text is no text but a number"),
+    ],
+    "pair": [
+        ("no second text", {"text": "a", "label": "good"}, "text_pair is missing or null"),
+        ("second text empty", {"text": "a", "text_pair": " ", "label": "good"}, "text_pair is empty"),
+    ],
+}
+
+BAD_ROWS = [
+    *(
+        pytest.param(layout, row, reason, id=f"{layout}, {name}")
+        for layout, rows in ROWS.items()
+        for name, row, reason in rows
+    ),
+    *(pytest.param("text", row, reason, id=f"line, {name}") for name, (row, reason) in LINES.items()),
+]
+
+
+@pytest.mark.parametrize(("layout", "row", "reason"), BAD_ROWS)
+def test_a_bad_row_is_counted_and_named(tmp_path: Path, chatml: Any, layout: str, row: Any, reason: str) -> None:
+    good = GOOD[layout]
+    lines(tmp_path / "rows.jsonl", [good(1), good(2), row, good(4)])
+    report = report_of(tmp_path, "rows.jsonl", chatml, CLASSES if layout in ("class", "pair") else None)
+    assert dropped(report) == {reason: ["rows.jsonl:3"]}
+    assert list(shown(report)) == ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:4"]
+    for name, text in shown(report).items():
+        assert f"question {name[-1]}" in text
+
+
+@pytest.mark.parametrize("layout", ROWS)
+def test_all_bad_rows_of_a_layout_together(tmp_path: Path, chatml: Any, layout: str) -> None:
+    """Each in its place between good ones, tokenised in one call, and a tokenizer trained on the same file."""
+    rows = [row for _, bad, _ in ROWS[layout] for row in (GOOD[layout](7), bad)]
+    lines(tmp_path / "rows.jsonl", rows)
+    classes = CLASSES if layout in ("class", "pair") else None
+    found = report_of(tmp_path, "rows.jsonl", chatml, classes)["train"]
+    expected: dict[str, list[str]] = {}
+    for number, (_, _, reason) in enumerate(ROWS[layout], start=1):
+        expected.setdefault(reason, []).append(f"rows.jsonl:{2 * number}")
+    assert {reason: rows["rows"] for reason, rows in found["dropped"].items()} == expected
+    assert found["kept"] == len(ROWS[layout])
+    trained = tokenizer.train(section(tmp_path, "rows.jsonl"), 300, (classes or ObjectiveSection()).kind)
+    assert (trained / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([ASKED, ASKED, ANSWERED], "Roles must alternate user/assistant"),
+        ([ASKED, ANSWERED, ANSWERED], "Roles must alternate user/assistant"),
+        ([said("system", "be kind"), ASKED, ANSWERED], "System role not supported"),
+        # Fails in the template's own code.
+        ([ASKED, {"role": "assistant", "tool_calls": [{"name": "f"}]}], "'dict object' has no attribute 'content'"),
+    ],
+)
+def test_what_a_template_refuses_is_a_bad_row(tmp_path: Path, messages: list[Any], reason: str) -> None:
+    good = GOOD["chat"]
+    lines(tmp_path / "rows.jsonl", [good(1), chat(*messages), good(3)])
+    report = report_of(tmp_path, "rows.jsonl", new_tokenizer(ALTERNATING))
+    [(found, names)] = dropped(report).items()
+    assert found.startswith(f"the chat template refuses it: {reason}")
+    assert names == ["rows.jsonl:2"]
+    assert list(shown(report)) == ["rows.jsonl:1", "rows.jsonl:3"]
+
+
+# ---- files of every kind ----
+
+TEXTS = ["question 1", "question 2", None, "question 4", ""]
+CHATS = [GOOD["chat"](1), chat(said("narrator", "once"), ANSWERED), GOOD["chat"](3)]
+NULL, EMPTY = "text is missing or null", "text is empty"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Files, some of whose rows are bad: the reasons and names of these, and the names of the first good ones."""
+
+    path: str
+    write: Callable[[Path], Any]
+    dropped: dict[str, list[str]]
+    kept: list[str]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def content(name: str, text: str | bytes) -> Callable[[Path], Any]:
+    data = text if isinstance(text, bytes) else text.encode()
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def text_table() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": TEXTS})
+
+
+def text_lines(texts: list[Any] = TEXTS) -> bytes:
+    return b"".join(as_line({"text": text}) for text in texts)
+
+
+def saved(**splits: datasets.Dataset) -> Callable[[Path], Any]:
+    return lambda folder: datasets.DatasetDict(splits).save_to_disk(folder / "saved")
+
+
+def saved_in_a_format(folder: Path) -> None:
+    """Its rows would come as tensors, without their texts."""
+    table = datasets.Dataset.from_dict({"text": TEXTS, "number": list(range(len(TEXTS)))})
+    table.set_format("numpy", columns=["number"])
+    table.save_to_disk(folder / "saved")
+
+
+def one_arrow_file(folder: Path) -> None:
+    text_table().save_to_disk(folder / "saved")
+    next(folder.glob("saved/*.arrow")).rename(folder / "a.arrow")
+
+
+def two_files(folder: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (folder / name).write_bytes(text_lines())
+
+
+def two_layouts(folder: Path) -> None:
+    lines(folder / "a.jsonl", [GOOD["chat"](1), GOOD["chat"](2)])
+    lines(folder / "b.jsonl", [GOOD["text"](1), GOOD["chat"](2), GOOD["text"](3)])
+
+
+def of_texts(name: str, write: Callable[[Path], Any]) -> Kind:
+    """A file or folder of `TEXTS`."""
+    return Kind(name, write, {NULL: [f"{name}:3"], EMPTY: [f"{name}:5"]}, [f"{name}:{row}" for row in (1, 2, 4)])
+
+
+KINDS = {
+    "json list": Kind(
+        "a.json",
+        content("a.json", json.dumps([*({"text": text} for text in TEXTS), 7, None, "text", ["text"]])),
+        {
+            NULL: ["a.json:3"],
+            EMPTY: ["a.json:5"],
+            "no JSON object but a number": ["a.json:6"],
+            "no JSON object but null": ["a.json:7"],
+            "no JSON object but text": ["a.json:8"],
+            "no JSON object but a list": ["a.json:9"],
+        },
+        ["a.json:1", "a.json:2", "a.json:4"],
+    ),
+    "json of lines": of_texts("a.json", content("a.json", text_lines())),
+    "parquet": of_texts("a.parquet", lambda folder: text_table().to_parquet(folder / "a.parquet")),
+    "parquet of conversations": Kind(
+        "a.parquet",
+        lambda folder: datasets.Dataset.from_list([*CHATS, {"messages": None}]).to_parquet(folder / "a.parquet"),
+        {"a message has an unknown role": ["a.parquet:2"], "messages is missing or null": ["a.parquet:4"]},
+        ["a.parquet:1", "a.parquet:3"],
+    ),
+    "parquet of prompts": Kind(
+        "a.parquet",
+        lambda folder: datasets.Dataset.from_list(
+            [{"prompt": "question", "completion": "b"}, {"prompt": "c", "completion": None}]
+        ).to_parquet(folder / "a.parquet"),
+        {"completion is missing or null": ["a.parquet:2"]},
+        ["a.parquet:1"],
+    ),
+    "arrow file": of_texts("a.arrow", one_arrow_file),
+    "folder": of_texts("saved", lambda folder: text_table().save_to_disk(folder / "saved")),
+    "folder of splits": of_texts("saved", saved(test=datasets.Dataset.from_dict({"text": ["a"]}), train=text_table())),
+    "folder with a format": of_texts("saved", saved_in_a_format),
+    "gz": of_texts("a.jsonl.gz", content("a.jsonl.gz", gzip.compress(text_lines()))),
+    "bz2": of_texts("a.json.bz2", content("a.json.bz2", bz2.compress(text_lines()))),
+    "xz": Kind(
+        "a.csv.xz",
+        content("a.csv.xz", lzma.compress(b'text,n\nquestion 1,1\n"",2\n\xff,3\nquestion 4,4\n')),
+        {EMPTY: ["a.csv.xz:2"], "not UTF-8": ["a.csv.xz:3"]},
+        ["a.csv.xz:1", "a.csv.xz:4"],
+    ),
+    "csv": Kind(
+        "a.csv",
+        content("a.csv", b"text,n\nquestion 1,1\nmany,1,2\nfew\n\nbad \xe9,1\n ,1\nquestion 7,1\n"),
+        {
+            "another number of fields than the header": ["a.csv:2", "a.csv:3"],
+            "blank line": ["a.csv:4"],
+            "not UTF-8": ["a.csv:5"],
+            EMPTY: ["a.csv:6"],
+        },
+        ["a.csv:1", "a.csv:7"],
+    ),
+    "csv, a quote never closed": Kind(
+        "a.csv",
+        content("a.csv", 'text,n\nquestion 1,1\n"stray,2\nquestion 3,3\nquestion 4,4\n'),
+        {"not CSV: unexpected end of data": ["a.csv:2"]},
+        ["a.csv:1", "a.csv:3", "a.csv:4"],
+    ),
+    "csv, a quote closed by the next one": Kind(
+        "a.csv",
+        content("a.csv", 'text,n\n"stray,1\nquestion 2,2\n"question 3",3\n"question\n4",4\n'),
+        {"not CSV: ',' expected after '\"'": ["a.csv:1"]},
+        ["a.csv:2", "a.csv:3", "a.csv:4"],
+    ),
+    "csv, a quote that takes up rows": Kind(
+        "a.csv",
+        content("a.csv", 'text,n\n"stray,1\nquestion 2,2\nquestion 3,"\nquestion 4,4\n'),
+        {
+            "another number of fields than the header": ["a.csv:1"],
+            "not CSV: unexpected end of data": ["a.csv:3"],
+        },
+        ["a.csv:2", "a.csv:4"],
+    ),
+    "half a line at the end": Kind(
+        "a.jsonl",
+        content("a.jsonl", as_line({"text": "question 1"}) + b'{"text": "half a li'),
+        {"not JSON": ["a.jsonl:2"]},
+        ["a.jsonl:1"],
+    ),
+    "a line break in a text": Kind(
+        "a.jsonl",
+        content("a.jsonl", b'{"text": "question 1"}\n{"text": "two\nlines"}\n{"text": "question 4"}\n'),
+        {"not JSON": ["a.jsonl:2", "a.jsonl:3"]},
+        ["a.jsonl:1", "a.jsonl:4"],
+    ),
+    "line ends of Windows": Kind(
+        "a.jsonl",
+        content("a.jsonl", text_lines().replace(b"\n", b"\r\n") + b"\r\n"),
+        {NULL: ["a.jsonl:3"], EMPTY: ["a.jsonl:5"], "blank line": ["a.jsonl:6"]},
+        ["a.jsonl:1", "a.jsonl:2", "a.jsonl:4"],
+    ),
+    "two files": Kind(
+        "*.jsonl",
+        two_files,
+        {NULL: ["a.jsonl:3", "b.jsonl:3"], EMPTY: ["a.jsonl:5", "b.jsonl:5"]},
+        ["a.jsonl:1", "a.jsonl:2", "a.jsonl:4"],
+    ),
+    "two files of different layouts": Kind(
+        "*.jsonl",
+        two_layouts,
+        {"messages is missing or null": ["b.jsonl:1", "b.jsonl:3"]},
+        ["a.jsonl:1", "a.jsonl:2", "b.jsonl:2"],
+    ),
+    "a name with brackets": of_texts("a[1].jsonl", content("a[1].jsonl", text_lines())),
+    "a parquet file's name with brackets": of_texts(
+        "a[1].parquet", lambda folder: text_table().to_parquet(folder / "a[1].parquet")
+    ),
+    "columns by hand": Kind(
+        "a.jsonl",
+        content("a.jsonl", b'{"body": "question 1"}\n{"body": 5}\n{"text": "question 3"}\n'),
+        {"body is no text but a number": ["a.jsonl:2"], "body is missing or null": ["a.jsonl:3"]},
+        ["a.jsonl:1"],
+        {"columns": ColumnsSection(text="body")},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_bad_rows_of_every_kind_of_file(tmp_path: Path, chatml: Any, kind: Kind) -> None:
+    kind.write(tmp_path)
+    report = report_of(tmp_path, kind.path, chatml, **kind.settings)
+    assert dropped(report) == kind.dropped
+    assert list(shown(report)) == kind.kept
+    assert all("question" in text for text in shown(report).values())
+
+
+def test_the_rows_behind_a_stray_quote_are_whole(tmp_path: Path, chatml: Any) -> None:
+    (tmp_path / "a.csv").write_text('text,n\n"stray,1\nquestion 2,2\n"question 3",3\n"question\n4",4\n')
+    report = report_of(tmp_path, "a.csv", chatml)
+    end = chatml.eos_token
+    assert shown(report) == {
+        "a.csv:2": f"question 2{end}",
+        "a.csv:3": f"question 3{end}",
+        "a.csv:4": f"question\n4{end}",
+    }
+
+
+@pytest.mark.parametrize("piece", [1, 99, 100, 101])
+def test_names_hold_across_the_pieces_of_a_file(
+    tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """The file is cut into pieces amid its lines or between them; one line is longer than a row may be."""
+    monkeypatch.setattr(sources, "SHARD_BYTES", piece)
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1000)
+    rows: list[Any] = [json.dumps({"text": f"question {i:02}"}).encode().ljust(49) for i in range(1, 41)]
+    rows[4] = b""
+    rows[9] = json.dumps({"text": "x" * 5000}).encode()
+    rows[20] = b"no JSON"
+    rows[39] = b'{"text": "half'
+    lines(tmp_path / "rows.jsonl", rows)
+    report = report_of(tmp_path, "rows.jsonl", chatml)
+    assert dropped(report) == {
+        "blank line": ["rows.jsonl:5"],
+        "a line of more than 0 MiB": ["rows.jsonl:10"],
+        "not JSON": ["rows.jsonl:21", "rows.jsonl:40"],
+    }
+    assert report["train"]["kept"] == 36
+
+
+def test_an_enormous_line_is_a_bad_row(tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 2**20)
+    long = {"text": "x" * 2**20}
+    lines(tmp_path / "rows.jsonl", [GOOD["text"](1), long, GOOD["text"](3), long])
+    report = report_of(tmp_path, "rows.jsonl", chatml)
+    assert dropped(report) == {"a line of more than 1 MiB": ["rows.jsonl:2", "rows.jsonl:4"]}
+    assert list(shown(report)) == ["rows.jsonl:1", "rows.jsonl:3"]
+
+
+def test_several_processes_name_the_same_rows(tmp_path: Path, chatml: Any) -> None:
+    two_files(tmp_path)
+    alone = report_of(tmp_path, "*.jsonl", chatml)
+    together = report_of(tmp_path, "*.jsonl", chatml, num_proc=2, cache_dir=str(tmp_path / "cache" / "documents-2"))
+    assert together["train"]["dropped"] == alone["train"]["dropped"]
+    assert together["examples"] == alone["examples"]
+
+
+# ---- rows that are all right ----
+
+FINE: dict[str, tuple[str, str | bytes, str]] = {
+    "byte order mark": ("a.jsonl", b"\xef\xbb\xbf" + as_line({"text": "question 1"}), "question 1"),
+    "byte order mark, json": ("a.json", b'\xef\xbb\xbf[{"text": "question 1"}]', "question 1"),
+    "byte order mark, csv": ("a.csv", b"\xef\xbb\xbftext\r\nquestion 1\r\n", "question 1"),
+    "byte order mark, txt": ("a.txt", b"\xef\xbb\xbfquestion 1", "question 1"),
+    "no line end": ("a.jsonl", b'{"text": "question 1"}', "question 1"),
+    "a key twice, the last counts": ("a.jsonl", b'{"text": "no", "text": "question 1"}', "question 1"),
+    "a NUL character, escaped": ("a.jsonl", rb'{"text": "question\u0000 1"}', "question\x00 1"),
+    "a whole character of two halves": ("a.jsonl", rb'{"text": "question \ud83e\udd8a"}', "question \U0001f98a"),
+    "line breaks in csv": ("a.csv", 'text\n"question\n1"\n', "question\n1"),
+    "parts of text": (
+        "a.jsonl",
+        as_line(chat(said("user", [{"type": "text", "text": "question"}, {"type": "text", "text": " 1"}]), ANSWERED)),
+        "user\nquestion 1<|im_end|>",
+    ),
+    "an empty answer": ("a.jsonl", as_line(chat(ASKED, said("assistant", ""))), "assistant\n<|im_end|>"),
+    "names of ShareGPT": (
+        "a.jsonl",
+        as_line({"conversations": [{"from": "human", "value": "question 1"}, {"from": "gpt", "value": "a"}]}),
+        "user\nquestion 1<|im_end|>",
+    ),
+    "calls in JSON": (
+        "a.jsonl",
+        as_line(calls({"name": "f", "arguments": '{"city": "Paris"}'})),
+        '{"name": "f", "arguments": {"city": "Paris"}}',
+    ),
+    "tools in JSON": ("a.jsonl", as_line(chat(ASKED, ANSWERED, tools='[{"name": "f"}]')), '{"name": "f"}\n</tools>'),
+    "columns that nobody asked for": (
+        "a.jsonl",
+        as_line({"text": "question 1", "n": nested(300), LONE: 1}),
+        "question 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), FINE.values(), ids=FINE)
+def test_what_is_unusual_but_right_is_kept(
+    tmp_path: Path, chatml: Any, name: str, text: str | bytes, expected: str
+) -> None:
+    content(name, text)(tmp_path)
+    report = report_of(tmp_path, name, chatml)
+    assert dropped(report) == {}
+    assert expected in shown(report)[f"{name}:1"]
+
+
+def test_columns_that_come_late_are_read(tmp_path: Path, chatml: Any) -> None:
+    """A row need not have all columns, so the first rows do not tell what the later ones have."""
+    late = chat(ASKED, ANSWERED, system="be late", tools=[{"name": "f"}])
+    lines(tmp_path / "rows.jsonl", [*[GOOD["chat"](1)] * sources.ROWS_LOOKED_AT, late])
+    built = build.build(section(tmp_path, "rows.jsonl", packing=False), chatml, 0)
+    text = chatml.decode(built.train.batch([sources.ROWS_LOOKED_AT])["input_ids"][0])
+    assert "be late" in text
+    assert '{"name": "f"}' in text
+
+
+def test_a_column_by_hand_that_a_layout_can_do_without(tmp_path: Path, chatml: Any) -> None:
+    lines(tmp_path / "rows.jsonl", [{**GOOD["chat"](1), "rules": "be kind"}, {**GOOD["chat"](2), "rules": 5}])
+    report = report_of(tmp_path, "rows.jsonl", chatml, columns=ColumnsSection(system="rules"))
+    assert "be kind" in shown(report)["rows.jsonl:1"]
+    assert dropped(report) == {"system is no text but a number": ["rows.jsonl:2"]}
+
+
+# ---- what cannot be used at all ----
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Files or settings, and what the error says about them."""
+
+    path: str
+    write: Callable[[Path], Any]
+    says: tuple[str, ...]
+    objective: ObjectiveSection | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def refused(name: str, text: str | bytes, *says: str, **more: Any) -> Refused:
+    return Refused(name, content(name, text), (name, *says), **more)
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+def parquet(folder: Path) -> bytes:
+    table = datasets.Dataset.from_dict({"text": [f"question {i}" for i in range(2000)]})
+    table.to_parquet(folder / "whole.parquet")
+    return (folder / "whole.parquet").read_bytes()
+
+
+def half_parquet(folder: Path) -> None:
+    data = parquet(folder)
+    (folder / "a.parquet").write_bytes(data[: len(data) // 2])
+
+
+def spoilt_parquet(folder: Path) -> None:
+    data = bytearray(parquet(folder))
+    data[200:600] = b"\xff" * 400
+    (folder / "a.parquet").write_bytes(data)
+
+
+def saved_and_cut(folder: Path) -> None:
+    text_table().save_to_disk(folder / "saved")
+    file = next(folder.glob("saved/*.arrow"))
+    file.write_bytes(file.read_bytes()[:300])
+
+
+def saved_and_lost(folder: Path) -> None:
+    text_table().save_to_disk(folder / "saved")
+    next(folder.glob("saved/*.arrow")).unlink()
+
+
+def saved_and_half_described(folder: Path) -> None:
+    text_table().save_to_disk(folder / "saved")
+    (folder / "saved" / "state.json").write_text('{"_data_fi')
+
+
+def no_rows() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": []}, features=datasets.Features({"text": datasets.Value("string")}))
+
+
+def packed_parquet(folder: Path) -> None:
+    (folder / "a.parquet.gz").write_bytes(gzip.compress(parquet(folder)))
+
+
+def good_and_empty(folder: Path) -> None:
+    (folder / "a.jsonl").write_bytes(text_lines())
+    (folder / "b.jsonl").touch()
+
+
+def good_and_folder(folder: Path) -> None:
+    (folder / "a.jsonl").write_bytes(text_lines())
+    (folder / "b.jsonl").mkdir()
+
+
+MANY_LINES = b"".join(as_line({"text": f"question {i * 7919 % 10007}"}) for i in range(2000))
+UNKNOWN = "is laid out in no known way; it has"
+NEEDED = "needed: messages; prompt + completion; instruction + output; text"
+OBJECT_ON_EACH_LINE = "Needed: UTF-8, and in a .jsonl file an object on each line"
+MANY_KEYS = {f"{LONE} {i}\n{'long' * 100}": i for i in range(3000)}
+
+REFUSED = {
+    "no file": Refused("a.jsonl", nothing, ("data.train: there is no file", "a.jsonl")),
+    "glob that matches nothing": Refused("none*.jsonl", nothing, ("data.train: there is no file", "none*.jsonl")),
+    "name too long": Refused(f"{'long' * 100}.jsonl", nothing, ("data.train: there is no file", "longlong")),
+    "link to nothing": Refused(
+        "a.jsonl", lambda folder: (folder / "a.jsonl").symlink_to(folder / "lost"), ("data.train", "a link to a file")
+    ),
+    "folder": Refused(
+        "rows", lambda folder: (folder / "rows").mkdir(), ("data.train", "is a folder; name files", "*.jsonl")
+    ),
+    "folder among files": Refused("*.jsonl", good_and_folder, ("data.train", "is a folder; name files")),
+    "empty file": refused("a.jsonl", "", "data.train", "is empty"),
+    "empty file among others": Refused("*.jsonl", good_and_empty, ("data.train", "b.jsonl' is empty")),
+    "unknown ending": refused("a.bin", "x", "data.train", "of no known kind; allowed endings: .jsonl, .json, .csv"),
+    "no ending": refused("rows", "x", "data.train", "of no known kind; allowed endings: .jsonl"),
+    "only no JSON": refused("a.jsonl", "one\ntwo\n", "not JSON: 2 (a.jsonl:1, a.jsonl:2)", OBJECT_ON_EACH_LINE),
+    "binary": refused("a.jsonl", bytes(range(256)) * 50, "not UTF-8", "a.jsonl:1", OBJECT_ON_EACH_LINE),
+    "UTF-16": refused("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "not UTF-8: 1 (a.jsonl:1)", OBJECT_ON_EACH_LINE),
+    "only blank lines": refused("a.jsonl", "\n\n\n", "blank line: 3 (a.jsonl:1, a.jsonl:2, a.jsonl:3)"),
+    "list on a line": refused("a.jsonl", '[{"text": "a"}]\n', "no JSON object but a list: 1 (a.jsonl:1)"),
+    "all texts bad": refused(
+        "a.jsonl",
+        text_lines([None, "", None, "  ", 5]) + b"no JSON\n",
+        "data.train: none of its 6 rows can be trained on",
+        "text is missing or null: 2 (a.jsonl:1, a.jsonl:3)",
+        "text is empty: 2 (a.jsonl:2, a.jsonl:4)",
+        "text is no text but a number: 1 (a.jsonl:5)",
+        "not JSON: 1 (a.jsonl:6)",
+    ),
+    "all conversations bad": refused(
+        "a.jsonl", as_line(chat(ASKED)) * 30, "no assistant turn: 30 (a.jsonl:1, a.jsonl:2, a.jsonl:3)"
+    ),
+    "empty list": refused("a.json", "[]", "data.train", "holds no rows"),
+    "list of numbers": refused("a.json", "[1, 2]", "no JSON object but a number: 2 (a.json:1, a.json:2)"),
+    "number": refused("a.json", "17", "no JSON object but a number: 1 (a.json:1)"),
+    "one object": refused("a.json", json.dumps({"a": [1]}, indent=1), "one object with the keys a; allowed: a list of"),
+    "one object of thousands of keys": refused(
+        "a.json", json.dumps(MANY_KEYS, indent=1), "the keys half a \\ud800 character 0\\nlonglong", "2,990 more"
+    ),
+    "half a list": refused("a.json", '[{"text": "a"}, {"te', "is not JSON"),
+    "list nested beyond measure": refused("a.json", "[" * 100_000, "is not JSON"),
+    "list with a number of 5000 digits": refused("a.json", f"[{'7' * 5000}]", "is not JSON"),
+    "list, not UTF-8": refused("a.json", b'[{"text": "caf\xe9"}]', "is not UTF-8 (byte 14)"),
+    "only spaces": refused("a.json", " \n ", "is not JSON"),
+    "txt, not UTF-8": refused("a.txt", b"caf\xe9", "is not UTF-8 (byte 3)"),
+    "txt, UTF-16": refused("a.txt", "text".encode("utf-16"), "is not UTF-8 (byte 0)"),
+    "txt of spaces": refused("a.txt", " \n ", "text is empty: 1 (a.txt:1)"),
+    "csv, header only": refused("a.csv", "text\n", "data.train", "holds no rows"),
+    "csv, a column twice": refused(
+        "a.csv", "text,n,text\na,1,b\n", "a column stands twice in the header: text, n, text"
+    ),
+    "csv, header with an open quote": refused("a.csv", '"text\na\n', "cannot be read: unexpected end of data"),
+    "csv, UTF-16": refused("a.csv", "text\na\n".encode("utf-16"), "is not UTF-8"),
+    "csv with semicolons": refused("a.csv", "text;n\na;1\n", f"{UNKNOWN} text;n", NEEDED),
+    "gz, cut": refused("a.jsonl.gz", gzip.compress(MANY_LINES)[:-500], "cannot be read", "ended before the end"),
+    "gz, csv, cut": refused("a.csv.gz", gzip.compress(b"text\n" + MANY_LINES)[:-500], "ended before the end"),
+    "gz that is none": refused("a.jsonl.gz", text_lines(), "cannot be read", "Not a gzipped file"),
+    "gz, json, that is none": refused("a.json.gz", text_lines(), "data.train", "cannot be read", "Not a gzipped file"),
+    "gz, garbage behind": refused("a.jsonl.gz", gzip.compress(MANY_LINES) + b"garbage", "cannot be read"),
+    "gz of nothing": refused("a.jsonl.gz", gzip.compress(b""), "holds no rows"),
+    "xz that is none": refused("a.jsonl.xz", text_lines(), "cannot be read"),
+    "bz2, cut": refused("a.json.bz2", bz2.compress(b"[" + MANY_LINES)[:-500], "data.train", "cannot be read"),
+    "parquet that is none": refused("a.parquet", text_lines(), "data.train", "cannot be read", "magic bytes"),
+    "parquet, half": Refused("a.parquet", half_parquet, ("data.train", "a.parquet' cannot be read")),
+    "parquet, spoilt": Refused("a.parquet", spoilt_parquet, ("a.parquet' cannot be read",)),
+    "parquet, no rows": Refused(
+        "a.parquet", lambda folder: no_rows().to_parquet(folder / "a.parquet"), ("a.parquet", "holds no rows")
+    ),
+    "parquet of numbers": Refused(
+        "a.parquet",
+        lambda folder: datasets.Dataset.from_dict({"text": [1, 2]}).to_parquet(folder / "a.parquet"),
+        ("data.train", "text is no text but a number: 2 (a.parquet:1, a.parquet:2)"),
+    ),
+    "parquet, packed": Refused("a.parquet.gz", packed_parquet, ("data.train", "a compressed .parquet file; unpack it")),
+    "arrow that is none": refused("a.arrow", text_lines(), "data.train", "cannot be read"),
+    "folder without a train split": Refused(
+        "saved", saved(test=text_table()), ("data.train", "has no split train; it has test", "saved/test")
+    ),
+    "folder, rows cut": Refused("saved", saved_and_cut, ("data.train", "saved' cannot be read")),
+    "folder, rows lost": Refused("saved", saved_and_lost, ("data.train", "saved' cannot be read", "No such file")),
+    "folder, half described": Refused("saved", saved_and_half_described, ("data.train", "saved' cannot be read")),
+    "folder, no rows": Refused(
+        "saved", lambda folder: no_rows().save_to_disk(folder / "saved"), ("data.train", "saved' holds no rows")
+    ),
+    "no known layout": refused("a.jsonl", as_line({"body": "a", "title": "b"}), f"{UNKNOWN} body, title", NEEDED),
+    "no columns": refused("a.jsonl", b"{}\n", f"{UNKNOWN} no columns", NEEDED),
+    "thousands of columns": refused("a.jsonl", as_line(MANY_KEYS), UNKNOWN, "and 2,990 more", NEEDED),
+    "column that is not there": refused(
+        "a.jsonl",
+        as_line({"body": "a"}),
+        "has no column 'text_body' (data.columns.text); it has body",
+        settings={"columns": ColumnsSection(text="text_body")},
+    ),
+    "no chat template": refused(
+        "a.jsonl", as_line(GOOD["chat"](1)), "holds conversations (messages)", "set data.chat_template=chatml"
+    ),
+    "no classes": refused("a.jsonl", text_lines(["a"]), f"{UNKNOWN} text", "needed: text + label", objective=CLASSES),
+    "one class": Refused(
+        "a.jsonl",
+        content("a.jsonl", as_line({"text": "a", "label": 3}) * 3),
+        ("data.train: all rows are of one class (3); a classifier needs two or more",),
+        ANY_CLASSES,
+    ),
+    "only unknown classes": refused(
+        "a.jsonl",
+        as_line({"text": "a", "label": "ugly"}) * 2,
+        "label is none of the classes: 2 (a.jsonl:1, a.jsonl:2)",
+        objective=CLASSES,
+    ),
+    "targets of plain text": refused(
+        "a.jsonl", text_lines(["a"]), "data.targets: assistant has no effect", settings={"targets": "assistant"}
+    ),
+    "a single row to hold out": Refused(
+        "a.jsonl",
+        content("a.jsonl", text_lines(["a", None, ""])),
+        ("data.validation_fraction: data.train has a single usable row",),
+        settings={"validation_fraction": 0.5},
+    ),
+    "streamed, cut": refused(
+        "a.jsonl.gz",
+        gzip.compress(MANY_LINES)[:-500],
+        "cannot be read",
+        settings={"streaming": True, "max_length": 1024},
+    ),
+    "streamed, all bad": refused(
+        "a.jsonl", text_lines([None, ""]), "data.train: none of the 2 rows", settings={"streaming": True}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_used_is_one_clear_error(tmp_path: Path, chatml: Any, name: str) -> None:
+    case = REFUSED[name]
+    case.write(tmp_path)
+    tokens = new_tokenizer(None) if name == "no chat template" else chatml
+    message = refusal(tmp_path, case.path, tokens, case.objective, **case.settings)
+    for words in case.says:
+        assert words in message
+
+
+def test_validation_is_named_where_it_is_at_fault(tmp_path: Path, chatml: Any) -> None:
+    lines(tmp_path / "rows.jsonl", [GOOD["text"](1)])
+    lines(tmp_path / "bad.jsonl", [{"text": None}])
+    saved(train=text_table())(tmp_path)
+    for name, says in (("lost.jsonl", "there is no file"), ("bad.jsonl", "none of its 1 rows"), ("saved", "no split")):
+        message = refusal(tmp_path, "rows.jsonl", chatml, validation=str(tmp_path / name))
+        assert message.startswith(f"data.validation: {says}" if name == "bad.jsonl" else "data.validation: ")
+        assert says in message
+
+
+def test_a_weight_of_rows_that_are_all_bad(tmp_path: Path, chatml: Any) -> None:
+    lines(tmp_path / "rows.jsonl", [GOOD["text"](1)])
+    lines(tmp_path / "bad.jsonl", [{"text": None}])
+    mix = [SourceSection(path=str(tmp_path / name), weight=1.0) for name in ("rows.jsonl", "bad.jsonl")]
+    with pytest.raises(BadInputError, match=r"data\.train: 'bad\.jsonl' has a weight, but none of its rows"):
+        build.build(section(tmp_path, "rows.jsonl").model_copy(update={"train": mix}), chatml, 0)
+    assert unfinished(tmp_path) == []
+
+
+def test_the_file_of_an_unknown_user(tmp_path: Path, chatml: Any) -> None:
+    source = [SourceSection(path="~nobody-of-this-name/rows.jsonl")]
+    with pytest.raises(BadInputError, match=r"data\.train: there is no file '~nobody-of-this-name/rows\.jsonl'"):
+        build.build(section(tmp_path, "rows.jsonl").model_copy(update={"train": source}), chatml, 0)
+
+
+def test_a_compression_that_nothing_installed_reads(
+    tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "infer_compression", lambda name: None)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"(\xb5/\xfd")
+    assert "cannot be unpacked here; install zstandard" in refusal(tmp_path, "a.jsonl.zst", chatml)
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines(tmp_path / "rows.jsonl", [GOOD["text"](1)])
+
+    def forbidden(path: Path, mode: str) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    assert "rows.jsonl' cannot be read: [Errno 13] Permission denied" in refusal(tmp_path, "rows.jsonl", chatml)
+
+
+# ---- long, repeated and held-out rows ----
+
+
+def prompts(folder: Path, good: int, long: int) -> None:
+    rows = [{"prompt": f"question {i} ", "completion": "yes"} for i in range(good)]
+    rows[1:1] = [{"prompt": "question ", "completion": f"{i} {'long ' * 30}"} for i in range(long)]
+    lines(folder / "rows.jsonl", rows)
+
+
+def test_long_rows_are_an_error_past_one_percent(tmp_path: Path, chatml: Any) -> None:
+    prompts(tmp_path, good=99, long=1)
+    report = report_of(tmp_path, "rows.jsonl", chatml, max_length=32)
+    assert dropped(report) == {"longer than data.max_length": ["rows.jsonl:2"]}
+    prompts(tmp_path, good=98, long=2)
+    message = refusal(tmp_path, "rows.jsonl", chatml, max_length=32)
+    assert message.startswith(
+        "data.train: 2 of 100 rows (2.0%) are longer than data.max_length, 32 tokens; the longest"
+    )
+    assert message.endswith("data.long_rows=drop, truncate or split")
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected", "tokens_cut"),
+    [("drop", ["rows.jsonl:2", "rows.jsonl:3"], False), ("truncate", [], True), ("split", [], False)],
+)
+def test_long_rows_as_the_recipe_says(
+    tmp_path: Path, chatml: Any, policy: str, expected: list[str], tokens_cut: bool
+) -> None:
+    prompts(tmp_path, good=3, long=2)
+    report = report_of(tmp_path, "rows.jsonl", chatml, max_length=32, long_rows=policy)
+    assert dropped(report) == ({"longer than data.max_length": expected} if expected else {})
+    long = report["train"]["long"]
+    assert (long["count"], long["rows"]) == (2, ["rows.jsonl:2", "rows.jsonl:3"])
+    assert (long["cut_tokens"] > 0) == tokens_cut
+
+
+def test_a_long_prompt_leaves_nothing_to_learn(tmp_path: Path, chatml: Any) -> None:
+    lines(tmp_path / "rows.jsonl", [GOOD["prompt"](1), {"prompt": "long " * 50, "completion": "b"}, GOOD["prompt"](3)])
+    report = report_of(tmp_path, "rows.jsonl", chatml, max_length=32, long_rows="truncate")
+    assert dropped(report) == {"nothing to learn within 32 tokens": ["rows.jsonl:2"]}
+
+
+def test_repeated_rows_are_counted_and_kept(tmp_path: Path, chatml: Any) -> None:
+    once, twice = GOOD["text"](1), GOOD["text"](2)
+    lines(tmp_path / "rows.jsonl", [once, twice, {"text": None}, twice, twice])
+    lines(tmp_path / "held.jsonl", [b"no JSON", twice, GOOD["text"](9)])
+    report = report_of(tmp_path, "rows.jsonl", chatml, validation=str(tmp_path / "held.jsonl"))
+    assert report["train"]["kept"] == 4
+    assert report["train"]["duplicates"] == {"count": 2, "rows": ["rows.jsonl:4", "rows.jsonl:5"]}
+    assert dropped(report, "validation") == {"not JSON": ["held.jsonl:1"]}
+    assert report["validation"]["also_in_train"] == 1
+
+
+def test_bad_rows_are_not_held_out(tmp_path: Path, chatml: Any) -> None:
+    lines(tmp_path / "rows.jsonl", [{"text": None}, GOOD["text"](2), b"no JSON", GOOD["text"](4)])
+    report = report_of(tmp_path, "rows.jsonl", chatml, validation_fraction=0.5)
+    assert (report["train"]["kept"], report["validation"]["kept"]) == (1, 1)
+    assert dropped(report) == {NULL: ["rows.jsonl:1"], "not JSON": ["rows.jsonl:3"]}
+
+
+def test_a_stream_names_its_bad_rows(tmp_path: Path, chatml: Any) -> None:
+    lines(tmp_path / "rows.jsonl", [GOOD["text"](1), b"no JSON", GOOD["text"](3), {"text": ""}])
+    found = report_of(tmp_path, "rows.jsonl", chatml, streaming=True, max_length=16)["train"]["dropped"]
+    assert {reason: set(rows["rows"]) for reason, rows in found.items()} == {
+        "not JSON": {"rows.jsonl:2"},
+        EMPTY: {"rows.jsonl:4"},
+    }
+
+
+def test_labels_that_are_numbers_or_truths(tmp_path: Path, chatml: Any) -> None:
+    """1.0 is 1, and true is a name of its own; what names no class does not become one."""
+    rows = [{"text": f"question {i}", "label": label} for i, label in enumerate([1, 1.0, True, "1", " 1 ", 0.5, None])]
+    lines(tmp_path / "rows.jsonl", rows)
+    report = report_of(tmp_path, "rows.jsonl", chatml, ANY_CLASSES)
+    assert report["train"]["labels"] == {"1": 4, "true": 1}
+    assert dropped(report) == {
+        "label is no text but a number": ["rows.jsonl:6"],
+        "label is missing or null": ["rows.jsonl:7"],
+    }
+
+
+def test_an_error_while_rows_are_tokenised_leaves_nothing(
+    tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rows are good, and the file ends amid a later one."""
+    monkeypatch.setattr(documents, "BATCH_ROWS", 8)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(MANY_LINES)[:-500])
+    refusal(tmp_path, "a.jsonl.gz", chatml)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_csv_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Quotes, commas and line breaks in cells, and no row given back by mistake."""
+    rows = [
+        {"text": text, "n": str(i)} for i, text in enumerate(['a "b" c', "d, e", "f\ng\r\nh", '"', '""', "\n", "i"] * 3)
+    ]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["text", "n"])
+        writer.writeheader()
+        writer.writerows(rows)
+    [shard] = sources.open_source(SourceSection(path=str(tmp_path / "a.csv")), "data.train").shards
+    assert list(sources.read(shard)) == rows
