@@ -67,6 +67,8 @@ class Encoder:
         return _Prepared(example.text, [(0, len(example.text))], whole=True)
 
     def _rendered(self, example: Conversation) -> _Prepared:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise RowProblem("a conversation, and the tokenizer has no chat template (data.chat_template)")
         rendered = render(self.tokenizer, example.messages, example.tools, self.targets)
         return _Prepared(rendered.text, rendered.spans, whole=False)
 

@@ -268,9 +268,10 @@ def _pair(values: dict[str, Any], columns: dict[str, str]) -> Pair:
             raise RowProblem(f"{columns['prompt']} is missing or null")
         prompt = values.get("prompt") if values.get("prompt") is not None else []
         if isinstance(values[side], list) or isinstance(prompt, list):
-            asked = _messages(prompt, columns["prompt"]) if prompt else []
             if isinstance(prompt, str):
                 asked = [{"role": "user", "content": _text(prompt, columns["prompt"])}]
+            else:
+                asked = _messages(prompt, columns["prompt"]) if prompt else []
             answered = _messages(values[side], columns[side])
             messages = _with_system([*asked, *answered], values.get("system"))
             sides.append(_conversation(messages, _tools(values.get("tools"))))

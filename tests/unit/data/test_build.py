@@ -389,3 +389,62 @@ def test_labels_that_only_look_like_numbers(tmp_path: Path, byte_pairs: Any) -> 
     bad = jsonl(tmp_path / "b.jsonl", [{"text": "x", "label": None}] * 3)
     with pytest.raises(DataError, match=r"none of its 3 rows can be trained on. label is missing or null: 3"):
         build.build(section(tmp_path, bad), byte_pairs, 0, ObjectiveSection(kind="sequence_classification"))
+
+
+PAIR = {
+    "prompt": [{"role": "user", "content": "hi"}],
+    "chosen": [{"role": "assistant", "content": "hello fox"}],
+    "rejected": [{"role": "assistant", "content": "go"}],
+}
+
+
+def pairs(tmp_path: Path, made: Any, rows: list[Any], **fields: Any) -> Any:
+    data = section(tmp_path, jsonl(tmp_path / "pairs.jsonl", rows), max_length=96, **fields)
+    return build.build(data, made, 0, ObjectiveSection(kind="preference"))
+
+
+def test_both_completions_of_a_pair_share_a_sample(tmp_path: Path, chat_tokenizer: Any) -> None:
+    whole = {side: [*PAIR["prompt"], *PAIR[side]] for side in ("chosen", "rejected")}
+    built = pairs(tmp_path, chat_tokenizer, [PAIR, whole, {**PAIR, "prompt": "hi"}])
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    texts = [chat_tokenizer.decode(ids) for ids in built.train.documents(0)]
+    assert texts[:2] == [f"{prompt}hello fox<|im_end|>\n", f"{prompt}go<|im_end|>\n"]
+    batch = built.train.batch(range(len(built.train)))
+    segments, labels = batch["segments"], batch["labels"]
+    assert int(segments.max()) == 5, "three pairs, whichever way they are written"
+    for pair in range(3):
+        for side, words in ((0, "hello fox<|im_end|>"), (1, "go<|im_end|>")):
+            mine = segments == 2 * pair + side
+            assert chat_tokenizer.decode(batch["input_ids"][mine & (labels != -100)]) == words
+            assert batch["position_ids"][mine].tolist() == list(range(int(mine.sum())))
+    assert (labels[segments == -1] == -100).all()
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({**PAIR, "rejected": None}, "rejected is missing or null"),
+        ({"prompt": "a", "chosen": " b", "rejected": 3}, "rejected is no text but a number"),
+        ({"chosen": " b", "rejected": " c"}, "prompt is missing or null"),
+        ({**PAIR, "rejected": PAIR["chosen"]}, "chosen and rejected are the same"),
+        (
+            {
+                "chosen": [{"role": "user", "content": "x"}, *PAIR["chosen"]],
+                "rejected": [{"role": "user", "content": "y"}, *PAIR["rejected"]],
+            },
+            "chosen and rejected differ before the last message",
+        ),
+        ({**PAIR, "rejected": "go"}, "rejected is no list of messages but text"),
+    ],
+)
+def test_pairs_that_are_none(tmp_path: Path, chat_tokenizer: Any, row: Any, reason: str) -> None:
+    report = pairs(tmp_path, chat_tokenizer, [PAIR, row]).report["train"]
+    assert report["dropped"] == {reason: {"count": 1, "rows": ["pairs.jsonl:2"]}}
+
+
+def test_conversations_without_a_template(tmp_path: Path, byte_pairs: Any) -> None:
+    with pytest.raises(DataError, match=r"pairs.jsonl:1\)") as caught:
+        pairs(tmp_path, byte_pairs, [PAIR])
+    assert "a conversation, and the tokenizer has no chat template (data.chat_template): 1" in str(caught.value)
+    with pytest.raises(DataError, match=r"holds conversations \(messages\), and the tokenizer has no chat template"):
+        build.build(section(tmp_path, jsonl(tmp_path / "a.jsonl", [chat("a", "b")])), byte_pairs, seed=0)
