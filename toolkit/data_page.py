@@ -268,7 +268,7 @@ def _warnings(messages: list[str]) -> str:
 
 def _histograms(name: str, split: Report, report: Report) -> list[str]:
     """The cards of a split; a histogram that is absent or empty has none."""
-    remark = " ".join(filter(None, [name, window_remark(report)]))
+    remark = " ".join(filter(None, [name, window_remark(report) if name == "train" else ""]))
     lengths, shares = (_histogram(split.get(key)) for key in ("length_histogram", "target_share_histogram"))
     cards = []
     if lengths:

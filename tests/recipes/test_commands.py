@@ -17,7 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-SHORT = ["training.max_steps=2", "training.eval_every_steps=null", "logging.sample_prompt=null"]
+SHORT = [
+    "training.max_steps=2",
+    "training.eval_every_steps=null",
+    "data.max_validation_samples=8",
+    "logging.sample_prompt=null",
+]
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
@@ -127,7 +132,8 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(ROOT / "recipes/finetune.ipynb", as_version=4)
     shortened = [cell for cell in notebook.cells if "training.max_steps=60" in cell.source]
     assert len(shortened) == 1
-    shortened[0].source = shortened[0].source.replace("max_steps=60", "max_steps=6").replace("steps=20", "steps=3")
+    source = shortened[0].source.replace("max_steps=60", "max_steps=6").replace("steps=20", "steps=3")
+    shortened[0].source = source.replace('"training.output_dir', '"data.max_validation_samples=8", "training.output_dir')
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     records = (tmp_path / "outputs/notebook/metrics.jsonl").read_text().splitlines()
     assert len(records) == 6 + 3

@@ -62,7 +62,7 @@ def show_report(console: Console, report: Report) -> None:
 
 
 def _show_split(console: Console, name: str, split: Report, report: Report) -> None:
-    _print_line(console, name, _rows_line(split), window_remark(report))
+    _print_line(console, name, _rows_line(split), window_remark(report) if name == "train" else "")
     _print_line(console, "", _tokens_line(split))
     for reason, found in by_count(split.get("dropped")):
         _print_line(console, "dropped", f"{_counted(count_of(found), 'row')}: {reason}", _names(found))
