@@ -133,7 +133,9 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shortened = [cell for cell in notebook.cells if "training.max_steps=60" in cell.source]
     assert len(shortened) == 1
     source = shortened[0].source.replace("max_steps=60", "max_steps=6").replace("steps=20", "steps=3")
-    shortened[0].source = source.replace('"training.output_dir', '"data.max_validation_samples=8", "training.output_dir')
+    shortened[0].source = source.replace(
+        '"training.output_dir', '"data.max_validation_samples=8", "training.output_dir'
+    )
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     records = (tmp_path / "outputs/notebook/metrics.jsonl").read_text().splitlines()
     assert len(records) == 6 + 3
