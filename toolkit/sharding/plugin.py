@@ -282,7 +282,7 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         assert self.plugin is not None
         self._require_all_processes()
         if device_type == "cpu":
-            _let_gloo_finish_at_exit()
+            _let_gloo_finish()
         _enter_state(self.plugin)
         mesh: DeviceMesh | None = self.device_mesh  # type: ignore[has-type]
         if mesh is None and self.plugin.strategy.sharded:
@@ -402,15 +402,24 @@ def _require_process_group(device_type: str) -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
-@functools.cache
-def _let_gloo_finish_at_exit() -> None:
-    """Gives gloo's threads the time to drop the last collective before Python ends.
+def _let_gloo_finish() -> None:
+    """Gives gloo's threads the time to drop the last collective before Python ends, and before the group does.
 
     They take the GIL for it. Once Python is finalizing, that aborts the process: "terminate called without an
     active exception" (pytorch/pytorch#190489). With torch 2.13, 10 of 25 pairs of ranks whose last call was a
-    barrier died so, and none with this pause.
+    barrier died so, and none with this pause. And DDP's reducer, if it is the last to hold the group, ends its
+    threads while it holds the GIL, and both wait forever; so the group is held here.
     """
+    _last_group[:] = [dist.group.WORLD]
+    _pause_at_exit()
+
+
+@functools.cache
+def _pause_at_exit() -> None:
     atexit.register(time.sleep, 0.1)
+
+
+_last_group: list[Any] = []
 
 
 def _tell_empty_shards_apart(model: nn.Module) -> None:
