@@ -433,13 +433,14 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Special tokens that the chat template puts behind an assistant's words; none without a template."""
     if tokenizer.chat_template is None:
         return frozenset()
+    from toolkit.data.chat import special_ids
+
     words = "Seven"
     messages = [{"role": "user", "content": "What is three plus four?"}, {"role": "assistant", "content": words}]
     with suppress(Exception):  # a template is a program, and may refuse a conversation in any way
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         behind = tokenizer(text.rpartition(words)[2], add_special_tokens=False)["input_ids"]
-        added = [token for token, kind in tokenizer.added_tokens_decoder.items() if kind.special]
-        return frozenset(behind) & {*tokenizer.all_special_ids, *added}
+        return frozenset(behind) & special_ids(tokenizer)
     return frozenset()
 
 

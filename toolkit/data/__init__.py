@@ -1,1 +1,4 @@
-"""From files or a hub name to micro-batches: sources -> text -> cache -> loader."""
+"""From files or a hub name to micro-batches.
+
+sources -> layouts -> encode -> documents -> selection -> packing -> samples -> loader, or stream.
+"""

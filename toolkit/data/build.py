@@ -17,7 +17,7 @@ from toolkit.data.cache import cache_folder, digest, kept
 from toolkit.data.documents import read_documents, write_documents
 from toolkit.data.encode import Encoder
 from toolkit.data.layouts import recognise
-from toolkit.data.packing import Pieces, best_fit
+from toolkit.data.packing import Pieces, best_fit, by_sample
 from toolkit.data.samples import LabelledSamples, PairSamples, Rows, Samples, TextSamples
 from toolkit.data.selection import Selection, cut, hold_out, nothing_left, one_pass, problems_of, select
 from toolkit.data.sources import Source, glimpse, identify, open_source
@@ -218,24 +218,23 @@ class Builder:
         lengths = rows.column("length").astype(np.int64)
         counts = {
             **reports.count_rows(rows, chosen.kept, chosen.dropped),
-            **reports.describe_rows(rows, chosen.kept, self.data.max_length),
+            **reports.describe_rows(rows, chosen.kept),
             "duplicates": reports.duplicates(rows, chosen.kept),
             "sources": reports.describe_sources(rows, chosen.kept, chosen.dropped, order),
         }
         long = reports.named(rows, chosen.long)
         if names is not None:
             numbers = {name: number for number, name in enumerate(names)}
-            labels = np.array([numbers[label] for label in _labels(rows, order)], dtype=np.int64)
+            label_of = rows.labels()
+            labels = np.array([numbers[label_of[row] or ""] for row in order.tolist()], dtype=np.int64)
             np.savez(file, row=order, label=labels)
             by_class = dict(zip(names, np.bincount(labels, minlength=len(names)).tolist(), strict=True))
             counts = {key: value for key, value in counts.items() if not key.startswith("target")}
             return {**counts, "long": {**long, "cut_tokens": 0}, "samples": len(order), "labels": by_class}
         pieces, cut_tokens = cut(rows, order, lengths, policy, self.data.max_length)
         sample_of = best_fit(pieces.lengths(), self.data.max_length) if self.packed else np.arange(len(pieces))
-        in_order = np.argsort(sample_of, kind="stable")
-        ends = np.cumsum(np.bincount(sample_of))
-        taken = pieces.take(in_order)
-        np.savez(file, row=taken.row, start=taken.start, stop=taken.stop, ends=ends)
+        in_order, ends = by_sample(pieces, sample_of)
+        np.savez(file, row=in_order.row, start=in_order.start, stop=in_order.stop, ends=ends)
         fill = float(pieces.lengths().sum() / (len(ends) * self.data.max_length)) if self.packed else None
         return {**counts, "long": {**long, "cut_tokens": cut_tokens}, "samples": len(ends), "fill_rate": fill}
 
@@ -299,8 +298,3 @@ def _numbers_first(label: str) -> tuple[bool, int, str]:
     """Labels that are numbers in the order of numbers."""
     is_number = re.fullmatch(r"-?[0-9]{1,18}", label) is not None
     return (not is_number, int(label) if is_number else 0, label)
-
-
-def _labels(rows: Rows, numbers: Any) -> list[str]:
-    column = [label for source in rows.sources for label in source.table.column("label").to_pylist()]
-    return [column[number] for number in numbers.tolist()]

@@ -512,6 +512,12 @@ def _absent_mark(text: str) -> str:
     return mark
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokenizer's special tokens, added ones included."""
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added.union(tokenizer.all_special_ids)
+
+
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """The tokenizer's special tokens as text."""
     added = _added_special_tokens(tokenizer, len(tokenizer))

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from toolkit.data.cache import digest
 from toolkit.data.encode import Encoder, batches
 from toolkit.data.layouts import Layout
+from toolkit.data.problem import RowProblem
 from toolkit.data.sources import Shard, Source, read, short_name
 from toolkit.errors import DataError
 
@@ -94,7 +95,7 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
         DataError: where a file cannot be read, or the source holds no rows.
     """
     work = folder / "work"
-    if next((row for shard in source.shards for row in read(shard)), None) is None:
+    if not source.shards:  # an opened data set; of files a first row has been read
         raise DataError(f"{source.field}: {source.name!r} holds no rows")
     (datasets.enable_progress_bars if sys.stderr.isatty() else datasets.disable_progress_bars)()
     made = datasets.Dataset.from_generator(
@@ -136,12 +137,6 @@ def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> 
                 for document in encoder.documents(batch, layout):
                     yield {**document, "shard": number}
         except DataError as error:
-            [document] = encoder.documents([_problem(f"{_FATAL}{error}")], layout)
+            [document] = encoder.documents([RowProblem(f"{_FATAL}{error}")], layout)
             yield {**document, "shard": number}
             return
-
-
-def _problem(text: str) -> Any:
-    from toolkit.data.problem import RowProblem
-
-    return RowProblem(text)

@@ -120,9 +120,13 @@ class TrainLoader:
         """Sample numbers of each of this rank's micro-batches."""
         size = self.micro_batch_size
         for step_start in range(self._start[1], self.num_positions, self.samples_per_step):
-            for micro in range(self.accumulation):
-                start = step_start + (micro * self.world_size + self.rank) * size
+            for start in first_positions(step_start, size, self.accumulation, self.rank, self.world_size):
                 yield [self.order[position] for position in range(start, min(start + size, self.num_positions))]
+
+
+def first_positions(step_start: int, size: int, accumulation: int, rank: int, world_size: int) -> list[int]:
+    """The first position of each of a rank's micro-batches of `size` samples, in the step that begins at one."""
+    return [step_start + (micro * world_size + rank) * size for micro in range(accumulation)]
 
 
 def evaluation_batches(

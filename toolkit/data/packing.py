@@ -96,6 +96,12 @@ def best_fit(lengths: Ints, capacity: int) -> Ints:
     return _by_first_piece(sample_of, num_samples)
 
 
+def by_sample(pieces: Pieces, sample_of: Ints) -> tuple[Pieces, list[int]]:
+    """The pieces in the order of their samples, and for each sample one after its last piece."""
+    in_order = pieces.take(np.argsort(sample_of, kind="stable"))
+    return in_order, np.cumsum(np.bincount(sample_of)).tolist()
+
+
 def _by_first_piece(sample_of: Ints, num_samples: int) -> Ints:
     """Samples numbered anew, in the order of the first piece in each."""
     first = np.full(num_samples, len(sample_of), dtype=np.int64)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.chat import special_ids
 from toolkit.data.samples import Rows
 
 ROWS_NAMED = 20
@@ -28,15 +29,20 @@ MANY_DROPPED = 0.05
 
 def count_rows(rows: Rows, kept: Any, dropped: dict[int, str]) -> dict[str, Any]:
     """Rows read, kept and dropped, the dropped ones by reason and with their names."""
-    by_reason: dict[str, list[int]] = {}
-    for row, reason in sorted(dropped.items()):
-        by_reason.setdefault(reason, []).append(row)
     return {
         "read": len(kept) + len(dropped),
         "kept": len(kept),
         "num_dropped": len(dropped),
-        "dropped": {reason: named(rows, found) for reason, found in by_reason.items()},
+        "dropped": {reason: named(rows, found) for reason, found in by_reason(dropped).items()},
     }
+
+
+def by_reason(dropped: dict[int, str]) -> dict[str, list[int]]:
+    """Reason -> the rows dropped for it, rising."""
+    found: dict[str, list[int]] = {}
+    for row, reason in sorted(dropped.items()):
+        found.setdefault(reason, []).append(row)
+    return found
 
 
 def named(rows: Rows, numbers: Any) -> dict[str, Any]:
@@ -44,17 +50,17 @@ def named(rows: Rows, numbers: Any) -> dict[str, Any]:
     return {"count": len(numbers), "rows": [rows.name(int(row)) for row in numbers[:ROWS_NAMED]]}
 
 
-def describe_rows(rows: Rows, kept: Any, max_length: int) -> dict[str, Any]:
+def describe_rows(rows: Rows, kept: Any) -> dict[str, Any]:
     """Lengths of the rows that are kept, before any of them is cut, and what share of them is learned."""
     lengths, targets = rows.column("length")[kept], rows.column("num_targets")[kept]
     longest = kept[int(np.argmax(lengths))]
     return {
-        **describe_lengths(lengths, targets, max_length),
+        **describe_lengths(lengths, targets),
         "longest": {"row": rows.name(int(longest)), "tokens": int(lengths.max())},
     }
 
 
-def describe_lengths(lengths: Any, targets: Any, max_length: int) -> dict[str, Any]:
+def describe_lengths(lengths: Any, targets: Any) -> dict[str, Any]:
     """From the tokens of each row, and how many of these are learned."""
     median, p90, p99 = (int(value) for value in np.percentile(lengths, (50, 90, 99), method="lower"))
     tokens, target_tokens = int(lengths.sum(dtype=np.int64)), int(targets.sum(dtype=np.int64))
@@ -119,11 +125,11 @@ def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any)
     return found
 
 
-def examples(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, cut: int | None) -> list[dict[str, Any]]:
+def examples(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, cut: int) -> list[dict[str, Any]]:
     """The first rows of the first sources, decoded, in stretches that are targets or are not.
 
     Args:
-        cut: tokens to which rows are cut; None: they are not.
+        cut: tokens to which rows are cut.
     """
     source_of = np.searchsorted(rows.starts, kept, side="right")
     firsts = [kept[int(np.argmax(source_of == source))] for source in dict.fromkeys(source_of.tolist())]
@@ -131,8 +137,8 @@ def examples(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, cut: int
     return [_example(tokenizer, rows, int(row), cut) for row in sorted(chosen)]
 
 
-def _example(tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int, cut: int | None) -> dict[str, Any]:
-    ids, targets = rows.tokens(row, 0, min(EXAMPLE_TOKENS, cut or EXAMPLE_TOKENS))
+def _example(tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int, cut: int) -> dict[str, Any]:
+    ids, targets = rows.tokens(row, 0, min(EXAMPLE_TOKENS, cut))
     source, number = rows.where(row)
     label = source.table.column("label")[number].as_py()
     if label is None:
@@ -154,7 +160,7 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: Any, targets: Any) -> dict[
 
 def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any) -> list[str]:
     """A warning for each source whose first row's last target is no special token: no end is learned."""
-    special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+    special = special_ids(tokenizer)
     found = []
     for source, start in zip(rows.sources, rows.starts, strict=False):
         mine = kept[(kept >= start) & (kept < start + len(source.table))]

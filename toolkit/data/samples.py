@@ -59,6 +59,10 @@ class Rows:
         """A column of numbers over all rows."""
         return np.concatenate([source.column(name) for source in self.sources])
 
+    def labels(self) -> list[str | None]:
+        """The class of each row; None where it has none."""
+        return [label for source in self.sources for label in source.table.column("label").to_pylist()]
+
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
         """See `Documents.tokens`."""
         source, number = self.where(row)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.packing import Ints, Pieces, mixed, split, whole
-from toolkit.data.samples import Rows
+from toolkit.data.report import by_reason
+from toolkit.data.samples import HasTokens, Rows
 from toolkit.errors import DataError
 
 LONG_SHARE = 0.01
@@ -59,9 +60,7 @@ def select(
     if policy in ("error", "drop"):
         dropped |= dict.fromkeys(long.tolist(), TOO_LONG)
     if policy == "truncate" and not already_cut:
-        dropped |= dict.fromkeys(
-            _without_targets(rows, long, max_length), f"nothing to learn within {max_length} tokens"
-        )
+        dropped |= dict.fromkeys(_without_targets(rows, long, max_length), nothing_within(max_length))
     kept = np.setdiff1d(good, list(dropped))
     if len(kept) == 0:
         raise DataError(nothing_left(field, rows, dropped))
@@ -78,16 +77,20 @@ def problems_of(rows: Rows) -> dict[int, str]:
 
 def _without_class(rows: Rows, label_names: list[str], dropped: dict[int, str]) -> dict[int, str]:
     known = set(label_names)
-    labels = (label for source in rows.sources for label in source.table.column("label").to_pylist())
     return {
         row: "label is none of the classes"
-        for row, label in enumerate(labels)
+        for row, label in enumerate(rows.labels())
         if label not in known and row not in dropped
     }
 
 
 def _without_targets(rows: Rows, long: Ints, max_length: int) -> list[int]:
     return [row for row in long.tolist() if not rows.tokens(row, 1, max_length)[1].any()]
+
+
+def nothing_within(max_length: int) -> str:
+    """Why a row is dropped whose targets are all cut off."""
+    return f"nothing to learn within {max_length} tokens"
 
 
 def too_many_long(field: str, lengths: Any, num_rows: int, num_long: int, max_length: int) -> str:
@@ -103,12 +106,9 @@ def too_many_long(field: str, lengths: Any, num_rows: int, num_long: int, max_le
 
 def nothing_left(field: str, rows: Rows, dropped: dict[int, str]) -> str:
     """The error's text where no row is left: the reasons, and the first rows of each."""
-    reasons: dict[str, list[int]] = {}
-    for row, reason in sorted(dropped.items()):
-        reasons.setdefault(reason, []).append(row)
     listed = "; ".join(
         f"{reason}: {len(found):,} ({', '.join(rows.name(row) for row in found[:3])})"
-        for reason, found in reasons.items()
+        for reason, found in by_reason(dropped).items()
     )
     return f"{field}: none of its {len(rows):,} rows can be trained on. {listed}"
 
@@ -148,7 +148,7 @@ def one_pass(chosen: Selection) -> Ints:
     return rows
 
 
-def cut(rows: Rows, order: Ints, lengths: Ints, policy: str, max_length: int) -> tuple[Pieces, int]:
+def cut(rows: HasTokens, order: Ints, lengths: Ints, policy: str, max_length: int) -> tuple[Pieces, int]:
     """The pieces of rows in order, and how many tokens are cut off."""
     if policy != "split":
         pieces = whole(order, lengths, max_length)

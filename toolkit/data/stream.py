@@ -19,10 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data import report as reports
 from toolkit.data.encode import Document, Encoder
 from toolkit.data.layouts import Layout
-from toolkit.data.packing import best_fit, split, whole
+from toolkit.data.loader import first_positions
+from toolkit.data.packing import best_fit, by_sample
 from toolkit.data.report import ROWS_NAMED
 from toolkit.data.samples import Batch, TextSamples, batch_of
-from toolkit.data.selection import LONG_SHARE, TOO_LONG, too_many_long
+from toolkit.data.selection import LONG_SHARE, TOO_LONG, cut, nothing_within, too_many_long
 from toolkit.data.sources import Row, Source, named_rows
 from toolkit.errors import DataError
 
@@ -207,23 +208,19 @@ class Stream:
         if self.policy == "truncate":
             counts.cut_tokens += document["length"] - self.max_length
             if not any(document["targets"][1 : self.max_length]):
-                return f"nothing to learn within {self.max_length} tokens"
+                return nothing_within(self.max_length)
         return None
 
     def _samples(self, documents: list[Document], window: int) -> TextSamples:
         rows = WindowRows(documents)
         lengths = np.array([document["length"] for document in documents], dtype=np.int64)
-        cut = split if self.policy == "split" else whole
-        pieces = cut(np.arange(len(documents)), lengths, self.max_length)
-        useful = [i for i in range(len(pieces)) if rows.tokens(*pieces.place(i))[1][1:].any()]
-        pieces = pieces.take(useful)
+        pieces, _ = cut(rows, np.arange(len(documents)), lengths, self.policy, self.max_length)
         sample_of_piece = best_fit(pieces.lengths(), self.max_length) if self.packed else np.arange(len(pieces))
-        num_samples = int(sample_of_piece.max()) + 1
         if self.seed is not None:
+            num_samples = int(sample_of_piece.max()) + 1
             mixed_up = hashlib.sha256(f"{self.seed}/{window}".encode()).digest()[:8]
             sample_of_piece = np.random.default_rng(int.from_bytes(mixed_up)).permutation(num_samples)[sample_of_piece]
-        in_order = pieces.take(np.argsort(sample_of_piece, kind="stable"))
-        ends = np.cumsum(np.bincount(sample_of_piece, minlength=num_samples)).tolist()
+        in_order, ends = by_sample(pieces, sample_of_piece)
         return TextSamples(rows, in_order, ends, self.max_length, self.packed, self.pad_id)
 
 
@@ -346,7 +343,8 @@ class StreamLoader:
         samples = self._samples()
         stream = self.stream
         for start in range(self._start[1], self.num_positions, self.samples_per_step):
-            mine = [range(first, first + self._micro_batch_size) for first in self._first_positions(start)]
+            firsts = first_positions(start, self._micro_batch_size, self._accumulation, self._rank, self._world_size)
+            mine = [range(first, first + self._micro_batch_size) for first in firsts]
             taken: dict[int, Any] = {}
             for position in range(start, start + self.samples_per_step):
                 sample = next(samples)
@@ -356,12 +354,6 @@ class StreamLoader:
                 batch_of([taken[position] for position in micro_batch], stream.max_length, stream.packed, stream.pad_id)
                 for micro_batch in mine
             ]
-
-    def _first_positions(self, start: int) -> list[int]:
-        return [
-            start + (micro * self._world_size + self._rank) * self._micro_batch_size
-            for micro in range(self._accumulation)
-        ]
 
     def _samples(self) -> Iterator[list[tuple[Any, Any]]]:
         """The pieces' tokens of every sample from the start on."""
@@ -400,7 +392,7 @@ def describe_stream(stream: Stream, samples: TextSamples, tokenizer: PreTrainedT
         "num_dropped": counts.num_dropped,
         "dropped": counts.dropped,
         "long": {"count": counts.long, "rows": [], "cut_tokens": counts.cut_tokens},
-        **reports.describe_lengths(lengths, targets, stream.max_length),
+        **reports.describe_lengths(lengths, targets),
         "tokens": counts.tokens,
         "target_tokens": counts.target_tokens,
         "longest": {"row": counts.longest[1], "tokens": counts.longest[0]},
