@@ -1,0 +1,1 @@
+"""Before anything runs: will it fit, what to pick, how fast will it be."""

@@ -1,0 +1,70 @@
+"""What FSDP2 makes of each unit: the sizes of its parameters, in its order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from toolkit.sharding.units import UnitKind, UnitPlan
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """One parameter. `held`: bytes of an element as the optimizer keeps it between steps."""
+
+    rows: int
+    row_numel: int
+    trainable: bool
+    held: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.row_numel
+
+    def shard_numel(self, shard: int) -> int:
+        """Elements of the first rank's shard, padding included: ceil(rows / F) rows."""
+        return math.ceil(self.rows / shard) * self.row_numel
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """One unit of the plan, with its parameters in the order in which FSDP2 gathers and reduces them."""
+
+    name: str
+    kind: UnitKind
+    modules: tuple[str, ...]
+    reshard_after_forward: bool
+    parameters: tuple[ParameterShape, ...]
+
+    @cached_property
+    def trainable(self) -> tuple[ParameterShape, ...]:
+        return tuple(parameter for parameter in self.parameters if parameter.trainable)
+
+    def shard_numel(self, shard: int) -> int:
+        return sum(parameter.shard_numel(shard) for parameter in self.parameters)
+
+
+def unit_shapes(model: nn.Module, plan: UnitPlan, mixed_precision: str) -> list[UnitShape]:
+    """The units of `plan` in its order; trainable parameters are held in float32 under mixed precision."""
+    seen: set[int] = set()
+    shapes = []
+    for unit in plan.units:
+        own = []
+        for path in unit.modules:
+            for parameter in model.get_submodule(path).parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    own.append(_shape(parameter, mixed_precision))
+        shapes.append(UnitShape(unit.name, unit.kind, unit.modules, unit.reshard_after_forward, tuple(own)))
+    return shapes
+
+
+def _shape(parameter: torch.Tensor, mixed_precision: str) -> ParameterShape:
+    rows = parameter.shape[0] if parameter.ndim else 1
+    is_low = parameter.dtype in (torch.bfloat16, torch.float16)
+    held = 4 if mixed_precision != "no" and parameter.requires_grad and is_low else parameter.element_size()
+    return ParameterShape(rows, parameter.numel() // max(1, rows), parameter.requires_grad, held)
