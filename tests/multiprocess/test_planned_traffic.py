@@ -1,0 +1,110 @@
+"""The planner's traffic is what collectives carry in real runs, byte for byte."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import meet, run_on_ranks
+from torch import nn
+from traffic import Traffic
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from toolkit.planning.traffic import traffic, unit_elements
+from toolkit.sharding import plan_units
+from toolkit.sharding.strategy import STRATEGIES, MeshShape, mesh_shape
+
+CASES = [(strategy, 1, True, "all", "no") for strategy in STRATEGIES]
+CASES += [(strategy, 3, False, "all", "no") for strategy in STRATEGIES]
+CASES += [(strategy, 3, strategy == "zero2", "lora", "no") for strategy in STRATEGIES]
+CASES += [("zero3", 1, True, "last", "no"), ("zero3", 3, False, "last", "bf16"), ("zero3", 1, False, "norm", "no")]
+"""(strategy, accumulation, tied, what is trained, precision)."""
+
+
+def make_model(tied: bool, trained: str) -> nn.Module:
+    """Odd sizes: on 4 ranks, rows are padded and the LoRA matrices' shards of 2 rows are partly empty."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=510,
+        hidden_size=56,
+        intermediate_size=98,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    model: Any = LlamaForCausalLM(config)
+    if trained == "lora":
+        targets = ["q_proj", "down_proj"]
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets))
+    kept = {"all": "", "last": "model.layers.2", "norm": "model.norm"}[trained]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(kept in name)
+    return model  # type: ignore[no-any-return]
+
+
+def mesh_of(strategy: str, num_ranks: int) -> MeshShape:
+    return mesh_shape(STRATEGIES[strategy], num_ranks, replicate=None, shard=2 if strategy == "hybrid" else None)
+
+
+def measure(strategy: str, accumulation: int, tied: bool, trained: str, precision: str) -> Any:
+    """Bytes and calls of the second optimizer step."""
+    from accelerate import Accelerator
+
+    from toolkit import sharding_kwargs
+    from toolkit.sharding.plugin import accumulation_plugin, reset_accelerate
+
+    meet()
+    reset_accelerate()
+    sizes = {"shard_size": 2} if strategy == "hybrid" else {}
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        gradient_accumulation_plugin=accumulation_plugin(accumulation),
+        **sharding_kwargs(strategy, **sizes),
+    )
+    model = make_model(tied, trained)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = torch.arange(32).view(2, 16)
+    for _ in range(2):
+        with Traffic() as found:
+            for _ in range(accumulation):
+                with accelerator.accumulate(model):
+                    logits = model(input_ids=ids, use_cache=False).logits
+                    accelerator.backward(F.cross_entropy(logits.flatten(0, 1), ids.flatten()))
+                    optimizer.step()
+                    optimizer.zero_grad()
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    return {kind: (found.bytes[kind], found.calls[kind]) for kind in kinds}
+
+
+def measure_all() -> dict[Any, Any]:
+    return {case: measure(*case) for case in possible(int(os.environ["WORLD_SIZE"]))}
+
+
+def possible(num_ranks: int) -> list[Any]:
+    return [case for case in CASES if case[0] != "hybrid" or num_ranks >= 4]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_planned_bytes_and_calls_are_those_of_real_collectives(num_ranks: int) -> None:
+    measured = run_on_ranks(measure_all, num_ranks)
+    for case in possible(num_ranks):
+        strategy, accumulation, tied, trained, precision = case
+        model = make_model(tied, trained)
+        mesh = mesh_of(strategy, num_ranks)
+        planned = traffic(
+            unit_elements(model, plan_units(model), mesh.shard),
+            STRATEGIES[strategy],
+            mesh,
+            accumulation=accumulation,
+            compute_bytes={"no": 4, "bf16": 2}[precision],
+        )
+        expected = {kind: (planned.whole[kind], planned.calls[kind]) for kind in planned.whole}
+        for rank in measured:
+            assert rank[case] == expected, (case, num_ranks)
