@@ -232,7 +232,8 @@ def load_profile(path: Path | None = None) -> Hardware:
     problem = _profile_problem(values)
     if problem is not None:
         raise BadInputError(f"hardware: {path}: {problem}; calibrate this machine again")
-    return Hardware(**{key: tuple(value) if key.endswith("_efficiency") else value for key, value in values.items()})
+    settled: dict[str, Any] = {k: tuple(v) if k.endswith("_efficiency") else v for k, v in values.items()}
+    return Hardware(**settled)
 
 
 def _profile_problem(values: Any) -> str | None:
