@@ -39,8 +39,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository itself, ins
 
 MAX_NORM, LEARNING_RATE = 1.0, 1e-5
 BASELINE = "no offload"
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12}
-"""Dense bf16, from the makers' data sheets, by a part of the device's name."""
 
 
 @dataclass(frozen=True)
@@ -456,8 +454,10 @@ def flops_per_token(job: Job) -> float:
 
 
 def peak_flops() -> float | None:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    from toolkit.planning.hardware import preset_of_device
+
+    preset = preset_of_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return preset.peak_flops["bfloat16"] if preset is not None else None
 
 
 def machine() -> dict[str, Any]:

@@ -16,17 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
+from toolkit.planning.hardware import preset_of_device
 from toolkit.recipe import LoggingSection
-
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-    "RTX 5090": 209e12,
-}
-"""Dense 16-bit peak of a device by a part of its name, from the makers' data sheets (FLOP/s)."""
 
 SHARES = {"accuracy": "accuracy", "f1_macro": "F1"}
 """Figures of an evaluation that are shares -> their name on the console."""
@@ -150,8 +141,8 @@ def peak_flops(device: torch.device, mixed_precision: str) -> float | None:
     """The device's dense 16-bit peak (FLOP/s); None where unknown or where compute is not in 16 bits."""
     if device.type != "cuda" or mixed_precision == "no":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    preset = preset_of_device(torch.cuda.get_device_name(device))
+    return preset.peak_flops["bfloat16"] if preset is not None else None
 
 
 def flops_per_token(model: PreTrainedModel, max_length: int) -> float:

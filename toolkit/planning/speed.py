@@ -267,7 +267,7 @@ class _Job:
         ranks_on_node = min(self.mesh.shard * self.mesh.replicate, hardware.devices_per_node)
         dram = hardware.transfer(hardware.host_memory_bandwidth, quantile) / ranks_on_node
         pcie = hardware.transfer(hardware.host_link_bandwidth, quantile)
-        in_16_bits = ranks_on_node == 1 and self.accumulation == 1 and self.dtype != "float32"
+        in_16_bits = self.mesh.shard * self.mesh.replicate == 1 and self.accumulation == 1 and self.dtype != "float32"
         hosted = traffic.trainable * (1 - offload.device_share)
         state = STATE_BYTES * hosted if offload.executor == "device_stream" else 0
         # The first units are those whose state stays on the device first.

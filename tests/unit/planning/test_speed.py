@@ -1,0 +1,239 @@
+"""The time of a step: published runs, the formulas by hand, and limits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from fake_llama import SHAPES, segments
+
+from toolkit.planning.hardware import Hardware, hardware_of
+from toolkit.planning.roofline import Work
+from toolkit.planning.speed import ADAM_BYTES, Segment, StepTime, step_time
+from toolkit.planning.traffic import HostExecutor, OffloadPlan, UnitElements, traffic
+from toolkit.sharding.strategy import STRATEGIES, MeshShape
+
+KEMPNER = hardware_of("h200_sxm", gpus_per_node=4, nic_gbs=200)
+
+PUBLISHED = [
+    # Llama shape, rows of 4096 per micro-batch, ranks, accumulation, seconds per optimizer step. Full activation
+    # checkpointing, bfloat16, FSDP2 on H200, 4 devices a node; all but the first under torch.compile.
+    # KempnerForge, benchmarks/mfu_scaling/mfu_scaling.md #8, #4, #2:
+    ("13b", 4, 8, 4, 14.81),
+    ("8b", 4, 4, 2, 3.36),
+    ("8b", 2, 2, 4, 2 * 2 * 4096 * 4 / 18728),
+    # and benchmarks/config_validation/config_validation.md, 7b.toml and 7b_32gpu_fsdp.toml:
+    ("8b", 8, 4, 4, 13.49),
+    ("8b", 4, 32, 4, 7.05),
+]
+
+
+@pytest.mark.parametrize(("name", "rows", "num_ranks", "accumulation", "seconds"), PUBLISHED)
+def test_published_steps(name: str, rows: int, num_ranks: int, accumulation: int, seconds: float) -> None:
+    mesh, strategy = MeshShape(1, num_ranks), STRATEGIES["zero3"]
+    sent = traffic(SHAPES[name].units, strategy, mesh, accumulation=accumulation)
+    found = step_time(segments(name, rows, 4096, True), sent, strategy, mesh, KEMPNER, accumulation=accumulation)
+    assert found.mid == pytest.approx(seconds, rel=0.2)
+    assert found.low < seconds < found.high
+    assert found.bound_by == "compute"
+
+
+def test_a_device_of_less_power_is_inside_the_range() -> None:
+    """torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 1: 8 H100 of 500 W and 2.4 TB/s, 2.843 s.
+
+    It recomputes every second matrix product: between full and no activation checkpointing.
+    """
+    hardware = dataclasses.replace(hardware_of("h100_sxm"), memory_bandwidth=2.4e12)
+    mesh, strategy = MeshShape(1, 8), STRATEGIES["zero3"]
+    sent = traffic(SHAPES["8b"].units, strategy, mesh)
+    none, full = (step_time(segments("8b", 2, 8192, ac), sent, strategy, mesh, hardware) for ac in (False, True))
+    assert none.low < 2.843 < full.high
+    assert full.mid == pytest.approx(2.843, rel=0.2)
+
+
+# By hand: arithmetic at 1 FLOP/s takes as many seconds as there are FLOPs; every efficiency is 1.
+
+UNIT = Hardware(
+    name="unit",
+    memory_bytes=1,
+    peak_flops={"float32": 1.0, "bfloat16": 1.0, "float16": 1.0},
+    memory_bandwidth=1e30,
+    link_bandwidth=1.0,
+    network_bandwidth=1.0,
+    host_link_bandwidth=1e30,
+    host_memory_bandwidth=1e30,
+    host_memory_bytes=None,
+    devices_per_node=8,
+    matmul_efficiency=(1.0, 1.0, 1.0),
+    memory_efficiency=(1.0, 1.0, 1.0),
+    transfer_efficiency=(1.0, 1.0, 1.0),
+    kernel_seconds=0.0,
+    device_type="cuda",
+)
+UNITS = (
+    UnitElements("embeddings", 80, 80, True),
+    *[UnitElements("block", 400, 400, True)] * 4,
+    UnitElements("tail", 80, 80, False),
+    UnitElements("root", 0, 0, False),
+)
+P = 4 * 400 + 160
+
+
+def segments_of(forward: int, backward: int) -> list[Segment]:
+    return [Segment("block", Work.of([("matmul", forward, 0)]), Work.of([("matmul", backward, 0)]), 4)]
+
+
+def planned(
+    strategy: str,
+    mesh: MeshShape,
+    hardware: Hardware = UNIT,
+    *,
+    forward: int = 25,
+    backward: int = 50,
+    accumulation: int = 1,
+    offload: OffloadPlan | None = None,
+) -> StepTime:
+    """Forward takes 4 x `forward` seconds, backward 4 x `backward`."""
+    kind = STRATEGIES[strategy]
+    sent = traffic(UNITS, kind, mesh, accumulation=accumulation, offload=offload)
+    work = segments_of(forward, backward)
+    return step_time(work, sent, kind, mesh, hardware, accumulation=accumulation, offload=offload)
+
+
+def test_one_rank_computes_and_steps() -> None:
+    hardware = dataclasses.replace(UNIT, memory_bandwidth=28.0)
+    found = planned("zero3", MeshShape(1, 1), hardware, accumulation=3)
+    assert dataclasses.asdict(found.parts) == {
+        "compute_forward": 300.0,
+        "compute_backward": 600.0,
+        "communication": 0.0,
+        "optimizer": ADAM_BYTES * P / 28,
+        "host": 0.0,
+    }
+    assert found.low == found.mid == found.high == found.parts.total == 900 + P
+
+
+def test_ddp_reduces_once_behind_the_last_backward() -> None:
+    """A ring sends 2 (N - 1) / N of the gradients, those of the embeddings when backward has ended."""
+    for accumulation in (1, 3):
+        found = planned("ddp", MeshShape(4, 1), accumulation=accumulation)
+        total, last = 2 * 0.75 * 4 * P, 2 * 0.75 * 4 * 80
+        assert found.parts.communication == pytest.approx(last + (total - last - 200))
+    fast = dataclasses.replace(UNIT, link_bandwidth=1e3)
+    assert planned("ddp", MeshShape(4, 1), fast).parts.communication == pytest.approx(0.001 * last)
+
+
+def test_zero3_hides_gathers_and_reductions_of_every_micro_batch() -> None:
+    ring = 0.75
+    first, last = ring * 2 * 80, ring * 4 * 80
+    forward, backward = ring * 2 * P, ring * (2 * (P - 80) + 4 * P)
+    found = planned("zero3", MeshShape(1, 4), accumulation=3)
+    exposed = first + (forward - first - 100) + last + (backward - last - 200)
+    assert found.parts.communication == pytest.approx(3 * exposed)
+    assert found.bound_by == "network"
+    fast = dataclasses.replace(UNIT, link_bandwidth=1e3)
+    assert planned("zero3", MeshShape(1, 4), fast, accumulation=3).parts.communication == pytest.approx(
+        3 * 1e-3 * (first + last)
+    )
+
+
+def test_zero1_sends_once_and_zero2_gathers_once() -> None:
+    ring = 0.75
+    first, last = ring * 2 * 80, ring * 4 * 80
+    gather, reduce = first + (ring * 2 * P - first - 100), last + (ring * 4 * P - last - 200)
+    assert planned("zero1", MeshShape(1, 4), accumulation=3).parts.communication == pytest.approx(gather + reduce)
+    assert planned("zero2", MeshShape(1, 4), accumulation=3).parts.communication == pytest.approx(gather + 3 * reduce)
+
+
+def test_nodes_share_their_network() -> None:
+    """16 ranks in 2 nodes send half of each tensor between them; inside, 15/16 over each rank's own link."""
+    hardware = dataclasses.replace(UNIT, link_bandwidth=1e6, network_bandwidth=0.5)
+    found = planned("zero1", MeshShape(1, 16), hardware, forward=0, backward=0)
+    assert found.parts.communication == pytest.approx((2 * P + 4 * P) * 0.5 / 0.5)
+    hybrid = planned("hybrid", MeshShape(2, 8), hardware, forward=0, backward=0)
+    # Groups of a node gather over links; the 8 ranks of a node all-reduce their eighth side by side.
+    links = 7 / 8 * (2 * (2 * P - 80) + 4 * P) / 1e6
+    assert hybrid.parts.communication == pytest.approx(links + 2 * 0.5 * 4 * P / 0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("executor", "num_ranks", "bytes_each"),
+    [("cpu_fused", 1, 32), ("cpu_fused", 4, 36), ("cpu_torch", 1, 54), ("cpu_torch", 4, 46)],
+)
+def test_offload_hides_behind_the_next_forward(executor: HostExecutor, num_ranks: int, bytes_each: int) -> None:
+    """With clipping; all ranks of a node share its DRAM. What the first unit takes is never hidden."""
+    mesh, offload = MeshShape(1, num_ranks), OffloadPlan(executor)
+    slow = dataclasses.replace(UNIT, link_bandwidth=1e30, host_memory_bandwidth=bytes_each * P / 1000.0)
+    assert planned("zero3", mesh, slow, offload=offload).parts.host == pytest.approx(1000 - 100)
+    assert planned("zero3", mesh, slow, offload=offload).bound_by == "host"
+    fast = dataclasses.replace(slow, host_memory_bandwidth=bytes_each * P / 50.0)
+    found = planned("zero3", mesh, fast, offload=offload)
+    assert found.parts.host == pytest.approx(50 * 80 / P)
+    assert found.parts.optimizer == 0.0
+    assert found.bound_by == "compute"
+
+
+def test_offload_without_clipping_hides_behind_backward_too() -> None:
+    slow = dataclasses.replace(UNIT, host_memory_bandwidth=32 * P / 1000.0)
+    offload = OffloadPlan(during_backward=True)
+    assert planned("zero3", MeshShape(1, 1), slow, offload=offload).parts.host == pytest.approx(1000 - 100 - 200)
+
+
+def test_state_on_the_device_takes_its_share_and_the_first_unit() -> None:
+    slow = dataclasses.replace(UNIT, host_memory_bandwidth=32 * P / 1000.0, memory_bandwidth=28 * P / 10)
+    found = planned("zero3", MeshShape(1, 1), slow, offload=OffloadPlan(device_share=0.25))
+    assert found.parts.host == pytest.approx(750 - 100)
+    assert found.parts.optimizer == pytest.approx(10 * 0.25)
+    hidden = dataclasses.replace(slow, host_memory_bandwidth=32 * P / 10.0)
+    assert planned("zero3", MeshShape(1, 1), hidden, offload=OffloadPlan(device_share=0.25)).parts.host == 0.0
+
+
+def test_streamed_state_is_bound_by_the_host_link() -> None:
+    """12 bytes per parameter each way in the forward, and one rank's gradients both ways, down during backward."""
+    slow = dataclasses.replace(UNIT, host_link_bandwidth=14 * P / 1000.0)
+    found = planned("zero3", MeshShape(1, 1), slow, offload=OffloadPlan("device_stream"))
+    edge = 80 / P
+    gradients = 1000 * 2 / 14
+    assert found.bound_by == "PCIe"
+    assert found.parts.host == pytest.approx(edge * gradients + 0 + (1000 - 100))
+
+
+# Limits
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_never_slower_on_a_faster_machine(strategy: str) -> None:
+    h100 = hardware_of("h100_sxm")
+    mesh = MeshShape(16, 1) if strategy == "ddp" else MeshShape(1, 16)
+    offload = None if strategy == "ddp" else OffloadPlan()
+    kind = STRATEGIES[strategy]
+    sent = traffic(SHAPES["8b"].units, kind, mesh, accumulation=2, offload=offload)
+    work = segments("8b", 4, 4096, True)
+
+    def time(hardware: Hardware) -> StepTime:
+        return step_time(work, sent, kind, mesh, hardware, accumulation=2, offload=offload)
+
+    for figure in [key for key in dataclasses.asdict(h100) if key.endswith("_bandwidth")]:
+        times = [time(dataclasses.replace(h100, **changed(h100, figure, f))) for f in (1e-3, 0.1, 1, 10, 1e3)]
+        for name in ("low", "mid", "high"):
+            series = [getattr(found, name) for found in times]
+            assert series == sorted(series, reverse=True), figure
+        assert all(found.low <= found.mid <= found.high for found in times)
+
+
+def changed(hardware: Hardware, figure: str, factor: float) -> dict[str, Any]:
+    return {figure: getattr(hardware, figure) * factor}
+
+
+def test_ddp_over_a_fast_link_is_compute_alone() -> None:
+    fast = dataclasses.replace(UNIT, link_bandwidth=1e30, network_bandwidth=1e30)
+    alone = planned("ddp", MeshShape(1, 1), fast).mid
+    assert planned("ddp", MeshShape(4096, 1), fast).mid == pytest.approx(alone) == pytest.approx(300.0)
+
+
+def test_thousands_of_ranks_are_planned_as_quickly_as_two() -> None:
+    """Time goes with the units and segments, and approaches the limit of whole tensors over one link."""
+    two, many = (planned("zero3", MeshShape(1, n), dataclasses.replace(UNIT, devices_per_node=n)) for n in (2, 8192))
+    limit = 2 * P - 100 + 2 * (P - 80) + 4 * P - 200
+    assert two.parts.communication < many.parts.communication == pytest.approx(limit, rel=1e-3)
