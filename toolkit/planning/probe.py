@@ -12,7 +12,9 @@ Gradients are let go of where FSDP2 reduces them, so that what is counted is act
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -21,11 +23,14 @@ import torch
 from torch import nn
 
 from toolkit.planning.fake import FakeTensorMode, Ledger, cuda_dropout, host_copies, tree_map_only
+from toolkit.planning.roofline import Operator, Work, record
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, Checkpointing, checkpoint_blocks
 from toolkit.sharding.units import UnitPlan, plan_units
 
-EventKind = Literal["enter", "exit", "pre_backward", "post_backward", "end"]
+NO_WORK = Work()
+
+EventKind = Literal["enter", "exit", "loss", "pre_backward", "post_backward", "end"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,9 @@ class Event:
         unit: index in the plan; the root's is the last.
         level: live bytes of activations at the moment, without gradients of the unit's parameters.
         peak: the most since the moment before.
-        gradients: bytes of the unit's gradients, in the type of compute; only where it is let go of.
-        host: bytes of checkpoints on the host.
+        gradients: bytes of the unit's gradients, in the type of compute; only where they are let go of.
+        host: the most bytes of checkpoints on the host since the moment before.
+        work: of the operators since the moment before.
     """
 
     kind: EventKind
@@ -46,41 +52,65 @@ class Event:
     peak: int
     gradients: int = 0
     host: int = 0
+    work: Work = NO_WORK
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a micro-batch holds.
+    """What a micro-batch holds and does.
 
     Attributes:
-        events: in the order of the run: forward, then backward.
+        events: in the order of the run: forward, `loss` at its end, then backward.
         buffers: of the model, and the batch, bytes.
     """
 
     events: tuple[Event, ...]
     buffers: int
 
+    @property
+    def forward(self) -> Work:
+        """Operators up to the loss."""
+        return _sum(event.work for event in self.events[: self._loss + 1])
+
+    @property
+    def backward(self) -> Work:
+        """Operators after the loss, second forwards included."""
+        return _sum(event.work for event in self.events[self._loss + 1 :])
+
+    @property
+    def host_peak(self) -> int:
+        """Bytes of checkpoints that are on the host at most."""
+        return max(event.host for event in self.events)
+
+    @property
+    def _loss(self) -> int:
+        return next(i for i, event in enumerate(self.events) if event.kind == "loss")
+
 
 class Prober:
     """Probes one workload, any number of times.
 
     Args:
-        autocast: as torch's DDP runs under mixed precision: float32 parameters, cast where they are used.
+        whole: as torch's DDP runs it: under mixed precision parameters are cast where they are used.
     """
 
-    def __init__(self, workload: Workload, autocast: bool = False) -> None:
+    def __init__(self, workload: Workload, whole: bool = False) -> None:
         self._workload = workload
-        self._autocast = autocast and workload.mixed_precision != "no"
+        self._autocast = whole and workload.mixed_precision != "no"
         self.plan = plan_units(workload.model, workload.unit_classes)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._dtype = None if self._autocast else PRECISIONS[workload.mixed_precision]
         self._model = copy.deepcopy(workload.model)
         with self._mode:
-            self._model.to_empty(device="cpu")
-            self._model.train()
-            if self._dtype is not None:
-                for parameter in self._model.parameters():
-                    parameter.data = parameter.data.to(self._dtype)
+            self._model.load_state_dict(_empty_parameters(self._model, self._dtype), strict=False, assign=True)
+        self._model.train()
+        self._objective = workload.objective(self._model)
+        if self._autocast:
+            self._model.forward = _autocast(self._model.forward, PRECISIONS[workload.mixed_precision])
+        if whole:  # DDP takes gradients as they come
+            for parameter in self._model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
 
     def probe(self, micro_batch_size: int, checkpointing: Checkpointing | None) -> Probe:
         """One micro-batch of so many samples."""
@@ -95,13 +125,14 @@ class Prober:
             buffers = run.see_inputs(batch)
             with run.ledger:
                 loss = self._loss(batch)
+                run.reached_loss()
                 torch.autograd.backward(loss)
                 del loss
                 run.finish()
         return Probe(tuple(_filled_in(run.events, run.stands_in)), buffers)
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self._workload.objective.loss_sum(self._model, batch)
+        return self._objective.loss_sum(self._model, batch)
 
     @contextmanager
     def _checkpointed(self, checkpointing: Checkpointing | None) -> Iterator[None]:
@@ -121,7 +152,7 @@ class _Run:
     def __init__(self, model: nn.Module, plan: UnitPlan, dtype: torch.dtype | None) -> None:
         self.model = model
         self.events: list[Event] = []
-        self.ledger = Ledger()
+        self.ledger = Ledger(on_operator=self._on_operator)
         self.stands_in: dict[int, int] = {}
         self.outputs: dict[int, Any] = {}
         self._dtype = dtype
@@ -131,6 +162,7 @@ class _Run:
         self._running: dict[int, set[int]] = {}
         self._in_backward: set[int] = set()
         self._handles: list[Any] = []
+        self._operators: Counter[Operator] = Counter()
         self._base = 0
 
     def start(self) -> None:
@@ -151,6 +183,9 @@ class _Run:
         self._base = self.ledger.current
         self.ledger.restart()
         return self._base - before
+
+    def reached_loss(self) -> None:
+        self._record("loss", len(self._units) - 1)
 
     def finish(self) -> None:
         """After backward: what has not been reduced yet, FSDP2 reduces now, the root first."""
@@ -173,9 +208,15 @@ class _Run:
                 parameter.grad = None
             gradients = level - (ledger.current - self._base)
             level -= gradients
-        self.events.append(Event(kind, unit, level, peak, gradients, ledger.host_peak))
+        self.events.append(Event(kind, unit, level, peak, gradients, ledger.host_peak, Work(self._operators)))
+        self._operators = Counter()
         ledger.restart()
         ledger.host_peak = ledger.host
+
+    def _on_operator(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        operator = record(func, args, kwargs, out)
+        if operator is not None:
+            self._operators[operator] += 1
 
     def _before_forward(self, unit: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -300,6 +341,42 @@ class _Watch(torch.autograd.Function):
         return None, *gradients
 
 
+def _autocast(forward: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
+    """As `Accelerator.prepare` wraps it: the CPU's lists of operators stand for CUDA's."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=dtype):
+            output = forward(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, output)
+
+    return run
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _sum(works: Iterable[Work]) -> Work:
+    total: Counter[Operator] = Counter()
+    for work in works:
+        total.update(work.operators)
+    return Work(total)
+
+
+def _empty_parameters(model: nn.Module, dtype: torch.dtype | None) -> dict[str, nn.Parameter]:
+    """A parameter on the CPU for each on the meta device, tied ones the same (`to_empty` unties them)."""
+    made: dict[int, nn.Parameter] = {}
+    state = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in made:
+            own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            empty = torch.empty(parameter.shape, dtype=own)
+            made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        state[name] = made[id(parameter)]
+    return state
+
+
 def _owned(units: Sequence[Sequence[nn.Module]]) -> list[list[nn.Parameter]]:
     seen: set[int] = set()
     owned = []
@@ -346,6 +423,7 @@ def _filled_in(events: Sequence[Event], stands_in: dict[int, int]) -> Iterator[E
             events[position - 1].level + offset + entered.peak,
             entered.gradients,
             entered.host,
+            entered.work,
         )
         offset += entered.change
 
@@ -364,6 +442,7 @@ class _Cost:
     change: int
     gradients: int
     host: int
+    work: Work
 
 
 def _costs(events: Sequence[Event]) -> tuple[dict[int, _Cost], dict[int, _Cost]]:
@@ -373,7 +452,8 @@ def _costs(events: Sequence[Event]) -> tuple[dict[int, _Cost], dict[int, _Cost]]
     for before, event, after in zip(events, events[1:], events[2:], strict=False):
         if before.unit == event.unit and (before.kind, event.kind) in PAIRS:
             start = before.level
-            cost = _Cost(event.level - start, event.peak - start, after.level - start, event.gradients, event.host)
+            change, peak = after.level - start, event.peak - start
+            cost = _Cost(event.level - start, peak, change, event.gradients, event.host, event.work)
             (forward if event.kind == "exit" else backward)[event.unit] = cost
     return forward, backward
 

@@ -4,8 +4,8 @@ What is replayed are the lifetimes in torch/distributed/fsdp/_fully_shard (`_fsd
 `_fsdp_collectives.py`, torch 2.11 to 2.13), and those of the offload engine:
 
 - a gather allocates its input (a cast copy of the shards, where types differ) and its output, then one
-  tensor for each parameter; in forward the output lives until the next unit's copy, in backward it is
-  freed at once;
+  tensor for each parameter; in forward the output lives until the next unit's copy is made, in backward
+  it is freed at once;
 - backward gathers the unit that ran before, while this one computes;
 - a reduction copies the gradients into one buffer in the type of the reduction, frees them but for the
   last (its loop variable), and allocates this rank's part; the buffer lives until the next reduction.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from toolkit.planning.fake import GRANULE
 from toolkit.planning.probe import Event, Probe
@@ -35,35 +35,31 @@ class Memory:
 
     Attributes:
         moment: what is going on.
-        parameters: the shards (or, unsharded, the whole), as they are held between steps.
+        parameters: the shards (or, unsharded, the whole) as they are held between steps, buffers and the batch.
         gradients: of parameters, sharded or whole, and sums of them.
         optimizer: its state on the device.
         gathered: whole parameters of the units that are gathered.
-        activations: what backward needs, and temporaries of the blocks.
+        activations: what backward needs, and temporaries.
         logits: what the head and the loss take beyond that.
         communication: inputs and outputs of collectives.
     """
 
     moment: str
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    activations: int
-    logits: int
-    communication: int
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    activations: int = 0
+    logits: int = 0
+    communication: int = 0
 
     @property
     def total(self) -> int:
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.gathered
-            + self.activations
-            + self.logits
-            + self.communication
-        )
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return {part.name: getattr(self, part.name) for part in fields(self)[1:]}
 
 
 @dataclass(frozen=True)
@@ -74,15 +70,15 @@ class Layout:
         shard: ranks among which one copy of the model is sharded, F.
         compute: bytes of an element in the type of compute; None: each parameter's own.
         reduce: bytes of an element in which gradients are reduced.
-        optimizer: bytes of optimizer state for each trainable element.
+        optimizer: bytes of optimizer state for each trainable element, half of them a moment's.
         offload: optimizer state and masters are on the host; shards are held in the type of compute.
-        residents: units whose offloaded state is on the device after all, by index.
+        residents: indices of units whose offloaded state is on the device after all.
     """
 
     shard: int
     compute: int | None
     reduce: int
-    optimizer: int
+    optimizer: float
     offload: bool = False
     residents: frozenset[int] = frozenset()
 
@@ -90,18 +86,19 @@ class Layout:
 def replay(
     units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout, accumulation: int
 ) -> list[Memory]:
-    """Every moment of a step in which a rank holds more than just before; the peak is the largest.
+    """The moments of an optimizer step, in order; the peak is the largest.
 
     Args:
         units: in the plan's order, the root last.
+        probe: of one micro-batch; for an unsharded strategy, with autocast.
         accumulation: micro-batches of a step.
     """
-    ranks = _Rank(units, probe, strategy, layout)
+    rank = (_ShardedRank if strategy.sharded else _WholeRank)(units, probe, strategy, layout)
     micro_batches = min(accumulation, REPLAYED)
     for micro_batch in range(micro_batches):
-        ranks.micro_batch(is_last=micro_batch == micro_batches - 1)
-    ranks.snap("optimizer step", 0)
-    return ranks.moments
+        rank.run(is_first=micro_batch == 0, is_last=micro_batch == micro_batches - 1)
+    rank.snap("optimizer step", 0)
+    return rank.moments
 
 
 def rounded(num_bytes: float) -> int:
@@ -109,261 +106,291 @@ def rounded(num_bytes: float) -> int:
     return math.ceil(num_bytes / GRANULE) * GRANULE
 
 
-@dataclass
-class _Sizes:
-    """Bytes of one unit's tensors."""
-
-    gathered: int
-    gather_input: int
-    gather_output: int
-    sharded: int
-    reduce_input: int
-    reduce_output: int
-    last_gradient: int
-    whole_sums: int
-    cast_output: int
-    optimizer: int
-
-
-@dataclass
-class _Unit:
-    """What FSDP2 holds of one unit right now."""
-
-    sizes: _Sizes
-    gathered: bool = False
-    gather_output: int = 0
-    sharded_gradients: int = 0
-    whole_gradients: int = 0
-
-
-@dataclass
 class _Rank:
-    units: Sequence[UnitShape]
-    probe: Probe
-    strategy: Strategy
-    layout: Layout
-    moments: list[Memory] = field(default_factory=list)
+    """What a rank holds while events pass."""
 
-    def __post_init__(self) -> None:
-        root = len(self.units) - 1
-        self._now = [_Unit(self._sizes(shape, i)) for i, shape in enumerate(self.units)]
-        self._reshards = [
-            self.strategy.reshard_each_micro_batch and shape.reshard_after_forward for shape in self.units
-        ]
-        self._root = root
-        self._held_gather = 0  # the output of the last gather in forward
-        self._reduce_input = 0  # the input of the last reduction
-        self._in_flight: list[int] = []  # gradients on their way to the host
-        self._static = sum(unit.sizes.sharded for unit in self._now) + self.probe.buffers
-        self._optimizer = sum(unit.sizes.optimizer for unit in self._now)
-        self._order: list[int] = []  # of the forwards
-        self._before: dict[int, list[int | None]] = {}  # which ran before each forward of a unit
-        self._loss_level = _level_before_head(self.probe.events, self.units)
-        self._loss_over = False
+    def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout) -> None:
+        self.units, self.probe, self.strategy, self.layout = units, probe, strategy, layout
+        self.moments: list[Memory] = []
+        self._names = _moments(probe.events, units)
+        self._moment = ""
+        self._before_head = _level_before_head(probe.events, units)
 
-    # Sizes
+    def run(self, is_first: bool, is_last: bool) -> None:
+        """One micro-batch."""
+        for event, name in zip(self.probe.events, self._names, strict=True):
+            self._moment = name
+            self.snap(name, event.peak)
+            self.on(event, is_first, is_last)
 
-    def _sizes(self, shape: UnitShape, index: int) -> _Sizes:
-        f, layout = self.layout.shard, self.layout
-        compute = [layout.compute or p.held for p in shape.parameters]
-        padded = [p.shard_numel(f) * f for p in shape.parameters]
-        gathered = sum(rounded(n * c) for n, c in zip(padded, compute, strict=True))
-        casts = layout.compute is not None
-        whole = sum(n * c for n, c in zip(padded, compute, strict=True))
-        trainable = shape.trainable
-        reduce_input = rounded(layout.reduce * sum(p.shard_numel(f) * f for p in trainable)) if trainable else 0
-        resident = layout.offload and index in layout.residents
-        held = [self._held(p) for p in shape.parameters]
-        sharded = sum(rounded(p.shard_numel(f) * h) for p, h in zip(shape.parameters, held, strict=True))
-        own = sum(p.shard_numel(f) for p in trainable)
-        return _Sizes(
-            gathered=gathered,
-            gather_input=rounded(whole // f) if casts else 0,
-            gather_output=rounded(whole) if f > 1 else 0,
-            sharded=sharded,
-            reduce_input=reduce_input,
-            reduce_output=rounded(reduce_input // f),
-            last_gradient=self._last_gradient(trainable) if f > 1 else 0,
-            whole_sums=sum(rounded(p.numel * layout.reduce) for p in trainable),
-            cast_output=rounded(own * (layout.compute or 4)) if layout.offload and layout.compute not in (None, layout.reduce) else 0,
-            optimizer=self._optimizer_bytes(trainable, own, resident),
-        )
+    def on(self, event: Event, is_first: bool, is_last: bool) -> None:
+        raise NotImplementedError
 
-    def _held(self, parameter: ParameterShape) -> int:
-        if self.layout.offload and parameter.trainable:
-            return self.layout.compute or parameter.held
-        return parameter.held
+    def held(self) -> dict[str, int]:
+        """Bytes by kind, without activations."""
+        raise NotImplementedError
 
-    def _last_gradient(self, trainable: Sequence[ParameterShape]) -> int:
-        if not trainable:
-            return 0
-        last = trainable[-1]
-        return rounded(last.numel * (self.layout.compute or last.held))
+    def snap(self, moment: str, activations: int, **more: int) -> None:
+        """Adds a moment; `more` is there beyond what is held."""
+        held = self.held()
+        for kind, num_bytes in more.items():
+            held[kind] += num_bytes
+        logits = max(0, activations - self._before_head) if self._moment in HEAD else 0
+        self.moments.append(Memory(moment, activations=activations - logits, logits=logits, **held))
 
-    def _optimizer_bytes(self, trainable: Sequence[ParameterShape], own: int, resident: bool) -> int:
-        if self.layout.offload:  # master, moments and the gradient's landing place
-            return 4 * rounded(own * 4) if resident else 0
-        f = self.layout.shard
-        each = (rounded(p.shard_numel(f) * self.layout.optimizer / 2) for p in trainable)
-        return sum(2 * size + GRANULE for size in each)  # the step counter is a tensor, too
 
-    # The run
+HEAD = ("forward of the head", "loss", "backward of the loss", "backward of the head")
+"""Moments in which what is live beyond the blocks' activations belongs to the logits."""
 
-    def micro_batch(self, is_last: bool) -> None:
-        self._order.clear()
-        self._before = {index: [] for index in range(len(self.units))}
-        self._loss_over = False
-        self._seen_backward: set[int] = set()
-        previous = Event("end", self._root, 0, 0)
-        for event in self.probe.events:
-            self.snap(self._moment(previous, event), event.peak)
-            level = event.level
-            if event.kind == "enter":
-                self._gather(event.unit, level, in_forward=True)
-            elif event.kind == "exit":
-                self._after_forward(event.unit)
-            elif event.kind == "pre_backward":
-                self._before_backward(event.unit, level)
-            elif event.kind == "post_backward":
-                self._reduce(event.unit, level, event.gradients, is_last)
-            else:
-                self._reduce_input = 0
-            previous = event
 
-    def snap(self, moment: str, activations: int, communication: int = 0, gathered: int = 0, gradients: int = 0) -> None:
-        """Adds a moment; the numbers are what is there beyond what the units hold."""
-        logits = 0
-        if not self._loss_over and activations > self._loss_level and self._in_head:
-            logits = activations - self._loss_level
-        self.moments.append(
-            Memory(
-                moment,
-                self._static,
-                gradients + sum(unit.sharded_gradients + unit.whole_gradients for unit in self._now) + sum(self._in_flight),
-                self._optimizer,
-                gathered + sum(unit.sizes.gathered for unit in self._now if unit.gathered),
-                activations - logits,
-                logits,
-                communication + self._held_gather + self._reduce_input + sum(unit.gather_output for unit in self._now),
-            )
-        )
-
-    _in_head = False
-
-    def _moment(self, previous: Event, event: Event) -> str:
-        """What went on between two events."""
-        name = self.units[event.unit].name
-        is_block = self.units[event.unit].kind == "block"
-        forward = event.kind in ("enter", "exit")
-        self._in_head = False
-        if event.kind == "exit" and is_block:
-            return f"forward of {name}"
-        if event.kind == "post_backward" and is_block:
-            return f"backward of {name}"
-        blocks_left = any(u.kind == "block" for u in self.units)
-        if blocks_left and self._after_last_block(previous):
-            self._in_head = True
-            if forward:
-                return "forward of the head"
-            return "loss" if event.kind == "pre_backward" and not self._seen_backward else "backward of the head"
-        return "forward" if forward else "backward"
-
-    def _after_last_block(self, previous: Event) -> bool:
-        return self._past_blocks
-
-    _past_blocks = False
-
-    def _gather(self, index: int, level: int, in_forward: bool) -> None:
-        """`unshard` and `wait_for_unshard`."""
-        unit = self._now[index]
-        where = f"gather of {self.units[index].name}"
-        if not unit.gathered:
-            if self.layout.shard > 1:
-                if not unit.gather_output:
-                    self.snap(where, level, communication=unit.sizes.gather_input + unit.sizes.gather_output)
-                    unit.gather_output = unit.sizes.gather_output
-                self.snap(where, level, gathered=unit.sizes.gathered)  # a local name still holds the last output
-                if in_forward:
-                    self._held_gather = unit.gather_output
-                unit.gather_output = 0
-            unit.gathered = True
-        if in_forward and self.units[index].kind == "block":
-            self._past_blocks = False
-
-    def _after_forward(self, index: int) -> None:
-        self._before[index].append(self._order[-1] if self._order else None)
-        self._order.append(index)
-        if self._reshards[index]:
-            self._now[index].gathered = False
-        if index == self._root:
-            self._held_gather = 0
-        if self.units[index].kind == "block":
-            self._past_blocks = True
-
-    def _before_backward(self, index: int, level: int) -> None:
-        self._seen_backward.add(index)
-        self._gather(index, level, in_forward=False)
-        if self.units[index].kind == "block":
-            self._past_blocks = False
-            self._loss_over = True
-        if self._before[index]:
-            before = self._before[index].pop()
-            if before is not None:
-                self._prefetch(before, level)
-
-    def _prefetch(self, index: int, level: int) -> None:
-        unit = self._now[index]
-        if unit.gathered or unit.gather_output or self.layout.shard == 1:
-            return
-        self.snap(
-            f"gather of {self.units[index].name}",
-            level,
-            communication=unit.sizes.gather_input + unit.sizes.gather_output,
-        )
-        unit.gather_output = unit.sizes.gather_output
-
-    def _reduce(self, index: int, level: int, gradients: int, is_last: bool) -> None:
-        """`post_backward` of FSDP2."""
-        unit, name = self._now[index], self.units[index].name
-        sizes = unit.sizes
-        where = f"reduction of {name}"
-        reduces = self.strategy.reduce_each_micro_batch or is_last
-        reshards = self.strategy.reshard_each_micro_batch or is_last
-        if unit.whole_gradients:  # summed into the whole ones; freed one by one
-            self.snap(where, level, gradients=gradients)
-            gradients = 0
-        if reshards:
-            unit.gathered = False
-        if not reduces:
-            if gradients and not unit.whole_gradients:
-                self.snap(where, level, gradients=gradients)
-                unit.whole_gradients = sizes.whole_sums
-            return
-        whole, unit.whole_gradients = unit.whole_gradients or gradients, 0
-        if not whole:
-            return
-        self._reduce_input = 0
-        self.snap(where, level, gradients=whole, communication=sizes.reduce_input)
-        self._reduce_input = sizes.reduce_input
-        self.snap(where, level, gradients=min(whole, sizes.last_gradient) + sizes.reduce_output)
-        self._keep(unit, level, where, is_last)
-
-    def _keep(self, unit: _Unit, level: int, where: str, is_last: bool) -> None:
-        """What becomes of the reduced gradient."""
-        sizes = unit.sizes
-        if not self.layout.offload:
-            unit.sharded_gradients = sizes.reduce_output
-            return
-        self.snap(where, level, gradients=sizes.reduce_output + sizes.cast_output)
-        if not is_last:
-            unit.sharded_gradients = sizes.reduce_output
-            return
-        flat, unit.sharded_gradients = unit.sharded_gradients or sizes.reduce_output, 0
-        self._in_flight.append(flat)
-        self._in_flight = self._in_flight[-MAX_IN_FLIGHT:]
+def _moments(events: Sequence[Event], units: Sequence[UnitShape]) -> list[str]:
+    """What goes on before each event."""
+    in_blocks = [i for i, event in enumerate(events) if units[event.unit].kind == "block"]
+    exits = [i for i in in_blocks if events[i].kind == "exit"]
+    backwards = [i for i in in_blocks if events[i].kind == "pre_backward"]
+    loss = next(i for i, event in enumerate(events) if event.kind == "loss")
+    last_exit, first_backward = (exits or [loss])[-1], (backwards or [loss])[0]
+    names = []
+    for i, event in enumerate(events):
+        name = units[event.unit].name
+        if i in exits:
+            names.append(f"forward of {name}")
+        elif units[event.unit].kind == "block" and event.kind == "post_backward":
+            names.append(f"backward of {name}")
+        elif last_exit < i < loss:
+            names.append("forward of the head")
+        elif i == loss:
+            names.append("loss")
+        elif loss < i <= first_backward:
+            names.append("backward of the loss" if i == loss + 1 else "backward of the head")
+        else:
+            names.append("forward" if i < loss else "backward")
+    return names
 
 
 def _level_before_head(events: Sequence[Event], units: Sequence[UnitShape]) -> int:
     """Live activations when the last block's forward is done."""
     exits = [event for event in events if event.kind == "exit" and units[event.unit].kind == "block"]
     return exits[-1].level if exits else 0
+
+
+# Sharded
+
+
+@dataclass
+class _Unit:
+    """Bytes of one unit's tensors, and what FSDP2 holds of it right now.
+
+    Attributes:
+        sharded: its shards between steps.
+        whole: its parameters when gathered, padding included.
+        gather_input: cast copy of the shards; 0 where they are gathered as they are.
+        gather_output: of the all-gather; 0 where one rank gathers nothing.
+        cast_alone: a cast copy of one parameter, where one rank casts them one by one.
+        reduce_input: of the reduce-scatter.
+        reduce_output: this rank's part of it.
+        last_gradient: which the reduction's loop variable keeps alive.
+        whole_sums: gradients summed over micro-batches, in the type of the reduction.
+        cast_gradient: the reduced gradient in the type of the shards, where that is another.
+        optimizer: state on the device.
+    """
+
+    sharded: int
+    whole: int
+    gather_input: int
+    gather_output: int
+    cast_alone: int
+    reduce_input: int
+    reduce_output: int
+    last_gradient: int
+    whole_sums: int
+    cast_gradient: int
+    optimizer: int
+    is_gathered: bool = False
+    is_prefetched: bool = False
+    sharded_gradients: int = 0
+    whole_gradients: int = 0
+
+
+def _unit(shape: UnitShape, layout: Layout, resident: bool) -> _Unit:
+    f, trainable = layout.shard, shape.trainable
+    computed = [layout.compute or p.held for p in shape.parameters]
+    kept = [_held(p, layout) for p in shape.parameters]
+    whole = [p.shard_numel(f) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
+    own = sum(p.shard_numel(f) for p in trainable)
+    casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
+    last = trainable[-1].numel * (layout.compute or trainable[-1].held) if trainable and f > 1 else 0
+    casts_gradient = layout.offload and layout.compute not in (None, layout.reduce)
+    return _Unit(
+        sharded=sum(rounded(p.shard_numel(f) * size) for p, size in zip(shape.parameters, kept, strict=True)),
+        whole=sum(map(rounded, whole)),
+        gather_input=rounded(sum(whole) / f) if layout.compute is not None else 0,
+        gather_output=rounded(sum(whole)) if f > 1 else 0,
+        cast_alone=rounded(max(casts, default=0)),
+        reduce_input=rounded(layout.reduce * own * f),
+        reduce_output=rounded(layout.reduce * own),
+        last_gradient=rounded(last),
+        whole_sums=sum(rounded(p.numel * layout.reduce) for p in trainable),
+        cast_gradient=rounded(own * (layout.compute or 0)) if casts_gradient else 0,
+        optimizer=_optimizer_bytes(trainable, layout, resident),
+    )
+
+
+def _held(parameter: ParameterShape, layout: Layout) -> int:
+    """Bytes of an element between steps."""
+    return (layout.compute or parameter.held) if layout.offload and parameter.trainable else parameter.held
+
+
+def _optimizer_bytes(trainable: Sequence[ParameterShape], layout: Layout, resident: bool) -> int:
+    own = [parameter.shard_numel(layout.shard) for parameter in trainable]
+    if layout.offload:  # master, two moments and the gradient's landing place, flat
+        return (3 * rounded(4 * sum(own)) + rounded(layout.reduce * sum(own))) if resident else 0
+    # Two moments of each parameter, and its count of steps.
+    return sum(2 * rounded(numel * layout.optimizer / 2) + GRANULE for numel in own)
+
+
+class _ShardedRank(_Rank):
+    """FSDP2's lifetimes."""
+
+    def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout) -> None:
+        super().__init__(units, probe, strategy, layout)
+        self._now = [_unit(shape, layout, i in layout.residents) for i, shape in enumerate(units)]
+        reshards = strategy.reshard_each_micro_batch
+        self._reshards = [reshards and shape.reshard_after_forward for shape in units]
+        self._parameters = sum(unit.sharded for unit in self._now) + probe.buffers
+        self._optimizer = sum(unit.optimizer for unit in self._now)
+        self._forward_gather = 0  # the output of the last gather of the forward
+        self._reduce_input = 0  # the input of the last reduction
+        self._leaving: list[int] = []  # gradients on their way to the host
+        self._last: int | None = None  # whose forward was the last
+        self._before: dict[int, list[int | None]] = {}  # whose forward was the one before each of a unit's
+
+    def held(self) -> dict[str, int]:
+        now = self._now
+        return {
+            "parameters": self._parameters,
+            "optimizer": self._optimizer,
+            "gradients": sum(unit.sharded_gradients + unit.whole_gradients for unit in now) + sum(self._leaving),
+            "gathered": sum(unit.whole for unit in now if unit.is_gathered),
+            "communication": self._forward_gather
+            + self._reduce_input
+            + sum(unit.gather_output for unit in now if unit.is_prefetched),
+        }
+
+    def on(self, event: Event, is_first: bool, is_last: bool) -> None:
+        if event.kind == "enter":
+            self._gather(event, in_forward=True)
+        elif event.kind == "exit":
+            self._after_forward(event.unit)
+        elif event.kind == "pre_backward":
+            self._gather(event, in_forward=False)
+            self._prefetch(event)
+        elif event.kind == "post_backward":
+            self._after_backward(event, is_last)
+        elif event.kind == "end":
+            self._reduce_input = 0
+            self._last = None
+
+    def _gather(self, event: Event, in_forward: bool) -> None:
+        """`unshard` and `wait_for_unshard`."""
+        unit = self._now[event.unit]
+        if unit.is_gathered:
+            return
+        what = f"gather of {self.units[event.unit].name}"
+        if self.layout.shard == 1:
+            self.snap(what, event.level, gathered=unit.whole, communication=unit.cast_alone)
+        else:
+            self._start_gather(event.unit, event.level)
+            self.snap(what, event.level, gathered=unit.whole)  # a local name still holds the last output
+            if in_forward:
+                self._forward_gather = unit.gather_output
+        unit.is_prefetched = False
+        unit.is_gathered = True
+
+    def _start_gather(self, index: int, level: int) -> None:
+        unit = self._now[index]
+        if not unit.is_prefetched:
+            more = unit.gather_input + unit.gather_output
+            self.snap(f"gather of {self.units[index].name}", level, communication=more)
+            unit.is_prefetched = True
+
+    def _after_forward(self, index: int) -> None:
+        self._before.setdefault(index, []).append(self._last)
+        self._last = index
+        if self._reshards[index]:
+            self._now[index].is_gathered = False
+        if index == len(self.units) - 1:
+            self._forward_gather = 0
+
+    def _prefetch(self, event: Event) -> None:
+        """Of the unit whose forward was the one before, if it is not there."""
+        uses = self._before.get(event.unit)
+        before = uses.pop() if uses else None
+        if before is not None and self.layout.shard > 1 and not self._now[before].is_gathered:
+            self._start_gather(before, event.level)
+
+    def _after_backward(self, event: Event, is_last: bool) -> None:
+        """`post_backward`."""
+        unit, level, gradients = self._now[event.unit], event.level, event.gradients
+        what = f"reduction of {self.units[event.unit].name}"
+        if unit.whole_gradients:  # added to the sums
+            self.snap(what, level, gradients=gradients)
+            gradients = 0
+        if self.strategy.reshard_each_micro_batch or is_last:
+            unit.is_gathered = False
+        if not self.strategy.reduce_each_micro_batch and not is_last:
+            self.snap(what, level, gradients=gradients)
+            unit.whole_gradients = unit.whole_gradients or (unit.whole_sums if gradients else 0)
+            return
+        whole, unit.whole_gradients = unit.whole_gradients or gradients, 0
+        if not whole:
+            return
+        self._reduce_input = 0
+        self.snap(what, level, gradients=whole, communication=unit.reduce_input)
+        self._reduce_input = unit.reduce_input
+        self.snap(what, level, gradients=min(whole, unit.last_gradient) + unit.reduce_output)
+        self._keep(unit, what, level, is_last)
+
+    def _keep(self, unit: _Unit, what: str, level: int, is_last: bool) -> None:
+        """What becomes of the reduced gradient."""
+        if not self.layout.offload:
+            unit.sharded_gradients = unit.reduce_output
+            return
+        self.snap(what, level, gradients=unit.reduce_output + unit.cast_gradient)
+        if not is_last:  # summed on the device in float32
+            unit.sharded_gradients = rounded(unit.reduce_output * 4 / self.layout.reduce)
+            return
+        leaving, unit.sharded_gradients = unit.sharded_gradients or unit.reduce_output, 0
+        self._leaving = [*self._leaving, leaving][-MAX_IN_FLIGHT:]
+
+
+# Whole
+
+
+class _WholeRank(_Rank):
+    """torch's DistributedDataParallel with its buckets as the gradients.
+
+    Its gradients are let go of at once by the probe: they are copied into the buckets as they come.
+    """
+
+    def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout) -> None:
+        super().__init__(units, probe, strategy, layout)
+        parameters = [parameter for shape in units for parameter in shape.parameters]
+        trainable = [parameter for parameter in parameters if parameter.trainable]
+        self._parameters = sum(rounded(p.numel * p.held) for p in parameters) + probe.buffers
+        self._buckets = sum(rounded(p.numel * p.held) for p in trainable)
+        self._sums = 0
+        self._optimizer = _optimizer_bytes(trainable, layout, resident=False)
+
+    def held(self) -> dict[str, int]:
+        return {
+            "parameters": self._parameters,
+            "optimizer": self._optimizer,
+            "gradients": self._buckets + self._sums,
+            "gathered": 0,
+            "communication": 0,
+        }
+
+    def on(self, event: Event, is_first: bool, is_last: bool) -> None:
+        if event.kind == "end" and not is_last:  # summed beside the buckets until the last micro-batch
+            self._sums = self._buckets

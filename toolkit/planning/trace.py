@@ -76,6 +76,7 @@ def trace(
             apply(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
             model.to_empty(device="cpu")
             model.train()
+            objective = workload.objective(model)
             batch = workload.batch(micro_batch_size)
             for tensor in (*model.parameters(), *model.buffers(), *batch.values()):
                 ledger.see(tensor)
@@ -85,7 +86,7 @@ def trace(
                 for micro_batch in range(accumulation):
                     last[0] = micro_batch == accumulation - 1
                     ledger.label = "forward"
-                    loss = workload.objective.loss_sum(model, batch)
+                    loss = objective.loss_sum(model, batch)
                     ledger.label = "backward"
                     torch.autograd.backward(loss * 1.0)
                     del loss

@@ -17,7 +17,7 @@ class Workload:
 
     Attributes:
         model: as the backend is given it; its parameters have no memory.
-        objective: of this model.
+        objective: of a model like this one.
         batch: micro-batch size -> a batch on the CPU; values do not matter, shapes and types do.
         mixed_precision: `no`, `bf16` or `fp16`.
         tokens: of one sample.
@@ -25,7 +25,7 @@ class Workload:
     """
 
     model: nn.Module
-    objective: Objective
+    objective: Callable[[nn.Module], Objective]
     batch: Callable[[int], dict[str, torch.Tensor]]
     mixed_precision: str
     tokens: int
