@@ -86,7 +86,7 @@ class Layout:
 def replay(
     units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout, accumulation: int
 ) -> list[Memory]:
-    """The moments of an optimizer step, in order; the peak is the largest.
+    """The moments of an optimizer step, each by its name; the peak is the largest.
 
     Args:
         units: in the plan's order, the root last.
@@ -107,14 +107,20 @@ def rounded(num_bytes: float) -> int:
 
 
 class _Rank:
-    """What a rank holds while events pass."""
+    """What a rank holds while events pass.
+
+    Attributes:
+        held: bytes by kind, without activations.
+    """
 
     def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout) -> None:
         self.units, self.probe, self.strategy, self.layout = units, probe, strategy, layout
-        self.moments: list[Memory] = []
+        self._best: dict[str, Memory] = {}
+        self._totals: dict[str, int] = {}
         self._names = _moments(probe.events, units)
         self._moment = ""
         self._before_head = _level_before_head(probe.events, units)
+        self.held = dict.fromkeys(("parameters", "gradients", "optimizer", "gathered", "communication"), 0)
 
     def run(self, is_first: bool, is_last: bool) -> None:
         """One micro-batch."""
@@ -123,20 +129,34 @@ class _Rank:
             self.snap(name, event.peak)
             self.on(event, is_first, is_last)
 
+    @property
+    def moments(self) -> list[Memory]:
+        """Each by its name, when most was held."""
+        return list(self._best.values())
+
     def on(self, event: Event, is_first: bool, is_last: bool) -> None:
         raise NotImplementedError
 
-    def held(self) -> dict[str, int]:
-        """Bytes by kind, without activations."""
-        raise NotImplementedError
-
-    def snap(self, moment: str, activations: int, **more: int) -> None:
-        """Adds a moment; `more` is there beyond what is held."""
-        held = self.held()
-        for kind, num_bytes in more.items():
-            held[kind] += num_bytes
+    def snap(
+        self, moment: str, activations: int, gathered: int = 0, gradients: int = 0, communication: int = 0
+    ) -> None:
+        """Adds a moment; the numbers are bytes beyond what is held."""
+        held = self.held
+        total = sum(held.values()) + activations + gathered + gradients + communication
+        if total <= self._totals.get(moment, -1):
+            return
+        self._totals[moment] = total
         logits = max(0, activations - self._before_head) if self._moment in HEAD else 0
-        self.moments.append(Memory(moment, activations=activations - logits, logits=logits, **held))
+        self._best[moment] = Memory(
+            moment,
+            held["parameters"],
+            held["gradients"] + gradients,
+            held["optimizer"],
+            held["gathered"] + gathered,
+            activations - logits,
+            logits,
+            held["communication"] + communication,
+        )
 
 
 HEAD = ("forward of the head", "loss", "backward of the loss", "backward of the head")
@@ -257,25 +277,13 @@ class _ShardedRank(_Rank):
         self._now = [_unit(shape, layout, i in layout.residents) for i, shape in enumerate(units)]
         reshards = strategy.reshard_each_micro_batch
         self._reshards = [reshards and shape.reshard_after_forward for shape in units]
-        self._parameters = sum(unit.sharded for unit in self._now) + probe.buffers
-        self._optimizer = sum(unit.optimizer for unit in self._now)
+        self.held["parameters"] = sum(unit.sharded for unit in self._now) + probe.buffers
+        self.held["optimizer"] = sum(unit.optimizer for unit in self._now)
         self._forward_gather = 0  # the output of the last gather of the forward
         self._reduce_input = 0  # the input of the last reduction
         self._leaving: list[int] = []  # gradients on their way to the host
         self._last: int | None = None  # whose forward was the last
         self._before: dict[int, list[int | None]] = {}  # whose forward was the one before each of a unit's
-
-    def held(self) -> dict[str, int]:
-        now = self._now
-        return {
-            "parameters": self._parameters,
-            "optimizer": self._optimizer,
-            "gradients": sum(unit.sharded_gradients + unit.whole_gradients for unit in now) + sum(self._leaving),
-            "gathered": sum(unit.whole for unit in now if unit.is_gathered),
-            "communication": self._forward_gather
-            + self._reduce_input
-            + sum(unit.gather_output for unit in now if unit.is_prefetched),
-        }
 
     def on(self, event: Event, is_first: bool, is_last: bool) -> None:
         if event.kind == "enter":
@@ -288,8 +296,36 @@ class _ShardedRank(_Rank):
         elif event.kind == "post_backward":
             self._after_backward(event, is_last)
         elif event.kind == "end":
-            self._reduce_input = 0
+            self._hold_reduce_input(0)
             self._last = None
+
+    # Each changes what is held.
+
+    def _hold_whole(self, unit: _Unit, gathered: bool) -> None:
+        self.held["gathered"] += unit.whole * (gathered - unit.is_gathered)
+        unit.is_gathered = gathered
+
+    def _hold_gather(self, unit: _Unit, prefetched: bool) -> None:
+        self.held["communication"] += unit.gather_output * (prefetched - unit.is_prefetched)
+        unit.is_prefetched = prefetched
+
+    def _hold_forward_gather(self, num_bytes: int) -> None:
+        self.held["communication"] += num_bytes - self._forward_gather
+        self._forward_gather = num_bytes
+
+    def _hold_reduce_input(self, num_bytes: int) -> None:
+        self.held["communication"] += num_bytes - self._reduce_input
+        self._reduce_input = num_bytes
+
+    def _hold_sharded_gradients(self, unit: _Unit, num_bytes: int) -> None:
+        self.held["gradients"] += num_bytes - unit.sharded_gradients
+        unit.sharded_gradients = num_bytes
+
+    def _hold_whole_gradients(self, unit: _Unit, num_bytes: int) -> None:
+        self.held["gradients"] += num_bytes - unit.whole_gradients
+        unit.whole_gradients = num_bytes
+
+    # What FSDP2 does
 
     def _gather(self, event: Event, in_forward: bool) -> None:
         """`unshard` and `wait_for_unshard`."""
@@ -303,24 +339,24 @@ class _ShardedRank(_Rank):
             self._start_gather(event.unit, event.level)
             self.snap(what, event.level, gathered=unit.whole)  # a local name still holds the last output
             if in_forward:
-                self._forward_gather = unit.gather_output
-        unit.is_prefetched = False
-        unit.is_gathered = True
+                self._hold_forward_gather(unit.gather_output)
+        self._hold_gather(unit, False)
+        self._hold_whole(unit, True)
 
     def _start_gather(self, index: int, level: int) -> None:
         unit = self._now[index]
         if not unit.is_prefetched:
             more = unit.gather_input + unit.gather_output
             self.snap(f"gather of {self.units[index].name}", level, communication=more)
-            unit.is_prefetched = True
+            self._hold_gather(unit, True)
 
     def _after_forward(self, index: int) -> None:
         self._before.setdefault(index, []).append(self._last)
         self._last = index
         if self._reshards[index]:
-            self._now[index].is_gathered = False
+            self._hold_whole(self._now[index], False)
         if index == len(self.units) - 1:
-            self._forward_gather = 0
+            self._hold_forward_gather(0)
 
     def _prefetch(self, event: Event) -> None:
         """Of the unit whose forward was the one before, if it is not there."""
@@ -337,31 +373,36 @@ class _ShardedRank(_Rank):
             self.snap(what, level, gradients=gradients)
             gradients = 0
         if self.strategy.reshard_each_micro_batch or is_last:
-            unit.is_gathered = False
+            self._hold_whole(unit, False)
         if not self.strategy.reduce_each_micro_batch and not is_last:
             self.snap(what, level, gradients=gradients)
-            unit.whole_gradients = unit.whole_gradients or (unit.whole_sums if gradients else 0)
+            if gradients:
+                self._hold_whole_gradients(unit, unit.whole_sums)
             return
-        whole, unit.whole_gradients = unit.whole_gradients or gradients, 0
+        whole = unit.whole_gradients or gradients
+        self._hold_whole_gradients(unit, 0)
         if not whole:
             return
-        self._reduce_input = 0
+        self._hold_reduce_input(0)
         self.snap(what, level, gradients=whole, communication=unit.reduce_input)
-        self._reduce_input = unit.reduce_input
+        self._hold_reduce_input(unit.reduce_input)
         self.snap(what, level, gradients=min(whole, unit.last_gradient) + unit.reduce_output)
         self._keep(unit, what, level, is_last)
 
     def _keep(self, unit: _Unit, what: str, level: int, is_last: bool) -> None:
         """What becomes of the reduced gradient."""
         if not self.layout.offload:
-            unit.sharded_gradients = unit.reduce_output
+            self._hold_sharded_gradients(unit, unit.reduce_output)
             return
         self.snap(what, level, gradients=unit.reduce_output + unit.cast_gradient)
         if not is_last:  # summed on the device in float32
-            unit.sharded_gradients = rounded(unit.reduce_output * 4 / self.layout.reduce)
+            self._hold_sharded_gradients(unit, rounded(unit.reduce_output * 4 / self.layout.reduce))
             return
-        leaving, unit.sharded_gradients = unit.sharded_gradients or unit.reduce_output, 0
+        leaving = unit.sharded_gradients or unit.reduce_output
+        self._hold_sharded_gradients(unit, 0)
+        self.held["gradients"] -= sum(self._leaving)
         self._leaving = [*self._leaving, leaving][-MAX_IN_FLIGHT:]
+        self.held["gradients"] += sum(self._leaving)
 
 
 # Whole
@@ -377,20 +418,11 @@ class _WholeRank(_Rank):
         super().__init__(units, probe, strategy, layout)
         parameters = [parameter for shape in units for parameter in shape.parameters]
         trainable = [parameter for parameter in parameters if parameter.trainable]
-        self._parameters = sum(rounded(p.numel * p.held) for p in parameters) + probe.buffers
         self._buckets = sum(rounded(p.numel * p.held) for p in trainable)
-        self._sums = 0
-        self._optimizer = _optimizer_bytes(trainable, layout, resident=False)
-
-    def held(self) -> dict[str, int]:
-        return {
-            "parameters": self._parameters,
-            "optimizer": self._optimizer,
-            "gradients": self._buckets + self._sums,
-            "gathered": 0,
-            "communication": 0,
-        }
+        self.held["parameters"] = sum(rounded(p.numel * p.held) for p in parameters) + probe.buffers
+        self.held["optimizer"] = _optimizer_bytes(trainable, layout, resident=False)
+        self.held["gradients"] = self._buckets
 
     def on(self, event: Event, is_first: bool, is_last: bool) -> None:
-        if event.kind == "end" and not is_last:  # summed beside the buckets until the last micro-batch
-            self._sums = self._buckets
+        if event.kind == "end" and is_first and not is_last:  # summed beside the buckets until the last micro-batch
+            self.held["gradients"] += self._buckets
