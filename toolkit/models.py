@@ -42,6 +42,16 @@ Rows = slice
 """Rows of a tensor's first dimension."""
 
 
+class HasTokens(Protocol):
+    """What of a tokenizer a configuration needs."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+
+    def __len__(self) -> int: ...
+
+
 class Weights(Protocol):
     """Where parameters come from."""
 
@@ -67,26 +77,56 @@ def load(
     Raises:
         BadInputError: where there is no such model.
     """
-    if model.name_or_path is not None:
-        require_folder(model.name_or_path, "model.name_or_path")
-    dtype = getattr(torch, model.dtype)
-    config = _configuration(model, tokenizer)
-    if label_names is not None:
-        _name_labels(config, label_names, tokenizer)
-    auto = AutoModelForCausalLM if label_names is None else AutoModelForSequenceClassification
-    attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
-    settings = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **attention}
-    rows = len(tokenizer) if model.add_tokens is not None else 0
-    with init_empty_weights(include_buffers=False):
-        built = _of_kind(auto, copy.deepcopy(config), settings)  # resizing changes the configuration
-        _make_rows(built, rows, mean_resizing=False)
-    built.tie_weights()
-    built.config.architectures = [type(built).__name__]
+    auto, config, settings, rows = _settings(model, tokenizer, label_names)
+    built = _without_weights(auto, config, settings, rows)
     weights: Weights = _weights(model, built, lambda: _whole_model(auto, model, config, settings, seed, rows))
     if adapter is not None and adapter.kind == "lora":
         built = add_adapter(built, adapter, model.name_or_path, model.revision)
         weights = AdapterWeights(weights, built, seed)
     built.materialize_weights = lambda keep_master=None: materialize(built, weights, keep_master)
+    return built
+
+
+def load_without_weights(
+    model: ModelSection,
+    tokenizer: HasTokens,
+    label_names: list[str] | None = None,
+    adapter: AdapterSection | None = None,
+) -> PreTrainedModel:
+    """As `load`, of the configuration alone, for who wants to know sizes; it cannot be given weights.
+
+    Raises:
+        BadInputError: where there is no such model.
+    """
+    built = _without_weights(*_settings(model, tokenizer, label_names))
+    if adapter is not None and adapter.kind == "lora":
+        return add_adapter(built, adapter, model.name_or_path, model.revision)
+    return built
+
+
+def _settings(
+    model: ModelSection, tokenizer: HasTokens, label_names: list[str] | None
+) -> tuple[Any, PretrainedConfig, dict[str, Any], int]:
+    """Auto class, configuration, settings of its constructor, and the rows that its embeddings need."""
+    if model.name_or_path is not None:
+        require_folder(model.name_or_path, "model.name_or_path")
+    config = _configuration(model, tokenizer)
+    if label_names is not None:
+        _name_labels(config, label_names, tokenizer)
+    auto = AutoModelForCausalLM if label_names is None else AutoModelForSequenceClassification
+    attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
+    dtype = getattr(torch, model.dtype)
+    settings = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **attention}
+    return auto, config, settings, len(tokenizer) if model.add_tokens is not None else 0
+
+
+def _without_weights(auto: Any, config: PretrainedConfig, settings: dict[str, Any], rows: int) -> PreTrainedModel:
+    """The model on the meta device."""
+    with init_empty_weights(include_buffers=False):
+        built = _of_kind(auto, copy.deepcopy(config), settings)  # resizing changes the configuration
+        _make_rows(built, rows, mean_resizing=False)
+    built.tie_weights()
+    built.config.architectures = [type(built).__name__]
     return built
 
 
@@ -101,7 +141,7 @@ def _of_kind(auto: Any, config: PretrainedConfig, settings: dict[str, Any]) -> P
         ) from error
 
 
-def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
+def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: HasTokens) -> None:
     config.num_labels = len(names)
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}
@@ -310,7 +350,7 @@ def _stored_shape(path: Path, name: str) -> list[int]:
         return list(file.get_slice(name).get_shape())
 
 
-def _configuration(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def _configuration(model: ModelSection, tokenizer: HasTokens) -> PretrainedConfig:
     try:
         if model.name_or_path is not None:
             return AutoConfig.from_pretrained(
@@ -323,7 +363,7 @@ def _configuration(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> P
         raise BadInputError(f"{field}: no model can be made of {found!r}: {first_line(error)}") from error
 
 
-def _random_configuration(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def _random_configuration(fields: dict[str, Any], tokenizer: HasTokens) -> PretrainedConfig:
     """A configuration whose vocabulary and special tokens are the tokenizer's, unless it says otherwise."""
     fields.setdefault("vocab_size", len(tokenizer))
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):

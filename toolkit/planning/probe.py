@@ -11,7 +11,6 @@ Gradients are let go of where FSDP2 reduces them, so that what is counted is act
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -100,10 +99,9 @@ class Prober:
         self.plan = plan_units(workload.model, workload.unit_classes)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._dtype = None if self._autocast else PRECISIONS[workload.mixed_precision]
-        self._model = copy.deepcopy(workload.model)
+        self._model = workload.model_copy()
         with self._mode:
             self._model.load_state_dict(_empty_parameters(self._model, self._dtype), strict=False, assign=True)
-        self._model.train()
         self._objective = workload.objective(self._model)
         if self._autocast:
             self._model.forward = _autocast(self._model.forward, PRECISIONS[workload.mixed_precision])

@@ -7,7 +7,6 @@ works for any number of ranks.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import Counter
 from dataclasses import dataclass
@@ -71,11 +70,10 @@ def trace(
     last = [False]
     with fake_ranks(shape.replicate * shape.shard):
         mesh = _mesh(strategy, shape)
-        model = copy.deepcopy(workload.model)
+        model = workload.model_copy()
         with FakeTensorMode(allow_non_fake_inputs=True), cuda_dropout(), host_copies(ledger):
             apply(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
             model.to_empty(device="cpu")
-            model.train()
             objective = workload.objective(model)
             batch = workload.batch(micro_batch_size)
             for tensor in (*model.parameters(), *model.buffers(), *batch.values()):

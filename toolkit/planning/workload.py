@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from toolkit.objectives import Objective
+from toolkit import models
+from toolkit.adapters import base_of
+from toolkit.data import tokenizer
+from toolkit.objectives import Objective, build_objective
+from toolkit.recipe import Recipe
+
+UNMASKED = "unmasked_sdpa"
+"""Name of the attention that stands for kernels without a mask: flash attention, and sdpa on plain causal rows.
+
+transformers makes no mask for a name that it does not know one for. With one that it knows it makes the
+mask of packed rows whenever it sees fake tensors, as it cannot look at the positions.
+"""
+
+BATCH_TYPE = torch.long
 
 
-@dataclass
+@dataclass(frozen=True)
 class Workload:
     """A model on the meta device, what is minimised, and batches of the run's shape.
 
@@ -22,6 +39,7 @@ class Workload:
         mixed_precision: `no`, `bf16` or `fp16`.
         tokens: of one sample.
         unit_classes: as `plan_units` takes them.
+        attention: given to copies of the model; None: its own.
     """
 
     model: nn.Module
@@ -29,4 +47,115 @@ class Workload:
     batch: Callable[[int], dict[str, torch.Tensor]]
     mixed_precision: str
     tokens: int
-    unit_classes: list[str] | None = field(default=None)
+    unit_classes: list[str] | None = None
+    attention: str | None = None
+
+    def model_copy(self) -> nn.Module:
+        """A model of its own for who hooks into it, in training mode."""
+        model = copy.deepcopy(self.model)
+        model.__dict__.pop("materialize_weights", None)
+        if self.attention is not None:
+            try:
+                base_of(model).set_attn_implementation(self.attention)
+            except ValueError:
+                pass  # a model that knows its own kernels alone keeps what it has
+        return model.train()
+
+
+def _unmasked(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    # On a CPU dropout would choose a kernel with whole score matrices; CUDA's keeps two numbers.
+    return sdpa_attention_forward(module, query, key, value, *args, **{**kwargs, "dropout": 0.0})
+
+
+AttentionInterface.register(UNMASKED, _unmasked)
+
+
+@dataclass
+class PlannedTokenizer:
+    """What a configuration needs of a tokenizer that does not exist yet."""
+
+    size: int
+    bos_token_id: int | None = None
+    eos_token_id: int | None = 0
+    pad_token_id: int | None = 1
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def workload_of(recipe: Recipe, mixed_precision: str) -> Workload:
+    """The workload of a recipe; reads the model's configuration, no weights and no data.
+
+    Raises:
+        BadInputError: where there is no such model.
+    """
+    labels = _labels(recipe)
+    model = models.load_without_weights(recipe.model, _tokenizer(recipe), labels, recipe.adapter)
+    return workload_of_model(recipe, model, mixed_precision, dict.fromkeys(labels, 1) if labels else None)
+
+
+def workload_of_model(
+    recipe: Recipe, model: nn.Module, mixed_precision: str, label_counts: dict[str, int] | None
+) -> Workload:
+    """The workload of a recipe whose model is there, on the meta device.
+
+    Args:
+        label_counts: as `build_objective` takes them.
+    """
+    packed = _is_packed(recipe)
+
+    def objective(model: nn.Module) -> Objective:
+        return build_objective(recipe.objective, model, packed, label_counts)
+
+    return Workload(
+        model,
+        objective,
+        lambda size: _batch(recipe, size),
+        mixed_precision,
+        recipe.data.max_length,
+        recipe.sharding.unit_classes,
+        _attention(recipe, models.attention_of(base_of(model)), packed),
+    )
+
+
+def _labels(recipe: Recipe) -> list[str] | None:
+    """Names of the classes; where the data would say, two stand for them: a head of a few rows."""
+    if recipe.objective.kind != "sequence_classification":
+        return None
+    return list(recipe.objective.labels or ("0", "1"))
+
+
+def _tokenizer(recipe: Recipe) -> models.HasTokens:
+    section = recipe.model
+    if section.train_tokenizer_vocab_size is not None:
+        return PlannedTokenizer(section.train_tokenizer_vocab_size)
+    if section.name_or_path is not None and section.add_tokens is None:
+        return PlannedTokenizer(0)  # the configuration says it all
+    return tokenizer.load(section, recipe.data, recipe.objective.kind)
+
+
+def _is_packed(recipe: Recipe) -> bool:
+    packing = recipe.data.packing
+    return recipe.objective.kind != "sequence_classification" if packing is None else packing
+
+
+def _attention(recipe: Recipe, chosen: str, packed: bool) -> str | None:
+    """Rows that share a sample need a mask from sdpa; flash attention and flex tell them apart without."""
+    if recipe.objective.kind == "sequence_classification" or chosen == "eager":
+        return None
+    return None if chosen == "sdpa" and packed else UNMASKED
+
+
+def _batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
+    """A micro-batch of full rows, as the data's samples make it."""
+    tokens = torch.empty(size, recipe.data.max_length, dtype=BATCH_TYPE)
+    names = {
+        "sequence_classification": ("input_ids", "attention_mask", "token_type_ids"),
+        "preference": ("input_ids", "labels", "position_ids", "segments"),
+    }.get(recipe.objective.kind, ("input_ids", "labels", "position_ids"))
+    batch = {name: torch.empty_like(tokens) for name in names}
+    if recipe.objective.kind == "sequence_classification":
+        batch["labels"] = torch.empty(size, dtype=BATCH_TYPE)
+    if recipe.objective.kind == "preference":
+        batch["reference"] = torch.empty(size, 2)
+    return batch
