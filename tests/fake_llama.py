@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.planning.roofline import Operator, Work, record
 from toolkit.planning.speed import Segment
-from toolkit.planning.traffic import UnitElements
+from toolkit.planning.units import ParameterShape, UnitShape
+from toolkit.sharding.units import UnitKind
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,16 @@ class Shape:
         return 2 * self.width**2 + 2 * self.width * 1024 + 3 * self.width * self.inner + 2 * self.width
 
     @property
-    def units(self) -> tuple[UnitElements, ...]:
+    def units(self) -> tuple[UnitShape, ...]:
         table = self.vocabulary * self.width
-        blocks = [UnitElements("block", self.block, self.block, True)] * self.layers
-        tail = table + self.width
-        return UnitElements("embeddings", table, table, True), *blocks, UnitElements("tail", tail, tail, False)
+        blocks = [unit("block", self.block)] * self.layers
+        return unit("embeddings", table), *blocks, unit("tail", table + self.width)
+
+
+def unit(kind: UnitKind, numel: int, trainable: bool = True) -> UnitShape:
+    """A unit of one parameter with a row for every element."""
+    parameters = (ParameterShape(numel, 1, trainable, held=4),) if numel else ()
+    return UnitShape(kind, kind, (), kind in ("embeddings", "block"), parameters)
 
 
 SHAPES = {"8b": Shape(32, 4096, 14336), "13b": Shape(40, 5120, 17920), "small": Shape(4, 1024, 3584, 32000)}

@@ -3,7 +3,7 @@
 Within a micro-batch, all-gathers overlap with the compute of the forward and of the backward, and
 reductions with the backward; what the first unit waits for, and what the last unit leaves, overlaps with
 nothing. Offloaded state is stepped as toolkit.sharding.offload schedules it: behind the next forward
-where gradients are clipped, else behind the whole of backward and forward.
+where gradients are clipped, else it may be behind the backward.
 """
 
 from __future__ import annotations
@@ -281,13 +281,16 @@ class _Job:
         )
 
     def exposed_host(self, forward: float, backward: float, quantile: Quantile) -> float:
-        """Of the host's step, what the next forward, or without clipping the backward as well, does not hide."""
+        """Of the host's step, what the next forward, or without clipping the backward, does not hide.
+
+        During backward, units are stepped in its order: the one that the next forward needs first comes last.
+        """
         if self.offload is None:
             return 0.0
         host = self.host(self.offload, quantile)
         first = host.edge * (host.step + host.to_device)
         if self.offload.during_backward:
-            return max(first, max(host.busy, host.to_host) - forward - backward)
+            return max(first, max(host.busy, host.to_host) - backward)
         last_copy = host.edge * host.gradients
         return last_copy + _excess(host.gradients - last_copy, backward) + max(first, host.busy - forward)
 

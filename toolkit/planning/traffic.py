@@ -15,14 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from toolkit.planning.units import UnitShape
 from toolkit.sharding.strategy import MeshShape, Strategy
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from toolkit.sharding.units import UnitKind, UnitPlan
+from toolkit.sharding.units import UnitKind
 
 HostExecutor = Literal["cpu_fused", "cpu_torch", "device_stream"]
 
@@ -31,22 +28,6 @@ STATE_BYTES = 12
 
 DDP_BUCKET_BYTES = 25 * 2**20
 """torch's `bucket_cap_mb`; only the number of calls depends on it."""
-
-
-@dataclass(frozen=True)
-class UnitElements:
-    """How many numbers a unit's collectives carry, over all ranks of a shard group.
-
-    Attributes:
-        parameters: elements gathered, rows padded to a multiple of the shard group.
-        trainable: those of them that have gradients, and so are reduced.
-        reshard_after_forward: as in the unit plan.
-    """
-
-    kind: UnitKind
-    parameters: int
-    trainable: int
-    reshard_after_forward: bool
 
 
 @dataclass(frozen=True)
@@ -104,60 +85,39 @@ class Traffic:
         return self.all_gather + self.reduce_scatter + self.all_reduce
 
 
-def unit_elements(model: nn.Module, plan: UnitPlan, shard: int) -> tuple[UnitElements, ...]:
-    """The units of a model that is not sharded yet, for shard groups of `shard` ranks; any device, meta too."""
-    seen: set[int] = set()
-    found = []
-    for unit in plan.units:
-        parameters = trainable = 0
-        for path in unit.modules:
-            for parameter in model.get_submodule(path).parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    padded = padded_elements(parameter.shape, shard)
-                    parameters += padded
-                    trainable += padded * parameter.requires_grad
-        found.append(UnitElements(unit.kind, parameters, trainable, unit.reshard_after_forward))
-    return tuple(found)
-
-
-def padded_elements(shape: Sequence[int], shard: int) -> int:
-    """Elements of a parameter with its rows padded to a multiple of the shard group, as FSDP2 gathers it."""
-    rows = shape[0] if shape else 1
-    return math.ceil(rows / shard) * shard * math.prod(shape[1:])
-
-
 def traffic(
-    units: Sequence[UnitElements],
+    units: Sequence[UnitShape],
     strategy: Strategy,
     mesh: MeshShape,
     *,
     accumulation: int = 1,
-    compute_bytes: int = 2,
+    compute_bytes: int | None = 2,
     reduce_bytes: int = 4,
     offload: OffloadPlan | None = None,
 ) -> Traffic:
     """What one optimizer step sends.
 
     Args:
-        units: of `unit_elements` for `mesh.shard`.
+        units: of the whole model.
         accumulation: micro-batches per optimizer step.
-        compute_bytes: of an element as it is gathered: 2 under bf16 and fp16, 4 in float32.
+        compute_bytes: of an element as it is gathered: 2 under bf16 and fp16; None: as each parameter is held,
+            without mixed precision.
         reduce_bytes: of an element as it is reduced.
         offload: None: optimizer state is on the device.
     """
     shard, replicate = mesh.shard, mesh.replicate
-    trainable = sum(unit.trainable for unit in units)
-    edge = sum(unit.trainable for unit in _edge(units))
-    gathers = _gathers(units, strategy, accumulation if shard > 1 else 0)
+    sizes = [_sized(unit, shard, compute_bytes) for unit in units]
+    trainable = sum(unit.trainable for unit in sizes)
+    edge = sum(unit.trainable for unit in _edge(sizes))
+    gathers = _gathers(sizes, strategy, accumulation if shard > 1 else 0)
     reduce_passes = (accumulation if strategy.reduce_each_micro_batch else 1) if shard > 1 else 0
     whole = {
-        "all_gather": compute_bytes * (gathers.forward + gathers.backward),
+        "all_gather": gathers.forward + gathers.backward,
         "reduce_scatter": reduce_bytes * trainable * reduce_passes,
         "all_reduce": reduce_bytes * trainable // shard if replicate > 1 else 0,
     }
     is_reduced = shard * replicate > 1
-    to_device, to_host = _host_link(trainable // shard, compute_bytes, is_reduced or accumulation > 1, offload)
+    to_device, to_host = _host_link(trainable // shard, compute_bytes or 4, is_reduced or accumulation > 1, offload)
     return Traffic(
         all_gather=whole["all_gather"] * (shard - 1) // shard,
         reduce_scatter=whole["reduce_scatter"] * (shard - 1) // shard,
@@ -165,15 +125,39 @@ def traffic(
         host_to_device=to_device,
         device_to_host=to_host,
         whole=whole,
-        calls=_calls(units, strategy, gathers, reduce_passes, whole["all_reduce"]),
-        forward_all_gather=compute_bytes * gathers.forward,
+        calls=_calls(sizes, strategy, gathers, reduce_passes, whole["all_reduce"]),
+        forward_all_gather=gathers.forward,
         gather_passes=gathers.passes,
         reduce_passes=reduce_passes,
-        first_gather=compute_bytes * sum(unit.parameters for unit in _edge(units)) if gathers.passes else 0,
+        first_gather=sum(unit.gathered for unit in _edge(sizes)) if gathers.passes else 0,
         last_reduce=reduce_bytes * edge if is_reduced else 0,
         edge_share=edge / max(1, trainable),
         trainable=trainable // shard,
     )
+
+
+# Units
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What a unit's collectives carry, over all ranks of a shard group, rows padded to a multiple of them.
+
+    Attributes:
+        gathered: bytes.
+        trainable: elements that have gradients, and so are reduced.
+    """
+
+    kind: UnitKind
+    gathered: int
+    trainable: int
+    reshard_after_forward: bool
+
+
+def _sized(unit: UnitShape, shard: int, compute_bytes: int | None) -> _Unit:
+    gathered = sum(p.shard_numel(shard) * (compute_bytes or p.held) for p in unit.parameters)
+    trainable = sum(p.shard_numel(shard) for p in unit.trainable)
+    return _Unit(unit.kind, shard * gathered, shard * trainable, unit.reshard_after_forward)
 
 
 # All-gathers
@@ -181,7 +165,7 @@ def traffic(
 
 @dataclass(frozen=True)
 class _Gathers:
-    """Elements that the all-gathers of one optimizer step bring together.
+    """Bytes that the all-gathers of one optimizer step bring together.
 
     Attributes:
         passes: forwards that gather.
@@ -193,34 +177,34 @@ class _Gathers:
     calls: int
 
 
-def _gathers(units: Sequence[UnitElements], strategy: Strategy, accumulation: int) -> _Gathers:
+def _gathers(units: Sequence[_Unit], strategy: Strategy, accumulation: int) -> _Gathers:
     """`accumulation` 0: nothing is sharded."""
     passes = accumulation if strategy.reshard_each_micro_batch else min(accumulation, 1)
-    forward = [unit for unit in units if unit.parameters]
+    forward = [unit for unit in units if unit.gathered]
     again = _gathered_in_backward(forward) if strategy.reshard_each_micro_batch else []
     return _Gathers(
-        forward=passes * sum(unit.parameters for unit in forward),
-        backward=passes * sum(unit.parameters for unit in again),
+        forward=passes * sum(unit.gathered for unit in forward),
+        backward=passes * sum(unit.gathered for unit in again),
         passes=passes,
         calls=passes * (len(forward) + len(again)),
     )
 
 
-def _gathered_in_backward(units: Sequence[UnitElements]) -> list[UnitElements]:
+def _gathered_in_backward(units: Sequence[_Unit]) -> list[_Unit]:
     """The resharded units that backward comes to, and the one before them, which FSDP2 prefetches for nothing."""
     order = _forward_order(units)
     first = next((i for i, unit in enumerate(order) if unit.trainable), len(order))
     return [unit for unit in order[max(0, first - 1) :] if unit.reshard_after_forward]
 
 
-def _forward_order(units: Sequence[UnitElements]) -> list[UnitElements]:
+def _forward_order(units: Sequence[_Unit]) -> list[_Unit]:
     """Units as the forward uses them: a tied tail holds the embeddings; the root's own parameters come last."""
     edge = _edge(units)
     first = [unit for unit in edge if unit.kind != "root"]
     return [*first, *(unit for unit in units if unit not in first)]
 
 
-def _edge(units: Sequence[UnitElements]) -> list[UnitElements]:
+def _edge(units: Sequence[_Unit]) -> list[_Unit]:
     """The units that a forward needs first and whose gradients a backward gives last."""
     first: UnitKind = "embeddings" if any(unit.kind == "embeddings" for unit in units) else "tail"
     return [unit for unit in units if unit.kind in (first, "root")]
@@ -230,7 +214,7 @@ def _edge(units: Sequence[UnitElements]) -> list[UnitElements]:
 
 
 def _calls(
-    units: Sequence[UnitElements], strategy: Strategy, gathers: _Gathers, reduce_passes: int, all_reduce: int
+    units: Sequence[_Unit], strategy: Strategy, gathers: _Gathers, reduce_passes: int, all_reduce: int
 ) -> dict[str, int]:
     reducing = sum(unit.trainable > 0 for unit in units)
     buckets = math.ceil(all_reduce / DDP_BUCKET_BYTES)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
+from fake_llama import unit
 
-from toolkit.planning.traffic import HostExecutor, OffloadPlan, UnitElements, padded_elements, traffic, unit_elements
-from toolkit.sharding import plan_units
+from toolkit.planning.traffic import HostExecutor, OffloadPlan, traffic
+from toolkit.planning.units import ParameterShape, UnitShape
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 BLOCK, TABLE, BLOCKS, K = 1000, 400, 3, 3
 P = BLOCKS * BLOCK + 2 * TABLE
 UNITS = (
-    UnitElements("embeddings", TABLE, TABLE, True),
-    *[UnitElements("block", BLOCK, BLOCK, True)] * BLOCKS,
-    UnitElements("tail", TABLE, TABLE, False),
-    UnitElements("root", 0, 0, False),
+    unit("embeddings", TABLE),
+    *[unit("block", BLOCK)] * BLOCKS,
+    unit("tail", TABLE),
+    unit("root", 0),
 )
 TWICE = 2 * P - TABLE  # forward and backward; the tail once
 
@@ -68,19 +67,13 @@ def test_bytes_over_the_host_link(executor: HostExecutor, num_ranks: int, to_hos
     assert traffic(UNITS, STRATEGIES["zero3"], mesh).device_to_host == 0
 
 
-def test_units_of_a_model_are_padded_and_shared_parameters_counted_once() -> None:
-    assert padded_elements((10, 3), 4) == 12 * 3
-    assert padded_elements((), 4) == 4
-    assert padded_elements((8, 3), 4) == 8 * 3
-    with torch.device("meta"):
-        model = nn.Module()
-        model.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6)) for _ in range(2))
-        model.extra = nn.Linear(3, 3)
-    model.layers[0].requires_grad_(False)
-    linears = 8 * 6 + 8 + 8 * 5 + 8  # of 5 and of 6 rows, padded to 8
-    found = unit_elements(model, plan_units(model, ["Sequential"]), 4)
-    assert [(unit.kind, unit.parameters, unit.trainable) for unit in found] == [
-        ("block", linears, 0),
-        ("block", linears, linears),
-        ("root", 4 * 3 + 4, 4 * 3 + 4),
-    ]
+def test_rows_are_padded_and_frozen_parameters_gathered_alone() -> None:
+    """10 rows of 3 on 4 ranks are 12; without mixed precision each parameter is gathered as it is held."""
+    frozen, trained = ParameterShape(10, 3, False, held=2), ParameterShape(8, 3, True, held=4)
+    units = [UnitShape("block", "block", (), True, (frozen, trained))]
+    found = traffic(units, STRATEGIES["zero1"], MeshShape(1, 4))
+    assert found.whole == {"all_gather": 2 * (36 + 24), "reduce_scatter": 4 * 24, "all_reduce": 0}
+    assert found.calls == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 0}
+    assert found.trainable == 24 // 4
+    plain = traffic(units, STRATEGIES["zero1"], MeshShape(1, 4), compute_bytes=None)
+    assert plain.whole["all_gather"] == 2 * 36 + 4 * 24
