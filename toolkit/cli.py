@@ -223,6 +223,97 @@ def verify_command(
         raise typer.Exit(1)
 
 
+@app.command("plan")
+def plan_command(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Replaced values.")] = None,
+    recipe: Annotated[str, typer.Option(help="Name or path of a recipe.")] = "quickstart",
+    gpus: Annotated[
+        int | None, typer.Option(help="Devices, one rank each; by default the config's, or 1.", show_default=False)
+    ] = None,
+    hardware: Annotated[
+        str, typer.Option(help="Preset, `calibrated`, or a profile's path; presets: --list-hardware.")
+    ] = "h100_sxm",
+    accelerate_config: Annotated[
+        Path | None,
+        typer.Option(help="Accelerate config: ranks, strategy, precision as the recipe stands.", show_default=False),
+    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="Devices of a node.", show_default="preset's")] = None,
+    device_memory_gib: Annotated[float | None, typer.Option(help="Of one device.", show_default="preset's")] = None,
+    host_memory_gib: Annotated[float | None, typer.Option(help="Of one node.", show_default="preset's")] = None,
+    link_gbs: Annotated[
+        float | None, typer.Option(help="Between devices of a node (GB/s each way).", show_default="preset's")
+    ] = None,
+    nic_gbs: Annotated[
+        float | None, typer.Option(help="Between nodes (GB/s a node each way).", show_default="preset's")
+    ] = None,
+    pcie_gbs: Annotated[
+        float | None, typer.Option(help="Between device and host (GB/s each way).", show_default="preset's")
+    ] = None,
+    dram_gbs: Annotated[float | None, typer.Option(help="Host memory (GB/s a node).", show_default="preset's")] = None,
+    every_row: Annotated[bool, typer.Option("--all", help="Show every row.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show the formulas with the numbers in.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Confirm the row by running FSDP2 without memory.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the bars to this file.", show_default=False)] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine, store it as `calibrated`, and end.")
+    ] = False,
+    list_hardware: Annotated[bool, typer.Option("--list-hardware", help="List the presets, and end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say before a run whether it fits, what to pick, and how fast it will be.
+
+    Needs no GPU and no weights: the model's configuration is enough. Exit codes: 0 something fits,
+    1 nothing does, 2 bad input.
+    """
+    from toolkit.planning.hardware import hardware_of, presets
+
+    if list_hardware:
+        rows = [
+            [name, f"{h.memory_bytes / 2**30:.0f} GiB", f"{h.peak_flops['bfloat16'] / 1e12:.0f}"]
+            for name, h in presets().items()
+        ]
+        _print_table(["hardware", "memory", "TFLOP/s in bfloat16"], rows)
+        return
+    if calibrate:
+        _calibrate(gpus or 1)
+        return
+    loaded = Recipe.load(recipe, overrides or [])
+    device = hardware_of(
+        hardware,
+        device_memory_gib=device_memory_gib,
+        gpus_per_node=gpus_per_node,
+        host_memory_gib=host_memory_gib,
+        link_gbs=link_gbs,
+        nic_gbs=nic_gbs,
+        pcie_gbs=pcie_gbs,
+        dram_gbs=dram_gbs,
+    )
+    from toolkit.planning import command  # torch is imported only for a recipe that is right
+
+    accelerated = (
+        command.Accelerated() if accelerate_config is None else command.read_accelerate_config(accelerate_config)
+    )
+    options = command.PlanOptions(every_row, explain, trace, plot, as_json)
+    if not command.plan_command(loaded, recipe, overrides or [], device, gpus, accelerated, options):
+        raise typer.Exit(1)
+
+
+def _calibrate(ranks: int) -> None:
+    from toolkit.planning.calibrate import calibrate
+    from toolkit.planning.hardware import profile_path
+
+    found = calibrate(ranks=ranks)
+    rows = [
+        *([f"{dtype} products", f"{flops / 1e12:.3g} TFLOP/s"] for dtype, flops in found.peak_flops.items()),
+        ["device memory", f"{found.memory_bandwidth / 1e9:.3g} GB/s"],
+        ["between devices", f"{found.link_bandwidth / 1e9:.3g} GB/s"],
+        ["device to host", f"{found.host_link_bandwidth / 1e9:.3g} GB/s"],
+        ["host memory", f"{found.host_memory_bandwidth / 1e9:.3g} GB/s"],
+    ]
+    _print_table(["measured", found.name], rows)
+    print(f"{profile_path()}: use it with --hardware calibrated")
+
+
 @app.command("checkpoints")
 def checkpoints_command(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],

@@ -1,0 +1,92 @@
+"""The plan of a run that is about to start: told, held against what there is, and kept beside what is measured."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from toolkit.errors import BadInputError
+from toolkit.planning.hardware import GIB, Hardware, preset_of_device, presets
+from toolkit.planning.plan import Planner, Setup, micro_batches_of
+from toolkit.planning.replay import Memory
+from toolkit.planning.workload import workload_of_model
+from toolkit.recipe import Recipe
+from toolkit.sharding.apply import Checkpointing
+from toolkit.sharding.offload.host import free_host_bytes
+from toolkit.sharding.strategy import MeshShape, Strategy
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a run is expected to hold on each device.
+
+    Attributes:
+        peak: the moment in which it holds most.
+        room: bytes of the device's memory; of a CPU rank, its share of what the host has free.
+    """
+
+    peak: Memory
+    room: int
+
+    def describe(self) -> str:
+        """For people: the peak, what is largest in it, and the room."""
+        largest = max(self.peak.parts().items(), key=lambda part: part[1])
+        return (
+            f"peak {_gib(self.peak.total)} of {_gib(self.room)} a rank, in {self.peak.moment} "
+            f"({largest[0]} {_gib(largest[1])})"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def plan_run(
+    recipe: Recipe,
+    model: nn.Module,
+    strategy: Strategy,
+    mesh: MeshShape,
+    offload: bool,
+    checkpointing: Checkpointing | None,
+    mixed_precision: str,
+    label_counts: dict[str, int] | None,
+    device: torch.device,
+) -> Planned:
+    """The plan of this run, from the model on the meta device that it will train.
+
+    Raises:
+        BadInputError: where the peak alone is more than the memory there is: it cannot fit.
+    """
+    workload = workload_of_model(recipe, model, mixed_precision, label_counts)
+    planner = Planner(recipe, workload, _hardware(device))
+    training = recipe.training
+    setup = Setup(
+        strategy, mesh, offload, checkpointing, training.micro_batch_size, training.gradient_accumulation_steps
+    )
+    peak = max(planner.moments(setup), key=lambda moment: moment.total)
+    planned = Planned(peak, _room(device))
+    if peak.total > planned.room:
+        raise BadInputError(f"this run cannot fit: {planned.describe()}. {_advice(planner, setup, planned.room)}")
+    return planned
+
+
+def _hardware(device: torch.device) -> Hardware:
+    known = preset_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else presets()["cpu"]
+    return known or presets()["h100_sxm"]
+
+
+def _room(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _advice(planner: Planner, setup: Setup, room: int) -> str:
+    """The single changes after which it would fit."""
+    fitting = [change for change, peak in planner.smaller(setup) if peak <= room]
+    if fitting:
+        return f"It would with: {', or '.join(fitting)}; `toolkit plan` shows all ways"
+    return "No single change makes it fit; `toolkit plan` shows what several together do"
