@@ -15,8 +15,15 @@ import torch
 from torch.utils.benchmark import Timer
 
 from toolkit.errors import BadInputError
-from toolkit.planning.hardware import CALIBRATED, Efficiency, Hardware, preset_of_device, presets, save_profile
-from toolkit.planning.speed import ADAM_BYTES
+from toolkit.planning.hardware import (
+    ADAM_BYTES,
+    CALIBRATED,
+    Efficiency,
+    Hardware,
+    preset_of_device,
+    presets,
+    save_profile,
+)
 
 DTYPES = ("float32", "bfloat16")
 """Measured. GPUs multiply float16 as fast as bfloat16; on CPUs it is slow, and nobody trains in it."""
