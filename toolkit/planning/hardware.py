@@ -23,6 +23,9 @@ from toolkit.places import user_cache
 GIB = 2**30
 GB = 1e9
 
+ADAM_BYTES = 28
+"""Memory traffic of fused AdamW per parameter: reads p, g, m, v and writes p, m, v in float32."""
+
 Quantile = Literal["low", "mid", "high"]
 """Of a time: `low` is the shortest that is likely, `high` the longest."""
 

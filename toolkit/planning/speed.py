@@ -13,13 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.planning.hardware import Hardware, Quantile
+from toolkit.planning.hardware import ADAM_BYTES, Hardware, Quantile
 from toolkit.planning.roofline import Work
 from toolkit.planning.traffic import STATE_BYTES, HostExecutor, OffloadPlan, Traffic
 from toolkit.sharding.strategy import MeshShape, Strategy
-
-ADAM_BYTES = 28
-"""Memory traffic of fused AdamW per parameter: reads p, g, m, v and writes p, m, v in float32."""
 
 HOST_BYTES: dict[HostExecutor, tuple[int, int]] = {
     "cpu_fused": (32, 36),

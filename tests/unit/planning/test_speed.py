@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from fake_llama import SHAPES, segments, unit
 
-from toolkit.planning.hardware import Hardware, hardware_of
+from toolkit.planning.hardware import ADAM_BYTES, Hardware, hardware_of
 from toolkit.planning.roofline import Work
-from toolkit.planning.speed import ADAM_BYTES, Segment, StepTime, step_time
+from toolkit.planning.speed import Segment, StepTime, step_time
 from toolkit.planning.traffic import HostExecutor, OffloadPlan, traffic
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
