@@ -32,12 +32,20 @@ class Metrics:
         path: the JSON-lines file; made on the first record.
         num_steps: length of the run, for the progress bar.
         unit: what the objective counts, for the console.
+        planned_peak_bytes: stands in each train record beside what was measured; None: there is no plan.
     """
 
     def __init__(
-        self, accelerator: Accelerator, path: Path, logging: LoggingSection, num_steps: int, unit: str = "tokens"
+        self,
+        accelerator: Accelerator,
+        path: Path,
+        logging: LoggingSection,
+        num_steps: int,
+        unit: str = "tokens",
+        planned_peak_bytes: int | None = None,
     ) -> None:
         self._unit = unit
+        self._planned_peak_bytes = planned_peak_bytes
         self.records: list[dict[str, Any]] = []
         self._accelerator = accelerator
         self._path = path
@@ -65,8 +73,8 @@ class Metrics:
             self._path.write_text(text, encoding="utf-8")
 
     def train(self, record: dict[str, Any]) -> None:
-        """One optimizer step; `record` holds all of section 9's train keys but `split`."""
-        self._write({"split": "train", **record})
+        """One optimizer step; `record` holds the train keys but `split` and the plan's."""
+        self._write({"split": "train", **record, "planned_peak_bytes": self._planned_peak_bytes})
         facts = _train_facts(record, self._unit)
         self._bar.update(self._task, completed=record["step"], facts=facts)
         due = record["step"] % self._every_steps == 0 or record["step"] == self._num_steps

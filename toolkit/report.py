@@ -48,7 +48,7 @@ from toolkit.page import (
 
 Metrics = list[dict[str, Any]]
 
-NOT_A_NUMBER_BY_DESIGN = frozenset({"peak_device_bytes", "mfu"})
+NOT_A_NUMBER_BY_DESIGN = frozenset({"peak_device_bytes", "planned_peak_bytes", "mfu"})
 """Fields that are null on a healthy run: no device memory on CPU, no known peak FLOP/s."""
 
 MAX_POINTS = 800
@@ -359,6 +359,7 @@ def _memory_chart(train: Metrics, x_range: tuple[int, int]) -> _Chart:
     series = [
         _train_series("device", train, "peak_device_bytes", scale=2**-30),
         _train_series("host", train, "peak_host_bytes", scale=2**-30, variable="chart-2"),
+        _train_series("device, planned", train, "planned_peak_bytes", scale=2**-30, variable="muted"),
     ]
     return _Chart("memory", "Peak memory (GiB)", [item for item in series if finite(item.ys)], [], x_range)
 

@@ -47,6 +47,7 @@ from toolkit.leaks import check_leaks
 from toolkit.metrics import GIB, Metrics, flops_per_token, peak_flops
 from toolkit.objectives import CausalLM, Objective, Preference, SequenceClassification, build_objective
 from toolkit.optim import build_optimizer, build_schedule
+from toolkit.planning.check import Planned, plan_run
 from toolkit.recipe import OFFLOAD_DETAILS, Recipe, steps_of_run
 from toolkit.reference import identity_of, with_reference
 from toolkit.report import RunSummary, write_report
@@ -60,6 +61,7 @@ from toolkit.sharding.plugin import (
     resolve_strategy,
     sharding_kwargs,
 )
+from toolkit.sharding.strategy import MeshShape
 from toolkit.sharding.units import UnitPlan, plan_units
 from toolkit.stop import StopRequests
 from toolkit.trainer import Trainer
@@ -117,6 +119,7 @@ class Parts:
     windows: TrainLoader | StreamLoader
     num_steps: int
     facts: dict[str, str]
+    planned: Planned
 
 
 def finetune(recipe: Recipe) -> FinetuneResult:
@@ -283,6 +286,7 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     samples_per_step = training.micro_batch_size * accelerator.num_processes * training.gradient_accumulation_steps
     num_steps = steps_of_run(training, len(data.train), samples_per_step)
     num_trained, num_parameters = trainable_share(model)
+    planned = _planned(accelerator, recipe, model, plugin, data.report["train"].get("labels"))
     if not plugin.strategy.sharded:
         _make_whole(model, recipe)
     optimizer = build_optimizer(model, recipe.optimizer)
@@ -306,11 +310,38 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         "precision": "float32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision,
         "steps": f"{num_steps} of {samples_per_step} samples of {recipe.data.max_length} tokens",
     }
+    facts["memory"] = planned.describe()
     if leaks is not None:
         facts["packing"] = leaks
     if plugin.engine is not None:
         facts["offload"] = plugin.engine.describe()
-    return Parts(model, optimizer, objective, tokens, data, windows, num_steps, facts)
+    return Parts(model, optimizer, objective, tokens, data, windows, num_steps, facts, planned)
+
+
+def _planned(
+    accelerator: Accelerator,
+    recipe: Recipe,
+    model: nn.Module,
+    plugin: ShardingPlugin,
+    label_counts: dict[str, int] | None,
+) -> Planned:
+    """What the run will hold. Raises BadInputError on every rank where it cannot fit."""
+    sizes, num_ranks = accelerator.parallelism_config, accelerator.num_processes
+    sharded = plugin.strategy.sharded
+    mesh = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size) if sharded else MeshShape(num_ranks, 1)
+    return ranks.on_first_rank(
+        lambda: plan_run(
+            recipe,
+            model,
+            plugin.strategy,
+            mesh,
+            plugin.offload is not None,
+            checkpointing_of(recipe),
+            accelerator.mixed_precision,
+            label_counts,
+            accelerator.device,
+        )
+    )
 
 
 def _with_references(
@@ -426,7 +457,7 @@ def _fit_and_export(
     metrics_file, unit = output_dir / "metrics.jsonl", parts.objective.unit
     with (
         StopRequests(recipe.checkpoint.time_limit_minutes) as stop,
-        Metrics(accelerator, metrics_file, recipe.logging, parts.num_steps, unit) as metrics,
+        Metrics(accelerator, metrics_file, recipe.logging, parts.num_steps, unit, parts.planned.peak.total) as metrics,
     ):
         schedule = build_schedule(optimizer, recipe.schedule, parts.num_steps)
         trainer = Trainer(
@@ -603,6 +634,7 @@ def _how_to_load(export_dir: Path) -> str:
 
 def _summary(recipe: Recipe, plugin: ShardingPlugin, parts: Parts, result: FinetuneResult) -> RunSummary:
     facts = {**parts.facts, "duration": f"{result.seconds:.0f} s"}
+    facts["memory"] += f"; measured {_measured_memory(result.metrics)}"
     if result.logits_difference is not None:
         facts["export checked"] = f"logits differ by {result.logits_difference:.1e} of the largest"
     packages = ("finetune-toolkit", "torch", "accelerate", "transformers", "datasets")
@@ -620,6 +652,16 @@ def _summary(recipe: Recipe, plugin: ShardingPlugin, parts: Parts, result: Finet
         versions={**{package: version(package) for package in packages}, "machine": machine},
         sample=sample,
     )
+
+
+def _measured_memory(metrics: list[dict[str, Any]]) -> str:
+    """The peak of the rank that took most, of its device or, on CPU ranks, of its process."""
+    train = [record for record in metrics if record["split"] == "train"]
+    device = max((record["peak_device_bytes"] or 0 for record in train), default=0)
+    if device:
+        return f"{device / GIB:.2f} GiB"
+    host = max((record["peak_host_bytes"] for record in train), default=0)
+    return f"{host / GIB:.2f} GiB of host memory, with Python and its libraries"
 
 
 def _unit_rows(plan: UnitPlan | None) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from toolkit.errors import BadInputError
 from toolkit.planning.hardware import GIB, Hardware, preset_of_device, presets
-from toolkit.planning.plan import Planner, Setup, micro_batches_of
+from toolkit.planning.plan import Planner, Setup, smaller_setups
 from toolkit.planning.replay import Memory
 from toolkit.planning.workload import workload_of_model
 from toolkit.recipe import Recipe
@@ -66,11 +66,15 @@ def plan_run(
     setup = Setup(
         strategy, mesh, offload, checkpointing, training.micro_batch_size, training.gradient_accumulation_steps
     )
-    peak = max(planner.moments(setup), key=lambda moment: moment.total)
+    peak = _peak(planner, setup)
     planned = Planned(peak, _room(device))
     if peak.total > planned.room:
         raise BadInputError(f"this run cannot fit: {planned.describe()}. {_advice(planner, setup, planned.room)}")
     return planned
+
+
+def _peak(planner: Planner, setup: Setup) -> Memory:
+    return max(planner.moments(setup), key=lambda moment: moment.total)
 
 
 def _hardware(device: torch.device) -> Hardware:
@@ -86,7 +90,8 @@ def _room(device: torch.device) -> int:
 
 def _advice(planner: Planner, setup: Setup, room: int) -> str:
     """The single changes after which it would fit."""
-    fitting = [change for change, peak in planner.smaller(setup) if peak <= room]
+    changes = smaller_setups(planner, setup)
+    fitting = [change for change, changed in changes if _peak(planner, changed).total <= room]
     if fitting:
         return f"It would with: {', or '.join(fitting)}; `toolkit plan` shows all ways"
     return "No single change makes it fit; `toolkit plan` shows what several together do"

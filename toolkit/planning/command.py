@@ -126,6 +126,6 @@ def _traced(recipe: Recipe, mixed_precision: str, setup: Any) -> dict[str, Any]:
 def _told(traced: dict[str, Any]) -> str:
     difference = traced["planned"] / traced["peak"] - 1
     return (
-        f"traced with FSDP2 itself, without optimizer state: peak {traced['peak'] / GIB:.3f} GiB in {traced['moment']}; "
+        f"traced with FSDP2, without optimizer state: peak {traced['peak'] / GIB:.3f} GiB in {traced['moment']}; "
         f"planned {traced['planned'] / GIB:.3f} GiB ({difference:+.2%})"
     )

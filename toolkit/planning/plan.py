@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -165,7 +165,9 @@ def plan(
         BadInputError: ranks that the nodes or the strategy have no use for, or a recipe without a model.
     """
     _require_ranks(ranks, hardware)
-    precision = recipe.training.mixed_precision or mixed_precision or ("bf16" if hardware.device_type == "cuda" else "no")
+    precision = (
+        recipe.training.mixed_precision or mixed_precision or ("bf16" if hardware.device_type == "cuda" else "no")
+    )
     planner = Planner(recipe, workload_of(recipe, precision), hardware)
     asked = asked_setup(recipe, ranks, hardware, strategy, offload, shard_size)
     rows = [planner.row(setup) for setup in _setups(recipe, ranks, asked, planner)]
@@ -253,15 +255,27 @@ class Planner:
 
     def probe(self, setup: Setup) -> Probe:
         """Of one micro-batch."""
-        key = (setup.strategy.sharded, setup.micro_batch_size, setup.checkpointing)
+        key = self._key(setup)
         if key not in self._probes:
-            prober = self._sharded if setup.strategy.sharded else self._whole
+            prober = self._whole if key[0] else self._sharded
             self._probes[key] = prober.probe(setup.micro_batch_size, setup.checkpointing)
         return self._probes[key]
 
+    def _key(self, setup: Setup) -> tuple[bool, int, Checkpointing | None]:
+        """What a probe depends on: whether the model is whole, as DDP has it, the micro-batch, the checkpoints."""
+        # Where its states alone do not fit, DDP's activations, a little larger, need no probe of their own.
+        whole = not setup.strategy.sharded and self._states <= self.hardware.memory_bytes
+        return whole, setup.micro_batch_size, setup.checkpointing
+
+    @cached_property
+    def _states(self) -> int:
+        """Bytes of a whole model's parameters, gradients and optimizer state."""
+        each = 4 + OPTIMIZER_BYTES[self.recipe.optimizer.kind]
+        return sum(int(p.numel * (p.held + each * p.trainable)) for unit in self.units for p in unit.parameters)
+
     def work(self, setup: Setup) -> tuple[Work, Work]:
         """Of the forward and the backward of one micro-batch."""
-        key = (setup.strategy.sharded, setup.micro_batch_size, setup.checkpointing)
+        key = self._key(setup)
         if key not in self._work:
             probe = self.probe(setup)
             self._work[key] = probe.forward, probe.backward
@@ -372,7 +386,11 @@ def verdict_of(peak: int, host_bytes: int, ranks: int, hardware: Hardware) -> tu
     # A CPU rank's device is its host.
     beside = host_bytes // on_node if hardware.device_type == "cpu" else 0
     needs = {verdict: int(peak * factor) + context + beside for verdict, factor in HEADROOM.items()}
-    if hardware.device_type == "cuda" and hardware.host_memory_bytes is not None and host_bytes > hardware.host_memory_bytes:
+    if (
+        hardware.device_type == "cuda"
+        and hardware.host_memory_bytes is not None
+        and host_bytes > hardware.host_memory_bytes
+    ):
         found = f"{host_bytes / GIB:.0f} GiB of host memory a node, of {hardware.host_memory_bytes / GIB:.0f}"
         return "no", needs["fits"], found
     for verdict, need in needs.items():
@@ -409,7 +427,9 @@ def _strategies(ranks: int, asked: Setup) -> Iterator[tuple[Strategy, MeshShape]
     for name in ("ddp", "zero1", "zero2", "zero3"):
         yield STRATEGIES[name], _mesh(STRATEGIES[name], ranks, 1)
     sizes = {2**power for power in range(1, 14)} & set(_factors(ranks))
-    for shard in sorted(sizes | ({asked.mesh.shard} if asked.strategy.replicated else set()) or set(_factors(ranks)[:3])):
+    for shard in sorted(
+        sizes | ({asked.mesh.shard} if asked.strategy.replicated else set()) or set(_factors(ranks)[:3])
+    ):
         yield STRATEGIES["hybrid"], MeshShape(ranks // shard, shard)
 
 
@@ -440,7 +460,10 @@ def _recommended(rows: list[Row], hardware: Hardware) -> tuple[Row | None, str]:
         which = "as fast as the fastest that fits" if best.time.mid > fastest else "the fastest that fits"
         return best, f"{which}, {words}: {best.need / GIB:.1f} of {hardware.memory_bytes / GIB:.0f} GiB"
     least = min(rows, key=lambda row: row.need)
-    return None, f"nothing fits; {least.setup.name} needs least, {least.need / GIB:.1f} GiB of {hardware.memory_bytes / GIB:.0f}"
+    return (
+        None,
+        f"nothing fits; {least.setup.name} needs least, {least.need / GIB:.1f} GiB of {hardware.memory_bytes / GIB:.0f}",
+    )
 
 
 # Levers
@@ -454,26 +477,29 @@ def _levers(planner: Planner, asked: Row) -> list[Lever]:
 
 
 def _changes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callable[[], Row]]]:
-    def with_setup(**changes: object) -> Callable[[], Row]:
-        return lambda: planner.row(replace(setup, **changes))  # type: ignore[arg-type]
+    for change, changed in smaller_setups(planner, setup):
+        yield change, functools.partial(planner.row, changed)
+    yield from _other_recipes(planner, setup)
 
+
+def smaller_setups(planner: Planner, setup: Setup) -> Iterator[tuple[str, Setup]]:
+    """Setups of the same recipe that hold less, one change each, in the recipe's words."""
     if setup.checkpointing is None:
-        yield "sharding.activation_checkpointing=1", with_setup(checkpointing=Checkpointing(1))
+        yield "sharding.activation_checkpointing=1", replace(setup, checkpointing=Checkpointing(1))
     elif not setup.checkpointing.offload:
-        offloaded = dataclasses.replace(setup.checkpointing, offload=True)
-        yield "sharding.offload_checkpoints=true", with_setup(checkpointing=offloaded)
+        offloaded = replace(setup.checkpointing, offload=True)
+        yield "sharding.offload_checkpoints=true", replace(setup, checkpointing=offloaded)
     if setup.micro_batch_size > 1:
         samples = setup.micro_batch_size * setup.accumulation
         change = f"training.micro_batch_size=1 training.gradient_accumulation_steps={samples}"
-        yield change, with_setup(micro_batch_size=1, accumulation=samples)
-    if setup.strategy.name != "zero3" and setup.ranks > 1:
-        zero3 = STRATEGIES["zero3"]
-        yield "strategy zero3", with_setup(strategy=zero3, mesh=_mesh(zero3, setup.ranks, 1))
+        yield change, replace(setup, micro_batch_size=1, accumulation=samples)
+    zero3 = STRATEGIES["zero3"]
+    if setup.strategy != zero3 and setup.ranks > 1:
+        yield "strategy zero3", replace(setup, strategy=zero3, mesh=_mesh(zero3, setup.ranks, 1))
     if not setup.offload and setup.strategy.sharded and can_offload(planner.recipe, planner.workload):
-        yield "sharding.offload=optimizer", with_setup(offload=True)
-    if setup.strategy.name == "zero3":
-        yield f"{2 * setup.ranks} GPUs", with_setup(mesh=MeshShape(1, 2 * setup.ranks))
-    yield from _other_recipes(planner, setup)
+        yield "sharding.offload=optimizer", replace(setup, offload=True)
+    if setup.strategy == zero3:
+        yield f"{2 * setup.ranks} devices", replace(setup, mesh=MeshShape(1, 2 * setup.ranks))
 
 
 def _other_recipes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callable[[], Row]]]:

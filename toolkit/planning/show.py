@@ -118,7 +118,9 @@ def explain(console: Console, plan: Plan, row: Row) -> None:
     """Prints how a row's figures come about."""
     setup, hardware = row.setup, plan.hardware
     total, trained, shard = plan.num_parameters, plan.num_trained, setup.mesh.shard
-    held = "2 (compute type; masters are on the host)" if setup.offload else "4 (float32; frozen ones as they are loaded)"
+    held = (
+        "2 (compute type; masters are on the host)" if setup.offload else "4 (float32; frozen ones as they are loaded)"
+    )
     lines = [
         f"{setup.name}, checkpoints {setup.checkpoints}, micro-batch {setup.micro_batch_size} x {setup.accumulation}",
         "",
@@ -126,7 +128,7 @@ def explain(console: Console, plan: Plan, row: Row) -> None:
         f"parameters   {held} bytes x P / F + buffers + batch = {gib(row.peak.parameters)} GiB",
         f"optimizer    8 bytes x P_t / F on the device = {gib(row.peak.optimizer)} GiB"
         + (f", on the host of a node {gib(row.host_bytes)} GiB" if row.host_bytes else ""),
-        f"gradients    4 bytes x P_t / F as they arrive, and the running unit's whole ones = {gib(row.peak.gradients)} GiB",
+        f"gradients    4 bytes x P_t / F as they come, and the running unit's whole = {gib(row.peak.gradients)} GiB",
         f"gathered     compute type x the units that are whole at that moment = {gib(row.peak.gathered)} GiB",
         f"activations  counted operator by operator on a model without memory = {gib(row.peak.activations)} GiB",
         f"logits       of the head and the loss, counted likewise = {gib(row.peak.logits)} GiB",
@@ -231,6 +233,8 @@ def plot(plan: Plan, path: Path) -> None:
     try:
         figure.savefig(path, bbox_inches="tight", dpi=150)
     except (OSError, ValueError) as error:
-        raise BadInputError(f"--plot: {str(path)!r} cannot be written: {error}; name a .png, .svg or .pdf file") from error
+        raise BadInputError(
+            f"--plot: {str(path)!r} cannot be written: {error}; name a .png, .svg or .pdf file"
+        ) from error
     finally:
         pyplot.close(figure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,14 +56,14 @@ class Workload:
         model = copy.deepcopy(self.model)
         model.__dict__.pop("materialize_weights", None)
         if self.attention is not None:
-            try:
+            with contextlib.suppress(ValueError):  # a model that knows its own kernels alone keeps what it has
                 base_of(model).set_attn_implementation(self.attention)
-            except ValueError:
-                pass  # a model that knows its own kernels alone keeps what it has
         return model.train()
 
 
-def _unmasked(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _unmasked(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     # On a CPU dropout would choose a kernel with whole score matrices; CUDA's keeps two numbers.
     return sdpa_attention_forward(module, query, key, value, *args, **{**kwargs, "dropout": 0.0})
 
@@ -131,7 +132,8 @@ def _tokenizer(recipe: Recipe) -> models.HasTokens:
         return PlannedTokenizer(section.train_tokenizer_vocab_size)
     if section.name_or_path is not None and section.add_tokens is None:
         return PlannedTokenizer(0)  # the configuration says it all
-    return tokenizer.load(section, recipe.data, recipe.objective.kind)
+    loaded: models.HasTokens = tokenizer.load(section, recipe.data, recipe.objective.kind)
+    return loaded
 
 
 def _is_packed(recipe: Recipe) -> bool:

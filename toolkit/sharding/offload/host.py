@@ -51,7 +51,7 @@ def _size(num_bytes: int) -> str:
 
 def require_host_memory(plan: HostPlan) -> None:
     """Raises BadInputError on every rank where the ranks of a host need more than it has. Collective."""
-    mine = (platform.node(), plan.total, _host_room(), _process_room())
+    mine = (platform.node(), plan.total, free_host_bytes(), _process_room())
     needed: dict[str, int] = defaultdict(int)
     rooms = ranks.gather_objects(mine)
     for host, total, _, _ in rooms:
@@ -70,7 +70,7 @@ def _no_room(who: str, needed: int, found: str, plan: HostPlan) -> BadInputError
     )
 
 
-def _host_room() -> int:
+def free_host_bytes() -> int:
     """Free bytes of this host, or of the container that it is."""
     free = int(psutil.virtual_memory().available)
     try:
