@@ -19,14 +19,14 @@ from unittest import mock
 
 from ranks import alone, run_on_ranks
 
-OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMP_")
 """What the names of a launcher's environment variables start with."""
 
 
-def clean_environment() -> dict[str, str]:
-    """This process's environment, as a shell's in which no launcher has been."""
+def clean_environment(**added: str) -> dict[str, str]:
+    """This process's environment without what a launcher may have left in it, offline, and what is added."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)}
-    return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {**kept, "HF_HUB_OFFLINE": "1", **added}
 
 
 def launch(config: Path, script: Path, *arguments: str, folder: Path) -> str:
@@ -50,7 +50,7 @@ def read_by_the_launcher(config: Path, script: Path) -> tuple[int, dict[str, str
         found.append((int(settings.nproc_per_node), {**os.environ, **meeting}))
 
     with (
-        mock.patch.dict(os.environ, clean_environment(), clear=True),
+        mock.patch.dict(os.environ, clean_environment(OMP_NUM_THREADS="1"), clear=True),
         mock.patch.object(torch.distributed.run, "run", note),
     ):
         launch_command(launch_command_parser().parse_args(["--config_file", str(config), str(script)]))
@@ -67,5 +67,9 @@ def _run_script(script: Path, arguments: tuple[str, ...], environment: dict[str,
     os.chdir(folder)
     sys.argv = [str(script), *arguments]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(script), run_name="__main__")
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise AssertionError(f"exit code {ended.code}") from ended
     return printed.getvalue()

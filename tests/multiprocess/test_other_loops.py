@@ -41,7 +41,7 @@ def start(example: str, strategy: str, output: Path) -> dict[str, Any]:
     done = subprocess.run(
         [*LAUNCH, str(config), *command],
         cwd=ROOT,
-        env=clean_environment(),
+        env=clean_environment(OMP_NUM_THREADS="1"),
         text=True,
         capture_output=True,
         timeout=300,

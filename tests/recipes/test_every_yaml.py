@@ -40,6 +40,7 @@ def dry_run(recipe: Path, output: Path) -> dict[str, Any]:
                 "training.max_steps=2",
                 "training.num_epochs=null",
                 "training.eval_every_steps=null",
+                "data.max_validation_samples=8",
                 f"data.cache_dir={output.parent / 'cache'}",
             ],
         )
