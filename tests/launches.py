@@ -3,7 +3,7 @@
 The launcher's own code reads the config and makes the environment; only the step that would give each
 rank an interpreter of its own is replaced, because the imports there cost each of them five seconds.
 Where the start itself is tested, the command is started: tests/recipes/test_commands.py, the two
-machines, the stops, and the first run of each example.
+machines, the stops, and the first run of an example.
 """
 
 from __future__ import annotations

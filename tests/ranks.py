@@ -7,6 +7,7 @@ start with clean thread pools.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -150,6 +151,7 @@ def _rank(sender: Connection, rank: int, num_ranks: int, folder: str, function: 
         HF_HUB_OFFLINE="1",
         TEST_MEETING_FOLDER=folder,
     )
+    gc.freeze()  # what the server has made is no garbage, and is not searched for it
     try:
         import torch
         import torch.distributed as dist

@@ -35,7 +35,7 @@ def told(output: str) -> dict[str, Any]:
 
 
 def start(example: str, strategy: str, output: Path) -> dict[str, Any]:
-    """As a user starts it."""
+    """As a user starts it, each rank with an interpreter of its own."""
     config = write_config(strategy, output.parent)
     command = [f"docs/examples/{example}.py", "--output", str(output), "--steps", str(STEPS)]
     done = subprocess.run(
@@ -67,7 +67,8 @@ def plain_evaluation(folder: Path) -> float:
 
 @pytest.mark.parametrize("example", CHECKPOINTS)
 def test_an_example_trains_resumes_and_exports(example: str, tmp_path: Path) -> None:
-    sharded = start(example, "zero3", tmp_path / "zero3")
+    first = start if example == "accelerate_loop" else run  # one of them is enough for what a real start adds
+    sharded = first(example, "zero3", tmp_path / "zero3")
     replicated = run(example, "ddp", tmp_path / "ddp")
     assert "FSDP" in sharded["type"]
     assert "MULTI_CPU" in replicated["type"]
