@@ -7,6 +7,7 @@ start with clean thread pools.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -20,7 +21,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-PRELOADED = ["toolkit.run", "toolkit.trainer"]
+PRELOADED = [
+    "toolkit.run",
+    "toolkit.trainer",
+    # What most runs import later on, where it is first used.
+    "datasets.packaged_modules.generator.generator",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.pyplot",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
 DEFAULT_SECONDS = 240.0
 
 _context = multiprocessing.get_context("forkserver")
@@ -34,6 +44,7 @@ def run_on_ranks(
     Args:
         function: a module-level function; its result must be picklable. The process group is made
             over a shared file before it is called; after a run that took it down, it calls `meet`.
+            If the function is marked `alone`, it makes the group itself.
         seconds: time limit for all ranks together.
 
     Raises:
@@ -61,6 +72,12 @@ def started(function: Callable[..., Any], num_ranks: int, *args: Any) -> Iterato
             _end(processes)
             for pipe in pipes:
                 pipe.close()
+
+
+def alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function of `run_on_ranks` that makes the process group itself."""
+    function.is_alone = True  # type: ignore[attr-defined]
+    return function
 
 
 def _start(function: Callable[..., Any], num_ranks: int, folder: str, args: Any) -> tuple[list[Connection], list[Any]]:
@@ -134,12 +151,14 @@ def _rank(sender: Connection, rank: int, num_ranks: int, folder: str, function: 
         HF_HUB_OFFLINE="1",
         TEST_MEETING_FOLDER=folder,
     )
+    gc.freeze()  # what the server has made is no garbage, and is not searched for it
     try:
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        meet()
+        if not getattr(function, "is_alone", False):
+            meet()
         result = function(*args)
         sender.send_bytes(pickle.dumps((True, result)))  # plain pickle: tensors travel as copies
         if dist.is_initialized():

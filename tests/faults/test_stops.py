@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import make_texts
+from launches import clean_environment
 from ranks import run_on_ranks
 from tiny import recipe_values, save_llama
 
@@ -39,11 +40,10 @@ def write_recipe(folder: Path, text_file: Path, **training: Any) -> Path:
 
 
 def start(command: list[str], recipe: Path, *overrides: str) -> subprocess.Popen[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
     return subprocess.Popen(
         [*command, "recipes/finetune.py", "--recipe", str(recipe), *overrides],
         cwd=ROOT,
-        env={**clean, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=clean_environment(OMP_NUM_THREADS="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

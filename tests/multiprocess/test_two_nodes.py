@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from launches import clean_environment, launch
 from tiny import recipe_values, save_llama
 
 ROOT = Path(__file__).parents[2]
@@ -99,8 +100,7 @@ def recipe(tmp_path: Path, text_file: Path) -> Path:
 def test_two_machines_are_one_run(tmp_path: Path, recipe: Path) -> None:
     config = yaml.safe_load((ROOT / "accelerate_configs/two_nodes.yaml").read_text())
     config |= {"num_processes": 2, "mixed_precision": "no", "main_process_port": free_port()}
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-    clean |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    clean = clean_environment(OMP_NUM_THREADS="1")
     with two_hosts() as hosts:
         address = ADDRESSES[0] if hosts else "127.0.0.1"
         commands = [
@@ -127,8 +127,12 @@ def test_two_machines_are_one_run(tmp_path: Path, recipe: Path) -> None:
     one = config | {"num_machines": 1, "main_process_port": 0}
     for key in ("machine_rank", "main_process_ip"):
         one.pop(key)
-    subprocess.run(
-        launcher(tmp_path, one, recipe, "one"), env=clean, cwd=ROOT, check=True, capture_output=True, timeout=240
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(one))
+    launch(
+        tmp_path / "one.yaml",
+        ROOT / "recipes/finetune.py",
+        *("--recipe", str(recipe), f"training.output_dir={tmp_path / 'one'}"),
+        folder=ROOT,
     )
     assert len(losses(tmp_path / "one")) == 6
     assert losses(tmp_path / "two") == losses(tmp_path / "one")

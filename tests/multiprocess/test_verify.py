@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from launches import clean_environment
 from tiny import recipe_values, save_llama
 
 from toolkit import cli
@@ -57,13 +58,12 @@ def temporary(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
     return subprocess.run(
         [TOOLKIT, "verify", *arguments],
         text=True,
         capture_output=True,
         timeout=200,
-        env={**clean, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"},
+        env=clean_environment(COLUMNS="200"),
     )
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from launches import clean_environment
 from nbclient import NotebookClient
+from ranks import alone, run_on_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -25,13 +27,18 @@ SHORT = [
 ]
 
 
-def environment(tmp_path: Path) -> dict[str, str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_", "OMP_"))}
-    return {**clean, "PATH": f"{BIN}:{clean['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first run keeps its tokens; the others find them there."""
+    return tmp_path_factory.mktemp("cache")
 
 
-def start(command: list[str], tmp_path: Path, seconds: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, env=environment(tmp_path), text=True, capture_output=True, timeout=seconds)
+def environment(cache: Path) -> dict[str, str]:
+    return clean_environment(PATH=f"{BIN}:{os.environ['PATH']}", XDG_CACHE_HOME=str(cache))
+
+
+def start(command: list[str], cache: Path, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env=environment(cache), text=True, capture_output=True, timeout=seconds)
 
 
 def readme_commands() -> list[str]:
@@ -42,15 +49,18 @@ def readme_commands() -> list[str]:
 
 @pytest.mark.parametrize(
     ("overrides", "fall"),
-    [(["training.max_steps=60"], 0.85), pytest.param([], 0.6, marks=pytest.mark.slow)],
-    ids=["60 steps", "whole"],
+    [
+        (["training.max_steps=30", "data.max_validation_samples=64"], 0.85),
+        pytest.param([], 0.6, marks=pytest.mark.slow),
+    ],
+    ids=["30 steps", "whole"],
 )
-def test_the_readmes_first_command(overrides: list[str], fall: float, tmp_path: Path) -> None:
+def test_the_readmes_first_command(overrides: list[str], fall: float, tmp_path: Path, cache: Path) -> None:
     first = readme_commands()[0]
     install, run = first.split(" && ")
     assert install == "pip install -e ."
     out = tmp_path / "run"
-    done = start([*shlex.split(run), f"training.output_dir={out}", *overrides], tmp_path, seconds=800)
+    done = start([*shlex.split(run), f"training.output_dir={out}", *overrides], cache, seconds=800)
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if record["split"] == "eval"]
@@ -58,6 +68,7 @@ def test_the_readmes_first_command(overrides: list[str], fall: float, tmp_path: 
     assert f"{losses[0]:.4f} -> {losses[-1]:.4f}" in done.stderr
     assert "sample:" in done.stderr
     assert str(out) in done.stderr
+    assert "ranks: 2 on" in done.stderr
     assert "model.layers.0..3" in done.stderr
     model = AutoModelForCausalLM.from_pretrained(out / "export")
     tokenizer = AutoTokenizer.from_pretrained(out / "export")
@@ -74,51 +85,80 @@ def test_the_readmes_test_command_is_what_ci_runs() -> None:
     assert ci.rstrip().endswith("pytest")
 
 
-@pytest.mark.parametrize(
-    ("command", "ranks"),
-    [
-        (["accelerate", "launch", "recipes/finetune.py"], 1),
-        (["python", "recipes/finetune.py"], 1),
-        (["torchrun", "--standalone", "--nproc_per_node", "2", "recipes/finetune.py"], 2),
-        (
-            [
-                "accelerate",
-                "launch",
-                "--config_file",
-                "accelerate_configs/cpu_2.yaml",
-                "recipes/finetune.py",
-                "--recipe",
-                "recipes/quickstart.yaml",
-            ],
-            2,
-        ),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else str(value),
-)
-def test_every_way_to_start(command: list[str], ranks: int, tmp_path: Path) -> None:
-    done = start([*command, *SHORT, f"training.output_dir={tmp_path / 'run'}"], tmp_path)
+ONE_RANK = {
+    "accelerate": ["accelerate", "launch", "recipes/finetune.py"],
+    "python": ["python", "recipes/finetune.py"],
+}
+TWO_RANKS = ["torchrun", "--standalone", "--nproc_per_node", "2", "recipes/finetune.py"]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, tuple[Path, int, str]]:
+    """Way to start -> (output folder, exit code, what it told); both at the same time, as each has one busy core."""
+    folder = tmp_path_factory.mktemp("ways")
+    processes = {
+        way: subprocess.Popen(
+            [*command, *SHORT, f"training.output_dir={folder / way}"],
+            cwd=ROOT,
+            env=environment(cache),
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        for way, command in ONE_RANK.items()
+    }
+    try:
+        told = {way: process.communicate(timeout=300)[1] for way, process in processes.items()}
+    finally:
+        for process in processes.values():
+            process.kill()
+    return {way: (folder / way, process.returncode, told[way]) for way, process in processes.items()}
+
+
+@pytest.mark.parametrize("way", ONE_RANK)
+def test_ways_to_start_one_rank(way: str, one_rank: dict[str, tuple[Path, int, str]]) -> None:
+    out, exit_code, told = one_rank[way]
+    assert exit_code == 0, told[-3000:]
+    assert "ranks: 1 on" in told
+    assert (out / "export/config.json").exists()
+
+
+def test_torchrun_starts_two_ranks(tmp_path: Path, cache: Path) -> None:
+    recipe = ["--recipe", "recipes/quickstart.yaml"]
+    done = start([*TWO_RANKS, *recipe, *SHORT, f"training.output_dir={tmp_path / 'run'}"], cache)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert f"ranks: {ranks} on" in done.stderr
+    assert "ranks: 2 on" in done.stderr
     assert (tmp_path / "run/export/config.json").exists()
 
 
-def test_a_resolved_recipe_gives_the_same_run(tmp_path: Path) -> None:
-    command = ["python", "recipes/finetune.py"]
-    assert start([*command, *SHORT, f"training.output_dir={tmp_path / 'a'}"], tmp_path).returncode == 0
-    again = [*command, "--recipe", str(tmp_path / "a/recipe.yaml"), f"training.output_dir={tmp_path / 'b'}"]
-    done = start(again, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    runs = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("a", "b")
-    ]
-    assert runs[0] == runs[1]
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_bad_input_under_a_launcher(tmp_path: Path) -> None:
+@alone
+def finetune_by_command(arguments: list[str], environment: dict[str, str]) -> int:
+    from toolkit.cli import finetune_command
+
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # no launcher has been here
+        del os.environ[key]
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    return finetune_command(arguments)
+
+
+def test_a_resolved_recipe_gives_the_same_run(
+    tmp_path: Path, one_rank: dict[str, tuple[Path, int, str]], cache: Path
+) -> None:
+    first = one_rank["python"][0]
+    arguments = ["--recipe", str(first / "recipe.yaml"), f"training.output_dir={tmp_path / 'again'}"]
+    assert run_on_ranks(finetune_by_command, 1, arguments, environment(cache)) == [0]
+    assert losses(tmp_path / "again") == losses(first)
+
+
+def test_bad_input_under_a_launcher(tmp_path: Path, cache: Path) -> None:
     """The ranks exit with 2; the launcher makes that 1 and adds its own words."""
     command = ["accelerate", "launch", "--config_file", "accelerate_configs/cpu_2.yaml", "recipes/finetune.py"]
-    done = start([*command, "data.train=nowhere.jsonl", f"training.output_dir={tmp_path / 'run'}"], tmp_path)
+    done = start([*command, "data.train=nowhere.jsonl", f"training.output_dir={tmp_path / 'run'}"], cache)
     assert done.returncode != 0
     assert done.stderr.count("error: data.train: there is no file 'nowhere.jsonl'") == 1
     assert "exitcode  : 2" in done.stderr
@@ -126,8 +166,8 @@ def test_bad_input_under_a_launcher(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment(tmp_path).items():
+def test_the_notebook(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(cache).items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(ROOT / "recipes/finetune.ipynb", as_version=4)
     shortened = [cell for cell in notebook.cells if "training.max_steps=60" in cell.source]

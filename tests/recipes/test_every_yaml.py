@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from launches import launch
 from ranks import run_on_ranks
 
 from toolkit.recipe import Recipe
@@ -20,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {"recipes", "accelerate_configs"}
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 CONFIGS = sorted((ROOT / "accelerate_configs").rglob("*.yaml"))
-LAUNCH = str(Path(sys.executable).with_name("accelerate"))
 
 
 def test_there_is_no_yaml_that_no_test_reads() -> None:
@@ -42,6 +40,7 @@ def dry_run(recipe: Path, output: Path) -> dict[str, Any]:
                 "training.max_steps=2",
                 "training.num_epochs=null",
                 "training.eval_every_steps=null",
+                "data.max_validation_samples=8",
                 f"data.cache_dir={output.parent / 'cache'}",
             ],
         )
@@ -88,15 +87,7 @@ def test_accelerate_config_launches(config: Path, tmp_path: Path) -> None:
     if "parallelism_config" in values:
         values["parallelism_config"] = {f"parallelism_config_dp_{axis}_size": 2 for axis in ("replicate", "shard")}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-    told = subprocess.run(
-        [LAUNCH, "launch", "--config_file", "config.yaml", str(script)],
-        cwd=tmp_path,
-        env={**clean, "OMP_NUM_THREADS": "1"},
-        text=True,
-        capture_output=True,
-        timeout=300,
-    )
-    line = next((line for line in told.stdout.splitlines() if line.startswith("TOLD")), told.stderr[-2000:])
+    told = launch(tmp_path / "config.yaml", script, folder=tmp_path)
+    line = next(line for line in told.splitlines() if line.startswith("TOLD"))
     kind = "MULTI_CPU" if strategy == "ddp" else "FSDP"
     assert line.split()[1:] == [strategy, str(num_processes), f"DistributedType.{kind}", values["mixed_precision"]]

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launches import clean_environment
 
 ROOT = Path(__file__).parents[2]
 TOOLKIT = str(Path(sys.executable).with_name("toolkit"))
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-    return subprocess.run(
-        command, cwd=ROOT, text=True, capture_output=True, timeout=300, env={**clean, "COLUMNS": "200", **environment}
-    )
+    env = clean_environment(COLUMNS="200", **environment)
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300, env=env)
 
 
 def test_version() -> None:
