@@ -8,7 +8,7 @@ import resource
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from toolkit.planning.hardware import preset_of_device
-from toolkit.recipe import LoggingSection
+
+if TYPE_CHECKING:  # peaks and FLOPs are of use without a recipe, and without what reads one
+    from toolkit.recipe import LoggingSection
 
 SHARES = {"accuracy": "accuracy", "f1_macro": "F1"}
 """Figures of an evaluation that are shares -> their name on the console."""
