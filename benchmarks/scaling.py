@@ -83,7 +83,7 @@ SWEEPS: dict[str, tuple[str, list[Point]]] = {
     "hidden": ("hidden", [Point(hidden=hidden) for hidden in (128, 256, 512, 1024)]),
     "length": ("length", [Point(length=length, tokens=4096, ranks=1) for length in (256, 512, 1024, 2048, 4096)]),
     "rows": ("tokens", [Point(tokens=tokens) for tokens in (256, 512, 1024, 2048)]),
-    "vocabulary": ("vocabulary", [Point(vocabulary=size) for size in (2048, 8192, 32768)]),
+    "vocabulary": ("vocabulary", [Point(vocabulary=size, ranks=1) for size in (2048, 8192, 32768)]),
     "ranks": ("ranks", [Point(ranks=ranks) for ranks in (1, 2, 4)]),
 }
 """Name -> the field that is swept, and the points."""

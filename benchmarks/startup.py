@@ -80,9 +80,9 @@ def seconds_of(code: str, folder: Path) -> float:
     return float(done.stdout.split()[-1])
 
 
-def by_library(folder: Path) -> dict[str, float]:
-    """Seconds that each library's modules take to import by themselves, the largest first."""
-    command = [sys.executable, "-X", "importtime", "-c", OURS]
+def by_library(code: str, folder: Path) -> dict[str, float]:
+    """Seconds that the modules of each library take by themselves when `code` is run, the largest first."""
+    command = [sys.executable, "-X", "importtime", "-c", code]
     done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, check=True)
     found: dict[str, float] = collections.defaultdict(float)
     for line in done.stderr.splitlines():
@@ -121,7 +121,7 @@ def main() -> None:
             launches.append(launch(folder, number, options.recipe, options.config, options.overrides))
             floor.append(seconds_of(FLOOR, folder))
             ours.append(seconds_of(OURS, folder))
-        libraries = shortened(by_library(folder))
+        libraries = shortened(by_library(OURS, folder))
     first, later = medians(launches[:1]), medians(launches[1:] or launches)
     imports = {"libraries_cpu": round(statistics.median(floor), 3), "toolkit_cpu": round(statistics.median(ours), 3)}
     told = {"recipe": options.recipe, "rounds": options.rounds, "empty_cache": first, "parts": later}
