@@ -43,11 +43,11 @@ TOLERANCE = 0.1
 class Point:
     """A Llama, its rows and its ranks. `tokens`: of a step on each rank; `length`: of a row (tokens)."""
 
-    layers: int = 4
+    layers: int = 2
     hidden: int = 256
     vocabulary: int = 2048
     length: int = 256
-    tokens: int = 1024
+    tokens: int = 512
     ranks: int = 2
 
     def config(self) -> Any:
@@ -79,8 +79,8 @@ class Point:
 
 
 SWEEPS: dict[str, tuple[str, list[Point]]] = {
-    "layers": ("layers", [Point(layers=layers) for layers in (2, 4, 8, 16)]),
-    "hidden": ("hidden", [Point(hidden=hidden) for hidden in (128, 256, 512, 1024)]),
+    "layers": ("layers", [Point(layers=layers) for layers in (1, 2, 4, 8)]),
+    "hidden": ("hidden", [Point(hidden=hidden) for hidden in (128, 256, 512, 768)]),
     "length": ("length", [Point(length=length, tokens=4096, ranks=1) for length in (256, 512, 1024, 2048, 4096)]),
     "rows": ("tokens", [Point(tokens=tokens) for tokens in (256, 512, 1024, 2048)]),
     "vocabulary": ("vocabulary", [Point(vocabulary=size, ranks=1) for size in (2048, 8192, 32768)]),
@@ -198,7 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweeps", nargs="+", choices=list(SWEEPS), default=list(SWEEPS))
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=2, help="of a point's turn")
+    parser.add_argument("--steps", type=int, default=1, help="of a point's turn")
     parser.add_argument("--tiny", action="store_true", help="sizes of which the time says nothing")
     parser.add_argument("--output", type=Path, help="file to which lines of JSON are added")
     options = parser.parse_args()
