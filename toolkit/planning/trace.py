@@ -112,9 +112,8 @@ def _label_units(model: nn.Module, paths: list[str], ledger: Ledger) -> None:
         module.register_forward_pre_hook(lambda _module, _args, path=path: say(path))
         # Not a full backward hook, which would keep the gradients of the outputs alive.
         module.register_forward_hook(
-            lambda _module, _args, output, path=path: (
-                tree_map_only(torch.Tensor, functools.partial(watch, path), output) and None
-            )
+            lambda _module, _args, output, path=path: tree_map_only(torch.Tensor, functools.partial(watch, path), output)
+            and None
         )
 
 
