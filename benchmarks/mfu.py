@@ -18,6 +18,7 @@ import gc
 import itertools
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,6 +49,12 @@ LEVERS: dict[str, frozenset[str]] = {
     "compile, loss without logits, offload": frozenset({"compile", "no logits", "offload"}),
     "compile, loss without logits, packed, flex": frozenset({"compile", "no logits", "packed", "flex"}),
 }
+
+PLANNED = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
+"""What a recipe says of the model."""
 
 
 @dataclass(frozen=True)
@@ -152,22 +159,38 @@ def flops_per_token(case: Case, model: Any) -> float:
     return flops_per_token(model, round(sum(length**2 for length in lengths) / sum(lengths)))
 
 
-def planned_bytes(case: Case, model: Any) -> int | None:
-    """Peak of the device that the planner foretells; None where there is no planner."""
+def planned_bytes(case: Case) -> int | None:
+    """Peak of the GPU that the planner foretells; None without a planner, and for what it does not plan yet."""
+    if not torch.cuda.is_available() or case.training == "lora" or case.has("no logits") or case.has("packed"):
+        return None
     try:
-        from toolkit.planning import plan
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from transformers import PreTrainedTokenizerFast
+
+        from toolkit.planning.hardware import preset_of_device
+        from toolkit.planning.plan import plan
+        from toolkit.recipe import Recipe
     except ImportError:
         return None
-    found = plan(
-        model,
-        strategy="zero3",
-        mixed_precision="bf16",
-        micro_batch_size=max(1, case.tokens // case.row),
-        max_length=case.row,
-        activation_checkpointing=1 if case.has("checkpointing") else None,
-        offload="optimizer" if case.has("offload") else "none",
-    )
-    return int(found.peak_device_bytes)
+    hardware = preset_of_device(torch.cuda.get_device_name())
+    if hardware is None:
+        return None
+    fields = {
+        key: value for key, value in config_of(Job(case.size, case.tokens, 1)).to_dict().items() if key in PLANNED
+    }
+    with tempfile.TemporaryDirectory() as words:
+        Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>")).save(f"{words}/tokenizer.json")
+        PreTrainedTokenizerFast(tokenizer_file=f"{words}/tokenizer.json", pad_token="<pad>").save_pretrained(words)
+        values = {
+            "model": {"config": fields, "tokenizer": words},
+            "data": {"train": "unused.jsonl", "max_length": case.row, "packing": False},
+            "optimizer": {"learning_rate": LEARNING_RATE},
+            "training": {"output_dir": "unused", "max_steps": 1, "micro_batch_size": max(1, case.tokens // case.row)},
+            "sharding": {"strategy": "zero3", "activation_checkpointing": 1 if case.has("checkpointing") else None},
+        }
+        found = plan(Recipe.model_validate(values), hardware, mixed_precision="bf16", offload=case.has("offload"))
+        return found.asked.peak.total
 
 
 def measure(case: Case, steps: int) -> dict[str, Any]:
@@ -186,7 +209,7 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
     device = accelerator.device
     try:
         model: Any = build(case)
-        planned = planned_bytes(case, model)
+        planned = planned_bytes(case)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer: Any = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
         model, optimizer = accelerator.prepare(model, optimizer)
