@@ -38,10 +38,7 @@ def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str) ->
     from toolkit.recipe import CheckpointSection
     from toolkit.sharding import sharding_kwargs
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    turns.join(rank, ranks, meeting)
     shape = Shape("small", TOKENS, STEPS)
     accelerator = Accelerator(mixed_precision="bf16", **sharding_kwargs("zero3"))
     model = with_weights(meta_model(shape))

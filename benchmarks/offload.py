@@ -139,14 +139,14 @@ def with_weights(model: Any) -> Any:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) not in made:
                 rows = values(parameter.to_local().shape)
-                if keep_master is not None:
+                if keep_master is not None and parameter.requires_grad:
                     keep_master(name, rows)
                 mesh = parameter.device_mesh
                 local = rows.to(mesh.device_type, parameter.dtype)
                 whole = DTensor.from_local(
                     local, mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
                 )
-                made[id(parameter)] = nn.Parameter(whole)
+                made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             state[name] = made[id(parameter)]
         model.load_state_dict(state, strict=False, assign=True)
 

@@ -111,10 +111,7 @@ def by_toolkit(strategy: str, rank: int) -> Turn:
 
 
 def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    turns.join(rank, ranks, meeting)
     step = by_toolkit(variant, rank) if variant in PAIRS else by_hand(variant, rank)
     pipe.send("ready")
     while pipe.recv() == "go":

@@ -6,13 +6,24 @@ and of these the median.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+
+def join(rank: int, ranks: int, meeting: str) -> None:
+    """Makes this process a rank over gloo, of one thread, as a launcher and `Accelerator` would find it."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
 
 
 def start(work: Callable[..., None], variant: str, ranks: int, folder: str, *args: Any) -> list[Connection]:
@@ -53,6 +64,26 @@ def stop(ends: Sequence[Connection]) -> None:
             end.send("stop")
         except OSError:
             continue  # this rank is gone already
+
+
+def take(ends: Mapping[str, Sequence[Connection]], rounds: int) -> dict[str, list[list[Any]]]:
+    """Turns of every variant, `rounds` of them after one to warm up: for each turn what each rank measured.
+
+    Every other round goes the other way round, so that none always comes after the same one.
+    """
+    found: dict[str, list[list[Any]]] = {variant: [] for variant in ends}
+    for number in range(rounds + 1):
+        for variant in ends if number % 2 else reversed(ends):
+            found[variant].append(turn(ends[variant]))
+    return {variant: every[1:] for variant, every in found.items()}
+
+
+def end(ends: Sequence[Connection]) -> None:
+    """Stops the ranks, and waits until their memory is free."""
+    stop(ends)
+    for pipe in ends:
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv()
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ import resource
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from toolkit.planning.hardware import preset_of_device
-from toolkit.recipe import LoggingSection
+
+if TYPE_CHECKING:  # peaks and FLOPs are of use without a recipe, and without what reads one
+    from toolkit.recipe import LoggingSection
 
 SHARES = {"accuracy": "accuracy", "f1_macro": "F1"}
 """Figures of an evaluation that are shares -> their name on the console."""
@@ -156,12 +158,16 @@ def peak_flops(device: torch.device, mixed_precision: str) -> float | None:
 def flops_per_token(model: PreTrainedModel, max_length: int) -> float:
     """Forward and backward of one token: 6 N + 12 L H T (PaLM, arXiv 2204.02311, appendix B).
 
-    N are the parameters of matrix products: all but input embeddings that are not also the head.
+    N are the parameters of matrix products: all but input embeddings that are not also the head. Backward
+    makes no gradient of frozen ones: 4 N.
     """
     config = getattr(model, "config", None)
-    count: int = sum(parameter.numel() for parameter in model.parameters())
+    flops: float = sum(
+        (6.0 if parameter.requires_grad else 4.0) * parameter.numel() for parameter in model.parameters()
+    )
     if not getattr(config, "tie_word_embeddings", False):
-        count -= sum(parameter.numel() for parameter in model.get_input_embeddings().parameters())
+        for parameter in model.get_input_embeddings().parameters():
+            flops -= (6.0 if parameter.requires_grad else 4.0) * parameter.numel()
     layers = int(getattr(config, "num_hidden_layers", 0))
     width = int(getattr(config, "hidden_size", 0))
-    return 6.0 * count + 12.0 * layers * width * max_length
+    return flops + 12.0 * layers * width * max_length

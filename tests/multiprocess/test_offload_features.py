@@ -362,6 +362,30 @@ def test_too_little_host_memory_is_told_on_all_ranks() -> None:
         assert text.startswith("ToolkitError: rank 1 could not take host memory for offload")
 
 
+def lose_weights() -> str:
+    """A run whose weights cannot be read ends as `finetune` ends it; the error that comes through."""
+    from accelerate.state import AcceleratorState
+    from offload_loops import make_model
+
+    def cannot(_: Any) -> None:
+        raise OSError("no such weights")
+
+    model = make_model(CASE)
+    model.materialize_weights = cannot
+    try:
+        try:
+            prepare(CASE, "optimizer", model)
+        finally:
+            AcceleratorState().fsdp_plugin.close()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_an_offload_that_never_began_can_be_ended() -> None:
+    assert run_on_ranks(lose_weights, 1) == ["OSError: no such weights"]
+
+
 def refused() -> dict[str, str]:
     """What cannot be had, and what is said."""
     from accelerate import Accelerator

@@ -96,6 +96,7 @@ class OffloadEngine:
         self._seen: list[OffloadedUnit] = []
         self._clip: _Clip | None = None
         self._num_steps = 0
+        self._worker = Worker(self._device, self.threads)
 
     @torch.no_grad()
     def attach(self) -> None:
@@ -109,7 +110,6 @@ class OffloadEngine:
                 slot.group = groups.get(id(slot.parameter))
                 slot.step = torch.zeros((), device=self._device if on_device or unit.resident else "cpu")
         self._executors = self._make_executors()
-        self._worker = Worker(self._device, self.threads)
         once = self.settings.during_backward
         self._capture = Capture(self._device, self._is_last, self._wait, self._on_landed, once)
         for unit in self.state.units:
