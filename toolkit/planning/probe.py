@@ -24,7 +24,7 @@ from torch import nn
 from toolkit.planning.fake import FakeTensorMode, Ledger, cuda_dropout, host_copies, tree_map_only
 from toolkit.planning.roofline import Operator, Work, record
 from toolkit.planning.workload import Workload
-from toolkit.sharding.apply import PRECISIONS, Checkpointing, checkpoint_blocks
+from toolkit.sharding.apply import PRECISIONS, Checkpointing, checkpoint_blocks, precision_policies
 from toolkit.sharding.units import UnitPlan, plan_units
 
 NO_WORK = Work()
@@ -99,6 +99,7 @@ class Prober:
         self.plan = plan_units(workload.model, workload.unit_classes)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._dtype = None if self._autocast else PRECISIONS[workload.mixed_precision]
+        self._output_dtype = None if whole else precision_policies(workload.mixed_precision)[1].output_dtype
         self._model = workload.model_copy()
         with self._mode:
             self._model.load_state_dict(_empty_parameters(self._model, self._dtype), strict=False, assign=True)
@@ -112,7 +113,7 @@ class Prober:
 
     def probe(self, micro_batch_size: int, checkpointing: Checkpointing | None) -> Probe:
         """One micro-batch of so many samples."""
-        run = _Run(self._model, self.plan, self._dtype)
+        run = _Run(self._model, self.plan, self._dtype, self._output_dtype)
         with ExitStack() as stack:
             stack.enter_context(self._mode)
             stack.enter_context(cuda_dropout())
@@ -147,13 +148,15 @@ class Prober:
 class _Run:
     """The hooks of one probe and what they have seen."""
 
-    def __init__(self, model: nn.Module, plan: UnitPlan, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, model: nn.Module, plan: UnitPlan, dtype: torch.dtype | None, output_dtype: torch.dtype | None
+    ) -> None:
         self.model = model
         self.events: list[Event] = []
         self.ledger = Ledger(on_operator=self._on_operator)
         self.stands_in: dict[int, int] = {}
         self.outputs: dict[int, Any] = {}
-        self._dtype = dtype
+        self._dtype, self._output_dtype = dtype, output_dtype
         self._units = [[model.get_submodule(path) for path in unit.modules] for unit in plan.units]
         self._parameters = _owned(self._units)
         self._is_block = [unit.kind == "block" for unit in plan.units]
@@ -256,7 +259,7 @@ class _Run:
             for other in incomplete:
                 self._leave(other, output)
             # Its cast comes before FSDP2 lets go of the last gather.
-            output = self._cast(output, torch.float32) if self._dtype is not None else output
+            output = self._cast(output, self._output_dtype)
             for done in (unit, *incomplete):
                 self._record("exit", done)
             return output

@@ -240,7 +240,6 @@ def _unit(shape: UnitShape, layout: Layout, resident: bool) -> _Unit:
     own = sum(p.shard_numel(f) for p in trainable)
     casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
     last = trainable[-1].numel * (layout.compute or trainable[-1].held) if trainable and f > 1 else 0
-    casts_gradient = layout.offload and layout.compute not in (None, layout.reduce)
     return _Unit(
         sharded=sum(rounded(p.shard_numel(f) * size) for p, size in zip(shape.parameters, kept, strict=True)),
         whole=sum(map(rounded, whole)),
@@ -251,7 +250,9 @@ def _unit(shape: UnitShape, layout: Layout, resident: bool) -> _Unit:
         reduce_output=rounded(layout.reduce * own),
         last_gradient=rounded(last),
         whole_sums=sum(rounded(p.numel * layout.reduce) for p in trainable),
-        cast_gradient=rounded(own * (layout.compute or 0)) if casts_gradient else 0,
+        cast_gradient=sum(rounded(p.shard_numel(f) * _held(p, layout)) for p in trainable)
+        if any(_held(p, layout) != layout.reduce for p in trainable)
+        else 0,
         optimizer=_optimizer_bytes(trainable, layout, resident),
     )
 
@@ -391,10 +392,10 @@ class _ShardedRank(_Rank):
 
     def _keep(self, unit: _Unit, what: str, level: int, is_last: bool) -> None:
         """What becomes of the reduced gradient."""
-        if not self.layout.offload:
-            self._hold_sharded_gradients(unit, unit.reduce_output)
-            return
         self.snap(what, level, gradients=unit.reduce_output + unit.cast_gradient)
+        if not self.layout.offload:
+            self._hold_sharded_gradients(unit, unit.cast_gradient or unit.reduce_output)
+            return
         if not is_last:  # summed on the device in float32
             self._hold_sharded_gradients(unit, rounded(unit.reduce_output * 4 / self.layout.reduce))
             return
