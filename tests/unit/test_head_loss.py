@@ -95,7 +95,7 @@ def with_gradients(model: nn.Module, loss: torch.Tensor) -> tuple[float, dict[st
 
 
 def require_same(model: nn.Module, found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-6) -> None:
-    """Loss and gradients, in 1-norms relative to the gradient's own."""
+    """Loss and gradients, each gradient's difference relative to its norm."""
     loss, gradients = with_gradients(model, expected)
     own_loss, own = with_gradients(model, found)
     assert own_loss == pytest.approx(loss, rel=tolerance)
@@ -261,7 +261,7 @@ def test_log_probabilities_of_documents(name: str) -> None:
     """Each with a factor of its own in the loss, as preferences have them."""
     model, batch = make(name), batch_of()
     batch["segments"] = torch.tensor([[0] * 7 + [1] * 13, [2] * 10 + [3] * 10, [4] * 5 + [5] * 12 + [-1] * 3])
-    factors = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.1, -0.7])
+    factors = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.1, 0.7])
     objective = Preference(model, LOSSES["simpo"], {}, packed=False)
     sums, counts = objective.log_probabilities(model, batch)
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits.log_softmax(-1)
