@@ -63,10 +63,10 @@ class _Head:
     bias: torch.Tensor | None
     after: AfterHead
 
-    def chunks(self, num_tokens: int) -> Iterator[slice]:
+    def chunks(self, num_tokens: int) -> list[slice]:
         """Tokens whose logits are there at the same time."""
         size = _chunk_tokens(self.weight.shape[0], self.weight.device)
-        return (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
+        return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, _Chunk]:
         """Losses (n,), float32, of hidden states (n, D) and targets (n,), and what their gradient is made of."""
@@ -103,7 +103,10 @@ def _chunk_tokens(vocabulary: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Of hidden states (N, D), in the type of compute, weight (V, D) and bias (V,), in float32; None: not wanted."""
+    """Of hidden states (N, D), weight (V, D) and bias (V,); None: not wanted.
+
+    In the type of compute, but float32 where several chunks are added up.
+    """
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
@@ -111,9 +114,10 @@ class _Gradients:
 
     @staticmethod
     def zeros(head: _Head, hidden: torch.Tensor, wanted: tuple[bool, bool, bool]) -> _Gradients:
+        dtype = torch.float32 if len(head.chunks(len(hidden))) > 1 else head.weight.dtype
         return _Gradients(
             torch.zeros_like(hidden) if wanted[0] else None,
-            torch.zeros_like(head.weight, dtype=torch.float32) if wanted[1] else None,
+            torch.zeros_like(head.weight, dtype=dtype) if wanted[1] else None,
             torch.zeros_like(head.weight[:, 0], dtype=torch.float32) if wanted[2] else None,
         )
 
@@ -126,23 +130,25 @@ class _Gradients:
         if self.bias is not None:
             self.bias.add_(gradient.float().sum(dim=0))
 
-    def times(self, upstream: torch.Tensor, like: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        """Each times `upstream`, in place, in the type of its counterpart."""
-        pairs = zip((self.hidden, self.weight, self.bias), like, strict=True)
-        return tuple(
-            None if mine is None or other is None else mine.mul_(upstream).to(other.dtype) for mine, other in pairs
-        )
+    def times(self, upstream: torch.Tensor, dtypes: tuple[torch.dtype | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        """Each times `upstream`, in place, and then in its own type."""
+        pairs = zip((self.hidden, self.weight, self.bias), dtypes, strict=True)
+        return tuple(None if tensor is None else tensor.mul_(upstream).to(dtype) for tensor, dtype in pairs)
 
 
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Adds gradient^T (V, n) times hidden (n, D) to the float32 total (V, D)."""
-    if gradient.dtype == torch.float32:
+    """Adds gradient^T (V, n) times hidden (n, D) to the total (V, D)."""
+    if gradient.dtype == total.dtype:
         total.addmm_(gradient.t(), hidden)
         return
     # A product in 16 bits is one rounding of each entry; sums of them have to be in float32.
     size = max(1, BLOCK_ENTRIES // hidden.shape[1])
     for block, columns in zip(torch.split(total, size), torch.split(gradient, size, dim=1), strict=True):
         block.add_(columns.t() @ hidden)
+
+
+def _dtypes(*tensors: torch.Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -160,7 +166,7 @@ class _SummedLoss(torch.autograd.Function):
         wanted: tuple[bool, bool, bool],
     ) -> torch.Tensor:
         head = _cast(weight, bias, after, dtype)
-        given, hidden = (hidden, weight, bias), hidden.to(dtype)
+        ctx.dtypes, hidden = _dtypes(hidden, weight, bias), hidden.to(dtype)
         total = torch.zeros((1, 1, 1), dtype=torch.float32, device=hidden.device)
         gradients = _Gradients.zeros(head, hidden, wanted)
         for rows in head.chunks(len(hidden)):
@@ -169,7 +175,6 @@ class _SummedLoss(torch.autograd.Function):
             if any(wanted):
                 gradients.add(head, rows, hidden[rows], head.gradient(chunk, targets[rows], None))
         ctx.gradients = gradients
-        ctx.like = tuple(None if tensor is None else torch.empty(0, dtype=tensor.dtype) for tensor in given)
         return total
 
     @staticmethod
@@ -177,7 +182,7 @@ class _SummedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the loss's gradients are scaled in place; a second backward needs a second forward")
-        return (*gradients.times(upstream[0].squeeze(), ctx.like), None, None, None, None)
+        return (*gradients.times(upstream[0].squeeze(), ctx.dtypes), None, None, None, None)
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -208,26 +213,59 @@ class _TokenLosses(torch.autograd.Function):
         after, dtype, wanted = ctx.settings
         head = _cast(weight, bias, after, dtype)
         factors = upstream[0].flatten()
-        given, hidden = (hidden, weight, bias), hidden.to(dtype)
+        dtypes, hidden = _dtypes(hidden, weight, bias), hidden.to(dtype)
         gradients = _Gradients.zeros(head, hidden, wanted)
         for rows in head.chunks(len(hidden)):
             _, chunk = head.losses(hidden[rows], targets[rows])
             gradients.add(head, rows, hidden[rows], head.gradient(chunk, targets[rows], factors[rows]))
-        return (*gradients.times(factors.new_ones(()), given), None, None, None, None)
+        return (*gradients.times(factors.new_ones(()), dtypes), None, None, None, None)
 
 
 def _cast(weight: torch.Tensor, bias: torch.Tensor | None, after: AfterHead, dtype: torch.dtype) -> _Head:
     return _Head(weight.to(dtype), None if bias is None else bias.to(dtype), after)
 
 
-def _losses(
-    function: type[torch.autograd.Function], head: Any, after: AfterHead, hidden: torch.Tensor, targets: torch.Tensor
+def summed_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    after: AfterHead = AfterHead(),
 ) -> torch.Tensor:
-    """`function` of hidden states (N, D), the head's own weight and bias as they are now, and targets (N,)."""
-    kind = hidden.device.type
+    """The summed cross-entropy of a linear head, (1, 1, 1), float32; in autocast's type where that is on.
+
+    Args:
+        hidden: (N, D), of any floating type.
+        weight: (V, D).
+        bias: (V,).
+        targets: (N,), each from 0 and below V.
+        after: what becomes of the head's outputs.
+    """
+    return _apply(_SummedLoss, hidden, weight, bias, targets, after)
+
+
+def token_losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    after: AfterHead = AfterHead(),
+) -> torch.Tensor:
+    """The cross-entropy of each token, (1, N, 1), float32; arguments as of `summed_loss`."""
+    return _apply(_TokenLosses, hidden, weight, bias, targets, after)
+
+
+def _apply(
+    function: type[torch.autograd.Function],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    after: AfterHead,
+) -> torch.Tensor:
+    kind, tensors = hidden.device.type, (hidden, weight, bias)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    tensors = hidden, head.weight, head.bias
-    wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors)
+    wanted = tuple(torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors)
     with torch.autocast(kind, enabled=False):
         return function.apply(*tensors, targets, after, dtype, wanted)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -257,16 +295,16 @@ class HeadLoss:
             inputs: of the model's forward.
             targets: what each token predicts, (tokens,) in the order of `inputs`; `IGNORED`: nothing.
         """
-        return self._run(_SummedLoss, model, inputs, targets)[0].squeeze()
+        return self._run(summed_loss, model, inputs, targets)[0].squeeze()
 
     def by_token(self, model: nn.Module, inputs: Mapping[str, Any], targets: torch.Tensor) -> torch.Tensor:
         """The loss of each token, (tokens,), float32, 0 where there is no target; arguments as of `summed`."""
-        each, counted = self._run(_TokenLosses, model, inputs, targets)
+        each, counted = self._run(token_losses, model, inputs, targets)
         return each.new_zeros(len(targets)).index_copy(0, counted, each.flatten())
 
     def _run(
         self,
-        function: type[torch.autograd.Function],
+        function: Callable[..., torch.Tensor],
         model: nn.Module,
         inputs: Mapping[str, Any],
         targets: torch.Tensor,
@@ -279,7 +317,8 @@ class HeadLoss:
             if hidden.shape[:-1].numel() != len(targets):
                 raise RuntimeError(f"the head was given {tuple(hidden.shape)}, but there are {len(targets)} tokens")
             rows = hidden.flatten(0, -2).index_select(0, counted)
-            return _losses(function, self._head, self.after, rows, targets.index_select(0, counted).clamp_min(0))
+            chosen = targets.index_select(0, counted).clamp_min(0)
+            return function(rows, self._head.weight, self._head.bias, chosen, self.after)
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
             original(*args, **kwargs)

@@ -149,12 +149,14 @@ def test_evaluation_takes_it_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["untied", "tied", "cap"])
-@pytest.mark.parametrize("how", ["autocast", "weights"])
-def test_in_bfloat16(name: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["autocast", "weights", "weights, one chunk"])
+def test_in_bfloat16(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> None:
     """As near to float32's as the plain way in bfloat16 is, give or take its own rounding."""
     batch = batch_of()
     exact = with_gradients(model := make(name), whole(model, batch))
-    if how == "weights":
+    if how == "weights, one chunk":
+        monkeypatch.setattr(head_loss, "MIN_CHUNK_TOKENS", 100)
+    if how != "autocast":
         model.to(torch.bfloat16)
     found, plain = [], []
     for loss_of, kept in ((CausalLM(model).loss_sum, found), (whole, plain)):
