@@ -9,12 +9,12 @@ time to whole logits, round by round. Peaks are of the resident set in a process
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import os
 import platform
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ import turns
 
 from toolkit.head_loss import summed_loss
 
-SIZES = [(1024, 8192, 256), (2048, 32_768, 512), (1024, 131_072, 512), (4096, 131_072, 256)]
+SIZES = ["1024,8192,256", "1024,32768,512", "512,131072,512", "1024,131072,256"]
 """Tokens, vocabulary, hidden size."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -75,7 +75,7 @@ def step(variant: str, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -
 
 
 def peak(variant: str, size: tuple[int, int, int], dtype: str) -> int:
-    """Bytes, in this process, which must be a new one."""
+    """Bytes, in this process, which must have held no more before."""
     step(variant, inputs(8, 64, 16, dtype))
     given = inputs(*size, dtype)
     before = psutil.Process().memory_info().rss
@@ -84,6 +84,8 @@ def peak(variant: str, size: tuple[int, int, int], dtype: str) -> int:
 
 
 def measure(size: tuple[int, int, int], dtype: str, rounds: int) -> dict[str, Any]:
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        peaks = {variant: pool.apply(peak, (variant, size, dtype)) for variant in VARIANTS}
     given, exact = inputs(*size, dtype), inputs(*size, "float32")
     for tensor, rounded in zip(exact[:2], given[:2], strict=True):
         tensor.data = rounded.detach().float()
@@ -100,10 +102,6 @@ def measure(size: tuple[int, int, int], dtype: str, rounds: int) -> dict[str, An
                 pairs = zip(found, expected, strict=True)
                 errors[variant] = [float(f"{((mine - true).norm() / true.norm()):.1e}") for mine, true in pairs]
             del found
-    peaks = {}
-    for variant in VARIANTS:
-        command = [sys.executable, __file__, "--peak", variant, dtype, *map(str, size)]
-        peaks[variant] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
     return {
         "tokens": size[0],
         "vocabulary": size[1],
@@ -117,20 +115,21 @@ def measure(size: tuple[int, int, int], dtype: str, rounds: int) -> dict[str, An
     }
 
 
+def _numbers(size: str) -> tuple[int, int, int]:
+    tokens, vocabulary, hidden = map(int, size.split(","))
+    return tokens, vocabulary, hidden
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON lines to add to")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peak", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--sizes", nargs="+", default=SIZES, help="tokens,vocabulary,hidden")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.peak:
-        variant, dtype, *size = options.peak
-        print(peak(variant, tuple(map(int, size)), dtype))  # type: ignore[arg-type]
-        return
-    cases = [(size, "float32") for size in SIZES] + [(SIZES[1], "bfloat16")]
-    for size, dtype in cases:
-        row = measure(size, dtype, options.rounds)
+    for size, dtype in itertools.product(options.sizes, options.dtypes):
+        row = measure(_numbers(size), dtype, options.rounds)
         row |= {"date": time.strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
         row["torch"] = torch.__version__
         print(json.dumps(row), flush=True)
