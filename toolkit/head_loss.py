@@ -27,10 +27,10 @@ from toolkit.data.samples import IGNORED
 from toolkit.errors import first_line
 
 CHUNK_ENTRIES = {"cpu": 2**25}
-"""Logits of a chunk, by device: 128 MiB in float32, which was fastest."""
+"""Logits of a chunk, by device: 128 MiB in float32, as fast as larger ones (benchmarks/head_loss.py)."""
 
 CHUNK_ENTRIES_ELSEWHERE = 2**27
-"""512 MiB in float32: on a GPU, adding to the weight's gradient is bound by its memory, so it is done less often."""
+"""512 MiB in float32: a GPU takes long to add to the weight's gradient, for what it computes, so it does less often."""
 
 MIN_CHUNK_TOKENS = 64
 
@@ -377,7 +377,7 @@ def find_head_loss(model: nn.Module) -> HeadLoss | str:
     name = type(base).__name__
     if head is None or decoder is None:
         return f"{name} does not tell its head from its decoder"
-    if type(head).forward is not nn.Linear.forward:
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         return f"the head of {name} is a {type(head).__name__}, not a plain Linear"
     try:
         after = _what_follows(base, head, decoder)
@@ -425,7 +425,7 @@ def _what_follows(base: Any, head: Any, decoder: nn.Module) -> AfterHead | str:
     with ExitStack() as stack:
         stack.enter_context(_in_place_of(base, decoder, lambda *_args, **_kwargs: outputs))
         stack.enter_context(_in_place_of(base, head, forward))
-        found = type(base).forward(base, input_ids=ids, use_cache=False).logits
+        found = type(base).forward(base, input_ids=ids, use_cache=False).logits.cpu()
     name = type(base).__name__
     if calls != 1:
         return f"{name} calls its head {calls} times, not once"
