@@ -19,18 +19,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from toolkit.adapters import base_of
 from toolkit.data.samples import IGNORED
 from toolkit.errors import first_line
 
-CHUNK_ENTRIES = {"cpu": 2**25}
-"""Logits of a chunk, by device: 128 MiB in float32, as fast as larger ones (benchmarks/head_loss.py)."""
+CHUNK_ENTRIES = 2**27
+"""Logits of a chunk, 512 MiB in float32: with less, a GPU spends its time on adding to the weight's gradient.
 
-CHUNK_ENTRIES_ELSEWHERE = 2**27
-"""512 MiB in float32: a GPU takes long to add to the weight's gradient, for what it computes, so it does less often."""
+Not by device: the memory that planning counts on a CPU has to be a GPU's.
+"""
 
 MIN_CHUNK_TOKENS = 64
 
@@ -65,7 +65,7 @@ class _Head:
 
     def chunks(self, num_tokens: int) -> list[slice]:
         """Tokens whose logits are there at the same time."""
-        size = _chunk_tokens(self.weight.shape[0], self.weight.device)
+        size = _chunk_tokens(self.weight.shape[0])
         return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, _Chunk]:
@@ -96,9 +96,8 @@ class _Head:
         return z.to(self.weight.dtype)
 
 
-def _chunk_tokens(vocabulary: int, device: torch.device) -> int:
-    entries = CHUNK_ENTRIES.get(device.type, CHUNK_ENTRIES_ELSEWHERE)
-    return max(MIN_CHUNK_TOKENS, entries // vocabulary)
+def _chunk_tokens(vocabulary: int) -> int:
+    return max(MIN_CHUNK_TOKENS, CHUNK_ENTRIES // vocabulary)
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class _Gradients:
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
     """Adds gradient^T (V, n) times hidden (n, D) to the total (V, D)."""
     if gradient.dtype == total.dtype:
-        total.addmm_(gradient.t(), hidden)
+        torch.addmm(total, gradient.t(), hidden, out=total)
         return
     # A product in 16 bits is one rounding of each entry; sums of them have to be in float32.
     size = max(1, BLOCK_ENTRIES // hidden.shape[1])
@@ -283,9 +282,10 @@ class HeadLoss:
         self._base, self._head, self.after = base, head, after
         self.vocabulary: int = head.out_features
 
-    def chunk_tokens(self, device: torch.device) -> int:
+    @property
+    def chunk_tokens(self) -> int:
         """Tokens whose logits are there at the same time."""
-        return _chunk_tokens(self.vocabulary, device)
+        return _chunk_tokens(self.vocabulary)
 
     def summed(self, model: nn.Module, inputs: Mapping[str, Any], targets: torch.Tensor) -> torch.Tensor:
         """The summed loss, float32, with a graph to the parameters.
@@ -365,7 +365,7 @@ def find_head_loss(model: nn.Module) -> HeadLoss | str:
     """The losses of `model` from its head's inputs, or why they can't be had so.
 
     The model's own forward is run, without its decoder and with made-up outputs of its head, to see what it makes of
-    them; so nothing is computed, and parameters may lie on any device or on none.
+    them; so nothing is computed, and parameters may lie on any device or on none, be sharded, or be fake.
     """
     base = base_of(model)
     try:
@@ -380,7 +380,8 @@ def find_head_loss(model: nn.Module) -> HeadLoss | str:
     if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         return f"the head of {name} is a {type(head).__name__}, not a plain Linear"
     try:
-        after = _what_follows(base, head, decoder)
+        with unset_fake_temporarily():
+            after = _what_follows(base, head, decoder)
     except Exception as error:  # whatever the code of a model raises
         return f"the head of {name} cannot be tried alone ({type(error).__name__}: {first_line(error)})"
     return after if isinstance(after, str) else HeadLoss(base, head, after)

@@ -126,7 +126,7 @@ class CausalLM:
                 self.head_loss = f"on a few tokens the head's inputs give {found:.6g}, and whole logits {whole:.6g}"
         if isinstance(self.head_loss, str):
             return f"from whole logits: {self.head_loss}"
-        return f"from the head's inputs, logits of {self.head_loss.chunk_tokens(device):,} tokens at a time"
+        return f"from the head's inputs, logits of {self.head_loss.chunk_tokens:,} tokens at a time"
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         loss = self.loss_sum(model, batch).double()

@@ -63,7 +63,7 @@ def toolkit(strategy: str, kind: str, precision: str) -> tuple[list[float], dict
 
     meet()
     reset_accelerate()
-    head_loss.MIN_CHUNK_TOKENS, head_loss.CHUNK_ENTRIES = 10, {"cpu": 1}
+    head_loss.MIN_CHUNK_TOKENS, head_loss.CHUNK_ENTRIES = 10, 1
     more = {"checkpointing": Checkpointing(1)} if strategy == "zero3" else {}
     accelerator = Accelerator(
         mixed_precision=precision,
