@@ -19,8 +19,9 @@ from torch import nn
 from toolkit.adapters import adapters_off, base_of
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.errors import BadInputError
+from toolkit.head_loss import HeadLoss, find_head_loss
 from toolkit.models import attention_of
-from toolkit.preference import LOSSES, Loss, Pairs, sequence_log_probabilities
+from toolkit.preference import LOSSES, Loss, Pairs, predicted, sequence_log_probabilities, summed_by_document
 from toolkit.recipe import ObjectiveSection
 
 
@@ -49,8 +50,13 @@ class Objective(Protocol):
 class CausalLM:
     """Next-token cross-entropy. `labels` are aligned with `input_ids`, as transformers has them.
 
+    Its losses come from the head's inputs, without whole logits, where the model allows for that.
+
     Args:
         packed: whether documents share samples.
+
+    Attributes:
+        head_loss: what the losses come from; where that is whole logits, the reason.
     """
 
     unit = "tokens"
@@ -64,28 +70,63 @@ class CausalLM:
             )
         # Its kernels tell documents apart in a single row only; in several they would leak.
         self._in_one_row = packed and attention_of(model).startswith("flash")
+        self.head_loss = find_head_loss(model)
 
     def count_targets(self, batch: Batch) -> int:
         return int((batch["labels"][:, 1:] != IGNORED).sum())
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, T, V)."""
+        logits = model(**self._inputs(batch)).logits
+        return logits.view(*batch["input_ids"].shape, -1)  # type: ignore[no-any-return]
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
         # No attention mask and no cache: only then do restarting positions keep documents apart.
-        inputs = {"input_ids": batch["input_ids"], "use_cache": False}
-        if self._takes_positions:
-            inputs["position_ids"] = batch["position_ids"]
-        if not self._in_one_row:
-            return model(**inputs).logits  # type: ignore[no-any-return]
-        shape = batch["input_ids"].shape
-        flat = {name: value.view(1, -1) if torch.is_tensor(value) else value for name, value in inputs.items()}
-        return model(**flat).logits.view(*shape, -1)  # type: ignore[no-any-return]
+        names = ("input_ids", "position_ids") if self._takes_positions else ("input_ids",)
+        return {name: batch[name].view(1, -1) if self._in_one_row else batch[name] for name in names} | {
+            "use_cache": False
+        }
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        if isinstance(self.head_loss, HeadLoss):
+            targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+            return self.head_loss.summed(model, self._inputs(batch), targets.flatten())
+        return self._sum_of_logits(model, batch)
+
+    def _sum_of_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         logits = self.logits(model, batch)
         targets = batch["labels"][:, 1:]  # (B, T - 1)
         return F.cross_entropy(
             logits[:, :-1].float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
+
+    def log_probabilities(self, model: nn.Module, batch: Batch, num_segments: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each document of `batch["segments"]`; see `sequence_log_probabilities`."""
+        if not isinstance(self.head_loss, HeadLoss):
+            logits = self.logits(model, batch)
+            return sequence_log_probabilities(logits, batch["labels"], batch["segments"], num_segments)
+        targets, owners = predicted(batch["labels"], batch["segments"])
+        losses = self.head_loss.by_token(model, self._inputs(batch), targets)
+        return summed_by_document(-losses, owners, num_segments)
+
+    @torch.no_grad()
+    def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
+        """Tries the loss on a few tokens, and goes by whole logits where these give another. Every rank calls this.
+
+        Returns:
+            How the loss is made, to be told.
+        """
+        if isinstance(self.head_loss, HeadLoss):
+            was_training = model.training
+            model.eval()
+            batch = _few_tokens(self.head_loss.vocabulary, device)
+            found, whole = self.loss_sum(model, batch).item(), self._sum_of_logits(model, batch).item()
+            model.train(was_training)
+            if math.isfinite(whole) and not abs(found - whole) <= HEAD_LOSS_TOLERANCE[in_16_bits] * abs(whole):
+                self.head_loss = f"on a few tokens the head's inputs give {found:.6g}, and whole logits {whole:.6g}"
+        if isinstance(self.head_loss, str):
+            return f"from whole logits: {self.head_loss}"
+        return f"from the head's inputs, logits of {self.head_loss.chunk_tokens:,} tokens at a time"
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         loss = self.loss_sum(model, batch).double()
@@ -95,6 +136,15 @@ class CausalLM:
         loss = sums[0] / max(1.0, sums[1])
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return {"loss": loss, "target_tokens": int(sums[1]), "perplexity": perplexity}
+
+
+HEAD_LOSS_TOLERANCE = {False: 1e-5, True: 1e-2}
+"""By whether compute is in 16 bits: the largest difference from whole logits' loss, as a share of it."""
+
+
+def _few_tokens(vocabulary: int, device: torch.device) -> Batch:
+    ids = torch.arange(1, 17, device=device)[None] % vocabulary
+    return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(16, device=device)[None]}
 
 
 class SequenceClassification:
@@ -175,11 +225,14 @@ class Preference:
         """(B, T, V)."""
         return self._causal.logits(model, batch)
 
+    def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
+        """As `CausalLM` does."""
+        return self._causal.check_head_loss(model, device, in_16_bits)
+
     def log_probabilities(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the chosen and the rejected completion of each pair, and their target tokens, each (P, 2)."""
         num_segments = int(batch["segments"].max()) + 1
-        logits = self.logits(model, batch)
-        sums, counts = sequence_log_probabilities(logits, batch["labels"], batch["segments"], num_segments)
+        sums, counts = self._causal.log_probabilities(model, batch, num_segments)
         return sums.view(-1, 2), counts.view(-1, 2)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:

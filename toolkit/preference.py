@@ -224,8 +224,6 @@ def sequence_log_probabilities(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the targets of each document, summed, and how many they are.
 
-    The label at t is predicted by the logits at t - 1, so a document's first token is never a target.
-
     Memory: float32 logits of `CHUNK` positions at a time, made again for the gradient; what is kept from the
     forward to the backward pass is `logits` themselves.
 
@@ -241,17 +239,33 @@ def sequence_log_probabilities(
     if logits.shape[:2] != labels.shape or labels.shape != segments.shape:
         shapes = [tuple(tensor.shape) for tensor in (logits, labels, segments)]
         raise ValueError(f"logits are (B, T, V), labels and segments (B, T); got {shapes}")
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # what each position predicts, and whose it is
-    owners = F.pad(segments[:, 1:], (0, 1), value=-1)
-    owners = owners.masked_fill((targets == IGNORED) | (owners != segments), -1).flatten()
-    rows, targets = logits.flatten(0, 1), targets.clamp_min(0).flatten()
+    targets, owners = predicted(labels, segments)
+    rows, targets = logits.flatten(0, 1), targets.clamp_min(0)
     chunks = zip(torch.split(rows, CHUNK), torch.split(targets, CHUNK), strict=True)
     # Without gradient the checkpoint only calls the function.
     each = torch.cat(
         [checkpoint(_log_probabilities, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     )
+    return summed_by_document(each, owners, num_segments)
+
+
+def predicted(labels: torch.Tensor, segments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each position predicts, `IGNORED` for nothing, and whose document that is in, -1 then; both (B * T,).
+
+    The label at t is predicted at t - 1, so a document's first token is never a target.
+    """
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    owners = F.pad(segments[:, 1:], (0, 1), value=-1)
+    nothing = (targets == IGNORED) | (owners != segments)
+    return targets.masked_fill(nothing, IGNORED).flatten(), owners.masked_fill(nothing, -1).flatten()
+
+
+def summed_by_document(
+    each: torch.Tensor, owners: torch.Tensor, num_segments: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums (S,) and counts (S,) of values (N,) by their owners (N,), -1 for nobody's."""
     # Compared and summed, not scattered: atomic additions on a GPU come in another order each time.
-    mine = owners == torch.arange(num_segments, device=owners.device)[:, None]  # (S, B * T)
+    mine = owners == torch.arange(num_segments, device=owners.device)[:, None]  # (S, N)
     return torch.where(mine, each, 0.0).sum(dim=1), mine.sum(dim=1)
 
 

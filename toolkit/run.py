@@ -291,7 +291,11 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         _make_whole(model, recipe)
     optimizer = build_optimizer(model, recipe.optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
-    leaks = _check_leaks(accelerator, recipe, model, objective, data)
+    in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
+    leaks = _check_leaks(accelerator, recipe, model, objective, data, in_16_bits)
+    loss = None
+    if not isinstance(objective, SequenceClassification):
+        loss = objective.check_head_loss(model, accelerator.device, in_16_bits)
     if isinstance(objective, Preference) and objective.needs_references:
         data = _with_references(accelerator, recipe, model, objective, data)
     windows = build_windows(
@@ -311,6 +315,8 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         "steps": f"{num_steps} of {samples_per_step} samples of {recipe.data.max_length} tokens",
     }
     facts["memory"] = planned.describe()
+    if loss is not None:
+        facts["loss"] = loss
     if leaks is not None:
         facts["packing"] = leaks
     if plugin.engine is not None:
@@ -377,7 +383,12 @@ def build_windows(
 
 
 def _check_leaks(
-    accelerator: Accelerator, recipe: Recipe, model: nn.Module, objective: Objective, data: TokenisedData
+    accelerator: Accelerator,
+    recipe: Recipe,
+    model: nn.Module,
+    objective: Objective,
+    data: TokenisedData,
+    in_16_bits: bool,
 ) -> str | None:
     """What was found about rows that share a sample; None where none do. Raises BadInputError where they leak."""
     if not isinstance(data.train, TextSamples) or not data.train.packed:
@@ -389,7 +400,7 @@ def _check_leaks(
         data.train,
         recipe.training.micro_batch_size,
         accelerator.device,
-        in_16_bits=accelerator.mixed_precision != "no" or recipe.model.dtype != "float32",
+        in_16_bits,
     )
     fill = f"{data.report['train']['fill_rate']:.1%} of the tokens are used"
     if found is None:

@@ -182,3 +182,13 @@ def test_the_benchmark_of_starting(tmp_path: Path, modules: None) -> None:
     assert parts["all"]["seconds"] > parts["imports"]["seconds"] > 0
     assert "json" not in startup.by_library("import json, packaging.version", tmp_path)
     assert startup.by_library("import packaging.version", tmp_path)["packaging"] > 0
+
+
+def test_the_benchmark_of_the_heads_loss_runs(tmp_path: Path) -> None:
+    output = tmp_path / "head_loss.jsonl"
+    sizes = ["--sizes", "300,500,16", "--dtypes", "float32", "--rounds", "1", "--output", str(output)]
+    subprocess.run([sys.executable, "benchmarks/head_loss.py", *sizes], cwd=ROOT, check=True, timeout=240)
+    record = json.loads(output.read_text())
+    assert max(record["error_of_loss_hidden_weight"]["ours"]) <= 1e-6
+    assert record["cpu_time_ratio"]["whole logits"]["ratio"] == 1.0
+    assert record["peak_mib"].keys() == record["cpu_time_ratio"].keys() >= {"whole logits", "ours"}
