@@ -344,14 +344,25 @@ class ShardingSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW (arXiv 1711.05101); biases and norms are not decayed."""
+    """AdamW (arXiv 1711.05101) or Muon (arXiv 2502.16982); biases and norms are not decayed."""
 
-    kind: Literal["adamw"] = Field("adamw", description="adamw: torch's fused AdamW.")
+    kind: Literal["adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "muon"] = Field(
+        "adamw",
+        description="adamw: torch's fused AdamW. adamw_8bit, adamw_4bit, adamw_fp8: torchao's, with moments of so "
+        "many bits. muon: the blocks' matrices by Muon, the rest by AdamW.",
+    )
     learning_rate: float = Field(gt=0.0, description="Peak learning rate.")
     weight_decay: float = Field(0.01, ge=0.0, description="Decoupled decay of matrices.")
-    beta1: Beta = Field(0.9, description="Decay rate of the first moment.")
+    beta1: Beta = Field(0.9, description="Decay rate of the first moment; with muon, of what AdamW steps.")
     beta2: Beta = Field(0.999, description="Decay rate of the second moment.")
     eps: float = Field(1e-8, gt=0.0, description="Term added to the denominator.")
+    momentum: Beta | None = Field(None, description="muon: momentum of the matrices; null: 0.95.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OptimizerSection:
+        if self.momentum is not None and self.kind != "muon":
+            raise _contradiction(f"optimizer.momentum has no effect with optimizer.kind {self.kind}; remove it")
+        return self
 
 
 class ScheduleSection(Section):
@@ -507,6 +518,11 @@ class Recipe(Section):
         if self.objective.kind == "preference":
             self._check_pairs()
         self._check_adapter()
+        if self.sharding.offload == "optimizer" and self.optimizer.kind != "adamw":
+            raise _contradiction(
+                f"sharding.offload: optimizer is not possible with optimizer.kind {self.optimizer.kind}; set "
+                "optimizer.kind=adamw or sharding.offload=none"
+            )
         if not self.export.enabled and self.export.model_fields_set - {"enabled"}:
             raise _contradiction("settings of export have no effect with export.enabled: false")
         return self

@@ -285,7 +285,7 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     num_trained, num_parameters = trainable_share(model)
     if not plugin.strategy.sharded:
         _make_whole(model, recipe)
-    optimizer = build_optimizer(model, recipe.optimizer)
+    optimizer = build_optimizer(model, recipe.optimizer, recipe.sharding.unit_classes)
     model, optimizer = accelerator.prepare(model, optimizer)
     leaks = _check_leaks(accelerator, recipe, model, objective, data)
     if isinstance(objective, Preference) and objective.needs_references:

@@ -214,6 +214,13 @@ def shard_rows(parameter: DTensor) -> slice:
     return slice(min(position * chunk, num_rows), min((position + 1) * chunk, num_rows))
 
 
+def row_counts(parameter: DTensor) -> list[int]:
+    """The rows of dimension 0 that each rank of the shard group holds."""
+    chunk, num_rows = shard_chunk(parameter), parameter.shape[0]
+    num_shards = parameter.device_mesh.size(_shard_axis(parameter))
+    return [min(chunk, max(0, num_rows - position * chunk)) for position in range(num_shards)]
+
+
 def shard_group(parameter: DTensor) -> dist.ProcessGroup:
     """The ranks that hold the shards of one copy of the parameter."""
     return parameter.device_mesh.get_group(_shard_axis(parameter))
