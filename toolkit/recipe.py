@@ -403,6 +403,9 @@ class TrainingSection(Section):
     mixed_precision: Literal["no", "bf16", "fp16"] | None = Field(
         None, description="Compute type; null: as the Accelerate config says. Reduction is in float32."
     )
+    compile: bool = Field(
+        False, description="torch.compile each block: shorter steps after a first one that takes up to minutes."
+    )
     seed: int = Field(0, ge=0, description="Seeds weights, order of samples and dropout.")
     eval_every_steps: PositiveInt | None = Field(
         None, description="Evaluate so often (steps); null: at the start and the end."

@@ -50,7 +50,8 @@ from toolkit.optim import build_optimizer, build_schedule
 from toolkit.recipe import OFFLOAD_DETAILS, Recipe, steps_of_run
 from toolkit.reference import identity_of, with_reference
 from toolkit.report import RunSummary, write_report
-from toolkit.sharding.apply import PRECISIONS, Checkpointing, checkpoint_blocks
+from toolkit.sharding.apply import PRECISIONS, Checkpointing, prepare_blocks
+from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.offload import OffloadSettings
 from toolkit.sharding.plugin import (
     ShardingPlugin,
@@ -117,6 +118,7 @@ class Parts:
     windows: TrainLoader | StreamLoader
     num_steps: int
     facts: dict[str, str]
+    compilation: Compilation | None
 
 
 def finetune(recipe: Recipe) -> FinetuneResult:
@@ -148,7 +150,19 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
         unit_classes=section.unit_classes,
         checkpointing=checkpointing_of(recipe) if sharded else None,
         offload=_offload_of(recipe),
+        compilation=_compilation_of(recipe) if sharded else None,
     )
+
+
+def _compilation_of(recipe: Recipe) -> Compilation | None:
+    """How blocks are compiled. Raises BadInputError where the Accelerate config asks for it, too."""
+    configured = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if recipe.training.compile and configured.lower() != "no":
+        raise BadInputError(
+            f"training.compile is set, and so is the Accelerate config's dynamo_backend ({configured}): the blocks "
+            "would be compiled twice; remove one of them"
+        )
+    return Compilation() if recipe.training.compile else None
 
 
 def _offload_of(recipe: Recipe) -> str | OffloadSettings | None:
@@ -283,8 +297,9 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     samples_per_step = training.micro_batch_size * accelerator.num_processes * training.gradient_accumulation_steps
     num_steps = steps_of_run(training, len(data.train), samples_per_step)
     num_trained, num_parameters = trainable_share(model)
+    compilation = plugin.compilation
     if not plugin.strategy.sharded:
-        _make_whole(model, recipe)
+        compilation = _make_whole(model, recipe)
     optimizer = build_optimizer(model, recipe.optimizer, recipe.sharding.unit_classes)
     model, optimizer = accelerator.prepare(model, optimizer)
     leaks = _check_leaks(accelerator, recipe, model, objective, data)
@@ -310,7 +325,9 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         facts["packing"] = leaks
     if plugin.engine is not None:
         facts["offload"] = plugin.engine.describe()
-    return Parts(model, optimizer, objective, tokens, data, windows, num_steps, facts)
+    if compilation is not None:
+        facts["compute"] = compilation.describe()
+    return Parts(model, optimizer, objective, tokens, data, windows, num_steps, facts, compilation)
 
 
 def _with_references(
@@ -368,12 +385,13 @@ def _check_leaks(
     )
 
 
-def _make_whole(model: PreTrainedModel, recipe: Recipe) -> None:
-    """What the sharding plugin does in `prepare`, for a model that DDP wraps as it is."""
+def _make_whole(model: PreTrainedModel, recipe: Recipe) -> Compilation | None:
+    """What the sharding plugin does in `prepare`, for a model that DDP wraps as it is; how it was compiled, if so."""
     model.materialize_weights()
-    checkpointing = checkpointing_of(recipe)
-    if checkpointing is not None:
-        checkpoint_blocks(model, plan_units(model, recipe.sharding.unit_classes), checkpointing)
+    checkpointing, compilation = checkpointing_of(recipe), _compilation_of(recipe)
+    if checkpointing is not None or compilation is not None:
+        prepare_blocks(model, plan_units(model, recipe.sharding.unit_classes), checkpointing, compilation)
+    return compilation
 
 
 def num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
@@ -603,6 +621,8 @@ def _how_to_load(export_dir: Path) -> str:
 
 def _summary(recipe: Recipe, plugin: ShardingPlugin, parts: Parts, result: FinetuneResult) -> RunSummary:
     facts = {**parts.facts, "duration": f"{result.seconds:.0f} s"}
+    if parts.compilation is not None:
+        facts["compute"] = parts.compilation.describe()  # it may have failed in the first step
     if result.logits_difference is not None:
         facts["export checked"] = f"logits differ by {result.logits_difference:.1e} of the largest"
     packages = ("finetune-toolkit", "torch", "accelerate", "transformers", "datasets")

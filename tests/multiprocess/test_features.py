@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -124,14 +125,17 @@ def accelerator_for(strategy: str, **kwargs: Any) -> Any:
     reset_accelerate()
     extra = {"dynamo_plugin": kwargs.pop("dynamo_plugin")} if "dynamo_plugin" in kwargs else {}
     sizes = {"shard_size": 2} if strategy == "hybrid" else {}
-    return Accelerator(**sharding_kwargs(strategy, **sizes, **kwargs), **extra)
+    return Accelerator(**sharding_kwargs(strategy, **{**sizes, **kwargs}), **extra)
 
 
-def sharded_run(name: str, strategy: str, **kwargs: Any) -> dict[str, Any]:
+def sharded_run(
+    name: str, strategy: str, prepare_model: Callable[[Any], None] = lambda _: None, **kwargs: Any
+) -> dict[str, Any]:
     accelerator = accelerator_for(strategy, **kwargs)
     make, loss_of = MODELS[name]
     model: Any = make()
     names = {id(p): n for n, p in model.named_parameters()}
+    prepare_model(model)
     optimizer = adamw(model)
     asked = [names[id(p)] for p in optimizer.param_groups[0]["params"]]
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -270,10 +274,44 @@ def compiled_losses() -> dict[str, Any]:
     return found
 
 
+def own_compiled_losses() -> dict[str, tuple[list[float], int, str | None]]:
+    """Losses, graphs and what failed, of blocks compiled by ourselves."""
+    from torch._dynamo.utils import counters
+
+    from toolkit.sharding import Checkpointing, Compilation, compile_blocks, plan_units
+
+    compilation = Compilation("aot_eager")
+    ours: dict[str, Any] = {"compilation": compilation}
+    everything = {**ours, "checkpointing": Checkpointing(1, offload=True), "offload": "optimizer"}
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        "ddp": ("ddp", {"prepare_model": lambda model: compile_blocks(model, plan_units(model), compilation)}),
+        "zero1": ("zero1", ours),
+        "zero2, checkpointed": ("zero2", {**ours, "checkpointing": Checkpointing(1)}),
+        "zero3, checkpoints and state offloaded": ("zero3", everything),
+    }
+    if int(os.environ["WORLD_SIZE"]) == 4:
+        cases = {"hybrid": ("hybrid", ours)}
+    found = {}
+    for name, (strategy, kwargs) in cases.items():
+        counters.clear()
+        losses = sharded_run("tied", strategy, **kwargs)["losses"]
+        found[name] = (losses, counters["stats"]["unique_graphs"], compilation.problem)
+    return found
+
+
 def test_compiled_blocks_train_the_same() -> None:
     plain = plain_run("tied")
     for losses in run_on_ranks(compiled_losses, 2)[0].values():
         assert losses == pytest.approx(plain["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_one_graph_for_all_blocks_under_every_strategy(num_ranks: int) -> None:
+    plain = plain_run("tied")
+    for name, (losses, num_graphs, problem) in run_on_ranks(own_compiled_losses, num_ranks)[0].items():
+        assert losses == pytest.approx(plain["losses"], rel=1e-5), name
+        assert num_graphs == 2, f"{name}: one for training and one for evaluation, whatever the number of blocks"
+        assert problem is None
 
 
 def gathered_rows() -> list[int]:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.checkpoint import checkpoint
 
+from toolkit.sharding.compiling import Compilation, compile_blocks
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.units import UnitPlan
 
@@ -78,6 +79,16 @@ def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpoin
         config.use_cache = False  # the second forward would append to the cache again
 
 
+def prepare_blocks(
+    model: nn.Module, plan: UnitPlan, checkpointing: Checkpointing | None, compilation: Compilation | None
+) -> None:
+    """Compiles and checkpoints the blocks' forwards, as asked, in the order in which both work."""
+    if compilation is not None:
+        compile_blocks(model, plan, compilation)
+    if checkpointing is not None:
+        checkpoint_blocks(model, plan, checkpointing)
+
+
 def _checkpointed(forward: Callable[..., Any], offload: bool) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -99,6 +110,7 @@ def apply(
     is_last_micro_batch: Callable[[], bool],
     checkpointing: Checkpointing | None = None,
     offload: Callable[[nn.Module], KeepsMasters] | None = None,
+    compilation: Compilation | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shards `model` in place, one `fully_shard` call per unit.
 
@@ -113,14 +125,14 @@ def apply(
         checkpointing: of activations; None: every activation is kept.
         offload: called with the sharded model before it has weights; what it returns is given the
             masters, and trainable parameters are held in the type of compute.
+        compilation: of the blocks; None: they run eagerly.
 
     Returns:
         Every parameter as it was -> as it is now.
     """
     if mixed_precision != "no" and offload is None:
         _hold_masters_in_float32(model)
-    if checkpointing is not None:
-        checkpoint_blocks(model, plan, checkpointing)
+    prepare_blocks(model, plan, checkpointing, compilation)
     before = dict(model.named_parameters(remove_duplicate=False))
     originals: dict[str, torch.Tensor] = {}
     alone = offload is not None and mesh.size() == 1 and strategy.reduce_each_micro_batch
