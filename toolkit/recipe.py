@@ -62,8 +62,9 @@ class ModelSection(Section):
         "float32",
         description="Type in which weights are held and updated. Keep float32 under mixed precision.",
     )
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = Field(
-        "auto", description="Attention implementation; auto leaves the choice to transformers."
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
+        "auto",
+        description="Attention implementation; auto: flash attention where installed, on a GPU in 16 bits, else sdpa.",
     )
     trust_remote_code: bool = Field(False, description="Run Python code shipped with the model.")
     tokenizer: str | None = Field(None, description="Tokenizer's name or folder, if not the model's.")

@@ -27,6 +27,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import models, ranks
 from toolkit.adapters import base_of, trainable_share
+from toolkit.attention import settle_attention
 from toolkit.card import write_card
 from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.checkpoint.manifest import Manifest, latest
@@ -293,6 +294,8 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
     model = models.load(recipe.model, tokens, training.seed, data.label_names, recipe.adapter)
     require_room(model, tokens, recipe)
+    in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
+    attention = settle_attention(base_of(model), recipe.model.attention, accelerator.device, in_16_bits)
     objective = build_objective(recipe.objective, model, data.report["packing"], data.report["train"].get("labels"))
     samples_per_step = training.micro_batch_size * accelerator.num_processes * training.gradient_accumulation_steps
     num_steps = steps_of_run(training, len(data.train), samples_per_step)
@@ -319,6 +322,7 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         "strategy": f"{plugin.strategy.name} ({plugin.strategy.summary})",
         "ranks": f"{accelerator.num_processes} on {accelerator.device.type}",
         "precision": "float32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision,
+        "attention": attention,
         "steps": f"{num_steps} of {samples_per_step} samples of {recipe.data.max_length} tokens",
     }
     if leaks is not None:
