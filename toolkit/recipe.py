@@ -318,6 +318,9 @@ class ShardingSection(Section):
     activation_checkpointing: PositiveInt | None = Field(
         None, description="Run every n-th block again in backward instead of keeping its activations; 1: all."
     )
+    prefetch: PositiveInt | None = Field(
+        None, description="Blocks whose parameters are gathered ahead of the one that computes; null: FSDP2's own one."
+    )
     offload_checkpoints: bool = Field(False, description="Keep the inputs of checkpointed blocks in host memory.")
     offload: Literal["none", "optimizer"] | None = Field(
         None,

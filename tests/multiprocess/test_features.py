@@ -310,8 +310,36 @@ def test_one_graph_for_all_blocks_under_every_strategy(num_ranks: int) -> None:
     plain = plain_run("tied")
     for name, (losses, num_graphs, problem) in run_on_ranks(own_compiled_losses, num_ranks)[0].items():
         assert losses == pytest.approx(plain["losses"], rel=1e-5), name
-        assert num_graphs == 2, f"{name}: one for training and one for evaluation, whatever the number of blocks"
+        # Training, evaluation, and a forward without gradients in training mode, whatever the number of blocks.
+        assert num_graphs == 3, name
         assert problem is None
+
+
+def prefetched_runs() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, kwargs in (
+        ("two", {"prefetch": 2}),
+        ("all, offload", {"prefetch": 9, "offload": "optimizer"}),
+    ):
+        found[name] = sharded_run("tied", "zero3", **kwargs)["losses"]
+    accelerator = accelerator_for("zero3", prefetch=2)
+    model: Any = llama()
+    model, _ = accelerator.prepare(model, adamw(model))
+    layers = list(model.model.layers)
+    asked = [layer._get_fsdp_state() for layer in layers]
+    number = {id(state): i for i, state in enumerate(asked)}
+    found["forward"] = [[number[id(other)] for other in state._states_to_forward_prefetch] for state in asked]
+    found["backward"] = [[number[id(other)] for other in state._states_to_backward_prefetch] for state in asked]
+    return found
+
+
+def test_prefetch_asks_for_the_blocks_to_come_and_changes_no_loss() -> None:
+    plain = plain_run("tied")
+    found = run_on_ranks(prefetched_runs, 2)[0]
+    assert found["two"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert found["all, offload"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert found["forward"] == [[1, 2], [2, 3], [3], []]
+    assert found["backward"] == [[], [0], [1, 0], [2, 1]]
 
 
 def gathered_rows() -> list[int]:

@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
 
 
 def runs(folder: Path, data: Path) -> dict[str, Any]:
+    import toolkit.trainer
     from toolkit import Recipe, finetune
     from toolkit.errors import ToolkitError
 
@@ -58,7 +59,11 @@ def runs(folder: Path, data: Path) -> dict[str, Any]:
         export={"max_shard_gib": 0.0001},
     )
     run("bf16", training={"mixed_precision": "bf16", "max_steps": 3}, export={"dtype": "bfloat16"})
+    counted: list[list[float]] = []
+    total = toolkit.trainer.Trainer._total
+    toolkit.trainer.Trainer._total = lambda trainer, values: counted.append(values) or total(trainer, values)
     run("no-export", training={"max_steps": 2, "max_grad_norm": None}, export={"enabled": False})
+    results["counted"] = len(counted)
     return results
 
 
@@ -158,6 +163,11 @@ def test_without_export_and_clipping(results: list[dict[str, Any]]) -> None:
     assert result.export_dir is None
     assert not (result.output_dir / "export").exists()
     assert all(record["grad_norm"] > 0 for record in result.metrics)
+
+
+def test_targets_are_counted_a_step_ahead(results: list[dict[str, Any]]) -> None:
+    """Only the first step has an exchange of its own for them; parity with a plain loop shows that they are right."""
+    assert [found["counted"] for found in results] == [1, 1]
 
 
 def test_the_export_has_a_model_card(folder: Path, results: list[dict[str, Any]]) -> None:

@@ -111,6 +111,7 @@ def apply(
     checkpointing: Checkpointing | None = None,
     offload: Callable[[nn.Module], KeepsMasters] | None = None,
     compilation: Compilation | None = None,
+    prefetch: int | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shards `model` in place, one `fully_shard` call per unit.
 
@@ -126,6 +127,8 @@ def apply(
         offload: called with the sharded model before it has weights; what it returns is given the
             masters, and trainable parameters are held in the type of compute.
         compilation: of the blocks; None: they run eagerly.
+        prefetch: blocks that are gathered ahead of the one that computes; None: FSDP2's own one, issued when
+            the block before has been.
 
     Returns:
         Every parameter as it was -> as it is now.
@@ -153,10 +156,20 @@ def apply(
     materialize = getattr(model, "materialize_weights", None)
     if materialize is not None:
         materialize(keep_master)
+    if prefetch is not None:
+        _prefetch(model, plan, prefetch)
     _follow_accumulation(model, strategy, is_last_micro_batch)
     _reshard_after_evaluation(model)
     after = dict(model.named_parameters(remove_duplicate=False))
     return {before[name]: after[name] for name in before}
+
+
+def _prefetch(model: nn.Module, plan: UnitPlan, depth: int) -> None:
+    """Has each block ask for the gathers of the next `depth` blocks in forward, and of those before in backward."""
+    blocks: list[Any] = [model.get_submodule(unit.modules[0]) for unit in plan.blocks]
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + depth])
+        block.set_modules_to_backward_prefetch(blocks[max(0, number - depth) : number][::-1])
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:

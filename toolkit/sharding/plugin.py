@@ -71,6 +71,7 @@ def sharding_kwargs(
     checkpointing: Checkpointing | None = None,
     offload: str | OffloadSettings | None = None,
     compilation: Compilation | None = None,
+    prefetch: int | None = None,
 ) -> dict[str, FullyShardedDataParallelPlugin | ParallelismConfig]:
     """Constructor arguments that register the backend with a stock `Accelerator`.
 
@@ -84,12 +85,13 @@ def sharding_kwargs(
         offload: `optimizer` keeps optimizer state in host memory, `none` doesn't; `OffloadSettings` say how;
             unset, as the strategy's text says.
         compilation: of the blocks, by torch.compile; unset, they run eagerly.
+        prefetch: blocks whose parameters are gathered ahead; unset, FSDP2's own one.
 
     Raises:
         BadInputError: an unknown strategy, one that the Accelerate config contradicts, or an
             untested version of torch or Accelerate.
     """
-    plugin = ShardingPlugin(strategy, unit_classes, checkpointing, offload, compilation)
+    plugin = ShardingPlugin(strategy, unit_classes, checkpointing, offload, compilation, prefetch)
     mesh = ShardingMesh(plugin=plugin, dp_replicate_size=replicate_size, dp_shard_size=shard_size)
     return {"fsdp_plugin": plugin, "parallelism_config": mesh}
 
@@ -156,6 +158,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         checkpointing: Checkpointing | None = None,
         offload: str | OffloadSettings | None = None,
         compilation: Compilation | None = None,
+        prefetch: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_versions()
@@ -166,7 +169,10 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self.unit_classes = list(unit_classes) if unit_classes else None
         self.unit_plan: UnitPlan | None = None
         self.compilation = compilation
+        self.prefetch = prefetch
         self._accelerator: weakref.ref[Accelerator] | None = None
+        if prefetch is not None and not self.strategy.sharded:
+            raise BadInputError("sharding.prefetch has no effect with strategy ddp, which gathers nothing; remove it")
         _refuse_stock_settings()
         kwargs.setdefault("state_dict_type", os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"))
         super().__init__(
@@ -222,6 +228,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             checkpointing=self.checkpointing,
             offload=functools.partial(self._offload, accelerator) if self.offload is not None else None,
             compilation=self.compilation,
+            prefetch=self.prefetch,
         )
         _tell_empty_shards_apart(model)
         for optimizer in accelerator._optimizers:
