@@ -395,6 +395,10 @@ class ScheduleSection(Section):
         return self
 
 
+MOST_PROFILED_STEPS = 20
+"""Every operator of a profiled step is held in memory and written down (steps)."""
+
+
 class TrainingSection(Section):
     """The loop. One optimizer step sees micro_batch_size x ranks x gradient_accumulation_steps samples."""
 
@@ -414,6 +418,9 @@ class TrainingSection(Section):
     eval_every_steps: PositiveInt | None = Field(
         None, description="Evaluate so often (steps); null: at the start and the end."
     )
+    profile_steps: list[PositiveInt] | None = Field(
+        None, min_length=2, max_length=2, description="First and last step to profile (steps); null: none."
+    )
     max_non_finite_steps: PositiveInt = Field(
         3, description="Stop after so many steps in a row with a non-finite loss or gradient."
     )
@@ -422,7 +429,22 @@ class TrainingSection(Section):
     def _one_length(self) -> TrainingSection:
         if (self.max_steps is None) == (self.num_epochs is None):
             raise _contradiction("exactly one of training.max_steps and training.num_epochs must be set")
+        self._check_profile()
         return self
+
+    def _check_profile(self) -> None:
+        if self.profile_steps is None:
+            return
+        first, last = self.profile_steps
+        if not first <= last < first + MOST_PROFILED_STEPS:
+            raise _contradiction(
+                f"training.profile_steps: found {self.profile_steps}; needs the first and the last step, at most "
+                f"{MOST_PROFILED_STEPS} of them, for example [3, 5]"
+            )
+        if self.max_steps is not None and last > self.max_steps:
+            raise _contradiction(
+                f"training.profile_steps: the last step is {last}, but training.max_steps is {self.max_steps}; lower it"
+            )
 
 
 class CheckpointSection(Section):

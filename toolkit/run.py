@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shutil
 import time
 import warnings
 from collections.abc import Iterator
@@ -48,6 +49,8 @@ from toolkit.leaks import check_leaks
 from toolkit.metrics import GIB, Metrics, flops_per_token, peak_flops
 from toolkit.objectives import CausalLM, Objective, Preference, SequenceClassification, build_objective
 from toolkit.optim import build_optimizer, build_schedule
+from toolkit.profile import FOLDER as PROFILE_FOLDER
+from toolkit.profile import StepProfile
 from toolkit.recipe import OFFLOAD_DETAILS, Recipe, steps_of_run
 from toolkit.reference import identity_of, with_reference
 from toolkit.report import RunSummary, write_report
@@ -76,6 +79,7 @@ RUN_FILES = (
     DATA_PAGE,
     MODEL_FILES,
     FINISHED,
+    PROFILE_FOLDER,
     "export",
     "checkpoints",
 )
@@ -287,6 +291,7 @@ def _require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> None
     if not finished and again and latest(output_dir) is None:
         for name in ("metrics.jsonl", "data_report.json", DATA_PAGE):
             (output_dir / name).unlink(missing_ok=True)
+        shutil.rmtree(output_dir / PROFILE_FOLDER, ignore_errors=True)
         return
     if found:
         raise BadInputError(
@@ -479,12 +484,15 @@ def _fit_and_export(
         if found is not None:
             checkpoints.restore(*found, trainer, schedule, num_positions)
         trainer.checkpoints = checkpoints
+        trainer.profile = profile = _profile_of(accelerator, recipe, output_dir)
         try:
             trainer.fit()
         finally:
             checkpoints.wait()
         if plugin.engine is not None:
             plugin.engine.flush()  # the last step may still fail
+    if profile is not None:
+        console.print(_where_time_went(profile.seconds), markup=False)
     if parts.data.stream is not None:
         _tell_stream(accelerator, recipe, parts, output_dir)
     export_dir, difference, sample = _export(accelerator, recipe, parts, output_dir)
@@ -500,7 +508,8 @@ def _fit_and_export(
         seconds=time.perf_counter() - started,
     )
     if accelerator.is_main_process:
-        summary = _summary(recipe, plugin, parts, result)
+        seconds = profile.seconds if profile is not None else None
+        summary = replace(_summary(recipe, plugin, parts, result), step_seconds=seconds)
         if export_dir is not None:
             write_card(export_dir, recipe, summary.facts, result.metrics, parts.data.report, summary.versions)
         write_report(output_dir / FINISHED, summary)
@@ -533,6 +542,19 @@ def _resumed_from(folder: Path, manifest: Manifest) -> str:
         f"   resumed: after step {manifest.step}, {manifest.samples:,} samples, from {folder} "
         f"(written by {manifest.world_size} ranks, {manifest.strategy})"
     )
+
+
+def _profile_of(accelerator: Accelerator, recipe: Recipe, output_dir: Path) -> StepProfile | None:
+    steps = recipe.training.profile_steps
+    return None if steps is None else StepProfile(accelerator, steps[0], steps[1], output_dir)
+
+
+def _where_time_went(seconds: dict[str, float] | None) -> str:
+    if seconds is None:
+        return "   profile: none: the run took no such steps (training.profile_steps)"
+    whole = sum(seconds.values())
+    parts = ", ".join(f"{kind} {part / whole:.1%}" for kind, part in seconds.items())
+    return f"   profile: {whole:.3f} s a step: {parts}"
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:

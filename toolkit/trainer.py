@@ -21,6 +21,7 @@ from toolkit.errors import StoppedError, TrainingError
 from toolkit.garbage import collect_at, collected_by_step
 from toolkit.metrics import Metrics, peak_device_bytes, peak_host_bytes
 from toolkit.objectives import Objective
+from toolkit.profile import DATA, UPDATE, StepProfile, label
 from toolkit.recipe import TrainingSection
 from toolkit.sharding.apply import whole_tensor
 from toolkit.sharding.offload import engine_of
@@ -92,6 +93,7 @@ class Trainer:
 
     Attributes:
         checkpoints: None: nothing is saved.
+        profile: of some steps; None: nothing is profiled.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Trainer:
         self.flops = flops
         self.stop_reason = stop_reason
         self.checkpoints: Checkpoints | None = None
+        self.profile: StepProfile | None = None
         self.counters = Counters()
         self._upcoming: list[Batch] | None = None
         self._counted: list[float] | None = None  # targets and tokens of the next window, over all ranks
@@ -146,14 +149,19 @@ class Trainer:
         if self.global_step == 0:
             self.evaluate()
         self.model.train()
-        with collected_by_step(), contextlib.closing(ahead(iter(self.windows))) as windows:
+        with (
+            collected_by_step(),
+            contextlib.closing(self.profile or contextlib.ExitStack()),
+            contextlib.closing(ahead(iter(self.windows))) as windows,
+        ):
             self._fit(windows)
         if not self._evaluation_due():
             self.evaluate()
 
     def _fit(self, windows: Iterator[list[Batch]]) -> None:
+        self._profile_from(self.global_step + 1)
         started = time.perf_counter()
-        for window, self._upcoming in with_next(windows):
+        for window, self._upcoming in with_next(_waited_for(windows)):
             learning_rate = float(self.schedule.get_last_lr()[0])
             step = self.train_step(window)
             self.schedule.step()
@@ -165,7 +173,14 @@ class Trainer:
                 self.evaluate()
             self._save_or_stop(step.stop)
             collect_at(self.global_step)
+            if self.profile is not None:
+                self.profile.after(self.global_step)
+            self._profile_from(self.global_step + 1)
             started = time.perf_counter()
+
+    def _profile_from(self, step: int) -> None:
+        if self.profile is not None:
+            self.profile.before(step)
 
     def _save_or_stop(self, stop: str | None) -> None:
         if self.checkpoints is None:
@@ -223,9 +238,10 @@ class Trainer:
                 f"step {self.global_step + 1}: the gradient norm is {grad_norm}, and the weights were stepped during "
                 "backward; set training.max_grad_norm, for example to 1.0, and such steps are skipped"
             )
-        if not skipped:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+        with label(UPDATE):
+            if not skipped:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
         return skipped or bool(self.accelerator.optimizer_step_was_skipped)
 
     def _gathered(self, loss_sum: torch.Tensor, norm: torch.Tensor, target_tokens: int, tokens: int) -> Step:
@@ -322,6 +338,16 @@ class Trainer:
         sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
         self.model.train()
         self.metrics.evaluation({"step": self.global_step, **self.objective.evaluation_record(sums)})
+
+
+def _waited_for(windows: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+    """The same; a profile sees how long each was waited for."""
+    while True:
+        with label(DATA):
+            window = next(windows, None)
+        if window is None:
+            return
+        yield window
 
 
 def _stop_reason(mine: str | None, ranks_that_want: list[bool]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def runs(folder: Path, data: Path) -> dict[str, Any]:
         export={"max_shard_gib": 0.0001},
     )
     run("bf16", training={"mixed_precision": "bf16", "max_steps": 3}, export={"dtype": "bfloat16"})
+    run("profiled", training={"max_steps": 4, "profile_steps": [2, 3], "max_grad_norm": None})
     counted: list[list[float]] = []
     total = toolkit.trainer.Trainer._total
     toolkit.trainer.Trainer._total = lambda trainer, values: counted.append(values) or total(trainer, values)
@@ -163,6 +165,29 @@ def test_without_export_and_clipping(results: list[dict[str, Any]]) -> None:
     assert result.export_dir is None
     assert not (result.output_dir / "export").exists()
     assert all(record["grad_norm"] > 0 for record in result.metrics)
+
+
+def test_a_profile_leaves_a_trace_and_a_table_and_the_losses_alone(results: list[dict[str, Any]]) -> None:
+    result = results[0]["profiled"]
+    losses = [record["loss"] for record in result.metrics]
+    assert losses[:2] == [record["loss"] for record in results[0]["no-export"].metrics]
+    for rank in range(2):
+        names = {
+            event["name"]
+            for event in json.loads((result.output_dir / f"profile/rank_{rank}.json").read_text())["traceEvents"]
+        }
+        assert {"toolkit.profiled", "toolkit.data", "toolkit.update", "aten::mm"} <= names
+    page = (result.output_dir / "report.html").read_text()
+    shares = [
+        float(share) for share in re.findall(r"<td>([0-9.]+)%</td></tr>", page.partition("Where the time went")[2])
+    ][:5]
+    assert sum(shares[:4]) == pytest.approx(100, abs=0.3)
+    assert min(shares[0], shares[1]) > 0, "compute and communication"
+    seconds = [float(text) for text in re.findall(r"<td>([0-9.]{6,})</td>", page.partition("Where the time went")[2])][
+        :5
+    ]
+    wall = sum(record["step_seconds"] for record in result.metrics[1:3]) / 2
+    assert 0.5 * wall < seconds[4] < 2 * wall + 0.1
 
 
 def test_targets_are_counted_a_step_ahead(results: list[dict[str, Any]]) -> None:

@@ -178,3 +178,10 @@ def test_optimizers_and_what_has_no_effect_with_them(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, MINIMAL, "optimizer.kind=lion")
     assert "adamw, adamw_8bit, adamw_4bit, adamw_fp8, muon" in problem
     assert Recipe.load(tmp_path / "r.yaml", ["optimizer.kind=muon", "optimizer.momentum=0.9"]).optimizer.momentum == 0.9
+
+
+def test_steps_to_profile(tmp_path: Path) -> None:
+    for steps in ("[3]", "[5, 4]", "[1, 40]", "[9, 11]"):
+        (problem,) = problems(tmp_path, MINIMAL, f"training.profile_steps={steps}")
+        assert problem.startswith("training.profile_steps: "), problem
+    assert Recipe.load(tmp_path / "r.yaml", ["training.profile_steps=[3, 5]"]).training.profile_steps == [3, 5]
