@@ -162,5 +162,5 @@ class StepProfile:
 def _events(profiler: torch.profiler.profile) -> list[Event]:
     return [
         Event(event.name, event.time_range.start, event.time_range.end, event.device_type.name != "CPU")
-        for event in profiler.events() or ()
+        for event in profiler.events() or ()  # type: ignore[no-untyped-call]
     ]
