@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -34,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
 
 
 def runs(folder: Path, data: Path) -> dict[str, Any]:
+    import toolkit.run
     import toolkit.trainer
     from toolkit import Recipe, finetune
     from toolkit.errors import ToolkitError
@@ -66,6 +68,8 @@ def runs(folder: Path, data: Path) -> dict[str, Any]:
     toolkit.trainer.Trainer._total = lambda trainer, values: counted.append(values) or total(trainer, values)
     run("no-export", training={"max_steps": 2, "max_grad_norm": None}, export={"enabled": False})
     results["counted"] = len(counted)
+    toolkit.run.Compilation = functools.partial(toolkit.run.Compilation, "aot_eager")  # inductor takes a minute
+    run("compiled", training={"max_steps": 2, "compile": True}, sharding={"strategy": "ddp"}, export={"enabled": False})
     return results
 
 
@@ -188,6 +192,13 @@ def test_a_profile_leaves_a_trace_and_a_table_and_the_losses_alone(results: list
     ]
     wall = sum(record["step_seconds"] for record in result.metrics[1:3]) / 2
     assert 0.5 * wall < seconds[4] < 2 * wall + 0.1
+
+
+def test_a_compiled_run_says_so_and_trains_the_same(results: list[dict[str, Any]]) -> None:
+    result = results[0]["compiled"]
+    expected = [record["loss"] for record in results[0]["no-export"].metrics]
+    assert [record["loss"] for record in result.metrics] == pytest.approx(expected, rel=1e-5)
+    assert "each block compiled (aot_eager)" in (result.output_dir / "report.html").read_text()
 
 
 def test_targets_are_counted_a_step_ahead(results: list[dict[str, Any]]) -> None:
