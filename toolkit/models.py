@@ -134,6 +134,11 @@ def _of_kind(auto: Any, config: PretrainedConfig, settings: dict[str, Any]) -> P
     try:
         model: PreTrainedModel = auto.from_config(config, **settings)
         return model
+    except ImportError as error:  # of the attention
+        raise BadInputError(
+            f"model.attention: {settings.get('attn_implementation')} cannot be used: {first_line(error)}; install it, "
+            "or set model.attention=auto"
+        ) from error
     except ValueError as error:
         what = "generate text" if auto is AutoModelForCausalLM else "classify texts"
         raise BadInputError(

@@ -62,8 +62,9 @@ class ModelSection(Section):
         "float32",
         description="Type in which weights are held and updated. Keep float32 under mixed precision.",
     )
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = Field(
-        "auto", description="Attention implementation; auto leaves the choice to transformers."
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
+        "auto",
+        description="Attention implementation; auto: flash attention where installed, on a GPU in 16 bits, else sdpa.",
     )
     trust_remote_code: bool = Field(False, description="Run Python code shipped with the model.")
     tokenizer: str | None = Field(None, description="Tokenizer's name or folder, if not the model's.")
@@ -317,6 +318,9 @@ class ShardingSection(Section):
     activation_checkpointing: PositiveInt | None = Field(
         None, description="Run every n-th block again in backward instead of keeping its activations; 1: all."
     )
+    prefetch: PositiveInt | None = Field(
+        None, description="Blocks whose parameters are gathered ahead of the one that computes; null: FSDP2's own one."
+    )
     offload_checkpoints: bool = Field(False, description="Keep the inputs of checkpointed blocks in host memory.")
     offload: Literal["none", "optimizer"] | None = Field(
         None,
@@ -344,14 +348,25 @@ class ShardingSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW (arXiv 1711.05101); biases and norms are not decayed."""
+    """AdamW (arXiv 1711.05101) or Muon (arXiv 2502.16982); biases and norms are not decayed."""
 
-    kind: Literal["adamw"] = Field("adamw", description="adamw: torch's fused AdamW.")
+    kind: Literal["adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "muon"] = Field(
+        "adamw",
+        description="adamw: torch's fused AdamW. adamw_8bit, adamw_4bit, adamw_fp8: torchao's, with moments of so "
+        "many bits. muon: the blocks' matrices by Muon, the rest by AdamW.",
+    )
     learning_rate: float = Field(gt=0.0, description="Peak learning rate.")
     weight_decay: float = Field(0.01, ge=0.0, description="Decoupled decay of matrices.")
-    beta1: Beta = Field(0.9, description="Decay rate of the first moment.")
+    beta1: Beta = Field(0.9, description="Decay rate of the first moment; with muon, of what AdamW steps.")
     beta2: Beta = Field(0.999, description="Decay rate of the second moment.")
     eps: float = Field(1e-8, gt=0.0, description="Term added to the denominator.")
+    momentum: Beta | None = Field(None, description="muon: momentum of the matrices; null: 0.95.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OptimizerSection:
+        if self.momentum is not None and self.kind != "muon":
+            raise _contradiction(f"optimizer.momentum has no effect with optimizer.kind {self.kind}; remove it")
+        return self
 
 
 class ScheduleSection(Section):
@@ -380,6 +395,10 @@ class ScheduleSection(Section):
         return self
 
 
+MOST_PROFILED_STEPS = 20
+"""Every operator of a profiled step is held in memory and written down (steps)."""
+
+
 class TrainingSection(Section):
     """The loop. One optimizer step sees micro_batch_size x ranks x gradient_accumulation_steps samples."""
 
@@ -392,9 +411,15 @@ class TrainingSection(Section):
     mixed_precision: Literal["no", "bf16", "fp16"] | None = Field(
         None, description="Compute type; null: as the Accelerate config says. Reduction is in float32."
     )
+    compile: bool = Field(
+        False, description="torch.compile each block: shorter steps after a first one that takes up to minutes."
+    )
     seed: int = Field(0, ge=0, description="Seeds weights, order of samples and dropout.")
     eval_every_steps: PositiveInt | None = Field(
         None, description="Evaluate so often (steps); null: at the start and the end."
+    )
+    profile_steps: list[PositiveInt] | None = Field(
+        None, min_length=2, max_length=2, description="First and last step to profile (steps); null: none."
     )
     max_non_finite_steps: PositiveInt = Field(
         3, description="Stop after so many steps in a row with a non-finite loss or gradient."
@@ -404,7 +429,22 @@ class TrainingSection(Section):
     def _one_length(self) -> TrainingSection:
         if (self.max_steps is None) == (self.num_epochs is None):
             raise _contradiction("exactly one of training.max_steps and training.num_epochs must be set")
+        self._check_profile()
         return self
+
+    def _check_profile(self) -> None:
+        if self.profile_steps is None:
+            return
+        first, last = self.profile_steps
+        if not first <= last < first + MOST_PROFILED_STEPS:
+            raise _contradiction(
+                f"training.profile_steps: found {self.profile_steps}; needs the first and the last step, at most "
+                f"{MOST_PROFILED_STEPS} of them, for example [3, 5]"
+            )
+        if self.max_steps is not None and last > self.max_steps:
+            raise _contradiction(
+                f"training.profile_steps: the last step is {last}, but training.max_steps is {self.max_steps}; lower it"
+            )
 
 
 class CheckpointSection(Section):
@@ -507,6 +547,11 @@ class Recipe(Section):
         if self.objective.kind == "preference":
             self._check_pairs()
         self._check_adapter()
+        if self.sharding.offload == "optimizer" and self.optimizer.kind != "adamw":
+            raise _contradiction(
+                f"sharding.offload: optimizer is not possible with optimizer.kind {self.optimizer.kind}; set "
+                "optimizer.kind=adamw or sharding.offload=none"
+            )
         if not self.export.enabled and self.export.model_fields_set - {"enabled"}:
             raise _contradiction("settings of export have no effect with export.enabled: false")
         return self

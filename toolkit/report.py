@@ -79,6 +79,7 @@ class RunSummary:
     facts: dict[str, str]  # strategy, ranks, precision, parameters, duration
     versions: dict[str, str]
     sample: tuple[str, str] | None  # prompt, continuation
+    step_seconds: dict[str, float] | None = None  # of a profiled step, by what took them
 
 
 def write_report(path: Path, summary: RunSummary) -> None:
@@ -516,10 +517,29 @@ def _tables_section(summary: RunSummary, evals: Metrics) -> str:
     left = _data_card(summary.data_report)
     right = table_card("evaluations", "Evaluations", ("Step", "Loss", "Perplexity"), _evaluation_rows(evals), "numbers")
     right += table_card("versions", "Versions and machine", (), list(summary.versions.items()))
+    right += _profile_card(summary.step_seconds)
     columns = [f"<div>{column}</div>" for column in (left, right) if column]
     head = ("Unit", "Class", "Count", "Parameters", "Size")
     units = table_card("units", "FSDP units", head, _unit_rows(summary.units))
     return f"{grid(columns)}{units}"
+
+
+TIME_TAKERS = {
+    "compute": "compute",
+    "communication": "communication, not behind compute",
+    "data": "waiting for data",
+    "host": "host: updates and offload there, Python",
+}
+"""What can take a step's time -> its name in the table."""
+
+
+def _profile_card(seconds: dict[str, float] | None) -> str:
+    if not seconds:
+        return ""
+    whole = sum(seconds.values())
+    rows = [(TIME_TAKERS.get(kind, kind), f"{part:.4f}", f"{part / whole:.1%}") for kind, part in seconds.items()]
+    rows.append(("a profiled step", f"{whole:.4f}", "100.0%"))
+    return table_card("profile", "Where the time went", ("", "Seconds", "Share"), rows, "numbers", "mean over ranks")
 
 
 def _data_card(report: dict[str, Any]) -> str:

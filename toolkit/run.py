@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shutil
 import time
 import warnings
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import models, ranks
 from toolkit.adapters import base_of, trainable_share
+from toolkit.attention import settle_attention
 from toolkit.card import write_card
 from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.checkpoint.manifest import Manifest, latest
@@ -48,10 +50,13 @@ from toolkit.metrics import GIB, Metrics, flops_per_token, peak_flops
 from toolkit.objectives import CausalLM, Objective, Preference, SequenceClassification, build_objective
 from toolkit.optim import build_optimizer, build_schedule
 from toolkit.planning.check import Planned, plan_run
+from toolkit.profile import FOLDER as PROFILE_FOLDER
+from toolkit.profile import StepProfile
 from toolkit.recipe import OFFLOAD_DETAILS, Recipe, steps_of_run
 from toolkit.reference import identity_of, with_reference
 from toolkit.report import RunSummary, write_report
-from toolkit.sharding.apply import PRECISIONS, Checkpointing, checkpoint_blocks
+from toolkit.sharding.apply import PRECISIONS, Checkpointing, prepare_blocks
+from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.offload import OffloadSettings
 from toolkit.sharding.plugin import (
     ShardingPlugin,
@@ -76,6 +81,7 @@ RUN_FILES = (
     DATA_PAGE,
     MODEL_FILES,
     FINISHED,
+    PROFILE_FOLDER,
     "export",
     "checkpoints",
 )
@@ -120,6 +126,7 @@ class Parts:
     num_steps: int
     facts: dict[str, str]
     planned: Planned
+    compilation: Compilation | None
 
 
 def finetune(recipe: Recipe) -> FinetuneResult:
@@ -129,6 +136,7 @@ def finetune(recipe: Recipe) -> FinetuneResult:
         ToolkitError: on every rank; with exit code 2 for bad input, before anything is left behind.
     """
     quiet_libraries()
+    grow_segments()
     started = time.perf_counter()
     plugins = build_plugins(recipe)
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
@@ -151,7 +159,20 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
         unit_classes=section.unit_classes,
         checkpointing=checkpointing_of(recipe) if sharded else None,
         offload=_offload_of(recipe),
+        compilation=_compilation_of(recipe) if sharded else None,
+        prefetch=section.prefetch,
     )
+
+
+def _compilation_of(recipe: Recipe) -> Compilation | None:
+    """How blocks are compiled. Raises BadInputError where the Accelerate config asks for it, too."""
+    configured = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if recipe.training.compile and configured.lower() != "no":
+        raise BadInputError(
+            f"training.compile is set, and so is the Accelerate config's dynamo_backend ({configured}): the blocks "
+            "would be compiled twice; remove one of them"
+        )
+    return Compilation() if recipe.training.compile else None
 
 
 def _offload_of(recipe: Recipe) -> str | OffloadSettings | None:
@@ -186,6 +207,13 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+
+
+def grow_segments() -> None:
+    """Lets CUDA's allocator grow its segments, which keeps memory from going to pieces, unless told otherwise."""
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and not started and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path) -> Accelerator:
@@ -266,6 +294,7 @@ def _require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> None
     if not finished and again and latest(output_dir) is None:
         for name in ("metrics.jsonl", "data_report.json", DATA_PAGE):
             (output_dir / name).unlink(missing_ok=True)
+        shutil.rmtree(output_dir / PROFILE_FOLDER, ignore_errors=True)
         return
     if found:
         raise BadInputError(
@@ -282,16 +311,18 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
     model = models.load(recipe.model, tokens, training.seed, data.label_names, recipe.adapter)
     require_room(model, tokens, recipe)
+    in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
+    attention = settle_attention(base_of(model), recipe.model.attention, accelerator.device, in_16_bits)
     objective = build_objective(recipe.objective, model, data.report["packing"], data.report["train"].get("labels"))
     samples_per_step = training.micro_batch_size * accelerator.num_processes * training.gradient_accumulation_steps
     num_steps = steps_of_run(training, len(data.train), samples_per_step)
     num_trained, num_parameters = trainable_share(model)
     planned = _planned(accelerator, recipe, model, plugin, data.report["train"].get("labels"))
+    compilation = plugin.compilation
     if not plugin.strategy.sharded:
-        _make_whole(model, recipe)
-    optimizer = build_optimizer(model, recipe.optimizer)
+        compilation = _make_whole(model, recipe)
+    optimizer = build_optimizer(model, recipe.optimizer, recipe.sharding.unit_classes)
     model, optimizer = accelerator.prepare(model, optimizer)
-    in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
     leaks = _check_leaks(accelerator, recipe, model, objective, data, in_16_bits)
     loss = None
     if not isinstance(objective, SequenceClassification):
@@ -312,6 +343,7 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         "strategy": f"{plugin.strategy.name} ({plugin.strategy.summary})",
         "ranks": f"{accelerator.num_processes} on {accelerator.device.type}",
         "precision": "float32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision,
+        "attention": attention,
         "steps": f"{num_steps} of {samples_per_step} samples of {recipe.data.max_length} tokens",
     }
     facts["memory"] = planned.describe()
@@ -321,7 +353,9 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         facts["packing"] = leaks
     if plugin.engine is not None:
         facts["offload"] = plugin.engine.describe()
-    return Parts(model, optimizer, objective, tokens, data, windows, num_steps, facts, planned)
+    if compilation is not None:
+        facts["compute"] = compilation.describe()
+    return Parts(model, optimizer, objective, tokens, data, windows, num_steps, facts, planned, compilation)
 
 
 def _planned(
@@ -410,12 +444,13 @@ def _check_leaks(
     )
 
 
-def _make_whole(model: PreTrainedModel, recipe: Recipe) -> None:
-    """What the sharding plugin does in `prepare`, for a model that DDP wraps as it is."""
+def _make_whole(model: PreTrainedModel, recipe: Recipe) -> Compilation | None:
+    """What the sharding plugin does in `prepare`, for a model that DDP wraps as it is; how it was compiled, if so."""
     model.materialize_weights()
-    checkpointing = checkpointing_of(recipe)
-    if checkpointing is not None:
-        checkpoint_blocks(model, plan_units(model, recipe.sharding.unit_classes), checkpointing)
+    checkpointing, compilation = checkpointing_of(recipe), _compilation_of(recipe)
+    if checkpointing is not None or compilation is not None:
+        prepare_blocks(model, plan_units(model, recipe.sharding.unit_classes), checkpointing, compilation)
+    return compilation
 
 
 def num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
@@ -490,12 +525,15 @@ def _fit_and_export(
         if found is not None:
             checkpoints.restore(*found, trainer, schedule, num_positions)
         trainer.checkpoints = checkpoints
+        trainer.profile = profile = _profile_of(accelerator, recipe, output_dir)
         try:
             trainer.fit()
         finally:
             checkpoints.wait()
         if plugin.engine is not None:
             plugin.engine.flush()  # the last step may still fail
+    if profile is not None:
+        console.print(_where_time_went(profile.seconds), markup=False)
     if parts.data.stream is not None:
         _tell_stream(accelerator, recipe, parts, output_dir)
     export_dir, difference, sample = _export(accelerator, recipe, parts, output_dir)
@@ -511,7 +549,8 @@ def _fit_and_export(
         seconds=time.perf_counter() - started,
     )
     if accelerator.is_main_process:
-        summary = _summary(recipe, plugin, parts, result)
+        seconds = profile.seconds if profile is not None else None
+        summary = replace(_summary(recipe, plugin, parts, result), step_seconds=seconds)
         if export_dir is not None:
             write_card(export_dir, recipe, summary.facts, result.metrics, parts.data.report, summary.versions)
         write_report(output_dir / FINISHED, summary)
@@ -544,6 +583,19 @@ def _resumed_from(folder: Path, manifest: Manifest) -> str:
         f"   resumed: after step {manifest.step}, {manifest.samples:,} samples, from {folder} "
         f"(written by {manifest.world_size} ranks, {manifest.strategy})"
     )
+
+
+def _profile_of(accelerator: Accelerator, recipe: Recipe, output_dir: Path) -> StepProfile | None:
+    steps = recipe.training.profile_steps
+    return None if steps is None else StepProfile(accelerator, steps[0], steps[1], output_dir)
+
+
+def _where_time_went(seconds: dict[str, float] | None) -> str:
+    if seconds is None:
+        return "   profile: none: the run took no such steps (training.profile_steps)"
+    whole = sum(seconds.values())
+    parts = ", ".join(f"{kind} {part / whole:.1%}" for kind, part in seconds.items())
+    return f"   profile: {whole:.3f} s a step: {parts}"
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -646,6 +698,8 @@ def _how_to_load(export_dir: Path) -> str:
 def _summary(recipe: Recipe, plugin: ShardingPlugin, parts: Parts, result: FinetuneResult) -> RunSummary:
     facts = {**parts.facts, "duration": f"{result.seconds:.0f} s"}
     facts["memory"] += f"; measured {_measured_memory(result.metrics)}"
+    if parts.compilation is not None:
+        facts["compute"] = parts.compilation.describe()  # it may have failed in the first step
     if result.logits_difference is not None:
         facts["export checked"] = f"logits differ by {result.logits_difference:.1e} of the largest"
     packages = ("finetune-toolkit", "torch", "accelerate", "transformers", "datasets")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +15,13 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from toolkit.data.ahead import ahead, with_next
 from toolkit.data.samples import Batch
 from toolkit.errors import StoppedError, TrainingError
+from toolkit.garbage import collect_at, collected_by_step
 from toolkit.metrics import Metrics, peak_device_bytes, peak_host_bytes
 from toolkit.objectives import Objective
+from toolkit.profile import DATA, UPDATE, StepProfile, label
 from toolkit.recipe import TrainingSection
 from toolkit.sharding.apply import whole_tensor
 from toolkit.sharding.offload import engine_of
@@ -89,6 +93,7 @@ class Trainer:
 
     Attributes:
         checkpoints: None: nothing is saved.
+        profile: of some steps; None: nothing is profiled.
     """
 
     def __init__(
@@ -117,7 +122,10 @@ class Trainer:
         self.flops = flops
         self.stop_reason = stop_reason
         self.checkpoints: Checkpoints | None = None
+        self.profile: StepProfile | None = None
         self.counters = Counters()
+        self._upcoming: list[Batch] | None = None
+        self._counted: list[float] | None = None  # targets and tokens of the next window, over all ranks
         engine = engine_of(accelerator.unwrap_model(model))
         self._steps_in_backward = engine is not None and engine.settings.during_backward
 
@@ -141,8 +149,19 @@ class Trainer:
         if self.global_step == 0:
             self.evaluate()
         self.model.train()
+        with (
+            collected_by_step(),
+            contextlib.closing(self.profile or contextlib.ExitStack()),
+            contextlib.closing(ahead(iter(self.windows))) as windows,
+        ):
+            self._fit(windows)
+        if not self._evaluation_due():
+            self.evaluate()
+
+    def _fit(self, windows: Iterator[list[Batch]]) -> None:
+        self._profile_from(self.global_step + 1)
         started = time.perf_counter()
-        for window in self.windows:
+        for window, self._upcoming in with_next(_waited_for(windows)):
             learning_rate = float(self.schedule.get_last_lr()[0])
             step = self.train_step(window)
             self.schedule.step()
@@ -153,9 +172,15 @@ class Trainer:
             if self._evaluation_due():
                 self.evaluate()
             self._save_or_stop(step.stop)
+            collect_at(self.global_step)
+            if self.profile is not None:
+                self.profile.after(self.global_step)
+            self._profile_from(self.global_step + 1)
             started = time.perf_counter()
-        if not self._evaluation_due():
-            self.evaluate()
+
+    def _profile_from(self, step: int) -> None:
+        if self.profile is not None:
+            self.profile.before(step)
 
     def _save_or_stop(self, stop: str | None) -> None:
         if self.checkpoints is None:
@@ -168,16 +193,16 @@ class Trainer:
             self.checkpoints.save(self)
 
     def train_step(self, window: list[Batch]) -> Step:
-        """One optimizer step on this rank's micro-batches; the loss is the mean over all ranks' targets."""
-        local_targets = sum(self.objective.count_targets(batch) for batch in window)
-        local_tokens = sum(batch["input_ids"].numel() for batch in window)
-        counts = self._total([float(local_targets), float(local_tokens)])
+        """One optimizer step on this rank's micro-batches; the loss is the mean over all ranks' targets.
+
+        Host and device meet once, between backward and update, where the norm decides about the update: the
+        loss, the norm, what the ranks have to say and the counts of the next window come in that one transfer.
+        """
+        counts = self._counted if self._counted is not None else self._total(self._count(window))
         target_tokens, tokens = int(counts[0]), int(counts[1])
         # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks: both are undone.
         scale = self.accelerator.num_processes * len(window) / max(1, target_tokens)
         loss_sum = torch.zeros((), device=self.accelerator.device)
-        grad_norm = math.nan
-        skipped = False
         for batch in window:
             batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
             with self.accelerator.accumulate(self.model):
@@ -186,15 +211,21 @@ class Trainer:
                 self.accelerator.backward(loss * scale)
                 del loss
                 if self.accelerator.sync_gradients:
-                    grad_norm = self._clip()
-                    skipped = self._update(grad_norm)
-        return self._gathered(loss_sum, grad_norm, target_tokens, tokens, skipped)
+                    step = self._gathered(loss_sum, self._clip(), target_tokens, tokens)
+                    step = replace(step, skipped=self._update(step.grad_norm))
+        return step
 
-    def _clip(self) -> float:
-        """Clips to the settings' norm, if any; the global norm before that."""
+    def _count(self, window: list[Batch] | None) -> list[float]:
+        """This rank's target tokens and tokens of a window; zeros where there is none."""
+        window = window or []
+        targets = sum(self.objective.count_targets(batch) for batch in window)
+        return [float(targets), float(sum(batch["input_ids"].numel() for batch in window))]
+
+    def _clip(self) -> torch.Tensor:
+        """Clips to the settings' norm, if any; the global norm before that, on the device."""
         limit = self.settings.max_grad_norm
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf if limit is None else limit)
-        return float(whole_tensor(norm))
+        return whole_tensor(norm)
 
     def _update(self, grad_norm: float) -> bool:
         """Steps the optimizer unless the gradient is not finite; whether the step was skipped.
@@ -207,30 +238,38 @@ class Trainer:
                 f"step {self.global_step + 1}: the gradient norm is {grad_norm}, and the weights were stepped during "
                 "backward; set training.max_grad_norm, for example to 1.0, and such steps are skipped"
             )
-        if not skipped:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+        with label(UPDATE):
+            if not skipped:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
         return skipped or bool(self.accelerator.optimizer_step_was_skipped)
 
-    def _gathered(
-        self, loss_sum: torch.Tensor, grad_norm: float, target_tokens: int, tokens: int, skipped: bool
-    ) -> Step:
+    def _gathered(self, loss_sum: torch.Tensor, norm: torch.Tensor, target_tokens: int, tokens: int) -> Step:
+        """What the ranks found, before the update. Also takes the counts of the next window."""
         device = self.accelerator.device
         reason = self.stop_reason()
-        wants_to_stop = float(reason is not None)
-        mine = [loss_sum.double().item(), float(peak_device_bytes(device)), float(peak_host_bytes()), wants_to_stop]
-        rows = self.accelerator.gather(torch.tensor([mine], dtype=torch.float64, device=device)).tolist()
+        told = [float(peak_device_bytes(device)), float(peak_host_bytes()), float(reason is not None)]
+        told += self._count(self._upcoming)
+        mine = torch.cat(
+            [
+                torch.stack([loss_sum.detach().double(), norm.detach().to(device).double()]),
+                torch.tensor(told, dtype=torch.float64, device=device),
+            ]
+        )
+        rows = self.accelerator.gather(mine[None]).tolist()
         losses = [row[0] for row in rows]
+        # float64 counts exactly up to 2^53
+        self._counted = None if self._upcoming is None else [sum(row[i] for row in rows) for i in (5, 6)]
         return Step(
             loss=sum(losses) / max(1, target_tokens),
-            grad_norm=grad_norm,
+            grad_norm=rows[self.accelerator.process_index][1],
             target_tokens=target_tokens,
             tokens=tokens,
-            peak_device_bytes=int(max(row[1] for row in rows)),
-            peak_host_bytes=int(max(row[2] for row in rows)),
+            peak_device_bytes=int(max(row[2] for row in rows)),
+            peak_host_bytes=int(max(row[3] for row in rows)),
             non_finite_ranks=[rank for rank, value in enumerate(losses) if not math.isfinite(value)],
-            skipped=skipped,
-            stop=_stop_reason(reason, [row[3] > 0 for row in rows]),
+            skipped=False,
+            stop=_stop_reason(reason, [row[4] > 0 for row in rows]),
         )
 
     def _total(self, values: list[float]) -> list[float]:
@@ -299,6 +338,16 @@ class Trainer:
         sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
         self.model.train()
         self.metrics.evaluation({"step": self.global_step, **self.objective.evaluation_record(sums)})
+
+
+def _waited_for(windows: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+    """The same; a profile sees how long each was waited for."""
+    while True:
+        with label(DATA):
+            window = next(windows, None)
+        if window is None:
+            return
+        yield window
 
 
 def _stop_reason(mine: str | None, ranks_that_want: list[bool]) -> str | None:

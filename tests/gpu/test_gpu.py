@@ -34,6 +34,19 @@ def test_rows_that_share_a_sample_do_not_see_each_other(attention: str) -> None:
     assert found is not None
 
 
+def test_auto_takes_an_attention_that_keeps_packed_rows_apart() -> None:
+    from toolkit.attention import settle_attention
+    from toolkit.leaks import check_leaks
+    from toolkit.objectives import CausalLM
+
+    torch.manual_seed(0)
+    model: Any = llama("sdpa")
+    found = settle_attention(model, "auto", torch.device("cuda"), in_16_bits=True)
+    assert found.startswith(("sdpa (neither", "flash_attention_2 (installed", "flash_attention_3 (installed"))
+    model.to("cuda", torch.bfloat16)
+    assert check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cuda"), True) is not None
+
+
 @pytest.fixture
 def run(tmp_path: Path, text_file: Path) -> Any:
     from toolkit import Recipe, finetune

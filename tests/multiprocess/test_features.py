@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -124,14 +125,17 @@ def accelerator_for(strategy: str, **kwargs: Any) -> Any:
     reset_accelerate()
     extra = {"dynamo_plugin": kwargs.pop("dynamo_plugin")} if "dynamo_plugin" in kwargs else {}
     sizes = {"shard_size": 2} if strategy == "hybrid" else {}
-    return Accelerator(**sharding_kwargs(strategy, **sizes, **kwargs), **extra)
+    return Accelerator(**sharding_kwargs(strategy, **{**sizes, **kwargs}), **extra)
 
 
-def sharded_run(name: str, strategy: str, **kwargs: Any) -> dict[str, Any]:
+def sharded_run(
+    name: str, strategy: str, prepare_model: Callable[[Any], None] = lambda _: None, **kwargs: Any
+) -> dict[str, Any]:
     accelerator = accelerator_for(strategy, **kwargs)
     make, loss_of = MODELS[name]
     model: Any = make()
     names = {id(p): n for n, p in model.named_parameters()}
+    prepare_model(model)
     optimizer = adamw(model)
     asked = [names[id(p)] for p in optimizer.param_groups[0]["params"]]
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -270,10 +274,72 @@ def compiled_losses() -> dict[str, Any]:
     return found
 
 
+def own_compiled_losses() -> dict[str, tuple[list[float], int, str | None]]:
+    """Losses, graphs and what failed, of blocks compiled by ourselves."""
+    from torch._dynamo.utils import counters
+
+    from toolkit.sharding import Checkpointing, Compilation, compile_blocks, plan_units
+
+    compilation = Compilation("aot_eager")
+    ours: dict[str, Any] = {"compilation": compilation}
+    everything = {**ours, "checkpointing": Checkpointing(1, offload=True), "offload": "optimizer"}
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        "ddp": ("ddp", {"prepare_model": lambda model: compile_blocks(model, plan_units(model), compilation)}),
+        "zero1": ("zero1", ours),
+        "zero2, checkpointed": ("zero2", {**ours, "checkpointing": Checkpointing(1)}),
+        "zero3, checkpoints and state offloaded": ("zero3", everything),
+    }
+    if int(os.environ["WORLD_SIZE"]) == 4:
+        cases = {"hybrid": ("hybrid", ours)}
+    found = {}
+    for name, (strategy, kwargs) in cases.items():
+        counters.clear()
+        losses = sharded_run("tied", strategy, **kwargs)["losses"]
+        found[name] = (losses, counters["stats"]["unique_graphs"], compilation.problem)
+    return found
+
+
 def test_compiled_blocks_train_the_same() -> None:
     plain = plain_run("tied")
     for losses in run_on_ranks(compiled_losses, 2)[0].values():
         assert losses == pytest.approx(plain["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_one_graph_for_all_blocks_under_every_strategy(num_ranks: int) -> None:
+    plain = plain_run("tied")
+    for name, (losses, num_graphs, problem) in run_on_ranks(own_compiled_losses, num_ranks)[0].items():
+        assert losses == pytest.approx(plain["losses"], rel=1e-5), name
+        # Training, evaluation, and a forward without gradients in training mode, whatever the number of blocks.
+        assert num_graphs == 3, name
+        assert problem is None
+
+
+def prefetched_runs() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, kwargs in (
+        ("two", {"prefetch": 2}),
+        ("all, offload", {"prefetch": 9, "offload": "optimizer"}),
+    ):
+        found[name] = sharded_run("tied", "zero3", **kwargs)["losses"]
+    accelerator = accelerator_for("zero3", prefetch=2)
+    model: Any = llama()
+    model, _ = accelerator.prepare(model, adamw(model))
+    layers = list(model.model.layers)
+    asked = [layer._get_fsdp_state() for layer in layers]
+    number = {id(state): i for i, state in enumerate(asked)}
+    found["forward"] = [[number[id(other)] for other in state._states_to_forward_prefetch] for state in asked]
+    found["backward"] = [[number[id(other)] for other in state._states_to_backward_prefetch] for state in asked]
+    return found
+
+
+def test_prefetch_asks_for_the_blocks_to_come_and_changes_no_loss() -> None:
+    plain = plain_run("tied")
+    found = run_on_ranks(prefetched_runs, 2)[0]
+    assert found["two"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert found["all, offload"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert found["forward"] == [[1, 2], [2, 3], [3], []]
+    assert found["backward"] == [[], [0], [1, 0], [2, 1]]
 
 
 def gathered_rows() -> list[int]:

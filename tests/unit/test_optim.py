@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+
 import pytest
 import torch
+from packed_rows import llama
 from torch import nn
 
-from toolkit.optim import build_optimizer, build_schedule, learning_rate_factor, parameter_groups
+from toolkit.errors import BadInputError
+from toolkit.optim import QUANTISED, build_optimizer, build_schedule, learning_rate_factor, parameter_groups
 from toolkit.recipe import OptimizerSection, ScheduleSection
 
 
@@ -61,3 +66,41 @@ def test_the_optimizer_is_fused() -> None:
     optimizer = build_optimizer(nn.Linear(2, 2), OptimizerSection(learning_rate=1.0))
     assert isinstance(optimizer, torch.optim.AdamW)
     assert optimizer.defaults["fused"] is True
+
+
+def test_moments_of_few_bits_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(BadInputError, match=r"optimizer.kind: adamw_8bit needs torchao .*pip install"):
+        build_optimizer(nn.Linear(2, 2), OptimizerSection(kind="adamw_8bit", learning_rate=1.0))
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_moments_of_few_bits(kind: str) -> None:
+    optim = pytest.importorskip("torchao.optim")
+    section = OptimizerSection(kind=kind, learning_rate=0.5, weight_decay=0.25, beta1=0.5, beta2=0.75, eps=1e-3)  # type: ignore[arg-type]
+    optimizer = build_optimizer(nn.Linear(2, 2), section)
+    assert type(optimizer) is getattr(optim, QUANTISED[kind])
+    for group, decay in zip(optimizer.param_groups, (0.25, 0.0), strict=True):
+        assert (float(group["lr"]), group["betas"], group["eps"]) == (0.5, (0.5, 0.75), 1e-3)
+        assert group["weight_decay"] == decay
+
+
+def test_muon_takes_the_matrices_of_the_blocks() -> None:
+    model = llama("sdpa")
+    optimizer = build_optimizer(model, OptimizerSection(kind="muon", learning_rate=1.0, weight_decay=0.1))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [(g["muon"], g["weight_decay"], {names[id(p)] for p in g["params"]}) for g in optimizer.param_groups]
+    matrices = {name for name, p in model.named_parameters() if name.startswith("model.layers.") and p.ndim == 2}
+    vectors = {name for name, p in model.named_parameters() if p.ndim == 1}
+    assert groups[0] == (True, 0.1, matrices)
+    assert groups[1] == (False, 0.1, {"model.embed_tokens.weight", "lm_head.weight"})
+    assert groups[2] == (False, 0.0, vectors)
+
+
+def test_a_gradient_scaler_skips_the_whole_step_of_muon() -> None:
+    """Torch gives fused optimizers the decision; a name of torch's that moves would make Muon step on infinities."""
+    model = llama("sdpa")
+    assert build_optimizer(model, OptimizerSection(learning_rate=1.0))._step_supports_amp_scaling is True
+    muon = build_optimizer(model, OptimizerSection(kind="muon", learning_rate=1.0))
+    assert muon._step_supports_amp_scaling is False
+    assert '"_step_supports_amp_scaling"' in inspect.getsource(torch.amp.GradScaler.step)

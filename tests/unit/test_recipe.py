@@ -168,3 +168,20 @@ def test_importing_the_package_or_a_recipe_imports_no_torch() -> None:
         "assert seconds < 0.2, seconds\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_optimizers_and_what_has_no_effect_with_them(tmp_path: Path) -> None:
+    found = problems(tmp_path, MINIMAL, "optimizer.momentum=0.9")
+    assert found == ["optimizer.momentum has no effect with optimizer.kind adamw; remove it"]
+    (problem,) = problems(tmp_path, MINIMAL, "optimizer.kind=muon", "sharding.offload=optimizer")
+    assert "sharding.offload: optimizer is not possible with optimizer.kind muon" in problem
+    (problem,) = problems(tmp_path, MINIMAL, "optimizer.kind=lion")
+    assert "adamw, adamw_8bit, adamw_4bit, adamw_fp8, muon" in problem
+    assert Recipe.load(tmp_path / "r.yaml", ["optimizer.kind=muon", "optimizer.momentum=0.9"]).optimizer.momentum == 0.9
+
+
+def test_steps_to_profile(tmp_path: Path) -> None:
+    for steps in ("[3]", "[5, 4]", "[1, 40]", "[9, 11]"):
+        (problem,) = problems(tmp_path, MINIMAL, f"training.profile_steps={steps}")
+        assert problem.startswith("training.profile_steps: "), problem
+    assert Recipe.load(tmp_path / "r.yaml", ["training.profile_steps=[3, 5]"]).training.profile_steps == [3, 5]

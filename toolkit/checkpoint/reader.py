@@ -24,7 +24,7 @@ from toolkit.checkpoint.manifest import (
     list_checkpoints,
     read_checkpoint,
 )
-from toolkit.checkpoint.state import MODEL, described, first_failure, with_optimizer_state
+from toolkit.checkpoint.state import MODEL, described, first_failure, put_back, with_optimizer_state
 from toolkit.errors import BadInputError
 
 MATTERS = ("model", "data", "objective", "adapter", "optimizer.kind", "training.seed")
@@ -146,6 +146,7 @@ def load_tensors(folder: Path, manifest: Manifest, model: nn.Module, optimizer: 
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=ranks.world_size() == 1)
     except CheckpointException as error:
         raise BadInputError(f"{str(folder)!r} cannot be read: {first_failure(error)}") from error
+    put_back(model, optimizer, tensors)
     # With offload the tensors are the masters on the host; this makes the device's weights of them.
     state = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
     model.load_state_dict(state, strict=False)

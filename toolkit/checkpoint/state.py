@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     """The live tensors of model and optimizer: DTensors where they are sharded, tied weights once.
 
     Of an adapted model only what is trained: the rest is where it was. With offload they are the float32
-    masters and the moments on the host, as without. A tensor without dimensions is shown with one.
+    masters and the moments on the host, as without. A tensor without dimensions is shown with one, and a
+    quantised moment as the float32 values it stands for, which is a copy: see `put_back`.
 
     Args:
         model: not wrapped in DDP.
@@ -33,12 +35,40 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     state = state_once(model)
     kept_names = trained_names(model) if has_adapter(model) else state.keys()
     tensors = {f"{MODEL}{name}": tensor for name, tensor in state.items() if name in kept_names}
+    tensors |= {name: unquantised(value) for name, value in _optimizer_tensors(model, optimizer)}
+    return {name: tensor.detach() if tensor.ndim else tensor.detach().view(1) for name, tensor in tensors.items()}
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, kept in optimizer.state.items():
         for key, value in kept.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{parameters[id(parameter)]}.{key}"] = value
-    return {name: tensor.detach() if tensor.ndim else tensor.detach().view(1) for name, tensor in tensors.items()}
+                yield f"optimizer.{parameters[id(parameter)]}.{key}", value
+
+
+def is_quantised(tensor: torch.Tensor) -> bool:
+    """Whether this rank's part is a tensor subclass, as torchao's moments are."""
+    return type(local_tensor(tensor)) not in (torch.Tensor, nn.Parameter)
+
+
+def unquantised(tensor: torch.Tensor) -> torch.Tensor:
+    """The float32 values of a quantised tensor, sharded as it is; another tensor as it is.
+
+    Blocks of values share a scale, and where they begin depends on the number of ranks: only values fit any.
+    """
+    if not is_quantised(tensor):
+        return tensor
+    values = local_tensor(tensor).dequantize().float()
+    return beside(tensor, values) if isinstance(tensor, DTensor) else values
+
+
+@torch.no_grad()
+def put_back(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    """Quantises the optimizer's tensors from what `named_tensors` gave, filled since."""
+    for name, value in _optimizer_tensors(model, optimizer):
+        if is_quantised(value):
+            local_tensor(value).copy_(local_tensor(tensors[name]))
 
 
 def with_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

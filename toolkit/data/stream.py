@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import report as reports
+from toolkit.data.ahead import ahead
 from toolkit.data.encode import Document, Encoder
 from toolkit.data.layouts import Layout
 from toolkit.data.loader import first_positions
@@ -291,7 +291,8 @@ class StreamLoader:
     """Yields, per optimizer step, this rank's micro-batches of a stream; see `toolkit.data.loader.TrainLoader`.
 
     Rank r's m-th micro-batch of step s holds samples (s G + (m W + r) B) to B more, as there.
-    The next window is made while the one before is trained on.
+    The next window is made while the one before is trained on. A thread may be steps ahead of the training:
+    the states of all windows from the training's on are kept.
     """
 
     def __init__(
@@ -321,6 +322,8 @@ class StreamLoader:
     def epoch_at(self, step: int) -> float:
         """Passes over the source that has had the fewest, whole ones; how long a stream is is not known."""
         state = self.state_at(self.samples_at(step))
+        if state is not None:
+            del self._states[: self._states.index(state)]  # a run does not go back
         return float(min(passes for passes, _, _ in state["sources"])) if state is not None else 0.0
 
     def samples_at(self, step: int) -> int:
@@ -359,22 +362,12 @@ class StreamLoader:
         """The pieces' tokens of every sample from the start on."""
         state = self.state_at(self._start[1])
         skip = self._start[1] - (state["samples"] if state is not None else 0)
-        for window in _ahead(self.stream.windows(state)):
-            known = [state for state in self._states if state["samples"] < window.state["samples"]]
-            self._states = [*known[-2:], window.state]
+        for window in ahead(self.stream.windows(state), "stream"):
+            if all(known["samples"] < window.state["samples"] for known in self._states):
+                self._states.append(window.state)
             for number in range(skip, len(window.samples)):
                 yield window.samples.tokens(number)
             skip = max(0, skip - len(window.samples))
-
-
-def _ahead(windows: Iterator[Window]) -> Iterator[Window]:
-    """The same, each made by a thread while the one before is used."""
-    with ThreadPoolExecutor(1, "stream") as thread:
-        coming = thread.submit(next, windows)
-        while True:
-            window = coming.result()
-            coming = thread.submit(next, windows)
-            yield window
 
 
 def describe_stream(stream: Stream, samples: TextSamples, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

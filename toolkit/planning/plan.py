@@ -460,10 +460,8 @@ def _recommended(rows: list[Row], hardware: Hardware) -> tuple[Row | None, str]:
         which = "as fast as the fastest that fits" if best.time.mid > fastest else "the fastest that fits"
         return best, f"{which}, {words}: {best.need / GIB:.1f} of {hardware.memory_bytes / GIB:.0f} GiB"
     least = min(rows, key=lambda row: row.need)
-    return (
-        None,
-        f"nothing fits; {least.setup.name} needs least, {least.need / GIB:.1f} GiB of {hardware.memory_bytes / GIB:.0f}",
-    )
+    needs = f"{least.need / GIB:.1f} GiB of {hardware.memory_bytes / GIB:.0f}"
+    return None, f"nothing fits; {least.setup.name} needs least, {needs}"
 
 
 # Levers
@@ -537,9 +535,8 @@ def launch_of(found: Plan, row: Row, recipe_name: str, overrides: list[str]) -> 
         parts.append(f"--num_machines {nodes} --machine_rank $NODE --main_process_ip $HEAD --main_process_port 29500")
         notes.append("on every node, with its number as NODE and the first node's address as HEAD")
     if setup.strategy.replicated:
-        parts.append(
-            f"--parallelism_config_dp_replicate_size {setup.mesh.replicate} --parallelism_config_dp_shard_size {setup.mesh.shard}"
-        )
+        sizes = {"replicate": setup.mesh.replicate, "shard": setup.mesh.shard}
+        parts += [f"--parallelism_config_dp_{axis}_size {size}" for axis, size in sizes.items()]
     parts.append(f"recipes/finetune.py --recipe {recipe_name}")
     settings = dict(text.partition("=")[::2] for text in overrides)
     settings |= {

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from toolkit.planning.fake import GRANULE
 from toolkit.planning.probe import Event, Probe

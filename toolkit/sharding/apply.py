@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.checkpoint import checkpoint
 
+from toolkit.sharding.compiling import Compilation, compile_blocks
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.units import UnitPlan
 
@@ -78,6 +79,16 @@ def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpoin
         config.use_cache = False  # the second forward would append to the cache again
 
 
+def prepare_blocks(
+    model: nn.Module, plan: UnitPlan, checkpointing: Checkpointing | None, compilation: Compilation | None
+) -> None:
+    """Compiles and checkpoints the blocks' forwards, as asked, in the order in which both work."""
+    if compilation is not None:
+        compile_blocks(model, plan, compilation)
+    if checkpointing is not None:
+        checkpoint_blocks(model, plan, checkpointing)
+
+
 def _checkpointed(forward: Callable[..., Any], offload: bool) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -99,6 +110,8 @@ def apply(
     is_last_micro_batch: Callable[[], bool],
     checkpointing: Checkpointing | None = None,
     offload: Callable[[nn.Module], KeepsMasters] | None = None,
+    compilation: Compilation | None = None,
+    prefetch: int | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shards `model` in place, one `fully_shard` call per unit.
 
@@ -113,14 +126,16 @@ def apply(
         checkpointing: of activations; None: every activation is kept.
         offload: called with the sharded model before it has weights; what it returns is given the
             masters, and trainable parameters are held in the type of compute.
+        compilation: of the blocks; None: they run eagerly.
+        prefetch: blocks that are gathered ahead of the one that computes; None: FSDP2's own one, issued when
+            the block before has been.
 
     Returns:
         Every parameter as it was -> as it is now.
     """
     if mixed_precision != "no" and offload is None:
         _hold_masters_in_float32(model)
-    if checkpointing is not None:
-        checkpoint_blocks(model, plan, checkpointing)
+    prepare_blocks(model, plan, checkpointing, compilation)
     before = dict(model.named_parameters(remove_duplicate=False))
     originals: dict[str, torch.Tensor] = {}
     alone = offload is not None and mesh.size() == 1 and strategy.reduce_each_micro_batch
@@ -141,10 +156,20 @@ def apply(
     materialize = getattr(model, "materialize_weights", None)
     if materialize is not None:
         materialize(keep_master)
+    if prefetch is not None:
+        _prefetch(model, plan, prefetch)
     _follow_accumulation(model, strategy, is_last_micro_batch)
     _reshard_after_evaluation(model)
     after = dict(model.named_parameters(remove_duplicate=False))
     return {before[name]: after[name] for name in before}
+
+
+def _prefetch(model: nn.Module, plan: UnitPlan, depth: int) -> None:
+    """Has each block ask for the gathers of the next `depth` blocks in forward, and of those before in backward."""
+    blocks: list[Any] = [model.get_submodule(unit.modules[0]) for unit in plan.blocks]
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + depth])
+        block.set_modules_to_backward_prefetch(blocks[max(0, number - depth) : number][::-1])
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -212,6 +237,13 @@ def shard_rows(parameter: DTensor) -> slice:
     position = parameter.device_mesh.get_local_rank(_shard_axis(parameter))
     chunk, num_rows = shard_chunk(parameter), parameter.shape[0]
     return slice(min(position * chunk, num_rows), min((position + 1) * chunk, num_rows))
+
+
+def row_counts(parameter: DTensor) -> list[int]:
+    """The rows of dimension 0 that each rank of the shard group holds."""
+    chunk, num_rows = shard_chunk(parameter), parameter.shape[0]
+    num_shards = parameter.device_mesh.size(_shard_axis(parameter))
+    return [min(chunk, max(0, num_rows - position * chunk)) for position in range(num_shards)]
 
 
 def shard_group(parameter: DTensor) -> dist.ProcessGroup:

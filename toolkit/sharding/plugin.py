@@ -42,6 +42,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit.errors import BadInputError
 from toolkit.sharding.apply import Checkpointing, KeepsMasters, apply, precision_policies
+from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect, parse_offload
 from toolkit.sharding.strategy import (
     DEFAULT_STRATEGY,
@@ -69,6 +70,8 @@ def sharding_kwargs(
     unit_classes: Sequence[str] | None = None,
     checkpointing: Checkpointing | None = None,
     offload: str | OffloadSettings | None = None,
+    compilation: Compilation | None = None,
+    prefetch: int | None = None,
 ) -> dict[str, FullyShardedDataParallelPlugin | ParallelismConfig]:
     """Constructor arguments that register the backend with a stock `Accelerator`.
 
@@ -81,12 +84,14 @@ def sharding_kwargs(
         checkpointing: of activations; unset, as `fsdp_activation_checkpointing` says.
         offload: `optimizer` keeps optimizer state in host memory, `none` doesn't; `OffloadSettings` say how;
             unset, as the strategy's text says.
+        compilation: of the blocks, by torch.compile; unset, they run eagerly.
+        prefetch: blocks whose parameters are gathered ahead; unset, FSDP2's own one.
 
     Raises:
         BadInputError: an unknown strategy, one that the Accelerate config contradicts, or an
             untested version of torch or Accelerate.
     """
-    plugin = ShardingPlugin(strategy=strategy, unit_classes=unit_classes, checkpointing=checkpointing, offload=offload)
+    plugin = ShardingPlugin(strategy, unit_classes, checkpointing, offload, compilation, prefetch)
     mesh = ShardingMesh(plugin=plugin, dp_replicate_size=replicate_size, dp_shard_size=shard_size)
     return {"fsdp_plugin": plugin, "parallelism_config": mesh}
 
@@ -152,6 +157,8 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         unit_classes: Sequence[str] | None = None,
         checkpointing: Checkpointing | None = None,
         offload: str | OffloadSettings | None = None,
+        compilation: Compilation | None = None,
+        prefetch: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_versions()
@@ -161,7 +168,11 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self.engine: OffloadEngine | None = None
         self.unit_classes = list(unit_classes) if unit_classes else None
         self.unit_plan: UnitPlan | None = None
+        self.compilation = compilation
+        self.prefetch = prefetch
         self._accelerator: weakref.ref[Accelerator] | None = None
+        if prefetch is not None and not self.strategy.sharded:
+            raise BadInputError("sharding.prefetch has no effect with strategy ddp, which gathers nothing; remove it")
         _refuse_stock_settings()
         kwargs.setdefault("state_dict_type", os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"))
         super().__init__(
@@ -180,6 +191,12 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
                 "activation checkpointing: with strategy ddp the backend does not touch the model; call "
                 "toolkit.sharding.checkpoint_blocks(model, plan_units(model), Checkpointing(every=1)) before prepare, "
                 "set sharding.activation_checkpointing in a recipe, or choose zero3"
+            )
+        if compilation is not None and not self.strategy.sharded:
+            raise BadInputError(
+                "compilation: with strategy ddp the backend does not touch the model; call toolkit.sharding."
+                "compile_blocks(model, plan_units(model), Compilation()) before prepare, set training.compile in a "
+                "recipe, or choose zero3"
             )
 
     def set_mixed_precision(self, mixed_precision: str, buffer_autocast: bool = False, override: bool = False) -> None:
@@ -210,6 +227,8 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             is_last_micro_batch=_is_last_micro_batch,
             checkpointing=self.checkpointing,
             offload=functools.partial(self._offload, accelerator) if self.offload is not None else None,
+            compilation=self.compilation,
+            prefetch=self.prefetch,
         )
         _tell_empty_shards_apart(model)
         for optimizer in accelerator._optimizers:

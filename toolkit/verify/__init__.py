@@ -81,7 +81,11 @@ def verify(
 
 def _require_comparable(recipe: Recipe) -> None:
     """Raises BadInputError for what the plain side has no loop for."""
-    wanted = {"objective.kind": (recipe.objective.kind, "causal_lm"), "adapter.kind": (recipe.adapter.kind, "none")}
+    wanted = {
+        "objective.kind": (recipe.objective.kind, "causal_lm"),
+        "adapter.kind": (recipe.adapter.kind, "none"),
+        "optimizer.kind": (recipe.optimizer.kind, "adamw"),
+    }
     for key, (found, known) in wanted.items():
         if found != known:
             raise BadInputError(f"{key}: {found} cannot be verified; the plain loop knows {known} only")

@@ -85,12 +85,16 @@ def test_every_token_of_a_pass_is_a_target_once(tmp_path: Path, byte_pairs: Any)
         assert targets.count(token) >= wanted.count(token)
 
 
-@pytest.mark.parametrize("cut", range(1, 12))
-def test_a_run_that_is_cut_off_goes_on_at_the_next_sample(tmp_path: Path, byte_pairs: Any, cut: int) -> None:
+@pytest.mark.parametrize(("cut", "ahead"), [*((cut, 0) for cut in range(1, 12)), (2, 9), (7, 6)])
+def test_a_run_that_is_cut_off_goes_on_at_the_next_sample(
+    tmp_path: Path, byte_pairs: Any, cut: int, ahead: int
+) -> None:
+    """Also where micro-batches were made some steps ahead of the training."""
     whole = loader(built(tmp_path, byte_pairs), 0, 1, 3, 1, steps=14)
     expected = [tokens_of(window) for window in whole]
     first = loader(built(tmp_path, byte_pairs), 0, 1, 3, 1, steps=14)
-    done = [tokens_of(window) for _, window in zip(range(cut), first, strict=False)]
+    done = [tokens_of(window) for _, window in zip(range(cut + ahead), first, strict=False)][:cut]
+    first.epoch_at(cut)
     state = json.loads(json.dumps(first.state_at(first.samples_at(cut))))
     assert state["samples"] <= 3 * cut
     rest = loader(built(tmp_path, byte_pairs), 0, 1, 3, 1, steps=14)

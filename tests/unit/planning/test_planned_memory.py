@@ -145,4 +145,3 @@ def test_the_plan_is_the_trace(grid: list[Compared]) -> None:
     assert mean <= 0.01, table
     assert errors[-1].error <= 0.05, table
     assert errors[0].error >= -0.005, table
-

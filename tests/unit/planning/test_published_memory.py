@@ -159,7 +159,9 @@ def test_h200s(row: Published) -> None:
     work = workload(row)
     parameters = sum(parameter.numel() for parameter in work.model.parameters())
     assert parameters == pytest.approx(row.parameters * 1e9, rel=1e-3)
-    print(f"\n{row}: planned {peak.total / GIB:.1f} GiB, {100 * (peak.total / GIB / row.gib - 1):+.1f} % ({peak.moment})")
+    print(
+        f"\n{row}: planned {peak.total / GIB:.1f} GiB, {100 * (peak.total / GIB / row.gib - 1):+.1f} % ({peak.moment})"
+    )
     assert peak.total / GIB == pytest.approx(row.gib, rel=0.02), peak
 
 

@@ -1,0 +1,164 @@
+"""toolkit.sharding.compiling: equal blocks share a graph, shapes cost few graphs, and what fails runs eagerly."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from packed_rows import VOCABULARY, llama
+from torch import nn
+from torch._dynamo.utils import counters
+
+from toolkit.errors import BadInputError
+from toolkit.recipe import Recipe
+from toolkit.run import build_plugins
+from toolkit.sharding.apply import Checkpointing, checkpoint_blocks
+from toolkit.sharding.compiling import Compilation, compile_blocks
+from toolkit.sharding.plugin import ShardingPlugin
+from toolkit.sharding.units import plan_units
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    counters.clear()
+    yield
+    torch.compiler.reset()
+    counters.clear()
+
+
+def compiled(backend: Any, checkpointed: bool = False) -> tuple[nn.Module, Compilation]:
+    torch.manual_seed(0)
+    model = llama("sdpa")
+    compilation = Compilation(backend)
+    plan = plan_units(model)
+    compile_blocks(model, plan, compilation)
+    if checkpointed:
+        checkpoint_blocks(model, plan, Checkpointing(1))
+    return model, compilation
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Loss, then gradients."""
+    ids = torch.randint(0, VOCABULARY, (3, 16), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(16).remainder(7).expand(3, -1)
+    model.zero_grad()
+    loss = model(input_ids=ids, position_ids=positions, use_cache=False).logits.log_softmax(-1).square().mean()
+    loss.backward()
+    return [loss.detach(), *[p.grad for p in model.parameters() if p.grad is not None]]
+
+
+def eager() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return gradients(llama("sdpa"))
+
+
+def num_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_two_blocks_one_graph_and_the_eager_gradients(checkpointed: bool) -> None:
+    model, compilation = compiled("aot_eager", checkpointed)
+    torch.testing.assert_close(gradients(model), eager(), rtol=1e-5, atol=1e-7)
+    assert num_graphs() == 1
+    assert compilation.describe() == "each block compiled (aot_eager)"
+
+
+class Stack(nn.Module):
+    """Blocks that inductor compiles in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_micro_batches_of_other_sizes_cost_one_graph_more_and_evaluation_as_many_again() -> None:
+    model = Stack()
+    compile_blocks(model, plan_units(model), Compilation("aot_eager"))
+    for rows in (3, 4, 2, 5, 6):
+        inputs = torch.linspace(-1, 1, 8 * rows).view(rows, 8).requires_grad_()
+        torch.testing.assert_close(model(inputs), Stack()(inputs), rtol=1e-5, atol=1e-7)
+    assert num_graphs() == 2
+    with torch.no_grad():
+        for rows in (3, 4, 5):
+            model(torch.zeros(rows, 8))
+    assert num_graphs() <= 4
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a compiler on the CPU")
+def test_inductor() -> None:
+    found = []
+    for compilation in (None, Compilation()):
+        model = Stack()
+        plan = plan_units(model)
+        if compilation is not None:
+            compile_blocks(model, plan, compilation)
+            checkpoint_blocks(model, plan, Checkpointing(1))
+        loss = model(torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()).square().sum()
+        loss.backward()
+        found.append([loss.detach(), *[p.grad for p in model.parameters()]])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
+    assert num_graphs() == 1
+    assert compilation is not None
+    assert compilation.describe() == "each block compiled (inductor)"
+
+
+def fails(*_: Any) -> Any:
+    raise NotImplementedError("no such kernel")
+
+
+def fails_in_backward(graph: Any, inputs: Any) -> Any:
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(fw_compiler=lambda module, _: module.forward, bw_compiler=fails)(graph, inputs)
+
+
+@pytest.mark.parametrize("backend", [fails, fails_in_backward])
+def test_what_cannot_be_compiled_runs_eagerly_and_says_why(backend: Any) -> None:
+    model, compilation = compiled(backend)
+    with pytest.warns(UserWarning, match="training.compile: eager: .*no such kernel"):
+        found = gradients(model)
+    torch.testing.assert_close(found, eager())
+    assert "no such kernel" in compilation.describe()
+
+
+def test_an_error_of_the_model_itself_is_its_own() -> None:
+    model, _ = compiled("aot_eager")
+    with pytest.raises(IndexError):
+        model(input_ids=torch.full((1, 8), VOCABULARY))
+
+
+def test_the_setting_that_compiles_the_backward_at_once_is_still_there() -> None:
+    import torch._functorch.config
+
+    assert hasattr(torch._functorch.config, "force_non_lazy_backward_lowering")
+
+
+def test_settings_that_ddp_cannot_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(BadInputError, match=r"sharding.prefetch has no effect with strategy ddp"):
+        ShardingPlugin("ddp", prefetch=2)
+    with pytest.raises(BadInputError, match=r"compilation: with strategy ddp .*compile_blocks"):
+        ShardingPlugin("ddp", compilation=Compilation())
+
+
+def test_blocks_are_not_compiled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    values = {
+        "model": {"name_or_path": "m"},
+        "data": {"train": "rows.jsonl", "max_length": 8},
+        "optimizer": {"learning_rate": 1.0},
+        "training": {"output_dir": "out", "max_steps": 1, "compile": True},
+    }
+    with pytest.raises(BadInputError, match=r"training.compile is set, and so is .*dynamo_backend \(INDUCTOR\)"):
+        build_plugins(Recipe.from_mapping(values))

@@ -1,0 +1,89 @@
+"""toolkit.attention: what `auto` chooses where, with the libraries' availability made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from packed_rows import llama
+from transformers.utils import import_utils
+
+from toolkit import attention
+from toolkit.errors import BadInputError
+from toolkit.models import attention_of
+from toolkit.recipe import ModelSection
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(major: int, *installed: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+        for version in (2, 3):
+            found = version in installed
+            monkeypatch.setattr(import_utils, f"is_flash_attn_{version}_available", lambda found=found: found)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("major", "installed", "expected"),
+    [
+        (9, (2, 3), "flash_attention_3"),
+        (9, (2,), "flash_attention_2"),
+        (8, (2, 3), "flash_attention_2"),
+        (10, (3,), None),
+        (7, (2, 3), None),
+        (9, (), None),
+    ],
+)
+def test_the_newest_flash_attention_that_runs_on_the_gpu(
+    machine: Any, major: int, installed: tuple[int, ...], expected: str | None
+) -> None:
+    machine(major, *installed)
+    assert attention.best_flash(llama("sdpa"), GPU, in_16_bits=True)[0] == expected  # type: ignore[arg-type]
+
+
+def test_the_choice_is_made_and_named(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(9, 3)
+    model: Any = llama("sdpa")
+    monkeypatch.setattr(
+        model, "set_attn_implementation", lambda name: setattr(model.config, "_attn_implementation_internal", name)
+    )
+    assert attention.settle_attention(model, "auto", GPU, True) == "flash_attention_3 (installed, for this GPU)"
+    assert attention_of(model) == "flash_attention_3"
+
+
+def test_where_it_is_refused_the_run_keeps_what_it_has(machine: Any) -> None:
+    machine(9, 3)  # which transformers does not find here
+    model: Any = llama("sdpa")
+    found = attention.settle_attention(model, "auto", GPU, True)
+    assert found.startswith("sdpa (flash_attention_3 refused: ")
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "in_16_bits", "expected"),
+    [
+        ("auto", "cpu", True, "sdpa (no GPU)"),
+        ("auto", "cuda", False, "sdpa (float32 compute: flash attention takes 16 bits)"),
+        ("auto", "cuda", True, f"sdpa ({attention.NOT_INSTALLED})"),
+        ("sdpa", "cuda", True, "sdpa (model.attention)"),
+    ],
+)
+def test_sdpa_otherwise(machine: Any, asked: str, device: str, in_16_bits: bool, expected: str) -> None:
+    machine(9)
+    found = attention.settle_attention(llama("sdpa"), asked, torch.device(device), in_16_bits)  # type: ignore[arg-type]
+    assert found == expected
+
+
+def test_asked_for_but_not_installed() -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from toolkit.models import _of_kind
+
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
+    asked = ModelSection(name_or_path="m", attention="flash_attention_3").attention
+    with pytest.raises(BadInputError, match=r"model.attention: flash_attention_3 .*auto"):
+        _of_kind(AutoModelForCausalLM, config, {"attn_implementation": asked})

@@ -1,0 +1,35 @@
+"""What is needed next is made by a thread while what is here is used."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def ahead(items: Iterator[T], name: str = "data") -> Generator[T, None, None]:
+    """The same items, none of them None, each made while the one before is used; an error comes in its place.
+
+    Closed early, it waits for the item that is being made, and closes `items`.
+    """
+    with ThreadPoolExecutor(1, name) as thread:
+        try:
+            coming = thread.submit(next, items, None)
+            while (item := coming.result()) is not None:
+                coming = thread.submit(next, items, None)
+                yield item
+        finally:
+            thread.shutdown(wait=True)
+            if hasattr(items, "close"):
+                items.close()
+
+
+def with_next(items: Iterator[T]) -> Iterator[tuple[T, T | None]]:
+    """Each item with the one after it; None after the last."""
+    item = next(items, None)
+    while item is not None:
+        following = next(items, None)
+        yield item, following
+        item = following

@@ -1,0 +1,108 @@
+"""Muon for sharded matrices (Jordan et al., "Muon", 2024; arXiv 2502.16982), and AdamW for what is no matrix.
+
+Newton-Schulz needs whole matrices. F matrices at a time are dealt to the F ranks of the shard group: one
+exchange makes each rank's matrix whole, each rank orthogonalises its own, and one exchange brings the rows
+back. So a rank computes 1 / F of the whole, and no rank holds more than one whole matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.sharding.apply import local_tensor, row_counts, shard_group
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW whose groups with `muon: True` hold matrices (2-D) and are stepped as torch.optim.Muon would.
+
+    The update's length is matched to AdamW's (`match_rms_adamw`), so that both take one learning rate.
+
+    Args:
+        params: groups, each with the key `muon`.
+        momentum: of the matrices, with Nesterov's look ahead.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]], *, momentum: float, **settings: Any) -> None:
+        super().__init__(params, fused=True, **settings)
+        self.momentum = momentum
+        # A gradient scaler leaves skipping to fused optimizers; a step of this one it has to skip as a whole.
+        self._step_supports_amp_scaling = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step. Collective: a matrix has a gradient on every rank or on none."""
+        for group in self.param_groups:
+            if group["muon"]:
+                self._step_matrices(group)
+        return super().step(closure)
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        # AdamW, which steps next, passes over what has no gradient.
+        changes = (self._momentum_of(parameter) for parameter in parameters)
+        for parameter, update in zip(parameters, orthogonalised(parameters, changes), strict=True):
+            local = local_tensor(parameter)
+            local.mul_(1 - float(group["lr"]) * group["weight_decay"])
+            local.add_(update.to(local.dtype), alpha=float(group["lr"]))
+
+    def _momentum_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This rank's rows of the smoothed gradient, one step ahead; the gradient is dropped."""
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        parameter.grad = None
+        mean = local_tensor(state["momentum_buffer"])
+        rows = local_tensor(gradient)
+        mean.lerp_(rows, 1 - self.momentum)
+        return rows.lerp(mean, self.momentum)
+
+
+def orthogonalised(parameters: list[nn.Parameter], rows: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """This rank's rows of each parameter's update, to be added, at a learning rate of 1.
+
+    Args:
+        rows: this rank's rows (rows of the shard, columns) of what is orthogonalised, for each parameter.
+    """
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if not sharded:
+        yield from (newton_schulz(whole) for whole in rows)
+        return
+    group = shard_group(sharded[0])
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    for start in range(0, len(sharded), size):
+        dealt = sharded[start : start + size]
+        mine = [next(rows) for _ in dealt]
+        there = [tensor.numel() for tensor in mine] + [0] * (size - len(dealt))
+        here = [0] * size
+        if rank < len(dealt):
+            here = [count * dealt[rank].shape[1] for count in row_counts(dealt[rank])]
+        flat = _exchanged(torch.cat([tensor.flatten() for tensor in mine]), there, here, group)
+        if rank < len(dealt):
+            flat = newton_schulz(flat.view(dealt[rank].shape)).flatten()
+        back = _exchanged(flat, here, there, group)
+        yield from (part.view_as(old) for part, old in zip(torch.split(back, there[: len(mine)]), mine, strict=True))
+
+
+def _exchanged(flat: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """What the ranks send this one, in rank order; counts are in elements."""
+    result = flat.new_empty(sum(received))
+    dist.all_to_all_single(result, flat.contiguous(), received, sent, group=group)
+    return result
+
+
+def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    """What torch.optim.Muon adds for a whole matrix (rows, columns): its step from zero, without momentum or decay."""
+    found = nn.Parameter(torch.zeros_like(matrix))
+    found.grad = matrix
+    once = torch.optim.Muon(
+        [found], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
+    )
+    once.step()  # type: ignore[no-untyped-call]
+    return found.detach()

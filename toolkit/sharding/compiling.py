@@ -1,0 +1,69 @@
+"""torch.compile of each block's forward: one graph for all equal blocks, below FSDP2's hooks.
+
+A whole model has a graph as long as it is deep, and FSDP2's hooks break it at each unit. A block's forward
+alone holds no hook, and equal blocks share its code, its guards and so its graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.sharding.units import UnitPlan
+
+
+@dataclass
+class Compilation:
+    """How blocks are compiled, and what came of it.
+
+    Attributes:
+        backend: of torch.compile.
+        problem: why the blocks run eagerly after all; None: they don't.
+    """
+
+    backend: str = "inductor"
+    problem: str | None = None
+
+    def describe(self) -> str:
+        if self.problem is not None:
+            return f"eager: the blocks could not be compiled ({self.problem})"
+        return f"each block compiled ({self.backend})"
+
+
+def compile_blocks(model: nn.Module, plan: UnitPlan, compilation: Compilation) -> None:
+    """Compiles the forward of each block in place; where that fails, it warns once and all run eagerly.
+
+    Called before `checkpoint_blocks`: a checkpoint calls the compiled forward twice, with its own random state.
+    """
+    torch.compiler.reset()  # graphs of a run before in this process count towards the limit of recompilations
+    # Otherwise the backward is compiled in the backward, where it is too late to run a block eagerly.
+    config: Any = importlib.import_module("torch._functorch.config")
+    config.force_non_lazy_backward_lowering = True
+    for path in (path for unit in plan.blocks for path in unit.modules):
+        block = model.get_submodule(path)
+        block.forward = _compiled(block.forward, compilation)
+
+
+def _compiled(forward: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+    from torch._dynamo.exc import TorchDynamoException  # seconds to import, for nothing where nothing is compiled
+
+    compiled = torch.compile(forward, backend=compilation.backend)
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if compilation.problem is None:
+            try:
+                return compiled(*args, **kwargs)
+            except TorchDynamoException as error:  # raised while compiling, before anything is computed
+                compilation.problem = " ".join(str(error).split("\n")[:2])  # what failed, and how
+                warnings.warn(f"training.compile: {compilation.describe()}; the run goes on", stacklevel=2)
+        return forward(*args, **kwargs)
+
+    return run
