@@ -231,7 +231,7 @@ class Preference:
 
     def log_probabilities(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the chosen and the rejected completion of each pair, and their target tokens, each (P, 2)."""
-        num_segments = int(batch["segments"].max()) + 1
+        num_segments = 2 * len(batch["reference"])
         sums, counts = self._causal.log_probabilities(model, batch, num_segments)
         return sums.view(-1, 2), counts.view(-1, 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -151,7 +152,7 @@ class PairSamples(TextSamples):
     """For preferences: as `TextSamples`, both completions of a pair in one sample, and `segments` (B, T).
 
     A segment is a completion with its prompt: of the batch's i-th pair 2 i is the chosen one, 2 i + 1 the
-    rejected one; padding is -1. With a reference `reference` is (P, 2), for P pairs.
+    rejected one; padding is -1. `reference` is (P, 2), for P pairs; NaN where there is none.
 
     Attributes:
         splits: tokens of the chosen completion of each row.
@@ -171,9 +172,9 @@ class PairSamples(TextSamples):
             segments[i, : len(owners)] = owners
             first += len(lengths)
         batch["segments"] = segments
-        if self.reference is not None:
-            rows = [row for number in numbers for row in self.pairs(number)]
-            batch["reference"] = torch.from_numpy(self.reference[rows])
+        rows = [row for number in numbers for row in self.pairs(number)]
+        unknown = torch.full((len(rows), 2), math.nan)
+        batch["reference"] = unknown if self.reference is None else torch.from_numpy(self.reference[rows])
         return batch
 
     def pairs(self, number: int) -> list[int]:
