@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import warnings
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ def plan_command(
     options: PlanOptions,
 ) -> bool:
     """Plans and prints; whether anything fits."""
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
     found = plan(
         recipe,
         hardware,

@@ -29,7 +29,10 @@ COLORS = {
 
 
 def gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB else f"{num_bytes / GIB:.2f}"
+    """GiB, with fewer digits the more they are."""
+    if not num_bytes:
+        return "0"
+    return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB else f"{num_bytes / GIB:.3g}"
 
 
 def show(console: Console, plan: Plan, launch: Launch | None, every_row: bool) -> None:
@@ -136,7 +139,7 @@ def explain(console: Console, plan: Plan, row: Row) -> None:
         f"peak         {gib(row.peak.total)} GiB, in {row.peak.moment}",
         f"need         {gib(row.need)} GiB of {hardware.memory_bytes / GIB:.0f}: {row.verdict} {row.problem}",
         "",
-        "moments of a step (GiB):",
+        "the largest moments of a step (GiB):",
         *(f"  {gib(moment.total):>7}  {moment.moment}" for moment in _largest(row)),
         "",
         "bytes of the whole tensors that collectives carry in a step (a rank of a ring sends (N - 1) / N of them):",

@@ -1,0 +1,300 @@
+"""The table: what a setup needs against formulas written out here, what is recommended, and bad input."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from toolkit.cli import app
+from toolkit.errors import BadInputError
+from toolkit.planning import check, command, show
+from toolkit.planning.hardware import GIB, Hardware, hardware_of
+from toolkit.planning.plan import Plan, Planner, Row, launch_of, plan
+from toolkit.planning.workload import workload_of
+from toolkit.recipe import Recipe
+from toolkit.sharding.strategy import STRATEGIES, MeshShape
+
+LAYERS, HIDDEN, INNER, VOCABULARY, LENGTH = 6, 64, 160, 2048, 128
+P = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32 + 3 * HIDDEN * INNER + 2 * HIDDEN) + 2 * VOCABULARY * HIDDEN + HIDDEN
+"""Parameters: attention with half as wide keys and values, gated layers, two norms; embeddings, head, final norm."""
+
+SLACK = 40_000
+"""What 57 tensors, rounded up to 512 bytes each, and the batch may add."""
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    config = {"model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    training = {"output_dir": "out", "max_steps": 1, "micro_batch_size": 2, "gradient_accumulation_steps": 2}
+    return {
+        "model": {"config": {**config, **heads}, "train_tokenizer_vocab_size": VOCABULARY},
+        "data": {"train": "text.txt", "max_length": LENGTH},
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {**training, **changes.pop("training", {})},
+        **changes,
+    }
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe.from_mapping(values(**changes))
+
+
+@pytest.fixture(scope="module")
+def found() -> Plan:
+    return plan(recipe(), hardware_of("h100_sxm"), 8)
+
+
+def row_of(found: Plan, strategy: str, *, offload: bool = False, shard: int | None = None, size: int = 2) -> Row:
+    """The row of a strategy without checkpointing."""
+    return next(
+        row
+        for row in found.rows
+        if (row.setup.strategy.name, row.setup.offload, row.setup.micro_batch_size) == (strategy, offload, size)
+        and row.setup.checkpointing is None
+        and shard in (None, row.setup.mesh.shard)
+    )
+
+
+def test_parameters_are_counted(found: Plan) -> None:
+    assert found.num_parameters == found.num_trained == P
+
+
+@pytest.mark.parametrize(("strategy", "shard"), [("zero1", 8), ("zero2", 8), ("zero3", 8), ("hybrid", 2), ("hybrid", 4)])
+def test_states_are_12_bytes_over_the_shard_group(found: Plan, strategy: str, shard: int) -> None:
+    """float32 weights and two moments; tensors are rounded up to 512 bytes, and each has a count of steps."""
+    row = row_of(found, strategy, shard=shard)
+    assert 4 * P / shard <= row.peak.parameters <= 4 * P / shard + SLACK
+    assert 8 * P / shard <= row.peak.optimizer <= 8 * P / shard + 3 * SLACK
+
+
+def test_ddp_holds_everything_on_every_rank(found: Plan) -> None:
+    peak = row_of(found, "ddp").peak
+    assert peak.gathered == peak.communication == 0
+    # Accumulation sums gradients beside the buckets.
+    assert peak.parameters + peak.optimizer + peak.gradients == pytest.approx((4 + 8 + 4 + 4) * P, rel=0.05)
+
+
+def test_offload_moves_16_bytes_a_parameter_to_the_host_of_a_node(found: Plan) -> None:
+    """Master, two moments and a landing place in float32, for all ranks; two staging buffers of the largest unit."""
+    row = row_of(found, "zero3", offload=True)
+    staging = 8 * 2 * 2 * (VOCABULARY * HIDDEN + HIDDEN) / 8
+    assert row.host_bytes == pytest.approx(16 * P + staging, rel=0.01)
+    assert row.peak.optimizer == 0
+    assert 2 * P / 8 <= row.peak.parameters <= 2 * P / 8 + SLACK
+
+
+def test_every_combination_is_there_with_equal_samples_a_step(found: Plan) -> None:
+    names = {row.setup.name for row in found.rows}
+    sharded = {"zero1", "zero2", "zero3"}
+    assert names >= {"ddp", "hybrid 2x4", "hybrid 4x2", *sharded, *(f"{name}+offload" for name in sharded)}
+    assert {row.setup.micro_batch_size * row.setup.accumulation for row in found.rows} == {4}
+    assert {row.setup.micro_batch_size for row in found.rows} == {1, 2, 4}
+    assert {row.setup.checkpoints for row in found.rows} == {"none", "all"}
+    assert {row.tokens for row in found.rows} == {4 * 8 * LENGTH}
+
+
+def test_checkpoints_trade_time_for_memory(found: Plan) -> None:
+    plain = row_of(found, "zero3", size=4)
+    again = next(row for row in found.rows if row.setup == replace(plain.setup, checkpointing=_all(found)))
+    assert again.peak.total < plain.peak.total
+    assert again.time.mid > plain.time.mid
+
+
+def _all(found: Plan) -> Any:
+    return next(row.setup.checkpointing for row in found.rows if row.setup.checkpoints == "all")
+
+
+def test_the_fastest_that_fits_is_recommended(found: Plan) -> None:
+    assert found.recommended is not None
+    fastest = min(row.time.mid for row in found.rows if row.verdict == "fits")
+    assert found.recommended.time.mid <= 1.01 * fastest
+    assert not found.recommended.setup.offload
+    assert found.levers == ()
+
+
+def limited(gib: float) -> Hardware:
+    """An H100 with so much memory beside what CUDA takes."""
+    return hardware_of("h100_sxm", device_memory_gib=2 + gib)
+
+
+def test_verdicts(found: Plan) -> None:
+    peak = found.asked.peak.total / GIB
+    for room, verdict in ((1.26, "fits"), (1.24, "tight"), (1.06, "tight"), (1.04, "no")):
+        assert plan(recipe(), limited(room * peak), 8).asked.verdict == verdict
+
+
+def test_what_helps_where_nothing_fits() -> None:
+    nothing = plan(recipe(), limited(0.001), 8)
+    assert nothing.recommended is None
+    assert "nothing fits" in nothing.reason
+    changes = [lever.change for lever in nothing.levers]
+    assert "sharding.activation_checkpointing=1" in changes
+    assert any(change.startswith("training.micro_batch_size=1 ") for change in changes)
+    assert f"data.max_length={LENGTH // 2}" in changes
+    assert all(lever.row.need < nothing.asked.need for lever in nothing.levers)
+
+
+def test_host_memory_is_a_limit_too() -> None:
+    small = replace(hardware_of("h100_sxm"), host_memory_bytes=8 * P)
+    row = row_of(plan(recipe(), small, 8), "zero3", offload=True)
+    assert row.verdict == "no"
+    assert "host memory" in row.problem
+
+
+def test_thousands_of_ranks(found: Plan) -> None:
+    many = plan(recipe(), hardware_of("h100_sxm"), 4096)
+    assert {row.setup.mesh.shard for row in many.rows if row.setup.strategy.replicated} >= {8, 64, 2048}
+    assert row_of(many, "zero3").peak.parameters < row_of(found, "zero3").peak.parameters
+
+
+def test_lora_holds_no_state_of_the_base() -> None:
+    model = {"adapter": {"kind": "lora", "r": 4}, "export": {"merge": True}}
+    adapted = plan(recipe(**model), hardware_of("h100_sxm"), 8)
+    assert adapted.num_trained < 0.2 * adapted.num_parameters
+    row = row_of(adapted, "zero3")
+    assert row.peak.optimizer < 8 * P / 8 / 2
+
+
+@pytest.mark.parametrize("changes", [{"objective": {"kind": "preference"}}, {"objective": {"kind": "sequence_classification"}}])
+def test_other_objectives(changes: dict[str, Any]) -> None:
+    assert plan(recipe(**changes), hardware_of("a100_80"), 1).asked.verdict == "fits"
+
+
+def test_the_recipes_own_settings_are_the_row_as_it_stands() -> None:
+    sharding = {"strategy": "zero2", "activation_checkpointing": 2, "offload": "optimizer", "device_state_gib": 0.0001}
+    asked = plan(recipe(sharding=sharding), hardware_of("l40s"), 2).asked
+    assert (asked.setup.name, asked.setup.checkpoints) == ("zero2+offload", "every 2")
+    own = P / 2
+    assert 0 < asked.peak.optimizer <= 107_374 + 2_048 < 16 * own
+
+
+def test_the_command_is_one_that_the_recipe_takes(found: Plan) -> None:
+    row = next(row for row in found.rows if row.setup.strategy.replicated and row.setup.checkpointing is not None)
+    launch = launch_of(found, row, "quickstart", ["training.max_steps=7", "training.micro_batch_size=3"])
+    words = shlex.split(launch.command)
+    config = Path(words[words.index("--config_file") + 1])
+    assert (Path(__file__).parents[3] / config).is_file()
+    overrides = words[words.index("--recipe") + 2 :]
+    loaded = Recipe.load("quickstart", overrides)
+    assert loaded.training.max_steps == 7
+    assert loaded.training.micro_batch_size == row.setup.micro_batch_size
+    assert loaded.sharding.activation_checkpointing == 1
+    assert "--parallelism_config_dp_shard_size" in words
+
+
+def test_settings_with_spaces_are_quoted(found: Plan) -> None:
+    assert found.recommended is not None
+    launch = launch_of(found, found.recommended, "quickstart", ["logging.sample_prompt=To be"])
+    assert "logging.sample_prompt=To be" in shlex.split(launch.command)
+
+
+def test_what_is_printed(found: Plan) -> None:
+    console = Console(record=True, width=220, file=open("/dev/null", "w"))  # noqa: SIM115
+    show.show(console, found, None, every_row=True)
+    assert found.recommended is not None
+    show.explain(console, found, found.recommended)
+    text = console.export_text()
+    assert f"{P:,} parameters" in text
+    assert "zero3+offload" in text
+    assert "seconds of a step" in text
+
+
+def test_the_plot(found: Plan, tmp_path: Path) -> None:
+    show.plot(found, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(BadInputError, match="--plot"):
+        show.plot(found, tmp_path / "plan.nonsense")
+
+
+# The command
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("plan") / "recipe.yaml"
+    path.write_text(json.dumps(values()))
+    return str(path)
+
+
+def test_json_and_trace(file: str) -> None:
+    result = run("--recipe", file, "--gpus", "2", "--json", "--trace")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout[result.stdout.index("{") :])
+    assert printed["parameters"] == P
+    traced = printed["traced"]
+    assert traced["planned"] == pytest.approx(traced["peak"], rel=0.01)
+    best = printed["recommended"]
+    assert best["peak"]["total"] == sum(size for name, size in best["peak"].items() if name not in ("total", "moment"))
+
+
+def test_nothing_fits_is_exit_code_1(file: str) -> None:
+    assert run("--recipe", file, "--device-memory-gib", "0.01").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpus", "0"], "--gpus: 0"),
+        (["--gpus", "12"], "no whole nodes of 8"),
+        (["--hardware", "h100"], "unknown 'h100' (did you mean"),
+        (["--device-memory-gib", "0"], "device_memory_gib: 0"),
+        (["--gpus-per-node", "-1"], "gpus_per_node: -1"),
+        (["model.config.model_type=nonsense"], "nonsense"),
+        (["model.config.hidden_size=63"], "model"),
+        (["sharding.strategy=hybrid", "--gpus", "8"], "cannot be parted into groups of 8"),
+        (["--accelerate-config", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_bad_input(file: str, arguments: list[str], said: str) -> None:
+    result = run("--recipe", file, *arguments)
+    assert isinstance(result.exception, BadInputError), result.output
+    assert said in str(result.exception)
+
+
+def test_an_accelerate_config_says_how_the_recipe_stands() -> None:
+    folder = Path(__file__).parents[3] / "accelerate_configs"
+    config = command.read_accelerate_config(folder / "zero3_offload.yaml")
+    assert (config.strategy, config.offload, config.mixed_precision, config.num_processes) == ("zero3", True, "bf16", 8)
+    hybrid = command.read_accelerate_config(folder / "hybrid.yaml")
+    assert hybrid.strategy == "hybrid"
+    assert hybrid.shard_size is not None
+
+
+# Before a run
+
+
+def planned(room: int, monkeypatch: pytest.MonkeyPatch) -> check.Planned:
+    monkeypatch.setattr(check, "free_host_bytes", lambda: room)
+    own = recipe()
+    model = workload_of(own, "no").model
+    mesh = MeshShape(1, 2)
+    return check.plan_run(own, model, STRATEGIES["zero3"], mesh, False, None, "no", None, torch.device("cpu"))
+
+
+def test_a_run_that_cannot_fit_is_stopped_with_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(2**34, monkeypatch)
+    planner = Planner(recipe(), workload_of(recipe(), "no"), hardware_of("cpu"))
+    assert found.peak.total == max(m.total for m in planner.moments(_asked())) > 10**6
+    assert "loss" in found.describe() or "head" in found.describe()
+    with pytest.raises(BadInputError, match="cannot fit.*It would with: .*activation_checkpointing"):
+        planned(found.peak.total - 1, monkeypatch)
+    with pytest.raises(BadInputError, match="No single change"):
+        planned(1000, monkeypatch)
+
+
+def _asked() -> Any:
+    from toolkit.planning.plan import asked_setup
+
+    return asked_setup(recipe(), 2, hardware_of("cpu"), "zero3", False, None)
