@@ -97,7 +97,7 @@ def test_ctrl_c_and_the_time_limit(tmp_path: Path, text_file: Path) -> None:
     _, told = process.communicate(timeout=60)
     assert process.returncode == 3
     assert "SIGINT; its state is saved" in told
-    assert "error" not in told
+    assert "error:" not in told
     step = latest(tmp_path / "run").step  # type: ignore[union-attr]
     process = start([sys.executable], recipe, "checkpoint.time_limit_minutes=0.02")
     _, told = process.communicate(timeout=120)
