@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -362,7 +363,7 @@ def _configuration(model: ModelSection, tokenizer: HasTokens) -> PretrainedConfi
                 model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
             )
         return _random_configuration(dict(model.config or {}), tokenizer)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         field = "model.name_or_path" if model.name_or_path is not None else "model.config"
         found = model.name_or_path or model.config
         raise BadInputError(f"{field}: no model can be made of {found!r}: {first_line(error)}") from error

@@ -77,7 +77,7 @@ def plan_command(
     found = plan(
         recipe,
         hardware,
-        ranks or accelerated.num_processes or 1,
+        next(number for number in (ranks, accelerated.num_processes, 1) if number is not None),
         mixed_precision=accelerated.mixed_precision,
         strategy=accelerated.strategy,
         offload=accelerated.offload,

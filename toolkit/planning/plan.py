@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -553,7 +554,7 @@ def launch_of(found: Plan, row: Row, recipe_name: str, overrides: list[str]) -> 
         settings["sharding.strategy"] = setup.strategy.name
     if setup.offload and not _config(setup, hardware).endswith("offload"):
         settings["sharding.offload"] = "optimizer"
-    return Launch(" ".join([*parts, *(f"{key}={value}" for key, value in settings.items())]), tuple(notes))
+    return Launch(" ".join([*parts, *(shlex.quote(f"{key}={value}") for key, value in settings.items())]), tuple(notes))
 
 
 def _config(setup: Setup, hardware: Hardware) -> str:

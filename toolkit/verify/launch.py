@@ -102,7 +102,7 @@ def rank_environments(launch: Launch, folder: Path) -> list[dict[str, str]]:
     values = {key: value for key, value in launch.values.items() if key != "main_process_ip"} | one_machine
     config.write_text(yaml.safe_dump(values), encoding="utf-8")
     common = _launcher_environment(config, launch)
-    common["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), common.get("PYTHONPATH")]))
+    common["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), common.get("PYTHONPATH")]))
     if launch.on_cpu:
         common |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     world = {"WORLD_SIZE": str(launch.num_processes), "LOCAL_WORLD_SIZE": str(launch.num_processes)}
