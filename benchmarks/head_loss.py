@@ -27,7 +27,7 @@ import turns
 
 from toolkit.head_loss import summed_loss
 
-SIZES = ["1024,8192,256", "1024,32768,512", "512,131072,512", "1024,131072,256"]
+SIZES = ["1024,8192,256", "1024,32768,512", "512,131072,512", "2048,131072,256"]
 """Tokens, vocabulary, hidden size."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
