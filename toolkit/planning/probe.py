@@ -390,9 +390,7 @@ def _owned(units: Sequence[Sequence[nn.Module]]) -> list[list[nn.Parameter]]:
 
 def _signature(block: nn.Module) -> Any:
     """Equal for blocks that do the same work: their modules, settings and parameters, but for their number."""
-    modules = tuple(
-        (name, type(module).__name__, *sorted(_settings(module))) for name, module in block.named_modules()
-    )
+    modules = tuple((name, type(module).__name__, *sorted(_settings(module))) for name, module in block.named_modules())
     parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters())
     return modules, parameters, getattr(block.__dict__.get("forward"), "__name__", "")
 

@@ -58,9 +58,8 @@ def trace(
     micro_batch_size: int,
     accumulation: int = 1,
     checkpointing: Checkpointing | None = None,
-    steps: int = 1,
 ) -> Traced:
-    """Traces optimizer steps up to the optimizer, on the first of `shape`'s ranks.
+    """Traces an optimizer step up to the optimizer, on the first of `shape`'s ranks.
 
     The process must not be in a process group; it is in none afterwards.
     """
@@ -112,8 +111,9 @@ def _label_units(model: nn.Module, paths: list[str], ledger: Ledger) -> None:
         module.register_forward_pre_hook(lambda _module, _args, path=path: say(path))
         # Not a full backward hook, which would keep the gradients of the outputs alive.
         module.register_forward_hook(
-            lambda _module, _args, output, path=path: tree_map_only(torch.Tensor, functools.partial(watch, path), output)
-            and None
+            lambda _module, _args, output, path=path: (
+                tree_map_only(torch.Tensor, functools.partial(watch, path), output) and None
+            )
         )
 
 
