@@ -27,7 +27,9 @@ SCRATCH = {("bert", torch.bfloat16, False)}
 inside of them, which no operator returns, so that no dispatch mode sees it."""
 
 
-def step_of(kind: str, dtype: torch.dtype, checkpointed: bool, meta: bool = False) -> tuple[Workload, Callable[[], None]]:
+def step_of(
+    kind: str, dtype: torch.dtype, checkpointed: bool, meta: bool = False
+) -> tuple[Workload, Callable[[], None]]:
     """A model with its batch and one forward and backward."""
     work = workload(kind, meta=meta, dtype=dtype, tokens=192 if checkpointed else 96)
     if checkpointed:
