@@ -503,7 +503,7 @@ def _fit_and_export(
     metrics_file, unit = output_dir / "metrics.jsonl", parts.objective.unit
     with (
         StopRequests(recipe.checkpoint.time_limit_minutes) as stop,
-        Metrics(accelerator, metrics_file, recipe.logging, parts.num_steps, unit, parts.planned.peak.total) as metrics,
+        Metrics(accelerator, metrics_file, recipe.logging, parts.num_steps, unit, parts.planned.peak_bytes) as metrics,
     ):
         schedule = build_schedule(optimizer, recipe.schedule, parts.num_steps)
         trainer = Trainer(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, first_line
 from toolkit.planning.hardware import GIB, Hardware, preset_of_device, presets
 from toolkit.planning.plan import Planner, Setup, smaller_setups
 from toolkit.planning.replay import Memory
@@ -24,15 +24,23 @@ class Planned:
     """What a run is expected to hold on each device.
 
     Attributes:
-        peak: the moment in which it holds most.
+        peak: the moment in which it holds most; None where the model cannot be probed.
         room: bytes of the device's memory; of a CPU rank, its share of what the host has free.
+        problem: why it cannot be probed.
     """
 
-    peak: Memory
+    peak: Memory | None
     room: int
+    problem: str = ""
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.peak is None else self.peak.total
 
     def describe(self) -> str:
         """For people: the peak, what is largest in it, and the room."""
+        if self.peak is None:
+            return f"not planned: the model does not run without values ({self.problem})"
         largest = max(self.peak.parts().items(), key=lambda part: part[1])
         return (
             f"peak {_gib(self.peak.total)} of {_gib(self.room)} a rank, in {self.peak.moment} "
@@ -66,7 +74,10 @@ def plan_run(
     setup = Setup(
         strategy, mesh, offload, checkpointing, training.micro_batch_size, training.gradient_accumulation_steps
     )
-    peak = _peak(planner, setup)
+    try:
+        peak = _peak(planner, setup)
+    except Exception as error:  # a model may do anything; that it cannot be planned is no reason not to train it
+        return Planned(None, _room(device), f"{type(error).__name__}: {first_line(error)}")
     planned = Planned(peak, _room(device))
     if peak.total > planned.room:
         raise BadInputError(f"this run cannot fit: {planned.describe()}. {_advice(planner, setup, planned.room)}")

@@ -1,11 +1,12 @@
 """Tensors without memory, and a ledger of the memory that they would take.
 
 The private names of torch that planning leans on stand in this file alone;
-tests/unit/planning/test_private_names.py says when one of them moves.
+tests/unit/planning/test_planning_private_names.py says when one of them moves.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ GRANULE = 512
 """CUDA's caching allocator hands out multiples of so many bytes."""
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the live bytes of storages, each once, rounded up as CUDA's allocator does.
 
     Every tensor that an operator returns is seen. What FSDP2 frees by resizing a storage to nothing is
@@ -42,7 +43,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, granule: int = GRANULE, on_operator: Callable[..., None] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.current = self.peak = self.host = self.host_peak = 0
         self.label = self.peak_label = ""
         self._granule = granule
@@ -62,7 +63,7 @@ class Ledger(TorchDispatchMode):
         storage = local.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
-            self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            self._references[key] = weakref.ref(storage, functools.partial(self._forget, key))
             self._sizes[key] = 0
         self._resize(key, storage.nbytes())
 
@@ -73,7 +74,7 @@ class Ledger(TorchDispatchMode):
         if self.current > self.peak:
             self.peak, self.peak_label = self.current, self.label
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, _storage: Any) -> None:
         del self._references[key]
         self.current -= self._sizes.pop(key)
 
@@ -101,13 +102,13 @@ class Ledger(TorchDispatchMode):
                 self._resize(storage._cdata, storage.nbytes())
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         gc.disable()  # a cycle must not free what reference counts would keep, or the figures are left to chance
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         gc.enable()
         torch.UntypedStorage.resize_ = self._original  # type: ignore[method-assign]
 
@@ -136,7 +137,7 @@ def cuda_dropout() -> Iterator[None]:
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     if not training or p == 0.0:
         return input
-    dropped: torch.Tensor = _Dropout.apply(input)
+    dropped: torch.Tensor = _Dropout.apply(input)  # type: ignore[no-untyped-call]
     return dropped
 
 
@@ -149,7 +150,8 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         (mask,) = ctx.saved_tensors
-        return gradient * mask
+        masked: torch.Tensor = gradient * mask
+        return masked
 
 
 @contextmanager

@@ -277,7 +277,7 @@ class _Run:
                 self._record("pre_backward", unit)
 
         if tensor.requires_grad:
-            tensor.register_hook(hook)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return tensor
 
     def _cast(self, value: Any, dtype: torch.dtype | None) -> Any:
@@ -324,7 +324,7 @@ class _Aside:
         others = self._run.outputs.get(self._like)
         if others is None:
             return hidden
-        given = {**dict(enumerate(args)), **kwargs}
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         return (hidden, *(value if place is None else given[place] for place, value in others))
 
 

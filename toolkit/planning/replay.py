@@ -238,6 +238,7 @@ def _unit(shape: UnitShape, layout: Layout, resident: bool) -> _Unit:
     kept = [_held(p, layout) for p in shape.parameters]
     whole = [p.shard_numel(f) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
     own = sum(p.shard_numel(f) for p in trainable)
+    cast = sum(p.shard_numel(f) * _held(p, layout) for p in trainable)
     casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
     last = trainable[-1].numel * (layout.compute or trainable[-1].held) if trainable and f > 1 else 0
     return _Unit(
@@ -250,9 +251,7 @@ def _unit(shape: UnitShape, layout: Layout, resident: bool) -> _Unit:
         reduce_output=rounded(layout.reduce * own),
         last_gradient=rounded(last),
         whole_sums=sum(rounded(p.numel * layout.reduce) for p in trainable),
-        cast_gradient=sum(rounded(p.shard_numel(f) * _held(p, layout)) for p in trainable)
-        if any(_held(p, layout) != layout.reduce for p in trainable)
-        else 0,
+        cast_gradient=rounded(cast) if cast != layout.reduce * own else 0,
         optimizer=_optimizer_bytes(trainable, layout, resident),
     )
 

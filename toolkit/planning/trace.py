@@ -58,9 +58,8 @@ def trace(
     micro_batch_size: int,
     accumulation: int = 1,
     checkpointing: Checkpointing | None = None,
-    steps: int = 1,
 ) -> Traced:
-    """Traces optimizer steps up to the optimizer, on the first of `shape`'s ranks.
+    """Traces an optimizer step up to the optimizer, on the first of `shape`'s ranks.
 
     The process must not be in a process group; it is in none afterwards.
     """
@@ -105,7 +104,7 @@ def _label_units(model: nn.Module, paths: list[str], ledger: Ledger) -> None:
 
     def watch(path: str, tensor: torch.Tensor) -> None:
         if tensor.requires_grad:
-            tensor.register_hook(lambda _gradient: say(path))
+            tensor.register_hook(lambda _gradient: say(path))  # type: ignore[no-untyped-call]
 
     for path in paths:
         module = model.get_submodule(path)

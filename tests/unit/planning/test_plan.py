@@ -299,10 +299,18 @@ def test_a_run_that_cannot_fit_is_stopped_with_what_would_help(monkeypatch: pyte
     planner = Planner(recipe(), workload_of(recipe(), "no"), hardware_of("cpu"))
     assert found.peak.total == max(m.total for m in planner.moments(_asked())) > 10**6
     assert "loss" in found.describe() or "head" in found.describe()
-    with pytest.raises(BadInputError, match="cannot fit.*It would with: .*activation_checkpointing"):
+    with pytest.raises(BadInputError, match=r"cannot fit.*It would with: .*activation_checkpointing"):
         planned(found.peak.total - 1, monkeypatch)
     with pytest.raises(BadInputError, match="No single change"):
         planned(1000, monkeypatch)
+
+
+def test_a_model_that_cannot_be_probed_is_trained_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_peak", lambda *_: int(torch.ones(1).expand(2).item()))
+    found = planned(2**34, monkeypatch)
+    assert found.peak_bytes is None
+    assert "not planned" in found.describe()
+    assert "RuntimeError" in found.describe()
 
 
 def _asked() -> Any:

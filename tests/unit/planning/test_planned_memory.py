@@ -19,7 +19,7 @@ from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
-CONFIGURATIONS = 72
+CONFIGURATIONS = 63
 
 
 @dataclass(frozen=True)

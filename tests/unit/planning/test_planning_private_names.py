@@ -1,0 +1,86 @@
+"""The private names of torch that toolkit/planning/fake.py leans on are still there.
+
+When one of these fails after an upgrade, toolkit/planning/fake.py is what to mend.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+
+import torch
+import torch.distributed as dist
+
+MEND = "see toolkit/planning/fake.py"
+
+
+def test_fake_tensors_without_memory() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    assert "allow_non_fake_inputs" in inspect.signature(FakeTensorMode.__init__).parameters, MEND
+    with FakeTensorMode():
+        tensor = torch.empty(2**40)
+    assert isinstance(tensor, FakeTensor), MEND
+    assert tensor.untyped_storage().nbytes() == 2**42, MEND
+
+
+def test_dispatch_modes_and_trees() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter, tree_map_only
+
+    class Counts(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.number += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counts() as mode:
+        torch.ones(2) + 1
+    assert mode.number == 2, MEND
+    assert list(tree_iter(({"a": 1}, [2]))) == [1, 2], MEND
+    assert tree_map_only(int, lambda number: -number, {"a": 1, "b": "x"}) == {"a": -1, "b": "x"}, MEND
+
+
+def test_storages_have_an_identity_and_can_be_watched() -> None:
+    tensor = torch.ones(3)
+    storage = tensor.untyped_storage()
+    assert storage._cdata == tensor[1:].untyped_storage()._cdata, MEND
+    died = []
+    watch = weakref.ref(storage, lambda _: died.append(True))
+    del storage
+    assert not died, f"a storage's Python object must live as long as the storage; {MEND}"
+    del tensor
+    assert died, MEND
+    assert watch() is None
+    assert callable(torch.UntypedStorage.resize_), MEND
+
+
+def test_fsdp2_frees_by_resizing_storages() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    assert "resize_(" in inspect.getsource(_fsdp_param), MEND
+
+
+def test_a_dtensor_has_its_local_tensor() -> None:
+    from torch.distributed.tensor import DTensor
+
+    assert "_local_tensor" in DTensor.__slots__, MEND
+
+
+def test_a_process_group_of_ranks_that_are_not_there() -> None:
+    dist.init_process_group("fake", rank=0, world_size=4096)
+    try:
+        assert dist.get_world_size() == 4096, MEND
+        gathered = torch.empty(4096)
+        dist.all_gather_into_tensor(gathered, torch.ones(1))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_dropout_and_host_copies_replace() -> None:
+    parameters = list(inspect.signature(torch.nn.functional.dropout).parameters)
+    assert parameters == ["input", "p", "training", "inplace"], MEND
+    assert "F.dropout(" in inspect.getsource(torch.nn.Dropout.forward), MEND
+    parameters = list(inspect.signature(torch.autograd.graph.save_on_cpu.__init__).parameters)
+    assert parameters == ["self", "pin_memory", "device_type"], MEND
