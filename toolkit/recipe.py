@@ -315,8 +315,10 @@ class ShardingSection(Section):
     unit_classes: list[str] | None = Field(
         None, description="Class names of the modules that form a unit each, instead of those found."
     )
-    activation_checkpointing: PositiveInt | None = Field(
-        None, description="Run every n-th block again in backward instead of keeping its activations; 1: all."
+    activation_checkpointing: PositiveInt | Literal["auto"] | None = Field(
+        None,
+        description="Run every n-th block again in backward instead of keeping its activations; 1: all; auto: as few "
+        "blocks as the plan says the memory needs.",
     )
     prefetch: PositiveInt | None = Field(
         None, description="Blocks whose parameters are gathered ahead of the one that computes; null: FSDP2's own one."

@@ -194,9 +194,22 @@ def _offload_of(recipe: Recipe) -> str | OffloadSettings | None:
     )
 
 
+AUTO_CHECKPOINTING = (4, 3, 2, 1)
+"""What `sharding.activation_checkpointing: auto` tries after none, in turn: every n-th block."""
+
+
 def checkpointing_of(recipe: Recipe) -> Checkpointing | None:
+    """What the recipe asks for; None for none, and for `auto` before there is a plan."""
     every = recipe.sharding.activation_checkpointing
-    return None if every is None else Checkpointing(every, recipe.sharding.offload_checkpoints)
+    return None if every in (None, "auto") else Checkpointing(int(every), recipe.sharding.offload_checkpoints)
+
+
+def _checkpointings(recipe: Recipe, plugin: ShardingPlugin) -> list[Checkpointing | None]:
+    """Those among which the plan chooses: the one asked for, or what `auto` stands for."""
+    section = recipe.sharding
+    if section.activation_checkpointing != "auto":
+        return [plugin.checkpointing if plugin.strategy.sharded else checkpointing_of(recipe)]
+    return [None, *(Checkpointing(n, section.offload_checkpoints) for n in AUTO_CHECKPOINTING)]
 
 
 def quiet_libraries() -> None:
@@ -320,7 +333,8 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     planned = _planned(accelerator, recipe, model, plugin, data.report["train"].get("labels"))
     compilation = plugin.compilation
     if not plugin.strategy.sharded:
-        compilation = _make_whole(model, recipe)
+        compilation = _make_whole(model, recipe, planned.checkpointing)
+    plugin.checkpointing = planned.checkpointing
     optimizer = build_optimizer(model, recipe.optimizer, recipe.sharding.unit_classes)
     model, optimizer = accelerator.prepare(model, optimizer)
     leaks = _check_leaks(accelerator, recipe, model, objective, data, in_16_bits)
@@ -347,6 +361,9 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         "steps": f"{num_steps} of {samples_per_step} samples of {recipe.data.max_length} tokens",
     }
     facts["memory"] = planned.describe()
+    if recipe.sharding.activation_checkpointing == "auto":
+        every = planned.checkpointing and planned.checkpointing.every
+        facts["checkpoints"] = f"auto: {f'every {every}. block' if every else 'none'}"
     if loss is not None:
         facts["loss"] = loss
     if leaks is not None:
@@ -376,7 +393,7 @@ def _planned(
             plugin.strategy,
             mesh,
             plugin.offload is not None,
-            checkpointing_of(recipe),
+            _checkpointings(recipe, plugin),
             accelerator.mixed_precision,
             label_counts,
             accelerator.device,
@@ -444,10 +461,10 @@ def _check_leaks(
     )
 
 
-def _make_whole(model: PreTrainedModel, recipe: Recipe) -> Compilation | None:
+def _make_whole(model: PreTrainedModel, recipe: Recipe, checkpointing: Checkpointing | None) -> Compilation | None:
     """What the sharding plugin does in `prepare`, for a model that DDP wraps as it is; how it was compiled, if so."""
     model.materialize_weights()
-    checkpointing, compilation = checkpointing_of(recipe), _compilation_of(recipe)
+    compilation = _compilation_of(recipe)
     if checkpointing is not None or compilation is not None:
         prepare_blocks(model, plan_units(model, recipe.sharding.unit_classes), checkpointing, compilation)
     return compilation

@@ -11,7 +11,12 @@ from toolkit.head_loss import AfterHead, summed_loss
 TOKENS, VOCABULARY, WIDTH = 4096, 65_536, 512
 
 
-@pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_loss_gradients_and_peak(dtype: torch.dtype, tolerance: float, cap: float | None) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from toolkit.errors import BadInputError, first_line
 from toolkit.planning.hardware import GIB, Hardware, preset_of_device, presets
-from toolkit.planning.plan import Planner, Setup, smaller_setups
+from toolkit.planning.plan import CONTEXT_BYTES, HEADROOM, Planner, Setup, smaller_setups
 from toolkit.planning.replay import Memory
 from toolkit.planning.workload import workload_of_model
 from toolkit.recipe import Recipe
@@ -26,11 +27,13 @@ class Planned:
     Attributes:
         peak: the moment in which it holds most; None where the model cannot be probed.
         room: bytes of the device's memory; of a CPU rank, its share of what the host has free.
+        checkpointing: of activations: what was asked for, or for `auto` what the memory needs.
         problem: why it cannot be probed.
     """
 
     peak: Memory | None
     room: int
+    checkpointing: Checkpointing | None
     problem: str = ""
 
     @property
@@ -58,12 +61,15 @@ def plan_run(
     strategy: Strategy,
     mesh: MeshShape,
     offload: bool,
-    checkpointing: Checkpointing | None,
+    checkpointings: Sequence[Checkpointing | None],
     mixed_precision: str,
     label_counts: dict[str, int] | None,
     device: torch.device,
 ) -> Planned:
     """The plan of this run, from the model on the meta device that it will train.
+
+    Args:
+        checkpointings: the first with which it fits well is taken, or else the last.
 
     Raises:
         BadInputError: where the peak alone is more than the memory there is: it cannot fit.
@@ -71,17 +77,26 @@ def plan_run(
     workload = workload_of_model(recipe, model, mixed_precision, label_counts)
     planner = Planner(recipe, workload, _hardware(device))
     training = recipe.training
-    setup = Setup(
-        strategy, mesh, offload, checkpointing, training.micro_batch_size, training.gradient_accumulation_steps
-    )
+    *others, last = checkpointings
+    setup = Setup(strategy, mesh, offload, last, training.micro_batch_size, training.gradient_accumulation_steps)
+    room = _room(device)
     try:
+        for checkpointing in others:
+            peak = _peak(planner, replace(setup, checkpointing=checkpointing))
+            if _fits_well(peak, room, device):
+                return Planned(peak, room, checkpointing)
         peak = _peak(planner, setup)
     except Exception as error:  # a model may do anything; that it cannot be planned is no reason not to train it
-        return Planned(None, _room(device), f"{type(error).__name__}: {first_line(error)}")
-    planned = Planned(peak, _room(device))
-    if peak.total > planned.room:
+        return Planned(None, room, last, f"{type(error).__name__}: {first_line(error)}")
+    planned = Planned(peak, room, last)
+    if peak.total > room:
         raise BadInputError(f"this run cannot fit: {planned.describe()}. {_advice(planner, setup, planned.room)}")
     return planned
+
+
+def _fits_well(peak: Memory, room: int, device: torch.device) -> bool:
+    context = CONTEXT_BYTES["cuda"] if device.type == "cuda" else 0  # a CPU rank has taken it already
+    return peak.total * HEADROOM["fits"] + context <= room
 
 
 def _peak(planner: Planner, setup: Setup) -> Memory:

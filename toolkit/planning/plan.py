@@ -199,6 +199,7 @@ def asked_setup(
     name = recipe.sharding.strategy or strategy or "zero3"
     section, training = recipe.sharding, recipe.training
     every = section.activation_checkpointing
+    every = None if every == "auto" else every  # chosen by the memory when the run starts
     return Setup(
         STRATEGIES[name],
         _mesh(STRATEGIES[name], ranks, shard_size or hardware.devices_per_node),

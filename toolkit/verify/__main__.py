@@ -73,7 +73,7 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     weights = {name: t.float().cpu().contiguous() for name, t in whole_tensors(state_once(model)) if t is not None}
     if accelerator.is_main_process:
         save_file(weights, folder / "weights.safetensors")
-    checkpointed = recipe.sharding.activation_checkpointing or plugins["fsdp_plugin"].checkpointing
+    checkpointed = plugins["fsdp_plugin"].checkpointing is not None
     # Offload takes gradients away as they come; blocks are checkpointed in the same way with and without it.
     offloaded = plugins["fsdp_plugin"].offload is not None
     result["replay"] = _replay(accelerator, parts) if checkpointed and not offloaded else None

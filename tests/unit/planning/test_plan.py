@@ -20,6 +20,7 @@ from toolkit.planning.hardware import GIB, Hardware, hardware_of
 from toolkit.planning.plan import Plan, Planner, Row, launch_of, plan
 from toolkit.planning.workload import workload_of
 from toolkit.recipe import Recipe
+from toolkit.sharding.apply import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 LAYERS, HIDDEN, INNER, VOCABULARY, LENGTH = 6, 64, 160, 2048, 128
@@ -286,12 +287,12 @@ def test_an_accelerate_config_says_how_the_recipe_stands() -> None:
 # Before a run
 
 
-def planned(room: int, monkeypatch: pytest.MonkeyPatch) -> check.Planned:
+def planned(room: int, monkeypatch: pytest.MonkeyPatch, checkpointings: Any = (None,)) -> check.Planned:
     monkeypatch.setattr(check, "free_host_bytes", lambda: room)
     own = recipe()
     model = workload_of(own, "no").model
     mesh = MeshShape(1, 2)
-    return check.plan_run(own, model, STRATEGIES["zero3"], mesh, False, None, "no", None, torch.device("cpu"))
+    return check.plan_run(own, model, STRATEGIES["zero3"], mesh, False, checkpointings, "no", None, torch.device("cpu"))
 
 
 def test_a_run_that_cannot_fit_is_stopped_with_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +304,22 @@ def test_a_run_that_cannot_fit_is_stopped_with_what_would_help(monkeypatch: pyte
         planned(found.peak.total - 1, monkeypatch)
     with pytest.raises(BadInputError, match="No single change"):
         planned(1000, monkeypatch)
+
+
+def test_checkpointing_by_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few blocks as the memory needs, with the headroom of a row that fits."""
+    tried = (None, Checkpointing(2), Checkpointing(1))
+    peaks = [planned(2**34, monkeypatch, [one]).peak_bytes for one in tried]
+    none, half, all_of_them = (peak or 0 for peak in peaks)
+    assert none > half > all_of_them
+    for room, chosen in (
+        (1.26 * none, 0),
+        (1.24 * none, 1),
+        (1.26 * half, 1),
+        (1.24 * half, 2),
+        (1.01 * all_of_them, 2),
+    ):
+        assert planned(int(room), monkeypatch, tried).checkpointing == tried[chosen]
 
 
 def test_a_model_that_cannot_be_probed_is_trained_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
