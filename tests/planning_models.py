@@ -105,7 +105,16 @@ class TextToText:
         return loss
 
 
-def objective_of(kind: str) -> Callable[[nn.Module], Any]:
+def of_whole_logits(model: nn.Module) -> CausalLM:
+    """The head's loss leaves out targets that do not count; on fake tensors it cannot know which and keeps them all."""
+    objective = CausalLM(model, packed=False)
+    objective.head_loss = "as asked by a test"
+    return objective
+
+
+def objective_of(kind: str, whole_logits: bool = False) -> Callable[[nn.Module], Any]:
+    if kind in DECODERS and whole_logits:
+        return of_whole_logits
     if kind == "t5":
         return lambda _model: TextToText()
     return (lambda model: SequenceClassification(model, CLASSES)) if kind == "bert" else partial(CausalLM, packed=False)
@@ -132,6 +141,7 @@ def workload(
     lora: bool = False,
     meta: bool = True,
     dtype: torch.dtype = torch.float32,
+    whole_logits: bool = False,
     **config: Any,
 ) -> Workload:
     """A workload of one of KINDS."""
@@ -140,4 +150,4 @@ def workload(
     if lora:
         model = add_adapter(model, AdapterSection(kind="lora", r=8), None)
     batch = partial(batch_of, kind, tokens, shape.vocab_size)
-    return Workload(model, objective_of(kind), batch, precision, tokens)
+    return Workload(model, objective_of(kind, whole_logits), batch, precision, tokens)

@@ -41,10 +41,17 @@ class Case:
     checkpointing: bool = False
     offload: bool = False
     device_state_gib: float = 0.0
+    whole_logits: bool = True
 
     def workload(self, meta: bool) -> Workload:
         return workload(
-            self.kind, precision=self.precision, layers=3, meta=meta, tokens=self.tokens, vocabulary=self.vocabulary
+            self.kind,
+            precision=self.precision,
+            layers=3,
+            meta=meta,
+            tokens=self.tokens,
+            vocabulary=self.vocabulary,
+            whole_logits=self.whole_logits,
         )
 
     @property
@@ -60,7 +67,8 @@ TRACED += [Case("zero3", "bf16", 2, kind="qwen2", vocabulary=2048), Case("zero3"
 WHOLE = [Case("ddp", *shape) for shape in TWICE]
 OFFLOADED = [Case("zero3", *shape, offload=True) for shape in TWICE]
 OFFLOADED += [Case("zero3", "bf16", 1, 16, offload=True, device_state_gib=0.002)]
-CASES = [*TRACED, *WHOLE, *OFFLOADED]
+HEAD_LOSS = [Case(strategy, "bf16", vocabulary=2048, whole_logits=False) for strategy in ("zero3", "ddp")]
+CASES = [*TRACED, *WHOLE, *OFFLOADED, *HEAD_LOSS]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def step_of(
     kind: str, dtype: torch.dtype, checkpointed: bool, meta: bool = False
 ) -> tuple[Workload, Callable[[], None]]:
     """A model with its batch and one forward and backward."""
-    work = workload(kind, meta=meta, dtype=dtype, tokens=192 if checkpointed else 96)
+    work = workload(kind, meta=meta, dtype=dtype, tokens=192 if checkpointed else 96, whole_logits=True)
     if checkpointed:
         checkpoint_blocks(work.model, plan_units(work.model), Checkpointing(1))
     objective = work.objective(work.model)
