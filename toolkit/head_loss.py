@@ -173,6 +173,7 @@ class _SummedLoss(torch.autograd.Function):
             total += losses.sum()
             if any(wanted):
                 gradients.add(head, rows, hidden[rows], head.gradient(chunk, targets[rows], None))
+            del chunk  # before the next one is there
         ctx.gradients = gradients
         return total
 
@@ -217,6 +218,7 @@ class _TokenLosses(torch.autograd.Function):
         for rows in head.chunks(len(hidden)):
             _, chunk = head.losses(hidden[rows], targets[rows])
             gradients.add(head, rows, hidden[rows], head.gradient(chunk, targets[rows], factors[rows]))
+            del chunk  # before the next one is there
         return (*gradients.times(factors.new_ones(()), dtypes), None, None, None, None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -263,6 +264,7 @@ def test_log_probabilities_of_documents(name: str) -> None:
     """Each with a factor of its own in the loss, as preferences have them."""
     model, batch = make(name), batch_of()
     batch["segments"] = torch.tensor([[0] * 7 + [1] * 13, [2] * 10 + [3] * 10, [4] * 5 + [5] * 12 + [-1] * 3])
+    batch["reference"] = torch.full((3, 2), math.nan)  # three pairs
     factors = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.1, 0.7])
     objective = Preference(model, LOSSES["simpo"], {}, packed=False)
     sums, counts = objective.log_probabilities(model, batch)
@@ -310,6 +312,17 @@ def test_whole_logits_are_never_there() -> None:
     weights = 2 * LARGE * 32 * 4  # gradients of embeddings and head
     assert peak(whole) > 2 * WHOLE_LOGITS + weights, "the ledger sees whole logits where there are some"
     assert peak(None) < 0.25 * WHOLE_LOGITS + weights
+
+
+@pytest.mark.usefixtures("_real_chunks")
+@pytest.mark.parametrize("loss", [head_loss.summed_loss, head_loss.token_losses])
+def test_one_chunk_is_there_at_a_time(loss: Any) -> None:
+    hidden, weight = torch.randn((TOKENS, 8), requires_grad=True), torch.randn((LARGE, 8))
+    targets = torch.randint(0, LARGE, (TOKENS,))
+    with Ledger() as ledger:
+        loss(hidden, weight, None, targets).sum().backward()
+    own = ledger.peak - weight.nbytes  # which its views show to the ledger
+    assert WHOLE_LOGITS / 16 <= own < 1.1 * WHOLE_LOGITS / 16
 
 
 @pytest.mark.usefixtures("_real_chunks")
