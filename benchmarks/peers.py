@@ -247,32 +247,30 @@ def by_toolkit(strategy: str, packing: bool) -> Callable[[Gate, Job, int], None]
         accelerator = run.build_accelerator(recipe, plugins, output)
         parts = run.build_parts(accelerator, recipe, plugins["fsdp_plugin"])
         schedule = build_schedule(run.inner_optimizer(parts.optimizer), recipe.schedule, parts.num_steps)
+
+        class GatedTrainer(Trainer):
+            """Waits at the gate before each step; its windows are made ahead."""
+
+            def train_step(self, window: Any) -> Any:
+                if not gate():
+                    raise OverError
+                step = super().train_step(window)
+                gate.saw(step.loss, sum(targets_of(batch["labels"]) for batch in window))
+                return step
+
         with Metrics(accelerator, output / "metrics.jsonl", recipe.logging, parts.num_steps) as metrics:
-            trainer = Trainer(
+            trainer = GatedTrainer(
                 accelerator, parts.model, parts.optimizer, schedule, parts.objective, recipe.training, metrics,
-                Turns(parts.windows, gate, metrics),
+                parts.windows,
             )  # fmt: skip
-            trainer.fit()
+            with contextlib.suppress(OverError):
+                trainer.fit()
 
     return train
 
 
-class Turns:
-    """The toolkit's windows, which wait at the gate."""
-
-    def __init__(self, windows: Any, gate: Gate, metrics: Any) -> None:
-        self._windows, self._gate, self._metrics = windows, gate, metrics
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._windows, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        windows = iter(self._windows)
-        while self._gate():
-            window = next(windows)
-            targets = sum(targets_of(batch["labels"]) for batch in window)
-            yield window
-            self._gate.saw(self._metrics.records[-1]["loss"], targets)
+class OverError(Exception):
+    """No more steps are wanted."""
 
 
 def write_recipe(job: Job) -> None:
