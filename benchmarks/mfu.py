@@ -169,7 +169,7 @@ def planned_bytes(case: Case) -> int | None:
         from transformers import PreTrainedTokenizerFast
 
         from toolkit.planning.hardware import preset_of_device
-        from toolkit.planning.plan import plan
+        from toolkit.planning.table import plan
         from toolkit.recipe import Recipe
     except ImportError:
         return None

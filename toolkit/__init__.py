@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from toolkit.planning.table import plan
     from toolkit.recipe import Recipe
     from toolkit.run import FinetuneResult, finetune
     from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
@@ -22,12 +23,22 @@ _HOMES = {
     "Recipe": "toolkit.recipe",
     "finetune": "toolkit.run",
     "FinetuneResult": "toolkit.run",
+    "plan": "toolkit.planning.table",
     "ShardingMesh": "toolkit.sharding.plugin",
     "ShardingPlugin": "toolkit.sharding.plugin",
     "sharding_kwargs": "toolkit.sharding.plugin",
 }
 
-__all__ = ["FinetuneResult", "Recipe", "ShardingMesh", "ShardingPlugin", "__version__", "finetune", "sharding_kwargs"]
+__all__ = [
+    "FinetuneResult",
+    "Recipe",
+    "ShardingMesh",
+    "ShardingPlugin",
+    "__version__",
+    "finetune",
+    "plan",
+    "sharding_kwargs",
+]
 
 
 def __getattr__(name: str) -> Any:

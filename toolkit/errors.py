@@ -40,6 +40,10 @@ class UnitError(BadInputError):
     """No FSDP units can be planned for this model, or an override matches nothing."""
 
 
+class UnplannableError(ToolkitError):
+    """A model that does not run on tensors without values, so that nothing can be foretold of it."""
+
+
 class TrainingError(ToolkitError):
     """Training cannot go on, for example after too many non-finite losses in a row."""
 

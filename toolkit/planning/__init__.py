@@ -1,1 +1,33 @@
-"""Before anything runs: will it fit, what to pick, how fast will it be."""
+"""Before anything runs: will it fit, what to pick, how fast will it be.
+
+    from toolkit.planning import hardware_of, plan
+    found = plan(Recipe.load("sft"), hardware_of("h100_sxm"), 8)
+
+Names are loaded on first use: hardware needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.planning.hardware import Hardware, hardware_of
+    from toolkit.planning.table import Plan, Row, Setup, plan
+
+_HOMES = {
+    "Hardware": "toolkit.planning.hardware",
+    "hardware_of": "toolkit.planning.hardware",
+    "Plan": "toolkit.planning.table",
+    "Row": "toolkit.planning.table",
+    "Setup": "toolkit.planning.table",
+    "plan": "toolkit.planning.table",
+}
+
+__all__ = ["Hardware", "Plan", "Row", "Setup", "hardware_of", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'toolkit.planning' has no attribute {name!r}")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError, UnplannableError, first_line
 from toolkit.planning.hardware import GIB, Hardware, preset_of_device, presets
-from toolkit.planning.plan import CONTEXT_BYTES, HEADROOM, Planner, Setup, smaller_setups
 from toolkit.planning.replay import Memory
+from toolkit.planning.table import CONTEXT_BYTES, HEADROOM, Planner, Setup, smaller_setups
 from toolkit.planning.workload import workload_of_model
 from toolkit.recipe import Recipe
 from toolkit.sharding.apply import Checkpointing
@@ -43,7 +43,7 @@ class Planned:
     def describe(self) -> str:
         """For people: the peak, what is largest in it, and the room."""
         if self.peak is None:
-            return f"not planned: the model does not run without values ({self.problem})"
+            return f"not planned: {self.problem}"
         largest = max(self.peak.parts().items(), key=lambda part: part[1])
         return (
             f"peak {_gib(self.peak.total)} of {_gib(self.room)} a rank, in {self.peak.moment} "
@@ -86,8 +86,8 @@ def plan_run(
             if _fits_well(peak, room, device):
                 return Planned(peak, room, checkpointing)
         peak = _peak(planner, setup)
-    except Exception as error:  # a model may do anything; that it cannot be planned is no reason not to train it
-        return Planned(None, room, last, f"{type(error).__name__}: {first_line(error)}")
+    except UnplannableError as error:  # no reason not to train it
+        return Planned(None, room, last, first_line(error))
     planned = Planned(peak, room, last)
     if peak.total > room:
         raise BadInputError(f"this run cannot fit: {planned.describe()}. {_advice(planner, setup, planned.room)}")

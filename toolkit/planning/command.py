@@ -16,8 +16,8 @@ from rich.console import Console
 
 from toolkit.errors import BadInputError, first_line
 from toolkit.planning.hardware import GIB, Hardware
-from toolkit.planning.plan import Plan, Row, launch_of, plan
 from toolkit.planning.show import as_json, explain, plot, show
+from toolkit.planning.table import Plan, Row, launch_of, plan
 from toolkit.recipe import Recipe
 from toolkit.sharding.strategy import asks_for_offload, parse_strategy
 

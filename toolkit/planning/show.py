@@ -12,7 +12,7 @@ from rich.table import Table
 
 from toolkit.errors import BadInputError
 from toolkit.planning.hardware import GIB
-from toolkit.planning.plan import CONTEXT_BYTES, HEADROOM, Launch, Plan, Row
+from toolkit.planning.table import CONTEXT_BYTES, HEADROOM, Launch, Plan, Row
 
 SHOWN = 24
 """Rows of a table on the console."""

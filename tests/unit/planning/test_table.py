@@ -17,7 +17,8 @@ from toolkit.cli import app
 from toolkit.errors import BadInputError
 from toolkit.planning import check, command, show
 from toolkit.planning.hardware import GIB, Hardware, hardware_of
-from toolkit.planning.plan import Plan, Planner, Row, launch_of, plan
+from toolkit.planning.probe import Prober
+from toolkit.planning.table import Plan, Planner, Row, launch_of, plan
 from toolkit.planning.workload import workload_of
 from toolkit.recipe import Recipe
 from toolkit.sharding.apply import Checkpointing
@@ -323,7 +324,10 @@ def test_checkpointing_by_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_model_that_cannot_be_probed_is_trained_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "_peak", lambda *_: int(torch.ones(1).expand(2).item()))
+    def looks_at_values(*_: object) -> None:
+        raise RuntimeError("values are needed")
+
+    monkeypatch.setattr(Prober, "probe", looks_at_values)
     found = planned(2**34, monkeypatch)
     assert found.peak_bytes is None
     assert "not planned" in found.describe()
@@ -331,6 +335,6 @@ def test_a_model_that_cannot_be_probed_is_trained_all_the_same(monkeypatch: pyte
 
 
 def _asked() -> Any:
-    from toolkit.planning.plan import asked_setup
+    from toolkit.planning.table import asked_setup
 
     return asked_setup(recipe(), 2, hardware_of("cpu"), "zero3", False, None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, UnplannableError, first_line
 from toolkit.planning.hardware import GIB, Hardware
 from toolkit.planning.probe import Probe, Prober
 from toolkit.planning.replay import Layout, Memory, replay
@@ -260,7 +260,14 @@ class Planner:
         key = self._key(setup)
         if key not in self._probes:
             prober = self._whole if key[0] else self._sharded
-            self._probes[key] = prober.probe(setup.micro_batch_size, setup.checkpointing)
+            try:
+                self._probes[key] = prober.probe(setup.micro_batch_size, setup.checkpointing)
+            except Exception as error:  # a model may do anything
+                raise UnplannableError(
+                    f"{type(self.workload.model).__name__} does not run without values, so it cannot be planned: "
+                    f"{type(error).__name__}: {first_line(error)}. Experts in float32 are such a case: plan them with "
+                    "training.mixed_precision=bf16"
+                ) from error
         return self._probes[key]
 
     def _key(self, setup: Setup) -> tuple[bool, int, Checkpointing | None]:
