@@ -45,7 +45,8 @@ def dry_run(recipe: Path, output: Path) -> dict[str, Any]:
             ],
         )
     )
-    return {"records": len(result.metrics), "export": str(result.export_dir)}
+    planned = [record["planned_peak_bytes"] for record in result.metrics if record["split"] == "train"]
+    return {"records": len(result.metrics), "export": str(result.export_dir), "planned": planned}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -53,6 +54,7 @@ def test_recipe(recipe: Path, tmp_path: Path) -> None:
     assert Recipe.load(recipe).description, "the line that `toolkit recipes` shows"
     found = run_on_ranks(dry_run, 2, recipe, tmp_path / "out")
     assert all(result["records"] >= 2 for result in found)
+    assert all(result["planned"] and all(result["planned"]) for result in found), "the run had a plan"
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
