@@ -12,6 +12,14 @@ world lay still except a fox who sang of bread and wine"""
 WORDS = STORY.split()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of two workers, one runs what starts ranks, one such test after the other; the other runs unit tests, by file."""
+    for item in items:
+        folder, file = item.path.parent.name, item.path.name
+        starts_ranks = folder in ("faults", "gpu", "multiprocess", "recipes")
+        item.add_marker(pytest.mark.xdist_group("ranks" if starts_ranks else file))
+
+
 def make_texts(num_rows: int, seed: int = 0) -> list[str]:
     """Deterministic rows of 5 to 60 words."""
     texts = []

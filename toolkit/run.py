@@ -276,7 +276,10 @@ def _claimed(output_dir: Path, recipe: Recipe, resumed: tuple[Path, Manifest] | 
         made = not output_dir.exists()
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            (output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+            # Whole or not at all: a run that was killed just then is known again by its recipe.
+            partial = output_dir / "recipe.yaml.partial"
+            partial.write_text(recipe.to_yaml(), encoding="utf-8")
+            partial.replace(output_dir / "recipe.yaml")
         except OSError as error:
             raise BadInputError(
                 f"training.output_dir: {str(output_dir)!r} cannot be written: {error.strerror}; name another folder"

@@ -25,7 +25,8 @@ def test_there_is_no_yaml_that_no_test_reads() -> None:
     listed = subprocess.run(
         ["git", "ls-files", "*.yaml", "*.yml"], cwd=ROOT, text=True, capture_output=True, check=True
     ).stdout.split()
-    assert {Path(name).parts[0] for name in listed} <= FOLDERS
+    data = {"toolkit/planning/hardware.yaml"}  # read by every test of tests/unit/planning
+    assert {Path(name).parts[0] for name in set(listed) - data} <= FOLDERS
 
 
 def dry_run(recipe: Path, output: Path) -> dict[str, Any]:

@@ -185,3 +185,16 @@ def test_steps_to_profile(tmp_path: Path) -> None:
         (problem,) = problems(tmp_path, MINIMAL, f"training.profile_steps={steps}")
         assert problem.startswith("training.profile_steps: "), problem
     assert Recipe.load(tmp_path / "r.yaml", ["training.profile_steps=[3, 5]"]).training.profile_steps == [3, 5]
+
+
+def test_a_run_is_known_by_the_recipe_that_it_has_written(tmp_path: Path) -> None:
+    """What is written leaves out fields without effect, and a bare path stands for a source."""
+    from toolkit.checkpoint.reader import same_run
+
+    recipe = Recipe.load("quickstart", ["training.max_steps=7"])
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    assert same_run(tmp_path / "recipe.yaml", recipe.model_dump(mode="json"))
+    other = Recipe.load("quickstart", ["training.max_steps=7", "training.seed=5"])
+    assert not same_run(tmp_path / "recipe.yaml", other.model_dump(mode="json"))
+    (tmp_path / "recipe.yaml").write_text("")
+    assert not same_run(tmp_path / "recipe.yaml", recipe.model_dump(mode="json"))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -26,6 +25,7 @@ from toolkit.checkpoint.manifest import (
 )
 from toolkit.checkpoint.state import MODEL, described, first_failure, put_back, with_optimizer_state
 from toolkit.errors import BadInputError
+from toolkit.recipe import Recipe
 
 MATTERS = ("model", "data", "objective", "adapter", "optimizer.kind", "training.seed")
 """Sections and fields of a recipe without which the state of another run means something else."""
@@ -101,8 +101,9 @@ def require_same_run(saved: dict[str, Any], now: dict[str, Any], place: str) -> 
 def same_run(saved: Path, now: dict[str, Any]) -> bool:
     """Whether the resolved recipe in a file is that of the same run."""
     try:
-        require_same_run(yaml.safe_load(saved.read_text(encoding="utf-8")), now, str(saved))
-    except (OSError, yaml.YAMLError, BadInputError, AttributeError):
+        # Loaded, not just read: what is written leaves out fields that have no effect.
+        require_same_run(Recipe.load(saved).model_dump(mode="json"), now, str(saved))
+    except (OSError, BadInputError):
         return False
     return True
 

@@ -18,7 +18,7 @@ from toolkit.errors import BadInputError
 from toolkit.planning import check, command, show
 from toolkit.planning.hardware import GIB, Hardware, hardware_of
 from toolkit.planning.probe import Prober
-from toolkit.planning.table import Plan, Planner, Row, launch_of, plan
+from toolkit.planning.table import Plan, Planner, Row, launch_of, plan, verdict_of
 from toolkit.planning.workload import workload_of
 from toolkit.recipe import Recipe
 from toolkit.sharding.apply import Checkpointing
@@ -134,9 +134,9 @@ def limited(gib: float) -> Hardware:
 
 
 def test_verdicts(found: Plan) -> None:
-    peak = found.asked.peak.total / GIB
+    peak = found.asked.peak.total
     for room, verdict in ((1.26, "fits"), (1.24, "tight"), (1.06, "tight"), (1.04, "no")):
-        assert plan(recipe(), limited(room * peak), 8).asked.verdict == verdict
+        assert verdict_of(peak, 0, 8, limited(room * peak / GIB))[0] == verdict
 
 
 def test_what_helps_where_nothing_fits() -> None:
