@@ -12,19 +12,6 @@ world lay still except a fox who sang of bread and wine"""
 WORDS = STORY.split()
 
 
-LAUNCHED = ("two_nodes", "other_loops", "bad_input", "verify", "benchmarks")
-"""Files of tests/multiprocess that start launchers, as tests/faults and tests/recipes do."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers share the tests by file; what starts launchers, which choose ports, runs one after the other."""
-    for item in items:
-        folder, file = item.path.parent.name, item.path.stem
-        launched = folder in ("faults", "recipes") or file.removeprefix("test_") in LAUNCHED
-        item.add_marker(pytest.mark.xdist_group("launchers" if launched else f"{folder}/{file}"))
-
-
 def make_texts(num_rows: int, seed: int = 0) -> list[str]:
     """Deterministic rows of 5 to 60 words."""
     texts = []

@@ -49,6 +49,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
+@pytest.mark.slow
 def test_the_offload_benchmark(tmp_path: Path) -> None:
     variants = ["no offload", "ours, cpu_fused"]
     output = tmp_path / "offload.jsonl"
@@ -74,6 +75,7 @@ def test_the_offload_benchmark(tmp_path: Path) -> None:
     assert output.with_suffix(".png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_data_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "benchmarks/data.py", "--gigabytes", "0.002", "--rows", "40", "--rounds", "1"],
@@ -89,6 +91,7 @@ def test_the_benchmark_of_data_runs(tmp_path: Path) -> None:
     assert rows[1]["rows"] > 500
 
 
+@pytest.mark.slow
 def test_the_toolkit_beside_its_peers(tmp_path: Path) -> None:
     arguments = ["benchmarks/peers.py", "--tiny", "--groups", "padded", "--variants", "toolkit zero3"]
     records = run([*arguments, "--rounds", "1", "--steps", "1"], tmp_path / "peers.jsonl")
@@ -118,6 +121,7 @@ def test_rows_of_the_peers_are_those_of_the_toolkit(tmp_path: Path, modules: Non
     assert sorted(found) == sorted(job.rows())
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_scaling(tmp_path: Path) -> None:
     arguments = ["benchmarks/scaling.py", "--tiny", "--sweeps", "vocabulary", "--rounds", "1", "--steps", "1"]
     [record] = run(arguments, tmp_path / "scaling.jsonl")
@@ -151,6 +155,7 @@ def test_the_arithmetic_of_scaling(modules: None) -> None:
     assert point.flops == 2 * 32 * (6 * sum(matrices) + attention) + optimizer
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_mfu_without_datasets(tmp_path: Path) -> None:
     levers = ["none", "loss without logits", "offload"]
     arguments = ["benchmarks/mfu.py", "--tiny", "--levers", *levers]
@@ -163,6 +168,7 @@ def test_the_benchmark_of_mfu_without_datasets(tmp_path: Path) -> None:
         assert other["loss"] == pytest.approx(plain["loss"], abs=2e-3)  # in bf16, other sums
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_starting(tmp_path: Path, modules: None) -> None:
     import startup
 
