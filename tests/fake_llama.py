@@ -41,7 +41,7 @@ class Shape:
 def unit(kind: UnitKind, numel: int, trainable: bool = True) -> UnitShape:
     """A unit of one parameter with a row for every element."""
     parameters = (ParameterShape(numel, 1, trainable, held=4),) if numel else ()
-    return UnitShape(kind, kind, (), kind in ("embeddings", "block"), parameters)
+    return UnitShape(kind, kind, kind in ("embeddings", "block"), parameters)
 
 
 SHAPES = {"8b": Shape(32, 4096, 14336), "13b": Shape(40, 5120, 17920), "small": Shape(4, 1024, 3584, 32000)}

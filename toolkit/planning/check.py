@@ -44,11 +44,9 @@ class Planned:
         """For people: the peak, what is largest in it, and the room."""
         if self.peak is None:
             return f"not planned: {self.problem}"
-        largest = max(self.peak.parts().items(), key=lambda part: part[1])
-        return (
-            f"peak {_gib(self.peak.total)} of {_gib(self.room)} a rank, in {self.peak.moment} "
-            f"({largest[0]} {_gib(largest[1])})"
-        )
+        kind, num_bytes = self.peak.largest
+        most = f"in {self.peak.moment} ({kind} {_gib(num_bytes)})"
+        return f"peak {_gib(self.peak.total)} of {_gib(self.room)} a rank, {most}"
 
 
 def _gib(num_bytes: int) -> str:
@@ -82,10 +80,10 @@ def plan_run(
     room = _room(device)
     try:
         for checkpointing in others:
-            peak = _peak(planner, replace(setup, checkpointing=checkpointing))
+            peak = planner.peak(replace(setup, checkpointing=checkpointing))
             if _fits_well(peak, room, device):
                 return Planned(peak, room, checkpointing)
-        peak = _peak(planner, setup)
+        peak = planner.peak(setup)
     except UnplannableError as error:  # no reason not to train it
         return Planned(None, room, last, first_line(error))
     planned = Planned(peak, room, last)
@@ -97,10 +95,6 @@ def plan_run(
 def _fits_well(peak: Memory, room: int, device: torch.device) -> bool:
     context = CONTEXT_BYTES["cuda"] if device.type == "cuda" else 0  # a CPU rank has taken it already
     return peak.total * HEADROOM["fits"] + context <= room
-
-
-def _peak(planner: Planner, setup: Setup) -> Memory:
-    return max(planner.moments(setup), key=lambda moment: moment.total)
 
 
 def _hardware(device: torch.device) -> Hardware:
@@ -117,7 +111,7 @@ def _room(device: torch.device) -> int:
 def _advice(planner: Planner, setup: Setup, room: int) -> str:
     """The single changes after which it would fit."""
     changes = smaller_setups(planner, setup)
-    fitting = [change for change, changed in changes if _peak(planner, changed).total <= room]
+    fitting = [change for change, changed in changes if planner.peak(changed).total <= room]
     if fitting:
         return f"It would with: {', or '.join(fitting)}; `toolkit plan` shows all ways"
     return "No single change makes it fit; `toolkit plan` shows what several together do"

@@ -25,7 +25,7 @@ from toolkit.planning.fake import FakeTensorMode, Ledger, cuda_dropout, host_cop
 from toolkit.planning.roofline import Operator, Work, record
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, Checkpointing, checkpoint_blocks, precision_policies
-from toolkit.sharding.units import UnitPlan, plan_units
+from toolkit.sharding.units import UnitPlan, owned_parameters, plan_units
 
 NO_WORK = Work()
 
@@ -66,12 +66,12 @@ class Probe:
     events: tuple[Event, ...]
     buffers: int
 
-    @property
+    @functools.cached_property
     def forward(self) -> Work:
         """Operators up to the loss."""
         return _sum(event.work for event in self.events[: self._loss + 1])
 
-    @property
+    @functools.cached_property
     def backward(self) -> Work:
         """Operators after the loss, second forwards included."""
         return _sum(event.work for event in self.events[self._loss + 1 :])
@@ -158,7 +158,7 @@ class _Run:
         self.outputs: dict[int, Any] = {}
         self._dtype, self._output_dtype = dtype, output_dtype
         self._units = [[model.get_submodule(path) for path in unit.modules] for unit in plan.units]
-        self._parameters = _owned(self._units)
+        self._parameters = list(owned_parameters(model, (unit.modules for unit in plan.units)))
         self._is_block = [unit.kind == "block" for unit in plan.units]
         self._running: dict[int, set[int]] = {}
         self._in_backward: set[int] = set()
@@ -376,16 +376,6 @@ def _empty_parameters(model: nn.Module, dtype: torch.dtype | None) -> dict[str, 
             made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         state[name] = made[id(parameter)]
     return state
-
-
-def _owned(units: Sequence[Sequence[nn.Module]]) -> list[list[nn.Parameter]]:
-    seen: set[int] = set()
-    owned = []
-    for modules in units:
-        own = [p for module in modules for p in module.parameters() if id(p) not in seen]
-        seen.update(id(p) for p in own)
-        owned.append(list({id(p): p for p in own}.values()))
-    return owned
 
 
 def _signature(block: nn.Module) -> Any:

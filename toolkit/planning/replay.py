@@ -61,6 +61,11 @@ class Memory:
         """Bytes by kind."""
         return {part.name: getattr(self, part.name) for part in fields(self)[1:]}
 
+    @property
+    def largest(self) -> tuple[str, int]:
+        """The kind that takes most, and its bytes."""
+        return max(self.parts().items(), key=lambda part: part[1])
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -237,7 +242,7 @@ def _unit(shape: UnitShape, layout: Layout, resident: bool) -> _Unit:
     computed = [layout.compute or p.held for p in shape.parameters]
     kept = [_held(p, layout) for p in shape.parameters]
     whole = [p.shard_numel(f) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
-    own = sum(p.shard_numel(f) for p in trainable)
+    own = shape.trainable_numel(f)
     cast = sum(p.shard_numel(f) * _held(p, layout) for p in trainable)
     casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
     last = trainable[-1].numel * (layout.compute or trainable[-1].held) if trainable and f > 1 else 0

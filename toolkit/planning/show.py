@@ -78,8 +78,8 @@ def show(console: Console, plan: Plan, launch: Launch | None, every_row: bool) -
 
 def said(row: Row) -> str:
     """The moment of the peak, with what is largest in it."""
-    largest = max(row.peak.parts().items(), key=lambda part: part[1])
-    return f"{row.peak.moment}: {largest[0]} {gib(largest[1])} GiB"
+    kind, num_bytes = row.peak.largest
+    return f"{row.peak.moment}: {kind} {gib(num_bytes)} GiB"
 
 
 def _table(rows: Sequence[Row], plan: Plan) -> Table:

@@ -13,13 +13,13 @@ from toolkit.errors import BadInputError, UnplannableError, first_line
 from toolkit.planning.hardware import GIB, Hardware
 from toolkit.planning.probe import Probe, Prober
 from toolkit.planning.replay import Layout, Memory, replay
-from toolkit.planning.roofline import Work
 from toolkit.planning.speed import Segment, StepTime, step_time
 from toolkit.planning.traffic import OffloadPlan, Traffic, traffic
 from toolkit.planning.units import UnitShape, unit_shapes
 from toolkit.planning.workload import Workload, workload_of
 from toolkit.recipe import AdapterSection, Recipe
 from toolkit.sharding.apply import Checkpointing
+from toolkit.sharding.offload.host import plan_host
 from toolkit.sharding.offload.state import STAGING_BUFFERS
 from toolkit.sharding.strategy import OFFLOAD, STRATEGIES, MeshShape, Strategy
 
@@ -34,6 +34,9 @@ CONTEXT_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}
 
 DTYPES = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 COMPUTE_BYTES = {"no": None, "bf16": 2, "fp16": 2}
+
+MOMENTS = 2
+"""Of AdamW, which alone can be offloaded by a recipe."""
 
 MICRO_BATCHES = 4
 """Sizes of the micro-batch in a table, at most."""
@@ -241,7 +244,6 @@ class Planner:
     def __init__(self, recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
         self.recipe, self.workload, self.hardware = recipe, workload, hardware
         self._probes: dict[tuple[bool, int, Checkpointing | None], Probe] = {}
-        self._work: dict[tuple[bool, int, Checkpointing | None], tuple[Work, Work]] = {}
 
     @cached_property
     def units(self) -> list[UnitShape]:
@@ -282,17 +284,13 @@ class Planner:
         each = 4 + OPTIMIZER_BYTES[self.recipe.optimizer.kind]
         return sum(int(p.numel * (p.held + each * p.trainable)) for unit in self.units for p in unit.parameters)
 
-    def work(self, setup: Setup) -> tuple[Work, Work]:
-        """Of the forward and the backward of one micro-batch."""
-        key = self._key(setup)
-        if key not in self._work:
-            probe = self.probe(setup)
-            self._work[key] = probe.forward, probe.backward
-        return self._work[key]
-
     def moments(self, setup: Setup) -> list[Memory]:
         """What a rank holds during a step."""
         return replay(self.units, self.probe(setup), setup.strategy, self.layout(setup), setup.accumulation)
+
+    def peak(self, setup: Setup) -> Memory:
+        """The moment in which a rank holds most."""
+        return max(self.moments(setup), key=lambda moment: moment.total)
 
     def layout(self, setup: Setup) -> Layout:
         compute = COMPUTE_BYTES[self.workload.mixed_precision] if setup.strategy.sharded else None
@@ -314,7 +312,7 @@ class Planner:
         room, found = int(size * GIB), set()
         order = [len(self.units) - 1, *range(len(self.units) - 1)]
         for index in order:
-            numel = self._own(self.units[index], setup)
+            numel = self.units[index].trainable_numel(setup.mesh.shard)
             if not numel:
                 continue
             room -= numel * (12 + self._landing_bytes(setup))
@@ -322,9 +320,6 @@ class Planner:
                 break
             found.add(index)
         return frozenset(found)
-
-    def _own(self, unit: UnitShape, setup: Setup) -> int:
-        return sum(parameter.shard_numel(setup.mesh.shard) for parameter in unit.trainable)
 
     def _landing_bytes(self, setup: Setup) -> int:
         """Of a gradient that lands on the host: one backward of one rank is not summed with anything."""
@@ -340,18 +335,18 @@ class Planner:
         if not setup.offload:
             return 0
         residents = self.residents(setup)
-        hosted = [self._own(unit, setup) for i, unit in enumerate(self.units) if i not in residents]
+        hosted = [unit.trainable_numel(setup.mesh.shard) for i, unit in enumerate(self.units) if i not in residents]
         staged = STAGING_BUFFERS * (COMPUTE_BYTES[self.workload.mixed_precision] or 4)
-        return sum(hosted) * (12 + self._landing_bytes(setup)) + max(hosted, default=0) * staged
+        return plan_host(hosted, MOMENTS, self._landing_bytes(setup), staged).total
 
     def offload_plan(self, setup: Setup) -> OffloadPlan | None:
         if not setup.offload:
             return None
         residents = self.residents(setup)
-        whole = sum(self._own(unit, setup) for unit in self.units)
-        kept = sum(self._own(self.units[index], setup) for index in residents)
+        own = [unit.trainable_numel(setup.mesh.shard) for unit in self.units]
+        kept = sum(own[index] for index in residents)
         during_backward = self.recipe.training.max_grad_norm is None
-        return OffloadPlan(device_share=kept / max(1, whole), during_backward=during_backward)
+        return OffloadPlan(device_share=kept / max(1, sum(own)), during_backward=during_backward)
 
     def row(self, setup: Setup) -> Row:
         moments = self.moments(setup)
@@ -366,9 +361,9 @@ class Planner:
             reduce_bytes=layout.reduce,
             offload=offload,
         )
-        forward, backward = self.work(setup)
+        probe = self.probe(setup)
         time = step_time(
-            [Segment("model", forward, backward)],
+            [Segment("model", probe.forward, probe.backward)],
             sent,
             setup.strategy,
             setup.mesh,

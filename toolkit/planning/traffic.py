@@ -156,8 +156,8 @@ class _Unit:
 
 def _sized(unit: UnitShape, shard: int, compute_bytes: int | None) -> _Unit:
     gathered = sum(p.shard_numel(shard) * (compute_bytes or p.held) for p in unit.parameters)
-    trainable = sum(p.shard_numel(shard) for p in unit.trainable)
-    return _Unit(unit.kind, shard * gathered, shard * trainable, unit.reshard_after_forward)
+    trainable = shard * unit.trainable_numel(shard)
+    return _Unit(unit.kind, shard * gathered, trainable, unit.reshard_after_forward)
 
 
 # All-gathers

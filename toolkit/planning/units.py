@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from toolkit.sharding.units import UnitKind, UnitPlan
+from toolkit.sharding.units import UnitKind, UnitPlan, owned_parameters
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class UnitShape:
 
     name: str
     kind: UnitKind
-    modules: tuple[str, ...]
     reshard_after_forward: bool
     parameters: tuple[ParameterShape, ...]
 
@@ -44,23 +43,18 @@ class UnitShape:
     def trainable(self) -> tuple[ParameterShape, ...]:
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
 
-    def shard_numel(self, shard: int) -> int:
-        return sum(parameter.shard_numel(shard) for parameter in self.parameters)
+    def trainable_numel(self, shard: int) -> int:
+        """Trainable elements of the first rank's shard, padding included."""
+        return sum(parameter.shard_numel(shard) for parameter in self.trainable)
 
 
 def unit_shapes(model: nn.Module, plan: UnitPlan, mixed_precision: str) -> list[UnitShape]:
     """The units of `plan` in its order; trainable parameters are held in float32 under mixed precision."""
-    seen: set[int] = set()
-    shapes = []
-    for unit in plan.units:
-        own = []
-        for path in unit.modules:
-            for parameter in model.get_submodule(path).parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    own.append(_shape(parameter, mixed_precision))
-        shapes.append(UnitShape(unit.name, unit.kind, unit.modules, unit.reshard_after_forward, tuple(own)))
-    return shapes
+    owned = owned_parameters(model, (unit.modules for unit in plan.units))
+    return [
+        UnitShape(unit.name, unit.kind, unit.reshard_after_forward, tuple(_shape(p, mixed_precision) for p in own))
+        for unit, own in zip(plan.units, owned, strict=True)
+    ]
 
 
 def _shape(parameter: torch.Tensor, mixed_precision: str) -> ParameterShape:

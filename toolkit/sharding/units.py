@@ -422,11 +422,22 @@ def _merged(links: Iterable[set[str]]) -> list[set[str]]:
 # Numbers and text
 
 
-def _measured(tree: _Tree, drafts: Iterable[_Draft]) -> Iterator[Unit]:
+def owned_parameters(model: nn.Module, units: Iterable[Sequence[str]]) -> Iterator[list[nn.Parameter]]:
+    """The parameters of each unit that no earlier unit owns, each once, in the order in which FSDP2 takes them.
+
+    Args:
+        units: the dotted paths of each unit's modules, in the order of a plan.
+    """
     seen: set[int] = set()
-    for draft in drafts:
-        own = [p for p in tree.parameters(draft.modules) if id(p) not in seen]
-        seen.update(id(p) for p in own)
+    for paths in units:
+        found = {id(p): p for path in paths for p in model.get_submodule(path).parameters() if id(p) not in seen}
+        seen.update(found)
+        yield list(found.values())
+
+
+def _measured(tree: _Tree, drafts: Sequence[_Draft]) -> Iterator[Unit]:
+    owned = owned_parameters(tree.model, (draft.modules for draft in drafts))
+    for draft, own in zip(drafts, owned, strict=True):
         yield Unit(
             name=draft.name,
             kind=draft.kind,

@@ -202,7 +202,7 @@ def states(name: str, shard: int) -> dict[str, int]:
     strategy = STRATEGIES[name]
     found = replay(units, prober.probe(1, Checkpointing(1)), strategy, Layout(shard, 2, 4, 8), 1)
     step = next(memory for memory in found if memory.moment == "optimizer step")
-    return step.parts() | {"whole": 2 * sum(shape.shard_numel(1) for shape in units)}
+    return step.parts() | {"whole": 2 * sum(parameter.numel for shape in units for parameter in shape.parameters)}
 
 
 def test_the_zero_paper() -> None:

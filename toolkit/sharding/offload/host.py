@@ -45,6 +45,24 @@ class HostPlan:
         return f"{_size(self.total)} ({', '.join(f'{part} {_size(getattr(self, part))}' for part in parts)})"
 
 
+def plan_host(hosted: Sequence[int], num_moments: int, gradient_bytes: int, longest_bytes: int) -> HostPlan:
+    """What the units whose state is on the host take.
+
+    Args:
+        hosted: elements of each unit's flat tensors.
+        num_moments: tensors of an element's size that the optimizer keeps.
+        gradient_bytes: of an element of a gradient that lands.
+        longest_bytes: of each element of the longest unit, for staging.
+    """
+    elements = sum(hosted)
+    return HostPlan(
+        masters=4 * elements,
+        moments=4 * elements * num_moments,
+        gradients=gradient_bytes * elements,
+        staging=longest_bytes * max(hosted, default=0),
+    )
+
+
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 

@@ -9,7 +9,7 @@ import torch
 
 from toolkit import ranks
 from toolkit.errors import BadInputError
-from toolkit.sharding.offload.host import GIB, HostPlan, Slabs, require_host_memory
+from toolkit.sharding.offload.host import GIB, HostPlan, Slabs, plan_host, require_host_memory
 from toolkit.sharding.offload.units import OffloadedUnit, Slot
 
 STAGING_BUFFERS = 2
@@ -101,13 +101,9 @@ class OffloadedState:
             unit.resident = True
 
     def _planned(self) -> HostPlan:
-        elements = sum(unit.numel for unit in self.hosted)
-        return HostPlan(
-            masters=4 * elements,
-            moments=4 * elements * len(self._names),
-            gradients=self._gradient_dtype.itemsize * elements,
-            staging=self._longest * (self._staged_bytes + 4 * self._needs_scratch),
-        )
+        hosted = [unit.numel for unit in self.hosted]
+        staged = self._staged_bytes + 4 * self._needs_scratch
+        return plan_host(hosted, len(self._names), self._gradient_dtype.itemsize, staged)
 
     @property
     def _longest(self) -> int:
