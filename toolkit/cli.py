@@ -290,9 +290,7 @@ def plan_command(
     )
     from toolkit.planning import command  # torch is imported only for a recipe that is right
 
-    accelerated = (
-        command.Accelerated() if accelerate_config is None else command.read_accelerate_config(accelerate_config)
-    )
+    accelerated = command.Accelerated() if accelerate_config is None else command.accelerated_by(accelerate_config)
     options = command.PlanOptions(every_row, explain, trace, plot, as_json)
     if not command.plan_command(loaded, recipe, overrides or [], device, gpus, accelerated, options):
         raise typer.Exit(1)

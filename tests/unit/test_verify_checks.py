@@ -305,7 +305,7 @@ def recipe() -> Recipe:
         ("- a\n- b\n", "holds no mapping but list"),
         ("", "holds no mapping but nothing"),
         ("a: [", "not readable as YAML"),
-        ("distributed_type: FSDP\n", "num_processes is None"),
+        ("distributed_type: FSDP\n", "num_processes is not set"),
         ("num_processes: two\n", "num_processes is 'two'"),
         ("num_processes: 2\nfsdp_config: zero3\n", "fsdp_config is no mapping"),
         ("num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: zero4\n", "unknown strategy 'zero4'"),

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError
 from toolkit.planning.hardware import GIB, Hardware
 from toolkit.planning.show import as_json, explain, plot, show
 from toolkit.planning.table import Plan, Row, launch_of, plan
 from toolkit.recipe import Recipe
+from toolkit.sharding.accelerate_config import read_accelerate_config
 from toolkit.sharding.strategy import asks_for_offload, parse_strategy
 
 
@@ -44,22 +44,16 @@ class Accelerated:
     num_processes: int | None = None
 
 
-def read_accelerate_config(path: Path) -> Accelerated:
+def accelerated_by(path: Path) -> Accelerated:
     """Raises BadInputError where the file is none, or no Accelerate config."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInputError(f"--accelerate-config: {str(path)!r}: {first_line(error)}") from error
-    if not isinstance(values, dict):
-        raise BadInputError(f"--accelerate-config: {path} holds no mapping; `accelerate config` makes one")
-    word = (values.get("fsdp_config") or {}).get("fsdp_sharding_strategy")
+    config = read_accelerate_config(path)
     where = f"--accelerate-config: {path}: fsdp_config.fsdp_sharding_strategy"
     return Accelerated(
-        strategy=None if word is None else parse_strategy(str(word), where).name,
-        offload=asks_for_offload(None if word is None else str(word)),
-        shard_size=(values.get("parallelism_config") or {}).get("parallelism_config_dp_shard_size"),
-        mixed_precision=values.get("mixed_precision"),
-        num_processes=values.get("num_processes"),
+        strategy=None if config.strategy is None else parse_strategy(config.strategy, where).name,
+        offload=asks_for_offload(config.strategy),
+        shard_size=config.shard_size,
+        mixed_precision=config.mixed_precision,
+        num_processes=config.num_processes,
     )
 
 

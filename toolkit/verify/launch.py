@@ -18,6 +18,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from toolkit.errors import BadInputError, first_line
 from toolkit.recipe import Recipe
+from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
 from toolkit.sharding.strategy import DEFAULT_STRATEGY, mesh_shape, parse_strategy
 
 TWO_RANKS: dict[str, Any] = {
@@ -50,49 +51,27 @@ def read_launch(path: Path | None, recipe: Recipe) -> Launch:
     """
     if path is None and Path(default_config_file).is_file():
         path = Path(default_config_file)
-    origin = str(path) if path is not None else "none; two ranks under zero3"
-    values = _read_config(path) if path is not None else dict(TWO_RANKS)
-    num_processes = _num_processes(values, origin)
-    _check_strategy(values, origin, num_processes, recipe)
-    on_cpu = bool(values.get("use_cpu")) or torch.cuda.device_count() < num_processes
-    return Launch(values, origin, num_processes, on_cpu)
+    if path is None:
+        config = AccelerateConfig(dict(TWO_RANKS), "none; two ranks under zero3")
+    else:
+        config = read_accelerate_config(path)
+    num_processes = config.num_processes
+    if num_processes is None:
+        raise config.error("num_processes is not set; needs a number of at least 1")
+    _check_strategy(config, num_processes, recipe)
+    on_cpu = bool(config.values.get("use_cpu")) or torch.cuda.device_count() < num_processes
+    return Launch(config.values, config.origin, num_processes, on_cpu)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise BadInputError(f"--accelerate-config: there is no file {str(path)!r}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInputError(f"--accelerate-config: {path} is not readable as YAML: {first_line(error)}") from error
-    if not isinstance(values, dict):
-        found = "nothing" if values is None else type(values).__name__
-        raise BadInputError(f"--accelerate-config: {path} holds no mapping but {found}; `accelerate config` makes one")
-    return values
-
-
-def _num_processes(values: dict[str, Any], origin: str) -> int:
-    found = values.get("num_processes")
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise BadInputError(f"--accelerate-config: {origin}: num_processes is {found!r}; needs a number of at least 1")
-    return found
-
-
-def _check_strategy(values: dict[str, Any], origin: str, num_processes: int, recipe: Recipe) -> None:
+def _check_strategy(config: AccelerateConfig, num_processes: int, recipe: Recipe) -> None:
     """Raises BadInputError where the strategy is unknown or does not fit the number of processes."""
-    sections = {key: values.get(key) or {} for key in ("fsdp_config", "parallelism_config")}
-    for key, section in sections.items():
-        if not isinstance(section, dict):
-            raise BadInputError(f"--accelerate-config: {origin}: {key} is no mapping")
-    word = sections["fsdp_config"].get("fsdp_sharding_strategy") or recipe.sharding.strategy or DEFAULT_STRATEGY
-    sizes = [
-        sections["parallelism_config"].get(f"parallelism_config_dp_{axis}_size") for axis in ("replicate", "shard")
-    ]
+    word = config.strategy or recipe.sharding.strategy or DEFAULT_STRATEGY
+    sizes = {"replicate": config.replicate_size, "shard": config.shard_size}
     try:
-        strategy = parse_strategy(str(word), "fsdp_config.fsdp_sharding_strategy")
-        mesh_shape(strategy, num_processes, replicate=sizes[0], shard=sizes[1])
+        strategy = parse_strategy(word, "fsdp_config.fsdp_sharding_strategy")
+        mesh_shape(strategy, num_processes, **sizes)
     except BadInputError as error:
-        raise BadInputError(f"--accelerate-config: {origin}: {error}") from error
+        raise config.error(str(error)) from error
 
 
 def rank_environments(launch: Launch, folder: Path) -> list[dict[str, str]]:

@@ -278,9 +278,9 @@ def test_bad_input(file: str, arguments: list[str], said: str) -> None:
 
 def test_an_accelerate_config_says_how_the_recipe_stands() -> None:
     folder = Path(__file__).parents[3] / "accelerate_configs"
-    config = command.read_accelerate_config(folder / "zero3_offload.yaml")
+    config = command.accelerated_by(folder / "zero3_offload.yaml")
     assert (config.strategy, config.offload, config.mixed_precision, config.num_processes) == ("zero3", True, "bf16", 8)
-    hybrid = command.read_accelerate_config(folder / "hybrid.yaml")
+    hybrid = command.accelerated_by(folder / "hybrid.yaml")
     assert hybrid.strategy == "hybrid"
     assert hybrid.shard_size is not None
 

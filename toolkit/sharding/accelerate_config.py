@@ -1,0 +1,90 @@
+"""An Accelerate config's file, as far as planning and verifying read it; both name it `--accelerate-config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import BadInputError, first_line
+
+PRECISIONS = ("no", "bf16", "fp16")
+"""Values of mixed_precision that the sharding backend knows."""
+
+
+@dataclass(frozen=True)
+class AccelerateConfig:
+    """Values that have been read, checked as they are asked for: each raises BadInputError where it is not right.
+
+    Attributes:
+        origin: where they were read, for messages.
+    """
+
+    values: dict[str, Any]
+    origin: str
+
+    @property
+    def num_processes(self) -> int | None:
+        """None: it does not say."""
+        found = self.values.get("num_processes")
+        if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
+            raise self.error(f"num_processes is {found!r}; needs a number of at least 1")
+        return found
+
+    @property
+    def mixed_precision(self) -> str | None:
+        """None: it does not say."""
+        found = self.values.get("mixed_precision")
+        # YAML reads an unquoted `no` as false.
+        word = "no" if found is False else found
+        if word is not None and word not in PRECISIONS:
+            raise self.error(f"mixed_precision is {found!r}; allowed are {', '.join(PRECISIONS)}")
+        return word
+
+    @property
+    def strategy(self) -> str | None:
+        """The word as it stands; None: it does not say."""
+        word = self._section("fsdp_config").get("fsdp_sharding_strategy")
+        return None if word is None else str(word)
+
+    @property
+    def replicate_size(self) -> int | None:
+        """Groups of ranks that each hold one copy of the model; None: it does not say."""
+        return self._size("replicate")
+
+    @property
+    def shard_size(self) -> int | None:
+        """Ranks among which one copy of the model is sharded; None: it does not say."""
+        return self._size("shard")
+
+    def error(self, problem: str) -> BadInputError:
+        return BadInputError(f"--accelerate-config: {self.origin}: {problem}")
+
+    def _size(self, axis: str) -> int | None:
+        key = f"parallelism_config_dp_{axis}_size"
+        found = self._section("parallelism_config").get(key)
+        if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
+            raise self.error(f"parallelism_config.{key} is {found!r}; needs a number of at least 1")
+        return found
+
+    def _section(self, key: str) -> dict[str, Any]:
+        section = self.values.get(key) or {}
+        if not isinstance(section, dict):
+            raise self.error(f"{key} is no mapping")
+        return section
+
+
+def read_accelerate_config(path: Path) -> AccelerateConfig:
+    """Raises BadInputError where there is no file, or where it holds no mapping."""
+    if not path.is_file():
+        raise BadInputError(f"--accelerate-config: there is no file {str(path)!r}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInputError(f"--accelerate-config: {path} is not readable as YAML: {first_line(error)}") from error
+    if not isinstance(values, dict):
+        found = "nothing" if values is None else type(values).__name__
+        raise BadInputError(f"--accelerate-config: {path} holds no mapping but {found}; `accelerate config` makes one")
+    return AccelerateConfig(values, str(path))
