@@ -18,7 +18,6 @@ import gc
 import itertools
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -164,12 +163,8 @@ def planned_bytes(case: Case) -> int | None:
     if not torch.cuda.is_available() or case.training == "lora" or case.has("no logits") or case.has("packed"):
         return None
     try:
-        from tokenizers import Tokenizer
-        from tokenizers.models import WordLevel
-        from transformers import PreTrainedTokenizerFast
-
+        from toolkit.planning import plan
         from toolkit.planning.hardware import preset_of_device
-        from toolkit.planning.table import plan
         from toolkit.recipe import Recipe
     except ImportError:
         return None
@@ -179,18 +174,15 @@ def planned_bytes(case: Case) -> int | None:
     fields = {
         key: value for key, value in config_of(Job(case.size, case.tokens, 1)).to_dict().items() if key in PLANNED
     }
-    with tempfile.TemporaryDirectory() as words:
-        Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>")).save(f"{words}/tokenizer.json")
-        PreTrainedTokenizerFast(tokenizer_file=f"{words}/tokenizer.json", pad_token="<pad>").save_pretrained(words)
-        values = {
-            "model": {"config": fields, "tokenizer": words},
-            "data": {"train": "unused.jsonl", "max_length": case.row, "packing": False},
-            "optimizer": {"learning_rate": LEARNING_RATE},
-            "training": {"output_dir": "unused", "max_steps": 1, "micro_batch_size": max(1, case.tokens // case.row)},
-            "sharding": {"strategy": "zero3", "activation_checkpointing": 1 if case.has("checkpointing") else None},
-        }
-        found = plan(Recipe.model_validate(values), hardware, mixed_precision="bf16", offload=case.has("offload"))
-        return found.asked.peak.total
+    values = {
+        "model": {"config": fields, "train_tokenizer_vocab_size": fields["vocab_size"]},
+        "data": {"train": "unused.jsonl", "max_length": case.row, "packing": False},
+        "optimizer": {"learning_rate": LEARNING_RATE},
+        "training": {"output_dir": "unused", "max_steps": 1, "micro_batch_size": max(1, case.tokens // case.row)},
+        "sharding": {"strategy": "zero3", "activation_checkpointing": 1 if case.has("checkpointing") else None},
+    }
+    found = plan(Recipe.model_validate(values), hardware, mixed_precision="bf16", offload=case.has("offload"))
+    return found.asked.peak.total
 
 
 def measure(case: Case, steps: int) -> dict[str, Any]:

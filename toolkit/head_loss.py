@@ -150,6 +150,18 @@ def _dtypes(*tensors: torch.Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
+@dataclass(frozen=True)
+class _How:
+    """What comes after the head, the type of compute, and which gradients are wanted: as in `_Gradients`."""
+
+    after: AfterHead
+    dtype: torch.dtype
+    wanted: tuple[bool, bool, bool]
+
+    def head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Head:
+        return _Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype), self.after)
+
+
 class _SummedLoss(torch.autograd.Function):
     """The summed loss, (1, 1, 1), whose gradients are made in the forward pass, from the same logits."""
 
@@ -160,18 +172,16 @@ class _SummedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        after: AfterHead,
-        dtype: torch.dtype,
-        wanted: tuple[bool, bool, bool],
+        how: _How,
     ) -> torch.Tensor:
-        head = _cast(weight, bias, after, dtype)
-        ctx.dtypes, hidden = _dtypes(hidden, weight, bias), hidden.to(dtype)
+        head = how.head(weight, bias)
+        ctx.dtypes, hidden = _dtypes(hidden, weight, bias), hidden.to(how.dtype)
         total = torch.zeros((1, 1, 1), dtype=torch.float32, device=hidden.device)
-        gradients = _Gradients.zeros(head, hidden, wanted)
+        gradients = _Gradients.zeros(head, hidden, how.wanted)
         for rows in head.chunks(len(hidden)):
             losses, chunk = head.losses(hidden[rows], targets[rows])
             total += losses.sum()
-            if any(wanted):
+            if any(how.wanted):
                 gradients.add(head, rows, hidden[rows], head.gradient(chunk, targets[rows], None))
             del chunk  # before the next one is there
         ctx.gradients = gradients
@@ -182,7 +192,7 @@ class _SummedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the loss's gradients are scaled in place; a second backward needs a second forward")
-        return (*gradients.times(upstream[0].squeeze(), ctx.dtypes), None, None, None, None)
+        return (*gradients.times(upstream[0].squeeze(), ctx.dtypes), None, None)
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -195,35 +205,29 @@ class _TokenLosses(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        after: AfterHead,
-        dtype: torch.dtype,
-        wanted: tuple[bool, bool, bool],
+        how: _How,
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.settings = after, dtype, wanted
-        head = _cast(weight, bias, after, dtype)
+        ctx.how = how
+        head = how.head(weight, bias)
         each = torch.empty((1, len(hidden), 1), dtype=torch.float32, device=hidden.device)
         for rows in head.chunks(len(hidden)):
-            each[0, rows, 0] = head.losses(hidden[rows].to(dtype), targets[rows])[0]
+            each[0, rows, 0] = head.losses(hidden[rows].to(how.dtype), targets[rows])[0]
         return each
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
-        after, dtype, wanted = ctx.settings
-        head = _cast(weight, bias, after, dtype)
+        how: _How = ctx.how
+        head = how.head(weight, bias)
         factors = upstream[0].flatten()
-        dtypes, hidden = _dtypes(hidden, weight, bias), hidden.to(dtype)
-        gradients = _Gradients.zeros(head, hidden, wanted)
+        dtypes, hidden = _dtypes(hidden, weight, bias), hidden.to(how.dtype)
+        gradients = _Gradients.zeros(head, hidden, how.wanted)
         for rows in head.chunks(len(hidden)):
             _, chunk = head.losses(hidden[rows], targets[rows])
             gradients.add(head, rows, hidden[rows], head.gradient(chunk, targets[rows], factors[rows]))
             del chunk  # before the next one is there
-        return (*gradients.times(factors.new_ones(()), dtypes), None, None, None, None)
-
-
-def _cast(weight: torch.Tensor, bias: torch.Tensor | None, after: AfterHead, dtype: torch.dtype) -> _Head:
-    return _Head(weight.to(dtype), None if bias is None else bias.to(dtype), after)
+        return (*gradients.times(factors.new_ones(()), dtypes), None, None)
 
 
 def summed_loss(
@@ -264,11 +268,13 @@ def _apply(
     targets: torch.Tensor,
     after: AfterHead,
 ) -> torch.Tensor:
-    kind, tensors = hidden.device.type, (hidden, weight, bias)
+    kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    wanted = tuple(torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors)
+    learns = torch.is_grad_enabled()
+    wanted = tuple(learns and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     with torch.autocast(kind, enabled=False):
-        return function.apply(*tensors, targets, after, dtype, wanted)  # type: ignore[no-any-return,no-untyped-call]
+        how = _How(after, dtype, wanted)  # type: ignore[arg-type]
+        return function.apply(hidden, weight, bias, targets, how)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class HeadLoss:
