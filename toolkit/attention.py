@@ -6,22 +6,32 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import import_utils
 
+from toolkit.document_attention import BY_DOCUMENT
 from toolkit.errors import first_line
 from toolkit.models import attention_of
 
 NOT_INSTALLED = "neither flash-attn nor flash-attn-3 is installed for this GPU"
 
 
-def settle_attention(model: PreTrainedModel, asked: str, device: torch.device, in_16_bits: bool) -> str:
+def settle_attention(
+    model: PreTrainedModel, asked: str, device: torch.device, in_16_bits: bool, packed: bool, compiled: bool
+) -> str:
     """Gives `model` the best attention where `asked` is auto; what it has now, and why.
 
-    Flash attention sees the documents of a packed row one by one. `sdpa` computes all pairs of a row and
-    masks them; it is what there is elsewhere. flex_attention skips masked blocks too, but is not chosen by
-    itself: it compiles a kernel for each shape, and we have no measurement where it was the faster one.
+    Flash attention sees the documents of a packed row one by one, and so do we on a CPU. `sdpa` computes all
+    pairs of a row and masks them; it is what there is elsewhere. flex_attention skips masked blocks too, but is
+    not chosen by itself: it compiles a kernel for each shape, and we have no measurement where it was the faster
+    one.
+
+    Args:
+        packed: documents share rows.
+        compiled: blocks are compiled, for one shape; documents have many.
     """
     if asked != "auto":
         return f"{attention_of(model)} (model.attention)"
     wanted, why = best_flash(model, device, in_16_bits)
+    if device.type == "cpu" and packed and not compiled and attention_of(model) == "sdpa":
+        wanted = BY_DOCUMENT
     if wanted is not None:
         try:
             model.set_attn_implementation(wanted)

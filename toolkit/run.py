@@ -328,7 +328,14 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     model = models.load(recipe.model, tokens, training.seed, data.label_names, recipe.adapter)
     require_room(model, tokens, recipe)
     in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
-    attention = settle_attention(base_of(model), recipe.model.attention, accelerator.device, in_16_bits)
+    attention = settle_attention(
+        base_of(model),
+        recipe.model.attention,
+        accelerator.device,
+        in_16_bits,
+        packed=data.report["packing"],
+        compiled=training.compile,
+    )
     objective = build_objective(recipe.objective, model, data.report["packing"], data.report["train"].get("labels"))
     samples_per_step = training.micro_batch_size * accelerator.num_processes * training.gradient_accumulation_steps
     num_steps = steps_of_run(training, len(data.train), samples_per_step)

@@ -17,6 +17,10 @@ from toolkit.recipe import ModelSection
 GPU = torch.device("cuda")
 
 
+def settle(model: Any, device: torch.device, asked: str = "auto", in_16_bits: bool = True) -> str:
+    return attention.settle_attention(model, asked, device, in_16_bits, packed=True, compiled=False)
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(major: int, *installed: int) -> None:
@@ -52,21 +56,21 @@ def test_the_choice_is_made_and_named(machine: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         model, "set_attn_implementation", lambda name: setattr(model.config, "_attn_implementation_internal", name)
     )
-    assert attention.settle_attention(model, "auto", GPU, True) == "flash_attention_3 (installed, for this GPU)"
+    assert settle(model, GPU) == "flash_attention_3 (installed, for this GPU)"
     assert attention_of(model) == "flash_attention_3"
 
 
 def test_where_it_is_refused_the_run_keeps_what_it_has(machine: Any) -> None:
     machine(9, 3)  # which transformers does not find here
     model: Any = llama("sdpa")
-    found = attention.settle_attention(model, "auto", GPU, True)
+    found = settle(model, GPU)
     assert found.startswith("sdpa (flash_attention_3 refused: ")
 
 
 @pytest.mark.parametrize(
     ("asked", "device", "in_16_bits", "expected"),
     [
-        ("auto", "cpu", True, "sdpa (no GPU)"),
+        ("auto", "cpu", True, "sdpa_by_document (no GPU)"),
         ("auto", "cuda", False, "sdpa (float32 compute: flash attention takes 16 bits)"),
         ("auto", "cuda", True, f"sdpa ({attention.NOT_INSTALLED})"),
         ("sdpa", "cuda", True, "sdpa (model.attention)"),
@@ -74,8 +78,16 @@ def test_where_it_is_refused_the_run_keeps_what_it_has(machine: Any) -> None:
 )
 def test_sdpa_otherwise(machine: Any, asked: str, device: str, in_16_bits: bool, expected: str) -> None:
     machine(9)
-    found = attention.settle_attention(llama("sdpa"), asked, torch.device(device), in_16_bits)  # type: ignore[arg-type]
-    assert found == expected
+    assert settle(llama("sdpa"), torch.device(device), asked, in_16_bits) == expected
+
+
+@pytest.mark.parametrize(("packed", "compiled"), [(False, False), (False, True), (True, True)])
+def test_documents_are_seen_by_themselves_where_there_are_several_and_shapes_are_free(
+    packed: bool, compiled: bool
+) -> None:
+    cpu = torch.device("cpu")
+    assert attention.settle_attention(llama("sdpa"), "auto", cpu, False, packed, compiled) == "sdpa (no GPU)"
+    assert attention.settle_attention(llama("eager"), "auto", cpu, False, True, False) == "eager (no GPU)"
 
 
 def test_asked_for_but_not_installed() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from toolkit.data.packing import whole
 from toolkit.data.samples import TextSamples
+from toolkit.document_attention import BY_DOCUMENT
 from toolkit.errors import BadInputError
 from toolkit.leaks import check_leaks
 from toolkit.objectives import CausalLM
@@ -29,7 +30,7 @@ def alone(model: nn.Module, rows: Documents) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", BY_DOCUMENT])
 @pytest.mark.parametrize("make", [llama, qwen, gpt2])
 def test_a_packed_step_has_the_gradients_of_the_rows_alone(make: Callable[[str], nn.Module], attention: str) -> None:
     torch.manual_seed(0)

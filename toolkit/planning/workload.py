@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from toolkit import models
 from toolkit.adapters import base_of
 from toolkit.data import tokenizer
+from toolkit.document_attention import BY_DOCUMENT
 from toolkit.objectives import Objective, build_objective
 from toolkit.recipe import Recipe
 
@@ -145,7 +146,7 @@ def _attention(recipe: Recipe, chosen: str, packed: bool) -> str | None:
     """Rows that share a sample need a mask from sdpa; flash attention and flex tell them apart without."""
     if recipe.objective.kind == "sequence_classification" or chosen == "eager":
         return None
-    return None if chosen == "sdpa" and packed else UNMASKED
+    return None if chosen in ("sdpa", BY_DOCUMENT) and packed else UNMASKED
 
 
 def _batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
