@@ -64,7 +64,8 @@ class ModelSection(Section):
     )
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "auto",
-        description="Attention implementation; auto: flash attention where installed, on a GPU in 16 bits, else sdpa.",
+        description="Attention implementation; auto: flash attention where installed, on a GPU in 16 bits, else sdpa, "
+        "on a CPU for each document alone.",
     )
     trust_remote_code: bool = Field(False, description="Run Python code shipped with the model.")
     tokenizer: str | None = Field(None, description="Tokenizer's name or folder, if not the model's.")

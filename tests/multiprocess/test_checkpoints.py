@@ -33,7 +33,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"strategy": "ddp", "precision": "no", "dropout": True, "epochs": True},
     ],
     2: [
-        {"strategy": "zero3", "precision": "no", "accumulation": 3},
         {"strategy": "zero3", "precision": "bf16", "offload": True},
         {"strategy": "zero2", "precision": "bf16", "accumulation": 3},
         {"strategy": "zero1", "precision": "no", "accumulation": 3, "synchronous": True},

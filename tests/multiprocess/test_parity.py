@@ -5,7 +5,6 @@ The plain loop is written out here, on one process, without any of the toolkit's
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -31,15 +30,14 @@ STRATEGIES = ("zero3", "ddp", "zero1", "zero2", "hybrid")
 def cases(num_ranks: int) -> list[tuple[str, bool, int]]:
     """(strategy, tied, accumulation); hybrid needs two groups of two.
 
-    All of them on 2 ranks; on 1 and 4, each strategy tied and untied, with and without accumulation.
+    Each strategy tied and untied, with and without accumulation; on 2 ranks the pairs that 1 and 4 leave out.
     """
     possible = [strategy for strategy in STRATEGIES if strategy != "hybrid" or num_ranks >= 4]
-    if num_ranks == 2:
-        return list(itertools.product(possible, (False, True), (1, 3)))
+    pairs = [[(False, 3), (True, 1)], [(False, 1), (True, 3)]]
     return [
         (strategy, tied, accumulation)
         for number, strategy in enumerate(possible)
-        for tied, accumulation in ([(False, 1), (True, 3)] if number % 2 else [(False, 3), (True, 1)])
+        for tied, accumulation in pairs[(number + (num_ranks == 2)) % 2]
     ]
 
 
