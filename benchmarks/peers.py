@@ -1,6 +1,6 @@
 """The toolkit beside its peers: the same model on the same rows; useful tokens per second, memory and losses.
 
-    python benchmarks/peers.py [--groups padded packed trl deepspeed] [--output benchmarks/results/peers.jsonl]
+    python benchmarks/peers.py [--groups padded packed trl deepspeed offload] [--output benchmarks/results/peers.jsonl]
 
 All train one random-weight Llama (23M parameters) on 512 rows of lognormal length, 2 gloo ranks of one
 thread, float32, 4 rows a micro-batch, AdamW, clipping. Useful tokens are targets: every token of a row but
@@ -228,7 +228,7 @@ def fsdp2_by_hand(gate: Gate, job: Job, rank: int) -> None:
 # ---- the toolkit ----
 
 
-def by_toolkit(strategy: str, packing: bool) -> Callable[[Gate, Job, int], None]:
+def by_toolkit(strategy: str, packing: bool, offload: str = "none") -> Callable[[Gate, Job, int], None]:
     def train(gate: Gate, job: Job, rank: int) -> None:
         from toolkit import run
         from toolkit.metrics import Metrics
@@ -238,10 +238,9 @@ def by_toolkit(strategy: str, packing: bool) -> Callable[[Gate, Job, int], None]
 
         gate.imported()
         run.quiet_libraries()
-        recipe = Recipe.load(
-            Path(job.folder, "recipe.yaml"), [f"sharding.strategy={strategy}", f"data.packing={packing}"]
-        )
-        output = Path(job.folder, f"run-{strategy}-{packing}")
+        settings = {"sharding.strategy": strategy, "sharding.offload": offload, "data.packing": packing}
+        recipe = Recipe.load(Path(job.folder, "recipe.yaml"), [f"{field}={value}" for field, value in settings.items()])
+        output = Path(job.folder, f"run-{strategy}-{packing}-{offload}")
         output.mkdir(exist_ok=True)
         plugins = run.build_plugins(recipe)
         accelerator = run.build_accelerator(recipe, plugins, output)
@@ -393,6 +392,7 @@ VARIANTS: dict[str, Callable[[Gate, Job, int], None]] = {
     "toolkit ddp": by_toolkit("ddp", packing=False),
     "toolkit zero2": by_toolkit("zero2", packing=False),
     "toolkit zero3": by_toolkit("zero3", packing=False),
+    "toolkit zero2, offload": by_toolkit("zero2", packing=False, offload="optimizer"),
     "toolkit ddp, packed": by_toolkit("ddp", packing=True),
     "toolkit zero2, packed": by_toolkit("zero2", packing=True),
     "toolkit zero3, packed": by_toolkit("zero3", packing=True),
@@ -407,7 +407,8 @@ GROUPS = {
     "padded": [REFERENCE, "FSDP2 by hand", "toolkit ddp", "toolkit zero2", "toolkit zero3"],
     "packed": [REFERENCE, "toolkit ddp, packed", "toolkit zero2, packed", "toolkit zero3, packed"],
     "trl": [REFERENCE, "toolkit zero3, packed", "TRL", "TRL, packed"],
-    "deepspeed": [REFERENCE, *(variant for variant in VARIANTS if variant.startswith("DeepSpeed"))],
+    "deepspeed": [REFERENCE, "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3"],
+    "offload": [REFERENCE, "toolkit zero2, offload", "DeepSpeed ZeRO-2, offload"],
 }  # fmt: skip
 """What takes turns: few at once, as each rank keeps its memory."""
 
