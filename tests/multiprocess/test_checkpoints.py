@@ -39,7 +39,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"strategy": "ddp", "precision": "bf16"},
         {"strategy": "zero3", "precision": "no", "dropout": True, "epochs": True},
     ],
-    4: [{"strategy": "hybrid", "precision": "bf16"}, {"strategy": "zero3", "precision": "no", "dropout": True}],
+    4: [{"strategy": "hybrid", "precision": "bf16", "dropout": True}],
 }
 
 

@@ -172,7 +172,7 @@ def sharded_run(
 
 
 def runs_under_strategies() -> dict[tuple[str, str], dict[str, Any]]:
-    strategies = ["zero1", "zero2", "zero3"] + (["hybrid"] if int(os.environ["WORLD_SIZE"]) == 4 else [])
+    strategies = ["zero3", "hybrid"] if int(os.environ["WORLD_SIZE"]) == 4 else ["zero1", "zero2", "zero3"]
     return {(name, strategy): sharded_run(name, strategy) for name in MODELS for strategy in strategies}
 
 

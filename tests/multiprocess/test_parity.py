@@ -30,15 +30,18 @@ STRATEGIES = ("zero3", "ddp", "zero1", "zero2", "hybrid")
 def cases(num_ranks: int) -> list[tuple[str, bool, int]]:
     """(strategy, tied, accumulation); hybrid needs two groups of two.
 
-    Each strategy tied and untied, with and without accumulation; on 2 ranks the pairs that 1 and 4 leave out.
+    Each strategy tied and untied, with and without accumulation: two of these four on 2 ranks, one on 1 and on 4.
     """
-    possible = [strategy for strategy in STRATEGIES if strategy != "hybrid" or num_ranks >= 4]
-    pairs = [[(False, 3), (True, 1)], [(False, 1), (True, 3)]]
-    return [
-        (strategy, tied, accumulation)
-        for number, strategy in enumerate(possible)
-        for tied, accumulation in pairs[(number + (num_ranks == 2)) % 2]
-    ]
+    pairs = [(False, 3), (True, 1), (False, 1), (True, 3)]
+    found = []
+    for number, strategy in enumerate(STRATEGIES):
+        turned = [pairs[(number + i) % 4] for i in range(4)]
+        if strategy == "hybrid":
+            chosen = turned[:2] if num_ranks == 4 else []
+        else:
+            chosen = {1: turned[:1], 2: turned[1:3], 4: turned[3:]}[num_ranks]
+        found += [(strategy, *pair) for pair in chosen]
+    return found
 
 
 def plain_rows(model_folder: Path, data: Path) -> torch.Tensor:

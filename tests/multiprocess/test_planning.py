@@ -28,7 +28,7 @@ from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
-RANKS, ROWS, STEPS = 2, 2, 3
+RANKS, ROWS, STEPS = 2, 2, 2
 
 
 @dataclass(frozen=True)

@@ -178,15 +178,17 @@ def losses(strategy: str, precision: str, accumulation: int, steps: int = 8, **k
 def runs(num_ranks: int) -> list[tuple[str, str, int]]:
     """(strategy, precision, accumulation): all of them on 2 ranks, and of hybrid on 4.
 
-    On 1 and 4 ranks each other strategy runs in both precisions, with and without accumulation.
+    On 1 rank each runs in both precisions, with and without accumulation; on 4 in one, with accumulation.
     """
     found = []
     for number, strategy in enumerate(STRATEGIES):
         pairs = list(itertools.product(("no", "bf16"), (1, 3)))
         if strategy == "hybrid":
             pairs = pairs if num_ranks == 4 else []
-        elif num_ranks != 2:
+        elif num_ranks == 1:
             pairs = [("no", 1), ("bf16", 3)] if number % 2 else [("no", 3), ("bf16", 1)]
+        elif num_ranks == 4:
+            pairs = [("no", 3)] if number % 2 else [("bf16", 3)]
         found += [(strategy, *pair) for pair in pairs]
     return found
 

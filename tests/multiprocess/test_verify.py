@@ -123,7 +123,7 @@ def test_a_model_cut_to_its_first_blocks(folder: Path, tmp_path: Path) -> None:
     assert report.facts["precision"] == "bf16"
     rows = {row.check: row for row in report.rows}
     assert rows["loss"].tolerance == 2e-2
-    assert rows["loss"].found > 1e-6, "16 bits were really computed in"
+    assert rows["gradient norm"].found > 1e-5, "16 bits were really computed in"
     assert rows["dropout replay"].verdict == NOT_USED
     assert len(list(bare.iterdir())) == 3, "nothing is written into the model's folder"
 

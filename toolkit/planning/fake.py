@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -23,6 +23,8 @@ __all__ = ["FakeTensorMode", "Ledger", "cuda_dropout", "fake_ranks", "host_copie
 
 GRANULE = 512
 """CUDA's caching allocator hands out multiples of so many bytes."""
+
+_DEVICE = torch.ops.prim.device.default
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -83,6 +85,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.host_peak = max(self.host_peak, self.host)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # autograd asks twice as often as it calls operators
         if any(issubclass(cls, torch.distributed.tensor.DTensor) for cls in types):
             return NotImplemented  # its local operators come next
         out = func(*args, **(kwargs or {}))

@@ -53,6 +53,10 @@ def recipe(**changes: Any) -> Recipe:
     return Recipe.from_mapping(values(**changes))
 
 
+ALONE = {"training": {"micro_batch_size": 1, "gradient_accumulation_steps": 1}}
+"""One sample a step, so that a table has one size of micro-batches."""
+
+
 @pytest.fixture(scope="module")
 def found() -> Plan:
     return plan(recipe(), hardware_of("h100_sxm"), 8)
@@ -152,22 +156,22 @@ def test_what_helps_where_nothing_fits() -> None:
 
 def test_host_memory_is_a_limit_too() -> None:
     small = replace(hardware_of("h100_sxm"), host_memory_bytes=8 * P)
-    row = row_of(plan(recipe(), small, 8), "zero3", offload=True)
+    row = row_of(plan(recipe(**ALONE), small, 8), "zero3", offload=True, size=1)
     assert row.verdict == "no"
     assert "host memory" in row.problem
 
 
 def test_thousands_of_ranks(found: Plan) -> None:
-    many = plan(recipe(), hardware_of("h100_sxm"), 4096)
+    many = plan(recipe(**ALONE), hardware_of("h100_sxm"), 4096)
     assert {row.setup.mesh.shard for row in many.rows if row.setup.strategy.replicated} >= {8, 64, 2048}
-    assert row_of(many, "zero3").peak.parameters < row_of(found, "zero3").peak.parameters
+    assert row_of(many, "zero3", size=1).peak.parameters < row_of(found, "zero3").peak.parameters
 
 
 def test_lora_holds_no_state_of_the_base() -> None:
-    model = {"adapter": {"kind": "lora", "r": 4}, "export": {"merge": True}}
+    model = {"adapter": {"kind": "lora", "r": 4}, "export": {"merge": True}, **ALONE}
     adapted = plan(recipe(**model), hardware_of("h100_sxm"), 8)
     assert adapted.num_trained < 0.2 * adapted.num_parameters
-    row = row_of(adapted, "zero3")
+    row = row_of(adapted, "zero3", size=1)
     assert row.peak.optimizer < 8 * P / 8 / 2
 
 
@@ -175,12 +179,12 @@ def test_lora_holds_no_state_of_the_base() -> None:
     "changes", [{"objective": {"kind": "preference"}}, {"objective": {"kind": "sequence_classification"}}]
 )
 def test_other_objectives(changes: dict[str, Any]) -> None:
-    assert plan(recipe(**changes), hardware_of("a100_80"), 1).asked.verdict == "fits"
+    assert plan(recipe(**changes, **ALONE), hardware_of("a100_80"), 1).asked.verdict == "fits"
 
 
 def test_the_recipes_own_settings_are_the_row_as_it_stands() -> None:
     sharding = {"strategy": "zero2", "activation_checkpointing": 2, "offload": "optimizer", "device_state_gib": 0.0015}
-    asked = plan(recipe(sharding=sharding), hardware_of("l40s"), 2).asked
+    asked = plan(recipe(sharding=sharding, **ALONE), hardware_of("l40s"), 2).asked
     assert (asked.setup.name, asked.setup.checkpoints) == ("zero2+offload", "every 2")
     # Master, moments and gradient of the embeddings and one block; a second block has no room.
     block = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32 + 3 * HIDDEN * INNER + 2 * HIDDEN
@@ -237,7 +241,7 @@ def run(*arguments: str) -> Any:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("plan") / "recipe.yaml"
-    path.write_text(json.dumps(values()))
+    path.write_text(json.dumps(values(**ALONE)))
     return str(path)
 
 
