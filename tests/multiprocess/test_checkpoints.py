@@ -34,8 +34,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
     2: [
         {"strategy": "zero3", "precision": "bf16", "offload": True},
-        {"strategy": "zero2", "precision": "bf16", "accumulation": 3},
-        {"strategy": "zero1", "precision": "no", "accumulation": 3, "synchronous": True},
+        {"strategy": "zero2", "precision": "no", "accumulation": 3, "synchronous": True},
         {"strategy": "ddp", "precision": "bf16"},
         {"strategy": "zero3", "precision": "no", "dropout": True, "epochs": True},
     ],
