@@ -3,11 +3,11 @@
     python benchmarks/scaling.py [--sweeps layers length ...] [--output benchmarks/results/scaling.jsonl]
 
 Each is swept alone, the others stay. The points of a sweep take turns (see turns.py); what is measured is the
-CPU time of all ranks together, in float32 under strategy zero3, through the stock `Accelerator`. An exponent is
-the slope of log time against log size, by least squares; the same fit of the arithmetic stands beside it:
-6 N + 12 L H T operations per token (PaLM, arXiv 2204.02311), and an AdamW step. Nothing may grow faster than
-that. Smaller sizes have fixed costs too, so a slope below the arithmetic's says little; the slope of the upper
-half of the points says what larger ones will cost.
+CPU time of all ranks together, in float32 under strategy zero3, through the stock `Accelerator`, with the
+toolkit's loss. An exponent is the slope of log time against log size, by least squares; the same fit of the
+arithmetic stands beside it: 6 N + 12 L H T operations per token (PaLM, arXiv 2204.02311), and an AdamW step; what
+ranks exchange is not in it. Nothing else may grow faster than that. Smaller sizes have fixed costs too, so a slope
+below the arithmetic's says little; the slope of the upper half of the points says what larger ones will cost.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository itself, ins
 
 OPTIMIZER_FLOPS = 16
 """Of AdamW and clipping, per parameter."""
+
+IGNORED = -100
+"""No target."""
 
 TOLERANCE = 0.1
 """Of a measured exponent above the arithmetic's; fits on a shared machine differ by as much."""
@@ -121,11 +124,14 @@ def stepping(point: Point, rank: int) -> Any:
     from accelerate import Accelerator
     from transformers import LlamaForCausalLM
 
+    from toolkit.head_loss import HeadLoss, find_head_loss
     from toolkit.sharding import sharding_kwargs
 
     accelerator = Accelerator(**sharding_kwargs("zero3"))
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(point.config()).train()
+    head_loss = find_head_loss(model)
+    assert isinstance(head_loss, HeadLoss)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
     generator = torch.Generator().manual_seed(rank)
@@ -133,9 +139,8 @@ def stepping(point: Point, rank: int) -> Any:
 
     def step() -> None:
         ids = torch.randint(0, point.vocabulary, shape, generator=generator)
-        logits = model(input_ids=ids).logits
-        accelerator.backward(F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
-        del logits
+        targets = F.pad(ids[:, 1:], (0, 1), value=IGNORED).flatten()
+        accelerator.backward(head_loss.summed(model, {"input_ids": ids}, targets) / targets.numel())
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
