@@ -265,6 +265,7 @@ def _mixed_precision(recipe: Recipe) -> str | None:
 def _claimed(output_dir: Path, recipe: Recipe, resumed: tuple[Path, Manifest] | None) -> Iterator[None]:
     """Makes the output folder and writes the resolved recipe; takes both back if what follows fails.
 
+    Beside what this recipe's run has left before, the recipe stays: by it the next start knows that run again.
     Raises BadInputError where the folder already holds a run that this one does not go on.
     """
     goes_on = resumed is not None and resumed[0].is_relative_to(output_dir)
@@ -290,11 +291,16 @@ def _claimed(output_dir: Path, recipe: Recipe, resumed: tuple[Path, Manifest] | 
     try:
         yield
     except BaseException:
-        if ranks.rank() == 0 and not goes_on:
+        if ranks.rank() == 0 and not goes_on and _run_files(output_dir) == ["recipe.yaml"]:
             (output_dir / "recipe.yaml").unlink(missing_ok=True)
             if made and not any(output_dir.iterdir()):
                 output_dir.rmdir()
         raise
+
+
+def _run_files(output_dir: Path) -> list[str]:
+    """What a run has left in the folder."""
+    return [name for name in RUN_FILES if (output_dir / name).exists()]
 
 
 def _require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
@@ -302,7 +308,7 @@ def _require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> None
 
     What a run of the same recipe has left that was ended before its first checkpoint is cleared away.
     """
-    found = [name for name in RUN_FILES if (output_dir / name).exists()]
+    found = _run_files(output_dir)
     finished = (output_dir / FINISHED).exists()
     if goes_on and (not finished or recipe.checkpoint.resume != "auto"):
         return

@@ -160,3 +160,33 @@ def test_killed_at_the_worst_moments(workshop: Path, point: str) -> None:
         assert processes[0].exitcode == -signal.SIGKILL
     assert saved_step(workshop / output) == (10 if point == "deleting an old one" else 4)
     require_undisturbed(workshop, output)
+
+
+def ended_three_times(folder: str) -> list[str]:
+    """A run that ends in its first step, one that ends while it is built, and one that is left alone."""
+    from toolkit import Recipe, finetune
+    from toolkit import run as runs
+
+    class PeerLostError(Exception):
+        pass
+
+    def lose(*_: Any, **__: Any) -> Any:
+        raise PeerLostError
+
+    recipe = Recipe.from_mapping(recipe_of(folder, "three-times"))
+    for place, name in ((runs.Trainer, "train_step"), (runs, "build_parts")):
+        original = getattr(place, name)
+        setattr(place, name, lose)
+        ranks.meet()
+        with pytest.raises(PeerLostError):
+            finetune(recipe)
+        setattr(place, name, original)
+    ranks.meet()
+    finetune(recipe)
+    return sorted(path.name for path in Path(recipe.training.output_dir).iterdir())
+
+
+def test_ended_again_while_it_is_built(workshop: Path) -> None:
+    """What the first run has left is known again by its recipe, which the second must not take away."""
+    left = ranks.run_on_ranks(ended_three_times, 1, str(workshop))[0]
+    assert {"recipe.yaml", "report.html", "export"} <= set(left)
