@@ -9,9 +9,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import BadInputError, first_line
-
-PRECISIONS = ("no", "bf16", "fp16")
-"""Values of mixed_precision that the sharding backend knows."""
+from toolkit.sharding.apply import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -28,10 +26,7 @@ class AccelerateConfig:
     @property
     def num_processes(self) -> int | None:
         """None: it does not say."""
-        found = self.values.get("num_processes")
-        if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
-            raise self.error(f"num_processes is {found!r}; needs a number of at least 1")
-        return found
+        return self._count("num_processes", self.values.get("num_processes"))
 
     @property
     def mixed_precision(self) -> str | None:
@@ -64,9 +59,11 @@ class AccelerateConfig:
 
     def _size(self, axis: str) -> int | None:
         key = f"parallelism_config_dp_{axis}_size"
-        found = self._section("parallelism_config").get(key)
+        return self._count(f"parallelism_config.{key}", self._section("parallelism_config").get(key))
+
+    def _count(self, name: str, found: Any) -> int | None:
         if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
-            raise self.error(f"parallelism_config.{key} is {found!r}; needs a number of at least 1")
+            raise self.error(f"{name} is {found!r}; needs a number of at least 1")
         return found
 
     def _section(self, key: str) -> dict[str, Any]:
