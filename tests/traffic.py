@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from toolkit.sharding import pairwise
 
 KINDS = {
     "_allgather_base_": "all_gather",
@@ -21,12 +25,35 @@ KINDS = {
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes of the whole tensor of each collective: an all-gather's output, the others' input."""
+    """Bytes of the whole tensor of each collective: an all-gather's output, the others' input.
+
+    Those that are made of sends count whole, too; `bytes["send"]` has what they send.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Any:
+        for kind in ("all_gather", "reduce_scatter"):
+            self._patches.enter_context(patch.object(pairwise, kind, self._counted(kind)))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patches.close()
+        super().__exit__(*error)
+
+    def _counted(self, kind: str) -> Any:
+        original = getattr(pairwise, kind)
+
+        def call(output: torch.Tensor, given: torch.Tensor, group: Any) -> None:
+            self.calls[kind] += 1
+            self.bytes[kind] += max(output.nbytes, given.nbytes)
+            original(output, given, group)
+
+        return call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")

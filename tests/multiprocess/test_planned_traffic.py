@@ -80,7 +80,7 @@ def measure(strategy: str, accumulation: int, tied: bool, trained: str, precisio
                     optimizer.step()
                     optimizer.zero_grad()
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    return {kind: (found.bytes[kind], found.calls[kind]) for kind in kinds}
+    return {kind: (found.bytes[kind], found.calls[kind]) for kind in kinds}, found.bytes["send"]
 
 
 def measure_all() -> dict[Any, Any]:
@@ -108,4 +108,6 @@ def test_planned_bytes_and_calls_are_those_of_real_collectives(num_ranks: int) -
         )
         expected = {kind: (planned.whole[kind], planned.calls[kind]) for kind in planned.whole}
         for rank in measured:
-            assert rank[case] == expected, (case, num_ranks)
+            found, sent = rank[case]
+            assert found == expected, (case, num_ranks)
+            assert sent == planned.all_gather + planned.reduce_scatter, (case, num_ranks)

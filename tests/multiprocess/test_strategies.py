@@ -147,8 +147,12 @@ def test_traffic_per_optimizer_step(measured: Any, strategy: str, precision: str
         "zero3": {"all_gather": K * gathers_per_micro_batch, "reduce_scatter": K * 4 * P},
         "hybrid": {"all_gather": K * gathers_per_micro_batch, "reduce_scatter": K * 4 * P, "all_reduce": 4 * P / 2},
     }[strategy]
+    ranks = group_size(strategy)
     for rank in measured:
         found = {kind: size for kind, size in rank[strategy, precision]["traffic"].items() if size > 1000}
+        exchanged = found.get("all_gather", 0) + found.get("reduce_scatter", 0)
+        assert found.pop("send", 0) == exchanged * (ranks - 1) // ranks
+        found.pop("recv_", 0)
         assert found == pytest.approx(expected, rel=0.02)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from toolkit.planning.table import Plan, Row, launch_of, plan
 from toolkit.recipe import Recipe
 from toolkit.sharding.accelerate_config import read_accelerate_config
 from toolkit.sharding.strategy import asks_for_offload, parse_strategy
+
+IN_A_FILE = 400
+"""Characters of a line that goes to a file or a pipe; 80 would cost columns."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ def plan_command(
         print(json.dumps(result if traced is None else {**result, "traced": traced}, indent=1))
         return found.recommended is not None
     console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = IN_A_FILE
     show(console, found, launch, options.every_row)
     if options.explain:
         console.print()

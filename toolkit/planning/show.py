@@ -17,6 +17,16 @@ from toolkit.planning.table import CONTEXT_BYTES, HEADROOM, Launch, Plan, Row
 SHOWN = 24
 """Rows of a table on the console."""
 
+FIRST_TO_GO = (
+    *("peak in", "bound by", "comm", "logits", "gathered", "grads", "params"),
+    *("sent", "host", "low to high", "acts", "state", "s/step"),
+)
+"""Columns that a narrow terminal goes without, in this order."""
+GAP = 2
+"""Spaces between two columns."""
+WORDS = ("", "strategy", "checkpoints", "micro-batch", "bound by", "peak in")
+"""Columns that are not figures."""
+
 COLORS = {
     "parameters": "#4c72b0",
     "optimizer": "#8172b3",
@@ -46,7 +56,7 @@ def show(console: Console, plan: Plan, launch: Launch | None, every_row: bool) -
         markup=False,
     )
     rows = plan.rows if every_row else plan.rows[:SHOWN]
-    console.print(_table(rows, plan))
+    console.print(_table(rows, plan, console.width))
     if len(rows) < len(plan.rows):
         console.print(f"and {len(plan.rows) - len(rows)} more (--all)", markup=False)
     asked = plan.asked
@@ -82,39 +92,59 @@ def said(row: Row) -> str:
     return f"{row.peak.moment}: {kind} {gib(num_bytes)} GiB"
 
 
-def _table(rows: Sequence[Row], plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "strategy", "checkpoints", "micro-batch"):
-        table.add_column(name, no_wrap=True)
-    for name in ("peak", "params", "grads", "state", "gathered", "acts", "logits", "comm", "host", "sent", "s/step"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("tokens/s", justify="right", no_wrap=True)
-    table.add_column("bound by")
-    table.add_column("peak in")
-    for row in rows:
-        setup, parts, speed = row.setup, row.peak.parts(), row.tokens_per_second
-        mark = "*" if row is plan.recommended else ""
-        table.add_row(
-            f"{row.verdict}{mark}",
-            setup.name,
-            setup.checkpoints,
-            f"{setup.micro_batch_size} x {setup.accumulation}",
-            gib(row.peak.total),
-            *(gib(parts[name]) for name in ("parameters", "gradients", "optimizer", "gathered")),
-            *(gib(parts[name]) for name in ("activations", "logits", "communication")),
-            gib(row.host_bytes) if row.host_bytes else "",
-            gib(row.traffic.sent) if row.traffic.sent else "",
-            f"{row.time.mid:.3g}",
-            f"{speed[0]:,.0f} {speed[1]:,.0f} {speed[2]:,.0f}",
-            row.time.bound_by,
-            row.peak.moment,
-        )
+def _table(rows: Sequence[Row], plan: Plan, width: int) -> Table:
+    cells = [_cells(row, plan) for row in rows]
+    names = _fitting(cells, width)
+    table = Table(box=None, pad_edge=False, padding=(0, GAP // 2))
+    for name in names:
+        table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=True)
+    for row in cells:
+        table.add_row(*(row[name] for name in names))
+    left_out = [name for name in cells[0] if name not in names]
     table.caption = (
         "GiB: peak and what is in it, of one rank; host of one node; sent by one rank in a step. "
-        "tokens/s of all ranks: low, mid, high. fits: "
+        "tokens/s of all ranks. fits: "
         f"{HEADROOM['fits']} x peak + {gib(CONTEXT_BYTES[plan.hardware.device_type])} GiB; tight: {HEADROOM['tight']} x"
+        + (f". Left out, {width} columns wide: {', '.join(left_out)}" if left_out else "")
     )
     return table
+
+
+def _cells(row: Row, plan: Plan) -> dict[str, str]:
+    """What a table says of a row, by column."""
+    setup, parts, speed = row.setup, row.peak.parts(), row.tokens_per_second
+    return {
+        "": f"{row.verdict}{'*' if row is plan.recommended else ''}",
+        "strategy": setup.name,
+        "checkpoints": setup.checkpoints,
+        "micro-batch": f"{setup.micro_batch_size} x {setup.accumulation}",
+        "peak": gib(row.peak.total),
+        "params": gib(parts["parameters"]),
+        "grads": gib(parts["gradients"]),
+        "state": gib(parts["optimizer"]),
+        "gathered": gib(parts["gathered"]),
+        "acts": gib(parts["activations"]),
+        "logits": gib(parts["logits"]),
+        "comm": gib(parts["communication"]),
+        "host": gib(row.host_bytes) if row.host_bytes else "",
+        "sent": gib(row.traffic.sent) if row.traffic.sent else "",
+        "s/step": f"{row.time.mid:.3g}",
+        "tokens/s": f"{speed[1]:,.0f}",
+        "low to high": f"{speed[0]:,.0f} {speed[2]:,.0f}",
+        "bound by": row.time.bound_by,
+        "peak in": row.peak.moment,
+    }
+
+
+def _fitting(cells: Sequence[dict[str, str]], width: int) -> list[str]:
+    """The columns that can be read whole in a terminal of `width` characters."""
+    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in cells[0]}
+    names = list(widths)
+    for name in FIRST_TO_GO:
+        if sum(widths[kept] + GAP for kept in names) - GAP <= width:
+            break
+        names.remove(name)
+    return names
 
 
 def explain(console: Console, plan: Plan, row: Row) -> None:

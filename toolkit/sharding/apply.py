@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.checkpoint import checkpoint
 
+from toolkit.sharding import pairwise
 from toolkit.sharding.compiling import Compilation, compile_blocks
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.units import UnitPlan
@@ -150,6 +151,7 @@ def apply(
             mp_policy=root_policy if unit.kind == "root" else unit_policy,
             reshard_after_forward=strategy.reshard_each_micro_batch and unit.reshard_after_forward,
         )
+        _communicate(model.get_submodule(unit.modules[0]))
     keep_master = offload(model) if offload is not None else None
     if keep_master is not None:
         _hand_over(model, originals, keep_master)
@@ -325,18 +327,60 @@ def fsdp_units(model: nn.Module) -> Iterator[tuple[list[Any], list[DTensor]]]:
         yield list(group.modules), [parameter.sharded_param for parameter in group.fsdp_params]
 
 
-def gate_all_gather(module: FSDPModule, wait: Callable[[], None]) -> None:
-    """Calls `wait` before every all-gather of the module's unit reads the shards.
+class _AllGather(DefaultAllGather):
+    """FSDP2's, but over gloo from each rank to each; may be held up before it reads the shards.
 
     `allocate` runs on the stream that copies the shards in, just before it does, whoever asked for the
     gather: the unit's own forward, a prefetch, backward or `unshard`.
     """
 
-    class Gate(DefaultAllGather):
-        def allocate(
-            self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-        ) -> torch.Tensor:
-            wait()
-            return super().allocate(size, dtype=dtype, device=device)
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = wait
 
-    module.set_custom_all_gather(Gate())
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._wait is not None:
+            self._wait()
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if not _over_gloo(group):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        pairwise.all_gather(output_tensor, input_tensor, group)
+        return None
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    """FSDP2's, but over gloo from each rank to each."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        if not _over_gloo(group) or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        pairwise.reduce_scatter(output_tensor, input_tensor, group)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+        return None
+
+
+def _over_gloo(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) == dist.Backend.GLOO
+
+
+def _communicate(module: nn.Module) -> None:
+    """Has the module's unit communicate by the classes above."""
+    assert isinstance(module, FSDPModule)
+    module.set_custom_all_gather(_AllGather())
+    module.set_custom_reduce_scatter(_ReduceScatter())
+
+
+def gate_all_gather(module: FSDPModule, wait: Callable[[], None]) -> None:
+    """Calls `wait` before every all-gather of the module's unit reads the shards."""
+    module.set_custom_all_gather(_AllGather(wait))

@@ -224,6 +224,26 @@ def test_what_is_printed(found: Plan) -> None:
     assert "seconds of a step" in text
 
 
+@pytest.mark.parametrize("width", [80, 100, 120, 220])
+def test_a_narrow_terminal_has_fewer_columns_but_whole_ones(found: Plan, width: int) -> None:
+    console = Console(record=True, width=width, file=open("/dev/null", "w"))  # noqa: SIM115
+    show.show(console, found, None, every_row=True)
+    lines = console.export_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if "checkpoints" in line and "tokens/s" in line)
+    header, table = lines[first].split(), lines[first + 1 : first + 1 + len(found.rows)]
+    assert all(len(line) <= width for line in table)
+    for line, row in zip(table, found.rows, strict=True):
+        low, mid, high = (f"{speed:,.0f}" for speed in row.tokens_per_second)
+        assert mid in line.split()
+        assert (f"{low} {high}" in line) == ("high" in header)
+        assert row.setup.name in line
+        assert show.gib(row.peak.total) in line.split()
+    assert ("logits" in header) == (width == 220)
+    assert ("high" in header) == (width >= 120)
+    gone = next((line for line in lines if "Left out" in line), None)
+    assert (gone is None) == (width == 220)
+
+
 def test_the_plot(found: Plan, tmp_path: Path) -> None:
     show.plot(found, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
