@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from toolkit.fake_tensors import has_values
 
 BY_DOCUMENT = "sdpa_by_document"
 """What transformers calls it in a model's configuration."""
@@ -133,7 +134,7 @@ def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:
 
 def _blocks_of(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> list[Block] | None:
     """The mask's blocks in all rows; None where it has one in each, or where it cannot be cut."""
-    if mask is None or isinstance(mask, FakeTensor) or mask.dtype != torch.bool or mask.shape[1] != 1:
+    if mask is None or not has_values(mask) or mask.dtype != torch.bool or mask.shape[1] != 1:
         return None
     if not mask.shape[2] == mask.shape[3] == query.shape[2] == key.shape[2]:
         return None

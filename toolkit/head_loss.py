@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from toolkit.adapters import base_of
 from toolkit.data.samples import IGNORED
 from toolkit.errors import first_line
+from toolkit.fake_tensors import has_values, unset_fake_temporarily
 
 CHUNK_ENTRIES = 2**27
 """Logits of a chunk, 512 MiB in float32: with less, a GPU spends its time on adding to the weight's gradient.
@@ -348,7 +348,7 @@ class HeadLoss:
 
 def _counted(targets: torch.Tensor) -> torch.Tensor:
     """Numbers of the tokens with a target; of all where nobody can know, in a trace without values."""
-    if isinstance(targets, FakeTensor):
+    if not has_values(targets):
         return torch.arange(len(targets), device=targets.device)
     return (targets != IGNORED).nonzero().squeeze(1)
 

@@ -1,6 +1,6 @@
 """Tensors without memory, and a ledger of the memory that they would take.
 
-The private names of torch that planning leans on stand in this file alone;
+The private names of torch that planning leans on stand here and in toolkit/fake_tensors.py alone;
 tests/unit/planning/test_planning_private_names.py says when one of them moves.
 """
 
@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
+
+from toolkit.fake_tensors import FakeTensorMode, has_values
 
 __all__ = ["FakeTensorMode", "Ledger", "cuda_dropout", "fake_ranks", "host_copies", "tree_map_only"]
 
@@ -85,7 +86,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.host_peak = max(self.host_peak, self.host)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
+        if func is _DEVICE and not has_values(args[0]):
             return args[0].fake_device  # autograd asks twice as often as it calls operators
         if any(issubclass(cls, torch.distributed.tensor.DTensor) for cls in types):
             return NotImplemented  # its local operators come next

@@ -1,17 +1,31 @@
-"""The private names of torch that toolkit/planning/fake.py leans on are still there.
+"""The private names of torch that planning leans on are still there, and stand where they are looked for.
 
-When one of these fails after an upgrade, toolkit/planning/fake.py is what to mend.
+When one of these fails after an upgrade, the named file is what to mend.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import weakref
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-MEND = "see toolkit/planning/fake.py"
+MEND = "see toolkit/fake_tensors.py and toolkit/planning/fake.py"
+
+PRIVATE = re.compile(r"\b(?:torch|accelerate|transformers)\.(?:\w+\.)*_[a-z]\w*")
+
+
+def test_private_modules_are_named_in_few_files() -> None:
+    package = Path(__file__).parents[3] / "toolkit"
+    naming = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if any(PRIVATE.search(line) for line in path.read_text().splitlines() if not line.lstrip().startswith("#"))
+    }
+    assert naming == {"fake_tensors.py", "planning/fake.py", "sharding/apply.py", "sharding/compiling.py"}
 
 
 def test_fake_tensors_without_memory() -> None:

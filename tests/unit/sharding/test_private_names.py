@@ -68,8 +68,27 @@ def test_public_methods_of_fsdp2() -> None:
         "set_reshard_after_backward",
         "reshard",
         "unshard",
+        "set_custom_all_gather",
+        "set_custom_reduce_scatter",
     ):
         assert callable(getattr(FSDPModule, name)), name
+
+
+def test_fsdp2_gathers_and_reduces_by_objects_that_can_be_replaced() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    gather = list(inspect.signature(collectives.DefaultAllGather.__call__).parameters)
+    reduction = list(inspect.signature(collectives.DefaultReduceScatter.__call__).parameters)
+    assert gather == ["self", "output_tensor", "input_tensor", "group", "async_op"]
+    assert reduction == ["self", "output_tensor", "input_tensor", "group", "op", "async_op"]
+    assert list(inspect.signature(collectives.DefaultAllGather.allocate).parameters) == [
+        "self",
+        "size",
+        "dtype",
+        "device",
+    ]
+    for name in ("foreach_all_gather", "foreach_reduce"):
+        assert "_comm.allocate(" in source(getattr(collectives, name)), name
 
 
 def test_the_supported_versions_are_those_of_the_package() -> None:
