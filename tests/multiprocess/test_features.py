@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -299,6 +300,9 @@ def own_compiled_losses() -> dict[str, tuple[list[float], int, str | None]]:
     return found
 
 
+@pytest.mark.skipif(
+    version("accelerate").startswith("1.13."), reason="compile_regions of 1.13 cannot copy FSDP2 modules"
+)
 def test_compiled_blocks_train_the_same() -> None:
     plain = plain_run("tied")
     for losses in run_on_ranks(compiled_losses, 2)[0].values():

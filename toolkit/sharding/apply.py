@@ -302,6 +302,9 @@ def _reshard_after_evaluation(model: nn.Module) -> None:
         if not torch.is_grad_enabled():
             for unit in sharded_modules(module):
                 unit.reshard()
+                # torch 2.11 goes on waiting for a module that was not called (a head whose weight alone is used),
+                # and gathers the unit no more.
+                unit._get_fsdp_state()._modules_to_run_forward.clear()
 
     model.register_forward_hook(after_forward)
 
@@ -345,7 +348,7 @@ class _AllGather(DefaultAllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        if not _over_gloo(group):
+        if not _over_gloo(output_tensor, group):
             return super().__call__(output_tensor, input_tensor, group, async_op)
         pairwise.all_gather(output_tensor, input_tensor, group)
         return None
@@ -362,7 +365,7 @@ class _ReduceScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        if not _over_gloo(group) or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        if not _over_gloo(output_tensor, group) or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
         pairwise.reduce_scatter(output_tensor, input_tensor, group)
         if op == dist.ReduceOp.AVG:
@@ -370,8 +373,8 @@ class _ReduceScatter(DefaultReduceScatter):
         return None
 
 
-def _over_gloo(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == dist.Backend.GLOO
+def _over_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    return tensor.device.type == "cpu" and dist.get_backend(group) == dist.Backend.GLOO
 
 
 def _communicate(module: nn.Module) -> None:

@@ -74,9 +74,11 @@ def test_public_methods_of_fsdp2() -> None:
         assert callable(getattr(FSDPModule, name)), name
 
 
-def test_fsdp2_gathers_and_reduces_by_objects_that_can_be_replaced() -> None:
+def test_private_names_of_fsdp2() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+    from torch.distributed.fsdp._fully_shard import _fsdp_state
 
+    assert "_modules_to_run_forward: set" in source(_fsdp_state.FSDPState.__init__)
     gather = list(inspect.signature(collectives.DefaultAllGather.__call__).parameters)
     reduction = list(inspect.signature(collectives.DefaultReduceScatter.__call__).parameters)
     assert gather == ["self", "output_tensor", "input_tensor", "group", "async_op"]
