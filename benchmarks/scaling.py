@@ -35,9 +35,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository itself, ins
 OPTIMIZER_FLOPS = 16
 """Of AdamW and clipping, per parameter."""
 
-IGNORED = -100
-"""No target."""
-
 TOLERANCE = 0.1
 """Of a measured exponent above the arithmetic's; fits on a shared machine differ by as much."""
 
@@ -124,6 +121,7 @@ def stepping(point: Point, rank: int) -> Any:
     from accelerate import Accelerator
     from transformers import LlamaForCausalLM
 
+    from toolkit.data.samples import IGNORED
     from toolkit.head_loss import HeadLoss, find_head_loss
     from toolkit.sharding import sharding_kwargs
 

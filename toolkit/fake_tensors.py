@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-__all__ = ["FakeTensor", "FakeTensorMode", "has_values", "unset_fake_temporarily"]
+__all__ = ["FakeTensorMode", "has_values", "unset_fake_temporarily"]
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from toolkit.fake_tensors import FakeTensorMode, has_values
+from toolkit.fake_tensors import has_values
 
-__all__ = ["FakeTensorMode", "Ledger", "cuda_dropout", "fake_ranks", "host_copies", "tree_map_only"]
+__all__ = ["Ledger", "cuda_dropout", "fake_ranks", "host_copies", "tree_map_only"]
 
 GRANULE = 512
 """CUDA's caching allocator hands out multiples of so many bytes."""

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from toolkit.planning.fake import FakeTensorMode, Ledger, cuda_dropout, host_copies, tree_map_only
+from toolkit.fake_tensors import FakeTensorMode
+from toolkit.planning.fake import Ledger, cuda_dropout, host_copies, tree_map_only
 from toolkit.planning.roofline import Operator, Work, record
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, Checkpointing, checkpoint_blocks, precision_policies

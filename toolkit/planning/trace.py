@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from toolkit.planning.fake import FakeTensorMode, Ledger, cuda_dropout, fake_ranks, host_copies, tree_map_only
+from toolkit.fake_tensors import FakeTensorMode
+from toolkit.planning.fake import Ledger, cuda_dropout, fake_ranks, host_copies, tree_map_only
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import Checkpointing, apply
 from toolkit.sharding.strategy import MeshShape, Strategy

@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
-from toolkit.planning.fake import FakeTensorMode, Ledger, cuda_dropout
+from toolkit.fake_tensors import FakeTensorMode
+from toolkit.planning.fake import Ledger, cuda_dropout
 from toolkit.planning.probe import Probe, Prober
 from toolkit.planning.replay import Layout, replay
 from toolkit.planning.trace import trace
