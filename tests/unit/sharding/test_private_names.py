@@ -133,6 +133,19 @@ def test_what_offload_takes_of_fsdp2() -> None:
     assert "dtype=dtype, device=device" in gather
 
 
+def test_what_the_reuse_of_reduced_gradients_takes_of_fsdp2() -> None:
+    """`apply.reduce_again_after`: which streams FSDP2 uses, and that it holds what it reduces across replicas."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+
+    reduce = source(_fsdp_collectives.foreach_reduce)
+    on_reduce_scatter_stream = reduce.index("with device_handle.stream(reduce_scatter_stream):")
+    assert on_reduce_scatter_stream < reduce.index("reduce_output = reduce_scatter_comm.allocate(")
+    group = source(_fsdp_param_group.FSDPParamGroup)
+    assert "self.comm_ctx.reduce_scatter_stream," in group
+    assert "def _is_hsdp(self)" in group
+    assert "self._all_reduce_state = AllReduceState(" in group
+
+
 def test_what_offload_takes_of_dtensor() -> None:
     """`apply.beside`: a DTensor whose local part lies on the host."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

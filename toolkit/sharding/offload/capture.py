@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from toolkit.errors import TrainingError
+from toolkit.sharding.apply import reduce_again_after
 from toolkit.sharding.offload.units import OffloadedUnit
 
 MAX_IN_FLIGHT = 3
@@ -76,6 +77,7 @@ class Capture:
         self._stream = self._handle.Stream()
         self._in_flight: deque[OffloadedUnit] = deque()
         self._partial: _Partial | None = None
+        self._reduced: OffloadedUnit | None = None
         self._units: list[OffloadedUnit] = []
 
     def attach(self, unit: OffloadedUnit) -> None:
@@ -90,6 +92,7 @@ class Capture:
     def _on_reduced(self, unit: OffloadedUnit, reduced: torch.Tensor) -> None:
         """`reduced`: this rank's padded shards of the gradients, one after the other, of those that have one."""
         self.settle()
+        self._reduced = unit
         self._wait(unit)  # of a unit that took no part in the forward, the worker may still read the last one
         if reduced.numel() == unit.numel:
             self._take(unit, reduced, unit.everything, self._is_last())
@@ -98,8 +101,11 @@ class Capture:
             self._partial = _Partial(unit, reduced, self._handle.current_stream().record_event(), self._is_last())
 
     def _drop(self, i: int, parameter: torch.Tensor) -> None:
-        """Called for every parameter with a gradient, right after `_on_reduced`."""
+        """Called for every parameter with a gradient, right after `_on_reduced` and FSDP2's rounding."""
         parameter.grad = None
+        if self._reduced is not None:
+            reduce_again_after(self._reduced.modules[0], self._handle.current_stream().record_event())
+            self._reduced = None
         if self._partial is not None:
             self._partial.present.append(i)
 
