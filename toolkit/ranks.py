@@ -105,12 +105,23 @@ def _shared(action: Callable[[], T] | None) -> T:
     return next(found for acted, found, _ in outcomes if acted)  # type: ignore[return-value]
 
 
-_patient: tuple[object, dist.ProcessGroup] | None = None
+def host_group() -> dist.ProcessGroup:
+    """All ranks over gloo, for tensors in host memory, with the usual timeout. Collective at its first call."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world if dist.get_backend(world) == dist.Backend.GLOO else _gloo_group(None)
 
 
 def _patient_group() -> dist.ProcessGroup:
-    """A host-side group with a long timeout, made once in the life of the default group."""
-    global _patient
-    if _patient is None or _patient[0] is not dist.group.WORLD:
-        _patient = (dist.group.WORLD, dist.new_group(backend="gloo", timeout=PATIENCE))
-    return _patient[1]
+    """A host-side group with a long timeout."""
+    return _gloo_group(PATIENCE)
+
+
+_made: dict[timedelta | None, tuple[object, dist.ProcessGroup]] = {}
+
+
+def _gloo_group(timeout: timedelta | None) -> dist.ProcessGroup:
+    """A group of all ranks over gloo, made once in the life of the default group."""
+    if timeout not in _made or _made[timeout][0] is not dist.group.WORLD:
+        _made[timeout] = (dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout))
+    return _made[timeout][1]

@@ -68,6 +68,7 @@ from toolkit.sharding.plugin import (
 )
 from toolkit.sharding.strategy import MeshShape
 from toolkit.sharding.units import UnitPlan, plan_units
+from toolkit.sharding.unused import has_branches
 from toolkit.stop import StopRequests
 from toolkit.trainer import Trainer
 
@@ -350,6 +351,7 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     compilation = plugin.compilation
     if not plugin.strategy.sharded:
         compilation = _make_whole(model, recipe, planned.checkpointing)
+        accelerator.ddp_handler.find_unused_parameters = has_branches(model)
     plugin.checkpointing = planned.checkpointing
     optimizer = build_optimizer(model, recipe.optimizer, recipe.sharding.unit_classes)
     model, optimizer = accelerator.prepare(model, optimizer)

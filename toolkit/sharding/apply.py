@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit.sharding import pairwise
 from toolkit.sharding.compiling import Compilation, compile_blocks
+from toolkit.sharding.fsdp import forget_uncalled_modules, sharded_modules
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.units import UnitPlan
 
@@ -174,11 +175,6 @@ def _prefetch(model: nn.Module, plan: UnitPlan, depth: int) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(0, number - depth) : number][::-1])
 
 
-def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Every module that `fully_shard` was called on, the root first."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -302,32 +298,9 @@ def _reshard_after_evaluation(model: nn.Module) -> None:
         if not torch.is_grad_enabled():
             for unit in sharded_modules(module):
                 unit.reshard()
-                # torch 2.11 goes on waiting for a module that was not called (a head whose weight alone is used),
-                # and gathers the unit no more.
-                unit._get_fsdp_state()._modules_to_run_forward.clear()
+                forget_uncalled_modules(unit)
 
     model.register_forward_hook(after_forward)
-
-
-def fsdp_groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's record of each unit (`FSDPParamGroup`), once.
-
-    The private names are those of torch 2.13, and of 2.11 where a state has one group.
-    """
-    seen: set[int] = set()
-    for module in sharded_modules(model):
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [group for group in (state._fsdp_param_group,) if group is not None]
-        yield from (group for group in groups if id(group) not in seen)
-        seen.update(id(group) for group in groups)
-
-
-def fsdp_units(model: nn.Module) -> Iterator[tuple[list[Any], list[DTensor]]]:
-    """The modules of each unit and its sharded parameters, in the order in which FSDP2 reduces them."""
-    for group in fsdp_groups(model):
-        yield list(group.modules), [parameter.sharded_param for parameter in group.fsdp_params]
 
 
 class _AllGather(DefaultAllGather):

@@ -54,6 +54,7 @@ from toolkit.sharding.strategy import (
     parse_strategy,
 )
 from toolkit.sharding.units import UnitPlan, plan_units
+from toolkit.sharding.unused import UsedParameters, drop_unused_gradients
 
 SUPPORTED_VERSIONS = {"torch": ">=2.11,<2.14", "accelerate": ">=1.13,<1.16"}
 """What this file and apply.py were tested with; pyproject.toml says the same."""
@@ -236,6 +237,10 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         if self.engine is not None:
             self.engine.attach()
             connect(self.engine, accelerator)
+        elif accelerator._optimizers:
+            used = UsedParameters(model)
+            for optimizer in accelerator._optimizers:
+                drop_unused_gradients(getattr(optimizer, "optimizer", optimizer), used)
 
     def _offload(self, accelerator: Accelerator, model: nn.Module) -> KeepsMasters:
         """Takes the memory for the offloaded state of a model that is sharded and has no weights yet."""

@@ -6,11 +6,8 @@ it to the parameter's type, bfloat16, before it becomes `.grad`.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -20,35 +17,6 @@ from toolkit.sharding.offload.units import OffloadedUnit
 
 MAX_IN_FLIGHT = 3
 """Reduced gradients that wait on the device for their copy to the host (units)."""
-
-
-@dataclass
-class _Partial:
-    """A reduced gradient that lacks some of the unit's parameters.
-
-    Attributes:
-        event: it is reduced.
-        is_last: its micro-batch ends the window.
-        present: indices of the slots it holds, one after the other.
-    """
-
-    unit: OffloadedUnit
-    reduced: torch.Tensor
-    event: Any
-    is_last: bool
-    present: list[int] = field(default_factory=list)
-
-    def spread(self) -> torch.Tensor:
-        """The unit's flat tensor, zero where there is no gradient."""
-        unit = self.unit
-        whole = torch.zeros(unit.numel, dtype=self.reduced.dtype, device=self.reduced.device)
-        ends = [slot.offset for slot in unit.slots[1:]] + [unit.numel]
-        start = 0
-        for i in self.present:
-            offset, length = unit.slots[i].offset, ends[i] - unit.slots[i].offset
-            whole[offset : offset + length] = self.reduced[start : start + length]
-            start += length
-        return whole
 
 
 class Capture:
@@ -76,7 +44,6 @@ class Capture:
         self._once = once
         self._stream = self._handle.Stream()
         self._in_flight: deque[OffloadedUnit] = deque()
-        self._partial: _Partial | None = None
         self._reduced: OffloadedUnit | None = None
         self._units: list[OffloadedUnit] = []
 
@@ -84,83 +51,56 @@ class Capture:
         """Registers the hooks of one unit."""
         self._units.append(unit)
         unit.modules[0].set_all_reduce_hook(lambda reduced: self._on_reduced(unit, reduced))
-        for i, slot in enumerate(unit.slots):
-            drop = functools.partial(self._drop, i)
-            slot.parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+        for slot in unit.slots:
+            slot.parameter.register_post_accumulate_grad_hook(self._drop)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _on_reduced(self, unit: OffloadedUnit, reduced: torch.Tensor) -> None:
-        """`reduced`: this rank's padded shards of the gradients, one after the other, of those that have one."""
-        self.settle()
+        """`reduced`: this rank's padded shards of the unit's gradients, one after the other, (unit.numel,)."""
         self._reduced = unit
         self._wait(unit)  # of a unit that took no part in the forward, the worker may still read the last one
-        if reduced.numel() == unit.numel:
-            self._take(unit, reduced, unit.everything, self._is_last())
-        else:
-            # Which parameters these are, FSDP2 tells next, by the hooks of those that have a gradient.
-            self._partial = _Partial(unit, reduced, self._handle.current_stream().record_event(), self._is_last())
+        flat = reduced if unit.accumulated is None else unit.accumulated.add_(reduced)
+        if self._is_last():
+            unit.accumulated = None
+            self._pass_on(unit, flat)
+        elif unit.accumulated is None:
+            unit.accumulated = flat.to(torch.float32, copy=True)
 
-    def _drop(self, i: int, parameter: torch.Tensor) -> None:
-        """Called for every parameter with a gradient, right after `_on_reduced` and FSDP2's rounding."""
+    def _drop(self, parameter: torch.Tensor) -> None:
+        """Called for every parameter of a unit, right after `_on_reduced` and FSDP2's rounding."""
         parameter.grad = None
         if self._reduced is not None:
             reduce_again_after(self._reduced.modules[0], self._handle.current_stream().record_event())
             self._reduced = None
-        if self._partial is not None:
-            self._partial.present.append(i)
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Takes the gradient of a unit some of whose parameters have none, now that it is known which."""
-        if self._partial is None:
-            return
-        partial, self._partial = self._partial, None
-        self._handle.current_stream().wait_event(partial.event)
-        self._take(partial.unit, partial.spread(), frozenset(partial.present), partial.is_last)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sends what is left to the host: the sums of units that had no gradient in the window's last micro-batch."""
-        self.settle()
+        """Sends what is left to the host: the sums of units that were not reduced in the window's last micro-batch."""
         for unit in self._units:
             if unit.accumulated is not None:
-                flat, present = unit.accumulated, unit.accumulated_present
-                unit.accumulated, unit.accumulated_present = None, frozenset()
-                self._pass_on(unit, flat, present)
+                flat, unit.accumulated = unit.accumulated, None
+                self._pass_on(unit, flat)
 
-    def _take(self, unit: OffloadedUnit, flat: torch.Tensor, present: frozenset[int], is_last: bool) -> None:
-        if unit.accumulated is not None:
-            flat = unit.accumulated.add_(flat)
-            present |= unit.accumulated_present
-        if not is_last:
-            first = unit.accumulated is None
-            unit.accumulated = flat.to(torch.float32, copy=True) if first else flat
-            unit.accumulated_present = present
-            return
-        unit.accumulated, unit.accumulated_present = None, frozenset()
-        self._pass_on(unit, flat, present)
-
-    def _pass_on(self, unit: OffloadedUnit, flat: torch.Tensor, present: frozenset[int]) -> None:
-        if unit.present:
-            self._add(unit, flat, present)
+    def _pass_on(self, unit: OffloadedUnit, flat: torch.Tensor) -> None:
+        if unit.norms is None:
+            self._land(unit, flat)
         else:
-            self._land(unit, flat, present)
+            self._add(unit, flat)
         self._on_landed(unit)
 
-    def _land(self, unit: OffloadedUnit, flat: torch.Tensor, present: frozenset[int]) -> None:
+    def _land(self, unit: OffloadedUnit, flat: torch.Tensor) -> None:
         """Sends a gradient to the host, on a stream of its own: FSDP2 makes backward's end wait for its own."""
         unit.norms = _norms(unit, flat)
         self._stream.wait_event(self._handle.current_stream().record_event())
         with self._handle.stream(self._stream):
             unit.gradient = _room(unit, flat.dtype).copy_(flat, non_blocking=True)
             unit.landed = self._stream.record_event()
-        unit.present = present
         unit.leaving = flat
         self._in_flight.append(unit)
         while len(self._in_flight) > MAX_IN_FLIGHT:
             wait_for_landing(self._in_flight.popleft())
 
-    def _add(self, unit: OffloadedUnit, flat: torch.Tensor, present: frozenset[int]) -> None:
+    def _add(self, unit: OffloadedUnit, flat: torch.Tensor) -> None:
         """A second gradient before the step: of another backward that Accelerate was not told to sum up."""
         if self._once:
             raise TrainingError(
@@ -172,7 +112,6 @@ class Capture:
         total = unit.gradient.float().add_(flat.to(unit.gradient.device, torch.float32))
         unit.norms = _norms(unit, total).to(flat.device)
         unit.gradient = _room(unit, torch.float32).copy_(total)
-        unit.present |= present
 
 
 def _norms(unit: OffloadedUnit, flat: torch.Tensor) -> torch.Tensor:

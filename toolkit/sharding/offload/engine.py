@@ -29,6 +29,7 @@ from toolkit.sharding.offload.settings import OffloadSettings, hyper_parameters,
 from toolkit.sharding.offload.state import OffloadedState, require_types
 from toolkit.sharding.offload.units import OffloadedUnit, read_units
 from toolkit.sharding.offload.worker import Worker
+from toolkit.sharding.unused import UsedParameters
 
 CHECK_SECONDS = 1.0
 """How often a wait for the worker looks whether the worker is still there."""
@@ -97,6 +98,8 @@ class OffloadEngine:
         self._clip: _Clip | None = None
         self._num_steps = 0
         self._worker = Worker(self._device, self.threads)
+        self._used = UsedParameters(model)
+        self._agreed = False
 
     @torch.no_grad()
     def attach(self) -> None:
@@ -142,7 +145,7 @@ class OffloadEngine:
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._require_clippable(listed, max_norm, norm_type)
-        self._capture.finish()
+        self._finish_window()
         norms = {
             id(unit.slots[i].parameter): unit.norms[i]
             for unit in self.state.units
@@ -162,7 +165,8 @@ class OffloadEngine:
 
     def step(self) -> None:
         """Hands every unit with a gradient to the worker, with the optimizer's settings as they are now."""
-        self._capture.finish()
+        self._finish_window()
+        self._agreed = False
         self._raise_error()
         clip, self._clip = self._clip, None
         order = [*self._seen, *(unit for unit in self.state.units if unit not in self._seen)]
@@ -172,7 +176,7 @@ class OffloadEngine:
         after = self._handle.current_stream().record_event()
         settings = hyper_parameters(self.optimizer)
         for unit in order:
-            if unit.gradient is not None:
+            if unit.gradient is not None and unit.present:
                 self._submit(unit, settings, clip, after)
             unit.forget_gradient()
         self._num_steps += 1
@@ -181,9 +185,10 @@ class OffloadEngine:
 
     def discard(self) -> None:
         """Forgets the gradients that no step has used."""
-        self._capture.settle()
         for unit in self.state.units:
             unit.forget_gradient()
+        self._used.forget()
+        self._agreed = False
         self._clip = None
 
     def flush(self) -> None:
@@ -203,9 +208,24 @@ class OffloadEngine:
 
     def _on_landed(self, unit: OffloadedUnit) -> None:
         if self.settings.during_backward:
+            self._agree([unit])
             after = self._handle.current_stream().record_event()
-            self._submit(unit, hyper_parameters(self.optimizer), None, after)
+            if unit.present:
+                self._submit(unit, hyper_parameters(self.optimizer), None, after)
             unit.gradient = None
+
+    def _finish_window(self) -> None:
+        """Completes the gradients of the window, once for clipping and step."""
+        self._capture.finish()
+        if not self._agreed:
+            self._agree([] if self.settings.during_backward else self.state.units)
+        self._agreed = True
+
+    def _agree(self, units: list[OffloadedUnit]) -> None:
+        """Finds out which of the units' parameters any rank used. Collective."""
+        used = iter(self._used.used_by_any([slot.parameter for unit in units for slot in unit.slots]))
+        for unit in units:
+            unit.present = frozenset(i for i in range(len(unit.slots)) if next(used))
 
     def _submit(
         self, unit: OffloadedUnit, settings: tuple[dict[str, Any], ...], clip: _Clip | None, after: Any

@@ -110,7 +110,7 @@ def _rate(name: str, optimizer: torch.optim.Optimizer, device: torch.device, thr
         unit.slots[0].step = unit.slots[0].step.to(device)
     executor = make_executor(name, optimizer, [unit], Staging([weights], device), None, device, threads)
     gradient = torch.full((unit.numel,), 1e-3, pin_memory=pin)
-    step = UnitStep(unit, gradient, unit.everything, hyper_parameters(optimizer), 0.5)
+    step = UnitStep(unit, gradient, frozenset(range(len(unit.slots))), hyper_parameters(optimizer), 0.5)
     target = torch.empty(unit.numel, dtype=torch.bfloat16, device=device)
     best, until = float("inf"), time.perf_counter() + PROBE_SECONDS
     while time.perf_counter() < until:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.sharding.apply import fsdp_units, local_tensor, shard_chunk
+from toolkit.sharding.apply import local_tensor, shard_chunk
+from toolkit.sharding.fsdp import fsdp_units
 
 
 @dataclass(eq=False)
@@ -60,7 +61,7 @@ class OffloadedUnit:
 
     Schedule:
         gradient: what has landed since the last step, in `landing`; None: nothing.
-        present: indices of the slots that it holds.
+        present: indices of the slots that any rank used; the others are zero, and are not stepped.
         norms: 2-norm of each slot's gradient on this rank, on the device, (number of slots,).
         accumulated: sum over the micro-batches before the last, on the device.
         leaving: the gradient on the device: its memory must not be used anew before the copy is done.
@@ -83,7 +84,6 @@ class OffloadedUnit:
         self.present: frozenset[int] = frozenset()
         self.norms: torch.Tensor | None = None
         self.accumulated: torch.Tensor | None = None
-        self.accumulated_present: frozenset[int] = frozenset()
         self.leaving: torch.Tensor | None = None
         self.landed: Any = None
         self.arrived: Any = None
@@ -94,13 +94,9 @@ class OffloadedUnit:
     def dtype(self) -> torch.dtype:
         return self.slots[0].parameter.dtype
 
-    @property
-    def everything(self) -> frozenset[int]:
-        return frozenset(range(len(self.slots)))
-
     def forget_gradient(self) -> None:
         self.gradient = self.norms = self.accumulated = None
-        self.present = self.accumulated_present = frozenset()
+        self.present = frozenset()
 
 
 def read_units(model: nn.Module) -> list[OffloadedUnit]:

@@ -1,0 +1,191 @@
+"""Ranks that use different parameters of one unit take the step of the plain loop, under every strategy.
+
+The plain loop runs all ranks' rows in one process. An expert that only one rank used gets that rank's gradient; one
+that no rank used keeps its weights to the last bit, and is not decayed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import meet, run_on_ranks
+from torch import nn
+
+STEPS = 3
+SIZES = (32, 16, 24, 32)  # of the experts; the last one is never used
+
+
+class Expert(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, size)
+        self.down = nn.Linear(size, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.experts = nn.ModuleList(Expert(size) for size in SIZES)
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        return x + self.experts[chosen](self.norm(x))
+
+
+class Model(nn.Module):
+    """Its first block's input needs no gradient, so that nothing in the graph comes after that block's backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, chosen: int, skipped: int | None = None) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != skipped:
+                x = layer(x, chosen)
+        return x
+
+
+def rows(step: int, micro: int, rank: int) -> torch.Tensor:
+    return torch.randn(2, 16, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+
+def chosen(micro: int, rank: int) -> int:
+    """One rank alternates, the others use one expert: in a window some experts are used in one micro-batch alone."""
+    return (rank + micro) % 2 if rank % 2 == 0 else 2
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def plain(num_ranks: int, accumulation: int, clipped: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = Model()
+    optimizer = make_optimizer(model)
+    norms = []
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            for rank in range(num_ranks):
+                loss = model(rows(step, micro, rank), chosen(micro, rank)).square().mean()
+                (loss / (num_ranks * accumulation)).backward()
+        if clipped:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
+
+
+def sharded(strategy: str, accumulation: int, during_backward: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    from accelerate import Accelerator
+
+    from toolkit.sharding import OffloadSettings, sharding_kwargs
+    from toolkit.sharding.plugin import accumulation_plugin, reset_accelerate
+    from toolkit.sharding.apply import whole_tensor
+    from toolkit.sharding.unused import has_branches
+
+    reset_accelerate()
+    word, _, offload = strategy.partition("+")
+    backend: Any = sharding_kwargs(
+        word,
+        unit_classes=["Layer"],
+        offload=OffloadSettings(executor="cpu_torch", during_backward=during_backward) if offload else None,
+        replicate_size=2 if word == "hybrid" else None,
+    )
+    accelerator = Accelerator(gradient_accumulation_plugin=accumulation_plugin(accumulation), **backend)
+    model = Model()
+    if word == "ddp":
+        accelerator.ddp_handler.find_unused_parameters = has_branches(model)
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    norms = []
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            with accelerator.accumulate(model):
+                rank = dist.get_rank()
+                accelerator.backward(model(rows(step, micro, rank), chosen(micro, rank)).square().mean())
+                if accelerator.sync_gradients and not during_backward:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+                optimizer.step()
+                optimizer.zero_grad()
+    state = accelerator.unwrap_model(model).state_dict()
+    weights = {name: whole_tensor(value).clone() for name, value in state.items()}
+    backend["fsdp_plugin"].close()
+    accelerator.end_training()
+    return weights, norms
+
+
+CASES = [
+    *((word, accumulation, False) for word in ("ddp", "zero1", "zero2", "zero3") for accumulation in (1, 2)),
+    ("zero2+offload", 2, False),
+    ("zero3+offload", 1, False),
+    ("zero3+offload", 1, True),
+]
+ON_FOUR_RANKS = [("hybrid", 2, False), ("zero3", 1, False)]
+
+
+def compare(cases: list[tuple[str, int, bool]]) -> list[tuple[float, float, bool]]:
+    """For each case: how far weights and norms are off, and whether the unused expert kept its weights."""
+    found = []
+    for strategy, accumulation, during_backward in cases:
+        meet()
+        expected, expected_norms = plain(dist.get_world_size(), accumulation, clipped=not during_backward)
+        weights, norms = sharded(strategy, accumulation, during_backward)
+        off = max((weights[name] - expected[name]).abs().max().item() for name in expected)
+        norm_off = max((abs(a / b - 1) for a, b in zip(norms, expected_norms, strict=True)), default=0.0)
+        start = dict(Model().named_parameters())
+        kept = all(torch.equal(weights[name], start[name]) for name in start if ".experts.3." in name)
+        found.append((off, norm_off, kept))
+    return found
+
+
+@pytest.fixture(scope="module")
+def compared() -> dict[int, list[Any]]:
+    cases = {2: CASES, 4: ON_FOUR_RANKS}
+    return {number: run_on_ranks(compare, number, listed) for number, listed in cases.items()}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "index"),
+    [
+        pytest.param(number, i, id=f"{number}-{case[0]}-{case[1]}{'-during_backward' * case[2]}")
+        for number, cases in ((2, CASES), (4, ON_FOUR_RANKS))
+        for i, case in enumerate(cases)
+    ],
+)
+def test_unequal_experts_take_the_plain_step(compared: dict[int, list[Any]], num_ranks: int, index: int) -> None:
+    for rank in compared[num_ranks]:
+        off, norm_off, kept = rank[index]
+        assert off < 2e-6
+        assert norm_off < 1e-6
+        assert kept
+
+
+def skip_different_blocks() -> str:
+    """Rank 0 leaves out the second block and rank 1 the third, which has the same sizes."""
+    from accelerate import Accelerator
+
+    from toolkit.errors import TrainingError
+    from toolkit.sharding import sharding_kwargs
+
+    accelerator = Accelerator(**sharding_kwargs("zero3", unit_classes=["Layer"]))
+    model = Model()
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    rank = dist.get_rank()
+    accelerator.backward(model(rows(0, 0, rank), 0, skipped=rank + 1).square().mean())
+    try:
+        optimizer.step()
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_use_different_blocks_do_not_take_a_step() -> None:
+    for message in run_on_ranks(skip_different_blocks, 2):
+        assert "used different units" in message

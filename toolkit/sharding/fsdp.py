@@ -1,0 +1,89 @@
+"""FSDP2's record of its units: the only place that reads torch's private names of it.
+
+They are those of torch 2.13, and of 2.11 where a state has one group; tests/unit/sharding/test_private_names.py
+says when one of them moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Every module that `fully_shard` was called on, the root first."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def fsdp_groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's record of each unit (`FSDPParamGroup`), once."""
+    seen: set[int] = set()
+    for module in sharded_modules(model):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [group for group in (state._fsdp_param_group,) if group is not None]
+        yield from (group for group in groups if id(group) not in seen)
+        seen.update(id(group) for group in groups)
+
+
+def fsdp_units(model: nn.Module) -> Iterator[tuple[list[Any], list[DTensor]]]:
+    """The modules of each unit and its sharded parameters, in the order in which FSDP2 reduces them."""
+    for group in fsdp_groups(model):
+        yield list(group.modules), [parameter.sharded_param for parameter in group.fsdp_params]
+
+
+def forget_uncalled_modules(module: FSDPModule) -> None:
+    """Has the unit's next forward gather it, although one of its modules was not called in the last.
+
+    torch 2.11 goes on waiting for that module (a head whose weight alone is used), and gathers the unit no more.
+    """
+    module._get_fsdp_state()._modules_to_run_forward.clear()
+
+
+def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
+    """Calls `act(group)` in backward whenever the unit's gradients are about to be reduced.
+
+    FSDP2 has no hook there: those of its modules' inputs are missing where no input requires a gradient, and the
+    parameters' own are called after the reduction.
+    """
+    reduce = group.post_backward
+
+    def act_and_reduce(*args: Any) -> None:
+        # A unit that this backward has not gathered has nothing to reduce; FSDP2 calls this for all units at the end.
+        if group.reduce_grads and group.is_unsharded:
+            act(group)
+        reduce(*args)
+
+    group.post_backward = act_and_reduce
+
+
+@torch.no_grad()
+def fill_missing_gradients(group: Any) -> list[bool]:
+    """Gives zeros to the trainable parameters of a gathered unit that have no gradient.
+
+    Returns:
+        For each trainable parameter, in the order of FSDP2's flat gradient, whether it had one.
+    """
+    trainable = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+    present = [_has_gradient(parameter) for parameter in trainable]
+    if all(present):
+        return present
+    for parameter, found in zip(trainable, present, strict=True):
+        if not found:
+            parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+    if any(parameter.unsharded_accumulated_grad is not None for parameter in trainable):
+        # A window that is reduced once is summed in float32, and FSDP2 reduces gradients of one type alone.
+        for parameter in trainable:
+            if parameter.unsharded_accumulated_grad is None:
+                parameter.to_accumulated_grad_if_needed()
+    return present
+
+
+def _has_gradient(parameter: Any) -> bool:
+    return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None

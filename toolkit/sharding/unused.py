@@ -1,0 +1,113 @@
+"""Parameters that some ranks use in a step and others don't: experts, branches.
+
+On each rank FSDP2 reduces the gradients that are there. Where ranks differ it adds up the gradients of different
+parameters, without an error. Here a unit that is about to be reduced gets zeros for whatever has no gradient, so that
+all ranks reduce the same; and before the optimizer steps, the ranks tell each other which parameters they used. A
+parameter that none used has no gradient again, as in a plain loop: AdamW skips it, while zeros would decay it.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from toolkit import ranks
+from toolkit.errors import TrainingError
+from toolkit.sharding.fsdp import before_reduction, fill_missing_gradients, fsdp_groups
+
+
+class UsedParameters:
+    """Which parameters have had a gradient since the last step, on this rank and on any.
+
+    Args:
+        model: sharded by `fully_shard`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._groups = list(fsdp_groups(model))
+        self._used: set[int] = set()
+        self._order = 0
+        for number, group in enumerate(self._groups):
+            before_reduction(group, functools.partial(self._complete, number))
+
+    def _complete(self, number: int, group: Any) -> None:
+        self._order = zlib.crc32(number.to_bytes(4), self._order)
+        present = fill_missing_gradients(group)
+        trainable = [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad]
+        for parameter, found in zip(trainable, present, strict=True):
+            if found:
+                self._used.add(id(parameter))
+
+    def forget(self) -> None:
+        """Begins a new window, as the gradients so far were dropped."""
+        self._used.clear()
+
+    def known(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `parameters` that belong to the model."""
+        own = {id(parameter.sharded_param) for group in self._groups for parameter in group.fsdp_params}
+        return [parameter for parameter in parameters if id(parameter) in own]
+
+    def used_by_any(self, parameters: Sequence[torch.Tensor]) -> list[bool]:
+        """Whether each of `parameters` had a gradient on any rank since the last step, and forgets it. Collective.
+
+        Raises:
+            TrainingError: the ranks reduced different units, or in another order: what they summed belongs to
+                different parameters.
+        """
+        used = [id(parameter) in self._used for parameter in parameters]
+        order, self._order = self._order, 0
+        self._used.difference_update(id(parameter) for parameter in parameters)
+        if ranks.world_size() == 1:
+            return used
+        # The largest of an order and of its negative are opposites only where all ranks have the same.
+        found = torch.tensor([order, -order, *used], dtype=torch.int64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=ranks.host_group())
+        if found[0] != -found[1]:
+            raise TrainingError(
+                "the ranks used different units of the model in this step, so their gradients do not belong to the "
+                "same parameters; a branch of the model that skips a whole block must be taken by all ranks alike"
+            )
+        return [bool(value) for value in found[2:].tolist()]
+
+
+def drop_unused_gradients(optimizer: torch.optim.Optimizer, used: UsedParameters) -> None:
+    """Has every step of `optimizer` begin by taking the zeros from the parameters that no rank used."""
+
+    @torch.no_grad()
+    def before_step(stepped: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        parameters = used.known(p for group in stepped.param_groups for p in group["params"])
+        for parameter, was_used in zip(parameters, used.used_by_any(parameters), strict=True):
+            if not was_used:
+                parameter.grad = None
+
+    zero_grad = optimizer.zero_grad
+
+    def forget_and_zero(set_to_none: bool = True) -> None:
+        used.forget()  # of a step that an overflow in float16 has skipped
+        zero_grad(set_to_none=set_to_none)
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.zero_grad = forget_and_zero  # type: ignore[method-assign]
+
+
+def has_branches(model: nn.Module) -> bool:
+    """Whether blocks hold lists of like modules, such as experts, of which a forward may call some alone.
+
+    torch's DistributedDataParallel has to be told (`find_unused_parameters`): it looks through the graph of every
+    forward then.
+    """
+    lists = (nn.ModuleList, nn.ModuleDict)
+    inside = [path for path, module in model.named_modules() if isinstance(module, lists)]
+    nested = [path for path in inside if any(path.startswith(f"{outer}.") for outer in inside)]
+    return any(_repeats_a_class(model.get_submodule(path)) for path in nested)
+
+
+def _repeats_a_class(modules: nn.Module) -> bool:
+    classes = [type(module) for module in modules.children()]
+    return len(set(classes)) < len(classes)
