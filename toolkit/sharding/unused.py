@@ -44,6 +44,11 @@ class UsedParameters:
             if found:
                 self._used.add(id(parameter))
 
+    @property
+    def reduced_any(self) -> bool:
+        """Whether a unit was reduced since the last step."""
+        return self._order != 0
+
     def forget(self) -> None:
         """Begins a new window, as the gradients so far were dropped."""
         self._used.clear()
@@ -81,6 +86,8 @@ def drop_unused_gradients(optimizer: torch.optim.Optimizer, used: UsedParameters
 
     @torch.no_grad()
     def before_step(stepped: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not used.reduced_any:
+            return  # torch makes the state of an optimizer by a step on gradients of its own
         parameters = used.known(p for group in stepped.param_groups for p in group["params"])
         for parameter, was_used in zip(parameters, used.used_by_any(parameters), strict=True):
             if not was_used:

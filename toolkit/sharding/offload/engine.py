@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -221,7 +221,7 @@ class OffloadEngine:
             self._agree([] if self.settings.during_backward else self.state.units)
         self._agreed = True
 
-    def _agree(self, units: list[OffloadedUnit]) -> None:
+    def _agree(self, units: Sequence[OffloadedUnit]) -> None:
         """Finds out which of the units' parameters any rank used. Collective."""
         used = iter(self._used.used_by_any([slot.parameter for unit in units for slot in unit.slots]))
         for unit in units:
