@@ -360,16 +360,3 @@ def _communicate(module: nn.Module) -> None:
 def gate_all_gather(module: FSDPModule, wait: Callable[[], None]) -> None:
     """Calls `wait` before every all-gather of the module's unit reads the shards."""
     module.set_custom_all_gather(_AllGather(wait))
-
-
-def reduce_again_after(module: FSDPModule, read: Any) -> None:
-    """Has the next reduce-scatter wait for `read`, the event after the last reading of the unit's reduced gradient.
-
-    FSDP2 allocates the reduced gradient on its reduce-scatter stream, but its all-reduce hook and its rounding read
-    it on the all-reduce stream. Freed after that, its memory goes to the next unit's reduce-scatter, which would wait
-    for neither. Across replicas FSDP2 itself holds the memory until backward ends (pytorch#140044), and waiting here
-    would only keep a unit's reduce-scatter from running beside the all-reduce of the one before.
-    """
-    group = next(fsdp_groups(module))  # type: ignore[arg-type]
-    if not group._is_hsdp:
-        group.comm_ctx.reduce_scatter_stream.wait_event(read)

@@ -87,3 +87,16 @@ def fill_missing_gradients(group: Any) -> list[bool]:
 
 def _has_gradient(parameter: Any) -> bool:
     return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None
+
+
+def reduce_again_after(module: FSDPModule, read: Any) -> None:
+    """Has the next reduce-scatter wait for `read`, the event after the last reading of the unit's reduced gradient.
+
+    FSDP2 allocates the reduced gradient on its reduce-scatter stream, but its all-reduce hook and its rounding read
+    it on the all-reduce stream. Freed after that, its memory goes to the next unit's reduce-scatter, which would wait
+    for neither. Across replicas FSDP2 itself holds the memory until backward ends (pytorch#140044), and waiting here
+    would only keep a unit's reduce-scatter from running beside the all-reduce of the one before.
+    """
+    group = next(fsdp_groups(module))  # type: ignore[arg-type]
+    if not group._is_hsdp:
+        group.comm_ctx.reduce_scatter_stream.wait_event(read)

@@ -134,7 +134,7 @@ def test_what_offload_takes_of_fsdp2() -> None:
 
 
 def test_what_the_reuse_of_reduced_gradients_takes_of_fsdp2() -> None:
-    """`apply.reduce_again_after`: which streams FSDP2 uses, and that it holds what it reduces across replicas."""
+    """`fsdp.reduce_again_after`: which streams FSDP2 uses, and that it holds what it reduces across replicas."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
     reduce = source(_fsdp_collectives.foreach_reduce)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from toolkit.errors import TrainingError
-from toolkit.sharding.apply import reduce_again_after
+from toolkit.sharding.fsdp import reduce_again_after
 from toolkit.sharding.offload.units import OffloadedUnit
 
 MAX_IN_FLIGHT = 3
