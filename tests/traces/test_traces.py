@@ -1,0 +1,37 @@
+"""The shipped recipes train as they did when their traces were recorded; see update.py for bit-identity."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from update import FIGURES, RECIPES, differences, record, recorded
+
+TOLERANCE = 1e-6
+
+
+def test_recipes_train_as_recorded() -> None:
+    expected = recorded()
+    assert list(expected) == [path.stem for path in RECIPES], "a trace for each recipe: run tests/traces/update.py"
+    told = list(differences(expected, record(), TOLERANCE))
+    assert not told, "\n".join(told)
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_the_first_step_that_differs_is_told(figure: str) -> None:
+    expected = recorded()
+    changed = copy.deepcopy(expected)
+    lines = [line for line in changed["sft"] if line["ranks"] == 2 and line["split"] == "train"]
+    for line in lines[4:]:
+        line[figure] *= 1 + 3e-6
+    (told,) = differences(expected, changed, TOLERANCE)
+    assert told.startswith("sft on 2 ranks, train step 5: ")
+    lines[2][figure] *= 1 + 3e-7
+    (told,) = differences(expected, changed)
+    assert told.startswith("sft on 2 ranks, train step 3: ")
+
+
+def test_a_missing_line_is_a_difference() -> None:
+    expected = recorded()
+    changed = {**expected, "dpo": expected["dpo"][:-1]}
+    assert list(differences(expected, changed)) == ["dpo on 2 ranks: 14 lines recorded, 13 found"]
