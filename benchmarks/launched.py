@@ -36,12 +36,12 @@ def timed(name: str, action: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def import_all() -> None:
-    import toolkit.run  # noqa: F401
+    import toolkit.run.run  # noqa: F401
 
 
 def watch() -> None:
     """Puts a clock around the parts of a run."""
-    from toolkit import run
+    from toolkit.run import run
 
     for module, name, part in (
         (run, "build_accelerator", "accelerator"),
@@ -63,7 +63,7 @@ def main(file: str, arguments: list[str]) -> int:
     born = psutil.Process().create_time()
     timed("imports", import_all)()
     watch()
-    from toolkit.cli import finetune_command
+    from toolkit.cli.app import finetune_command
 
     code = finetune_command(arguments)
     if os.environ.get("RANK", "0") == "0":

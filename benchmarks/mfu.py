@@ -152,7 +152,7 @@ def batches(case: Case, device: torch.device) -> Iterator[dict[str, torch.Tensor
 
 def flops_per_token(case: Case, model: Any) -> float:
     """Forward and backward; of packed rows a token sees its own document alone."""
-    from toolkit.metrics import flops_per_token
+    from toolkit.training.metrics import flops_per_token
 
     lengths = documents(case)
     return flops_per_token(model, round(sum(length**2 for length in lengths) / sum(lengths)))
@@ -164,8 +164,8 @@ def planned_bytes(case: Case) -> int | None:
         return None
     try:
         from toolkit.planning import plan
-        from toolkit.planning.hardware import preset_of_device
-        from toolkit.recipe import Recipe
+        from toolkit.planning.time.hardware import preset_of_device
+        from toolkit.recipe.recipe import Recipe
     except ImportError:
         return None
     hardware = preset_of_device(torch.cuda.get_device_name())
@@ -188,9 +188,9 @@ def planned_bytes(case: Case) -> int | None:
 def measure(case: Case, steps: int) -> dict[str, Any]:
     from accelerate import Accelerator
 
-    from toolkit.metrics import peak_device_bytes, peak_flops
     from toolkit.sharding import Checkpointing, sharding_kwargs
     from toolkit.sharding.plugin import reset_accelerate
+    from toolkit.training.metrics import peak_device_bytes, peak_flops
 
     plugins = sharding_kwargs(
         "zero3",

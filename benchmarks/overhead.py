@@ -91,10 +91,10 @@ def by_toolkit(strategy: str, rank: int) -> Turn:
     from accelerate import Accelerator
 
     from toolkit import sharding_kwargs
-    from toolkit.objectives import CausalLM
-    from toolkit.optim import build_optimizer, build_schedule
-    from toolkit.recipe import OptimizerSection, ScheduleSection, TrainingSection
-    from toolkit.trainer import Trainer
+    from toolkit.objectives.objective import CausalLM
+    from toolkit.optim.build import build_optimizer, build_schedule
+    from toolkit.recipe.recipe import OptimizerSection, ScheduleSection, TrainingSection
+    from toolkit.training.trainer import Trainer
 
     accelerator = Accelerator(**sharding_kwargs(strategy))
     model: Any = make_model()

@@ -230,11 +230,11 @@ def fsdp2_by_hand(gate: Gate, job: Job, rank: int) -> None:
 
 def by_toolkit(strategy: str, packing: bool, offload: str = "none") -> Callable[[Gate, Job, int], None]:
     def train(gate: Gate, job: Job, rank: int) -> None:
-        from toolkit import run
-        from toolkit.metrics import Metrics
-        from toolkit.optim import build_schedule
-        from toolkit.recipe import Recipe
-        from toolkit.trainer import Trainer
+        from toolkit.optim.build import build_schedule
+        from toolkit.recipe.recipe import Recipe
+        from toolkit.run import run
+        from toolkit.training.metrics import Metrics
+        from toolkit.training.trainer import Trainer
 
         gate.imported()
         run.quiet_libraries()

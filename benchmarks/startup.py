@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 LIBRARIES = ("torch", "accelerate", "datasets", "peft")
 MODEL = "from transformers import LlamaForCausalLM"
 FLOOR = f"import {', '.join(LIBRARIES)}; {MODEL}"
-OURS = f"import toolkit.run; {MODEL}"
+OURS = f"import toolkit.run.run; {MODEL}"
 SHOWN = 12
 """Libraries that are named; the rest is one line."""
 
@@ -132,7 +132,7 @@ def main() -> None:
     print(
         f"imports, CPU: {imports['libraries_cpu']} s for {', '.join(LIBRARIES)} and a model of transformers; ", end=""
     )
-    print(f"{imports['toolkit_cpu']} s for toolkit.run and the same model")
+    print(f"{imports['toolkit_cpu']} s for toolkit.run.run and the same model")
 
 
 if __name__ == "__main__":

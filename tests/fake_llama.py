@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.planning.roofline import Operator, Work, record
-from toolkit.planning.speed import Segment
-from toolkit.planning.units import ParameterShape, UnitShape
+from toolkit.planning.memory.units import ParameterShape, UnitShape
+from toolkit.planning.time.roofline import Operator, Work, record
+from toolkit.planning.time.speed import Segment
 from toolkit.sharding.units import UnitKind
 
 

@@ -22,10 +22,10 @@ from transformers import (
     T5Config,
 )
 
-from toolkit.adapters import add_adapter
-from toolkit.objectives import CausalLM, SequenceClassification
+from toolkit.model.adapters import add_adapter
+from toolkit.objectives.objective import CausalLM, SequenceClassification
 from toolkit.planning.workload import UNMASKED, Workload
-from toolkit.recipe import AdapterSection
+from toolkit.recipe.recipe import AdapterSection
 
 ROPE = {"num_attention_heads": 8, "num_key_value_heads": 2}
 DECODERS = ("llama", "qwen2", "qwen3", "gpt2", "mixtral")

@@ -22,8 +22,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 PRELOADED = [
-    "toolkit.run",
-    "toolkit.trainer",
+    "toolkit.run.run",
+    "toolkit.training.trainer",
     # What most runs import later on, where it is first used.
     "datasets.packaged_modules.generator.generator",
     "matplotlib.backends.backend_agg",

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolkit.planning.table import plan
-    from toolkit.recipe import Recipe
-    from toolkit.run import FinetuneResult, finetune
+    from toolkit.recipe.recipe import Recipe
+    from toolkit.run.run import FinetuneResult, finetune
     from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Recipe": "toolkit.recipe",
-    "finetune": "toolkit.run",
-    "FinetuneResult": "toolkit.run",
+    "Recipe": "toolkit.recipe.recipe",
+    "finetune": "toolkit.run.run",
+    "FinetuneResult": "toolkit.run.run",
     "plan": "toolkit.planning.table",
     "ShardingMesh": "toolkit.sharding.plugin",
     "ShardingPlugin": "toolkit.sharding.plugin",

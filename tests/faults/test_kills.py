@@ -165,7 +165,7 @@ def test_killed_at_the_worst_moments(workshop: Path, point: str) -> None:
 def ended_three_times(folder: str) -> list[str]:
     """A run that ends in its first step, one that ends while it is built, and one that is left alone."""
     from toolkit import Recipe, finetune
-    from toolkit import run as runs
+    from toolkit.run import run as runs
 
     class PeerLostError(Exception):
         pass

@@ -23,8 +23,8 @@ from tiny import recipe_values, save_llama
 from toolkit.checkpoint import latest, list_checkpoints
 from toolkit.checkpoint.manifest import Checkpoint, Manifest
 from toolkit.checkpoint.writer import superseded
-from toolkit.recipe import CheckpointSection
-from toolkit.stop import StopRequests
+from toolkit.recipe.recipe import CheckpointSection
+from toolkit.training.stop import StopRequests
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", "accelerate_configs/cpu_2.yaml"]
@@ -114,7 +114,7 @@ def test_a_signal_that_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
             os.kill(os.getpid(), number)
             assert stop.reason == "SIGINT"
-        monkeypatch.setattr("toolkit.stop.SAME_REQUEST_SECONDS", -1.0)
+        monkeypatch.setattr("toolkit.training.stop.SAME_REQUEST_SECONDS", -1.0)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -125,7 +125,7 @@ def run_with_a_full_disk(folder: str, asynchronous: bool) -> dict[str, Any]:
     """From step 5 on no file of this process may be longer than 100 kB."""
     from toolkit import Recipe, finetune
     from toolkit.checkpoint import session
-    from toolkit.metrics import Metrics
+    from toolkit.training.metrics import Metrics
 
     warnings: list[str] = []
     Metrics.warn = lambda self, message: warnings.append(message)  # type: ignore[method-assign]

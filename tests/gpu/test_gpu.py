@@ -23,8 +23,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", "flash_attention_2"])
 def test_rows_that_share_a_sample_do_not_see_each_other(attention: str) -> None:
-    from toolkit.leaks import check_leaks
-    from toolkit.objectives import CausalLM
+    from toolkit.objectives.objective import CausalLM
+    from toolkit.run.leaks import check_leaks
 
     if attention == "flash_attention_2":
         pytest.importorskip("flash_attn")
@@ -35,9 +35,9 @@ def test_rows_that_share_a_sample_do_not_see_each_other(attention: str) -> None:
 
 
 def test_auto_takes_an_attention_that_keeps_packed_rows_apart() -> None:
-    from toolkit.attention import settle_attention
-    from toolkit.leaks import check_leaks
-    from toolkit.objectives import CausalLM
+    from toolkit.model.attention import settle_attention
+    from toolkit.objectives.objective import CausalLM
+    from toolkit.run.leaks import check_leaks
 
     torch.manual_seed(0)
     model: Any = llama("sdpa")

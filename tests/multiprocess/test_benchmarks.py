@@ -109,7 +109,7 @@ def test_rows_of_the_peers_are_those_of_the_toolkit(tmp_path: Path, modules: Non
     import peers
 
     from toolkit.data import build, tokenizer
-    from toolkit.recipe import Recipe
+    from toolkit.recipe.recipe import Recipe
 
     job = peers.Job(str(tmp_path), peers.TINY, 64, 4, 1)
     peers.write_rows(job, 40)

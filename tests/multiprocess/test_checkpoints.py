@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from toolkit.checkpoint import latest
-from toolkit.cli import app, export_command
+from toolkit.cli.app import app, export_command
 from toolkit.errors import BadInputError, StoppedError
 
 CUT_AT = 7  # the step in which the run dies; saved after 3 and 6
@@ -76,7 +76,8 @@ def values(folder: Path, output: str, case: dict[str, Any]) -> dict[str, Any]:
 
 def run(recipe: dict[str, Any], cut: bool = False) -> list[dict[str, Any]]:
     """The run's records. Cut, it dies in the last micro-batch of a step, without a chance to tidy up."""
-    from toolkit import Recipe, finetune, objectives
+    from toolkit import Recipe, finetune
+    from toolkit.objectives import objective as objectives
 
     meet()
     os.environ.pop("PARALLELISM_CONFIG_DP_SHARD_SIZE", None)
@@ -153,8 +154,9 @@ PARTS = [
 
 def part(folder: str, strategy: str, offload: bool, accumulation: int, stop_after: int | None) -> dict[str, Any]:
     """Goes on until it is asked to stop; the samples that this rank has trained on, in order."""
-    from toolkit import Recipe, finetune, objectives
-    from toolkit import run as runs
+    from toolkit import Recipe, finetune
+    from toolkit.objectives import objective as objectives
+    from toolkit.run import run as runs
 
     class Asked(runs.StopRequests):
         """The last rank is asked to stop after a step; the others are not."""

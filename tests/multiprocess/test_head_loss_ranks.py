@@ -56,8 +56,9 @@ def plain(kind: str, num_ranks: int) -> tuple[list[float], dict[str, torch.Tenso
 def toolkit(strategy: str, kind: str, precision: str) -> tuple[list[float], dict[str, torch.Tensor], str]:
     from accelerate import Accelerator
 
-    from toolkit import head_loss, sharding_kwargs
-    from toolkit.objectives import CausalLM
+    from toolkit import sharding_kwargs
+    from toolkit.objectives import head_loss
+    from toolkit.objectives.objective import CausalLM
     from toolkit.sharding.apply import Checkpointing, whole_tensor
     from toolkit.sharding.plugin import accumulation_plugin, reset_accelerate
 
@@ -91,7 +92,7 @@ def offloaded(whole: bool) -> list[float]:
     from accelerate import Accelerator
 
     from toolkit import sharding_kwargs
-    from toolkit.objectives import CausalLM
+    from toolkit.objectives.objective import CausalLM
     from toolkit.sharding.plugin import reset_accelerate
 
     meet()

@@ -202,8 +202,8 @@ def test_a_run_that_was_cut_off_goes_on_exactly(others: dict[str, Any], folder: 
 
 def test_the_checkpoint_holds_what_was_saved(others: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     from toolkit.checkpoint.consolidate import export_checkpoint
+    from toolkit.checkpoint.export import ExportSettings
     from toolkit.checkpoint.manifest import read_checkpoint
-    from toolkit.export import ExportSettings
 
     step = folder / "whole/checkpoints/step_00000008"
     settings = ExportSettings(torch.float32, 2**30)

@@ -75,8 +75,8 @@ def sharded_runs() -> dict[Any, Any]:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     from toolkit import sharding_kwargs
-    from toolkit.optim import build_optimizer
-    from toolkit.recipe import OptimizerSection
+    from toolkit.optim.build import build_optimizer
+    from toolkit.recipe.recipe import OptimizerSection
     from toolkit.sharding.plugin import reset_accelerate
 
     section = OptimizerSection(
@@ -136,12 +136,12 @@ class CutError(Exception):
 
 def resumed_runs(folder: Path, data: Path) -> dict[str, Any]:
     """Whole runs, and runs cut after step 5 that go on from the checkpoint of step 4."""
-    import toolkit.trainer
+    import toolkit.training.trainer
     from toolkit import Recipe, finetune
 
     torch.compiler.set_stance("force_eager")  # torchao compiles its step, for half a minute
     found: dict[str, Any] = {}
-    train_step = toolkit.trainer.Trainer.train_step
+    train_step = toolkit.training.trainer.Trainer.train_step
 
     def dies(trainer: Any, window: Any) -> Any:
         if trainer.global_step == 5:
@@ -155,11 +155,11 @@ def resumed_runs(folder: Path, data: Path) -> dict[str, Any]:
             values["checkpoint"] = {"every_steps": 4} if name == "cut" else {}
             values["export"] = {"enabled": False}
             if last is not None:
-                toolkit.trainer.Trainer.train_step = dies
+                toolkit.training.trainer.Trainer.train_step = dies
                 meet()
                 with pytest.raises(CutError):
                     finetune(Recipe.from_mapping(values))
-                toolkit.trainer.Trainer.train_step = train_step
+                toolkit.training.trainer.Trainer.train_step = train_step
             meet()
             found[kind, name] = [record["loss"] for record in finetune(Recipe.from_mapping(values)).metrics]
     return found
@@ -195,8 +195,8 @@ def fused_everywhere() -> dict[str, list[bool]]:
     from accelerate import Accelerator
 
     from toolkit import sharding_kwargs
-    from toolkit.optim import build_optimizer
-    from toolkit.recipe import OptimizerSection
+    from toolkit.optim.build import build_optimizer
+    from toolkit.recipe.recipe import OptimizerSection
     from toolkit.sharding.plugin import reset_accelerate
 
     found = {}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
 
-from toolkit.sharding import pairwise
+from toolkit.sharding import gloo as pairwise
 
 LENGTH = 5
 

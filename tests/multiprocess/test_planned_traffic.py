@@ -14,8 +14,8 @@ from torch import nn
 from traffic import Traffic
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from toolkit.planning.traffic import traffic
-from toolkit.planning.units import unit_shapes
+from toolkit.planning.memory.units import unit_shapes
+from toolkit.planning.time.traffic import traffic
 from toolkit.sharding import plan_units
 from toolkit.sharding.strategy import STRATEGIES, MeshShape, mesh_shape
 

@@ -17,11 +17,11 @@ import torch
 from planning_models import workload
 from ranks import meet, run_on_ranks
 
-from toolkit.planning.fake import Ledger
-from toolkit.planning.probe import Prober
-from toolkit.planning.replay import Layout, Memory, replay
-from toolkit.planning.trace import trace
-from toolkit.planning.units import unit_shapes
+from toolkit.planning.memory.fake import Ledger
+from toolkit.planning.memory.probe import Prober
+from toolkit.planning.memory.replay import Layout, Memory, replay
+from toolkit.planning.memory.trace import trace
+from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape

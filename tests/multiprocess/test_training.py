@@ -35,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
 
 
 def runs(folder: Path, data: Path) -> dict[str, Any]:
-    import toolkit.run
-    import toolkit.trainer
+    import toolkit.run.run
+    import toolkit.training.trainer
     from toolkit import Recipe, finetune
     from toolkit.errors import ToolkitError
 
@@ -64,11 +64,11 @@ def runs(folder: Path, data: Path) -> dict[str, Any]:
     run("bf16", training={"mixed_precision": "bf16", "max_steps": 3}, export={"dtype": "bfloat16"})
     run("profiled", training={"max_steps": 4, "profile_steps": [2, 3], "max_grad_norm": None})
     counted: list[list[float]] = []
-    total = toolkit.trainer.Trainer._total
-    toolkit.trainer.Trainer._total = lambda trainer, values: counted.append(values) or total(trainer, values)
+    total = toolkit.training.trainer.Trainer._total
+    toolkit.training.trainer.Trainer._total = lambda trainer, values: counted.append(values) or total(trainer, values)
     run("no-export", training={"max_steps": 2, "max_grad_norm": None}, export={"enabled": False})
     results["counted"] = len(counted)
-    toolkit.run.Compilation = functools.partial(toolkit.run.Compilation, "aot_eager")  # inductor takes a minute
+    toolkit.run.run.Compilation = functools.partial(toolkit.run.run.Compilation, "aot_eager")  # inductor takes a minute
     run("compiled", training={"max_steps": 2, "compile": True}, sharding={"strategy": "ddp"}, export={"enabled": False})
     return results
 

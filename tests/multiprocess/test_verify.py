@@ -17,9 +17,9 @@ import yaml
 from launches import clean_environment
 from tiny import recipe_values, save_llama
 
-from toolkit import cli
+from toolkit.cli import app as cli
 from toolkit.errors import ToolkitError
-from toolkit.recipe import Recipe
+from toolkit.recipe.recipe import Recipe
 from toolkit.verify import FAILED, NOT_USED, OK, Report, Row, verify
 
 TOOLKIT = str(Path(sys.executable).with_name("toolkit"))

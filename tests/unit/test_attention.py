@@ -1,4 +1,4 @@
-"""toolkit.attention: what `auto` chooses where, with the libraries' availability made up."""
+"""toolkit.model.attention: what `auto` chooses where, with the libraries' availability made up."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from packed_rows import llama
 from transformers.utils import import_utils
 
-from toolkit import attention
 from toolkit.errors import BadInputError
-from toolkit.models import attention_of
-from toolkit.recipe import ModelSection
+from toolkit.model import attention
+from toolkit.model.load import attention_of
+from toolkit.recipe.recipe import ModelSection
 
 GPU = torch.device("cuda")
 
@@ -93,7 +93,7 @@ def test_documents_are_seen_by_themselves_where_there_are_several_and_shapes_are
 def test_asked_for_but_not_installed() -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from toolkit.models import _of_kind
+    from toolkit.model.load import _of_kind
 
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
     asked = ModelSection(name_or_path="m", attention="flash_attention_3").attention

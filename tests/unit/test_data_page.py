@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 from test_report import HOSTILE, Page
 
-from toolkit.data.show import MAX_LISTED_ROWS, SAMPLE_LENGTH, shortened, show_report
-from toolkit.data_page import MAX_BARS, render_data_page, write_data_page
+from toolkit.pages.data_console import MAX_LISTED_ROWS, SAMPLE_LENGTH, shortened, show_report
+from toolkit.pages.data_page import MAX_BARS, render_data_page, write_data_page
 
 MARKUP = "[bold red]loud[/] [/nothing] :smile: [link=https://evil.example]x[/link]"
 
@@ -381,7 +381,7 @@ def test_neighbours_of_one_kind_are_one_segment() -> None:
 
 def test_importing_is_light() -> None:
     code = (
-        "import sys, toolkit.data_page, toolkit.data.show\n"
+        "import sys, toolkit.pages.data_page, toolkit.pages.data_console\n"
         "assert not {'matplotlib', 'numpy', 'torch', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

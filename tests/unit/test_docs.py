@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from toolkit.recipe import Recipe, Section, _choices, _section_of
+from toolkit.recipe.recipe import Recipe, Section, _choices, _section_of
 
 PAGE = Path(__file__).parents[2] / "docs/recipes.md"
 HEAD = """# Recipe fields
 
 A recipe is a YAML mapping of these sections. Files that it names are relative to the recipe itself. `required` fields
-have no default; `null` means unset. Written from `toolkit/recipe.py`, which also checks it.
+have no default; `null` means unset. Written from `toolkit/recipe/recipe.py`, which also checks it.
 """
 
 

@@ -28,12 +28,12 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from toolkit import generate
-from toolkit.cli import main
+from toolkit.cli.app import main
 from toolkit.data.chat import MARKERS, use_template
 from toolkit.data.tokenizer import _train_byte_pairs
 from toolkit.errors import BadInputError
-from toolkit.generate import Loaded, Prompt, Sampling, complete, encode_prompt, load_model, stream
+from toolkit.generate import generate
+from toolkit.generate.generate import Loaded, Prompt, Sampling, complete, encode_prompt, load_model, stream
 
 GREEDY = Sampling(12, 0.0)
 PROMPTS = ["the king", "a fox who sang of bread", "wine", "while the moon was high and all the world lay"]
@@ -542,7 +542,7 @@ def test_no_gpu(plain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def test_bad_options_import_no_torch() -> None:
     code = (
-        "import sys; from toolkit.cli import app; from toolkit.errors import BadInputError\n"
+        "import sys; from toolkit.cli.app import app; from toolkit.errors import BadInputError\n"
         "try: app(['generate', 'x', '--chat', '--raw'], standalone_mode=False)\n"
         "except BadInputError: print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )

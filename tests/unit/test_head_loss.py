@@ -27,10 +27,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from toolkit import head_loss
-from toolkit.head_loss import AfterHead, HeadLoss, find_head_loss
-from toolkit.objectives import CausalLM, Preference
-from toolkit.preference import LOSSES
+from toolkit.objectives import head_loss
+from toolkit.objectives.head_loss import AfterHead, HeadLoss, find_head_loss
+from toolkit.objectives.objective import CausalLM, Preference
+from toolkit.objectives.preference_losses import LOSSES
 
 VOCABULARY = 90
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}

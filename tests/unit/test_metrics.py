@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from toolkit.metrics import flops_per_token
+from toolkit.training.metrics import flops_per_token
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,4 +1,4 @@
-"""toolkit.optim: groups and the learning rate's shape, against values written out."""
+"""toolkit.optim.build: groups and the learning rate's shape, against values written out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from packed_rows import llama
 from torch import nn
 
 from toolkit.errors import BadInputError
-from toolkit.optim import QUANTISED, build_optimizer, build_schedule, learning_rate_factor, parameter_groups
-from toolkit.recipe import OptimizerSection, ScheduleSection
+from toolkit.optim.build import QUANTISED, build_optimizer, build_schedule, learning_rate_factor, parameter_groups
+from toolkit.recipe.recipe import OptimizerSection, ScheduleSection
 
 
 def factors(num_steps: int, **fields: object) -> list[float]:

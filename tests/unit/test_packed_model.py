@@ -14,10 +14,10 @@ from torch import nn
 
 from toolkit.data.packing import whole
 from toolkit.data.samples import TextSamples
-from toolkit.document_attention import BY_DOCUMENT
 from toolkit.errors import BadInputError
-from toolkit.leaks import check_leaks
-from toolkit.objectives import CausalLM
+from toolkit.model.document_attention import BY_DOCUMENT
+from toolkit.objectives.objective import CausalLM
+from toolkit.run.leaks import check_leaks
 
 
 def alone(model: nn.Module, rows: Documents) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""toolkit.profile: on a list of events written out, each microsecond has one owner."""
+"""toolkit.training.profile: on a list of events written out, each microsecond has one owner."""
 
 from __future__ import annotations
 
 import pytest
 
-from toolkit.profile import DATA, KINDS, PROFILED, UPDATE, Event, _union, _without, attributed
+from toolkit.training.profile import DATA, KINDS, PROFILED, UPDATE, Event, _union, _without, attributed
 
 CPU = [
     Event(PROFILED, 100, 200),

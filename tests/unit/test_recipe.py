@@ -1,4 +1,4 @@
-"""toolkit.recipe: everything wrong is reported together, before torch is imported."""
+"""toolkit.recipe.recipe: everything wrong is reported together, before torch is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from toolkit.errors import BadInputError, RecipeError
-from toolkit.recipe import Recipe, find_recipe, shipped_recipes, steps_of_run
+from toolkit.recipe.recipe import Recipe, find_recipe, shipped_recipes, steps_of_run
 
 MINIMAL = {
     "model": {"name_or_path": "someone/model"},
@@ -162,8 +162,8 @@ def test_steps_of_a_run() -> None:
 def test_importing_the_package_or_a_recipe_imports_no_torch() -> None:
     code = (
         "import sys, time; start = time.perf_counter(); import toolkit; seconds = time.perf_counter() - start\n"
-        "from toolkit.recipe import Recipe; Recipe.load('quickstart')\n"
-        "import toolkit.cli\n"
+        "from toolkit.recipe.recipe import Recipe; Recipe.load('quickstart')\n"
+        "import toolkit.cli.app\n"
         "assert not {'torch', 'transformers', 'accelerate'} & set(sys.modules), 'heavy imports'\n"
         "assert seconds < 0.2, seconds\n"
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.report import MAX_LISTED_STEPS, RunSummary, render_report, write_report
+from toolkit.pages.run_page import MAX_LISTED_STEPS, RunSummary, render_report, write_report
 
 GIB = 2**30
 VOID_ELEMENTS = {"meta", "link", "br", "img", "hr", "input"}
@@ -463,7 +463,7 @@ def test_the_same_run_gives_the_same_page_whatever_the_users_style() -> None:
 def test_importing_is_light_and_rendering_needs_no_gui() -> None:
     code = """
 import sys
-import toolkit.report as report
+import toolkit.pages.run_page as report
 assert not {"matplotlib", "numpy", "torch", "transformers"} & set(sys.modules), "import is heavy"
 report.render_report(report.RunSummary("t", "", [{"split": "train", "step": 1, "loss": 1.0}], {}, [], {}, {}, None))
 assert "matplotlib.figure" in sys.modules

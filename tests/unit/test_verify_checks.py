@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from toolkit.data.packing import Pieces
 from toolkit.data.samples import TextSamples
 from toolkit.errors import BadInputError, ToolkitError
-from toolkit.recipe import Recipe
+from toolkit.recipe.recipe import Recipe
 from toolkit.verify import (
     FAILED,
     NOT_USED,

@@ -13,11 +13,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from toolkit.adapters import add_adapter, has_adapter, write_adapter
-from toolkit.checkpoint.manifest import Manifest, check_files
-from toolkit.checkpoint.state import MODEL
-from toolkit.errors import BadInputError
-from toolkit.export import (
+from toolkit.checkpoint.export import (
     TOLERANCE,
     ExportSettings,
     relative_difference,
@@ -26,8 +22,12 @@ from toolkit.export import (
     write_configuration,
     write_weights,
 )
-from toolkit.models import auto_class
-from toolkit.recipe import AdapterSection
+from toolkit.checkpoint.manifest import Manifest, check_files
+from toolkit.checkpoint.state import MODEL
+from toolkit.errors import BadInputError
+from toolkit.model.adapters import add_adapter, has_adapter, write_adapter
+from toolkit.model.load import auto_class
+from toolkit.recipe.recipe import AdapterSection
 
 MODEL_FILES = "model"
 """Folder of a run with the model's configuration and tokenizer."""

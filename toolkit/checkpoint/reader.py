@@ -25,7 +25,7 @@ from toolkit.checkpoint.manifest import (
 )
 from toolkit.checkpoint.state import MODEL, described, first_failure, put_back, with_optimizer_state
 from toolkit.errors import BadInputError
-from toolkit.recipe import Recipe
+from toolkit.recipe.recipe import Recipe
 
 MATTERS = ("model", "data", "objective", "adapter", "optimizer.kind", "training.seed")
 """Sections and fields of a recipe without which the state of another run means something else."""

@@ -19,9 +19,9 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
 from toolkit.errors import BadInputError
-from toolkit.metrics import Metrics
-from toolkit.recipe import Recipe
-from toolkit.trainer import Trainer
+from toolkit.recipe.recipe import Recipe
+from toolkit.training.metrics import Metrics
+from toolkit.training.trainer import Trainer
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets")
 

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from toolkit.adapters import has_adapter, trained_names
 from toolkit.errors import first_line
+from toolkit.model.adapters import has_adapter, trained_names
 from toolkit.sharding.apply import beside, local_tensor, state_once
 
 MODEL = "model."

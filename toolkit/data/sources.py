@@ -25,7 +25,7 @@ from fsspec.utils import infer_compression
 
 from toolkit.data.problem import RowProblem
 from toolkit.errors import DataError, first_line
-from toolkit.recipe import COMPRESSIONS, DATA_SUFFIXES, DataSection, SourceSection, is_file_source
+from toolkit.recipe.recipe import COMPRESSIONS, DATA_SUFFIXES, DataSection, SourceSection, is_file_source
 
 Row = dict[str, Any] | RowProblem
 

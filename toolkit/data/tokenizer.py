@@ -21,7 +21,7 @@ from toolkit.data.layouts import recognise, texts_of
 from toolkit.data.problem import RowProblem
 from toolkit.data.sources import identify_rows, open_source, read
 from toolkit.errors import BadInputError, first_line
-from toolkit.recipe import DataSection, ModelSection, require_folder
+from toolkit.recipe.recipe import DataSection, ModelSection, require_folder
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"

@@ -12,12 +12,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.planning.hardware import Hardware, hardware_of
     from toolkit.planning.table import Plan, Row, Setup, plan
+    from toolkit.planning.time.hardware import Hardware, hardware_of
 
 _HOMES = {
-    "Hardware": "toolkit.planning.hardware",
-    "hardware_of": "toolkit.planning.hardware",
+    "Hardware": "toolkit.planning.time.hardware",
+    "hardware_of": "toolkit.planning.time.hardware",
     "Plan": "toolkit.planning.table",
     "Row": "toolkit.planning.table",
     "Setup": "toolkit.planning.table",

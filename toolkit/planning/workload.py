@@ -13,12 +13,12 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from toolkit import models
-from toolkit.adapters import base_of
 from toolkit.data import tokenizer
-from toolkit.document_attention import BY_DOCUMENT
-from toolkit.objectives import Objective, build_objective
-from toolkit.recipe import Recipe
+from toolkit.model import load as models
+from toolkit.model.adapters import base_of
+from toolkit.model.document_attention import BY_DOCUMENT
+from toolkit.objectives.objective import Objective, build_objective
+from toolkit.recipe.recipe import Recipe
 
 UNMASKED = "unmasked_sdpa"
 """Name of the attention that stands for kernels without a mask: flash attention, and sdpa on plain causal rows.

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.sharding import pairwise
+from toolkit.sharding import gloo as pairwise
 from toolkit.sharding.compiling import Compilation, compile_blocks
 from toolkit.sharding.fsdp import forget_uncalled_modules, sharded_modules
 from toolkit.sharding.strategy import Strategy
@@ -118,7 +118,7 @@ def apply(
     """Shards `model` in place, one `fully_shard` call per unit.
 
     Parameters on the meta device stay there, sharded; a model that carries `materialize_weights`
-    (see toolkit.models) is then given its weights, each rank its own slices.
+    (see toolkit.model.load) is then given its weights, each rank its own slices.
 
     Args:
         model: any device; trainable parameters are held in float32 under mixed precision.

@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 import torch
 import transformers
 
-from toolkit import run
 from toolkit.errors import BadInputError
-from toolkit.recipe import Recipe
+from toolkit.recipe.recipe import Recipe
+from toolkit.run import run
 from toolkit.verify.compare import compare
 from toolkit.verify.launch import read_launch
 from toolkit.verify.plain import run_plain

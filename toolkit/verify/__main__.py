@@ -19,16 +19,16 @@ import yaml
 from accelerate import Accelerator
 from safetensors.torch import save_file
 
-from toolkit import run
+from toolkit.checkpoint.export import whole_tensors
 from toolkit.data.samples import Batch
 from toolkit.errors import BadInputError, ToolkitError
-from toolkit.export import whole_tensors
-from toolkit.metrics import Metrics
-from toolkit.optim import build_schedule
-from toolkit.recipe import Recipe
+from toolkit.optim.build import build_schedule
+from toolkit.recipe.recipe import Recipe
+from toolkit.run import run
 from toolkit.sharding import apply
 from toolkit.sharding.apply import local_tensor, state_once
-from toolkit.trainer import Trainer
+from toolkit.training.metrics import Metrics
+from toolkit.training.trainer import Trainer
 from toolkit.verify.plain import is_felt, set_dropout
 from toolkit.verify.ranks import outcome_path
 from toolkit.verify.results import REHEARSED_DROPOUT

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from toolkit import models, run
 from toolkit.data import build, tokenizer
 from toolkit.data.samples import Batch
-from toolkit.objectives import CausalLM
-from toolkit.optim import learning_rate_factor
-from toolkit.recipe import Recipe, steps_of_run
+from toolkit.model import load as models
+from toolkit.objectives.objective import CausalLM
+from toolkit.optim.build import learning_rate_factor
+from toolkit.recipe.recipe import Recipe, steps_of_run
+from toolkit.run import run
 from toolkit.sharding.apply import local_tensor
 from toolkit.verify.launch import Launch
 from toolkit.verify.packing import packing_row

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from toolkit.errors import BadInputError, ToolkitError
-from toolkit.recipe import Recipe
+from toolkit.recipe.recipe import Recipe
 from toolkit.verify.launch import Launch, rank_environments
 from toolkit.verify.results import Outcome, ShardedRun
 

@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from toolkit.errors import BadInputError, first_line
-from toolkit.recipe import ModelSection, Recipe, require_folder
+from toolkit.recipe.recipe import ModelSection, Recipe, require_folder
 
 
 def with_layers(recipe: Recipe, layers: int | None, folder: Path) -> tuple[Recipe, str]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from toolkit.errors import BadInputError
-from toolkit.planning.calibrate import calibrate
-from toolkit.planning.hardware import hardware_of, presets
+from toolkit.planning.time.calibrate import calibrate
+from toolkit.planning.time.hardware import hardware_of, presets
 
 
 def test_the_measured_machine_is_stored_and_within_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

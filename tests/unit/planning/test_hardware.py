@@ -13,8 +13,15 @@ import pytest
 import torch
 
 from toolkit.errors import BadInputError
-from toolkit.metrics import peak_flops
-from toolkit.planning.hardware import hardware_of, load_profile, preset_of_device, presets, profile_path, save_profile
+from toolkit.planning.time.hardware import (
+    hardware_of,
+    load_profile,
+    preset_of_device,
+    presets,
+    profile_path,
+    save_profile,
+)
+from toolkit.training.metrics import peak_flops
 
 OPTIONS = ("device_memory_gib", "gpus_per_node", "host_memory_gib", "link_gbs", "nic_gbs", "pcie_gbs", "dram_gbs")
 
@@ -126,5 +133,5 @@ def test_a_device_is_known_by_its_name(device: str, preset: str | None, monkeypa
 
 
 def test_the_module_imports_no_torch() -> None:
-    program = "import sys, toolkit.planning.hardware as h; h.presets(); sys.exit('torch' in sys.modules)"
+    program = "import sys, toolkit.planning.time.hardware as h; h.presets(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

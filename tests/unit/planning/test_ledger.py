@@ -12,7 +12,7 @@ from planning_models import workload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from toolkit.planning.fake import Ledger
+from toolkit.planning.memory.fake import Ledger
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import Checkpointing, checkpoint_blocks
 from toolkit.sharding.units import plan_units

@@ -11,10 +11,10 @@ import pytest
 from planning_models import DECODERS, KINDS, workload
 from ranks import PRELOADED
 
-from toolkit.planning.probe import Prober
-from toolkit.planning.replay import Layout, Memory, replay
-from toolkit.planning.trace import trace
-from toolkit.planning.units import unit_shapes
+from toolkit.planning.memory.probe import Prober
+from toolkit.planning.memory.replay import Layout, Memory, replay
+from toolkit.planning.memory.trace import trace
+from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape

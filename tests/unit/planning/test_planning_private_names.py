@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-MEND = "see toolkit/fake_tensors.py and toolkit/planning/fake.py"
+MEND = "see toolkit/model/fake_tensors.py and toolkit/planning/memory/fake.py"
 
 PRIVATE = re.compile(r"\b(?:torch|accelerate|transformers)\.(?:\w+\.)*_[a-z]\w*")
 
@@ -25,7 +25,12 @@ def test_private_modules_are_named_in_few_files() -> None:
         for path in package.rglob("*.py")
         if any(PRIVATE.search(line) for line in path.read_text().splitlines() if not line.lstrip().startswith("#"))
     }
-    assert naming == {"fake_tensors.py", "planning/fake.py", "sharding/apply.py", "sharding/compiling.py"}
+    assert naming == {
+        "model/fake_tensors.py",
+        "planning/memory/fake.py",
+        "sharding/apply.py",
+        "sharding/compiling.py",
+    }
 
 
 def test_fake_tensors_without_memory() -> None:

@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
-from toolkit.fake_tensors import FakeTensorMode
-from toolkit.planning.fake import Ledger, cuda_dropout
-from toolkit.planning.probe import Probe, Prober
-from toolkit.planning.replay import Layout, replay
-from toolkit.planning.trace import trace
-from toolkit.planning.units import unit_shapes
+from toolkit.model.fake_tensors import FakeTensorMode
+from toolkit.planning.memory.fake import Ledger, cuda_dropout
+from toolkit.planning.memory.probe import Probe, Prober
+from toolkit.planning.memory.replay import Layout, replay
+from toolkit.planning.memory.trace import trace
+from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import UNMASKED, Workload
 from toolkit.sharding.apply import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape

@@ -19,11 +19,11 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from toolkit.planning import probe
-from toolkit.planning import trace as traces
-from toolkit.planning.probe import Prober
-from toolkit.planning.replay import Layout, Memory, replay
-from toolkit.planning.units import unit_shapes
+from toolkit.planning.memory import probe
+from toolkit.planning.memory import trace as traces
+from toolkit.planning.memory.probe import Prober
+from toolkit.planning.memory.replay import Layout, Memory, replay
+from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload
 from toolkit.sharding import apply
 from toolkit.sharding.apply import Checkpointing

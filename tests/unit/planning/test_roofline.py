@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from fake_llama import SHAPES, Recorder, segments
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from toolkit.planning.hardware import hardware_of
-from toolkit.planning.roofline import Work
+from toolkit.planning.time.hardware import hardware_of
+from toolkit.planning.time.roofline import Work
 
 B, H, T, D = 2, 4, 16, 8
 ATTENTION = 2 * B * H * T * T * D  # one product over all scores

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from fake_llama import SHAPES, segments, unit
 
-from toolkit.planning.hardware import ADAM_BYTES, Hardware, hardware_of
-from toolkit.planning.roofline import Work
-from toolkit.planning.speed import Segment, StepTime, step_time
-from toolkit.planning.traffic import HostExecutor, OffloadPlan, traffic
+from toolkit.planning.time.hardware import ADAM_BYTES, Hardware, hardware_of
+from toolkit.planning.time.roofline import Work
+from toolkit.planning.time.speed import Segment, StepTime, step_time
+from toolkit.planning.time.traffic import HostExecutor, OffloadPlan, traffic
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 KEMPNER = hardware_of("h200_sxm", gpus_per_node=4, nic_gbs=200)

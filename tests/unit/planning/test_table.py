@@ -13,14 +13,16 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from toolkit.cli import app
+from toolkit.cli import planned as command
+from toolkit.cli.app import app
 from toolkit.errors import BadInputError
-from toolkit.planning import check, command, show
-from toolkit.planning.hardware import GIB, Hardware, hardware_of
-from toolkit.planning.probe import Prober
+from toolkit.pages import plan_console as show
+from toolkit.planning import check
+from toolkit.planning.memory.probe import Prober
 from toolkit.planning.table import Plan, Planner, Row, launch_of, plan, verdict_of
+from toolkit.planning.time.hardware import GIB, Hardware, hardware_of
 from toolkit.planning.workload import workload_of
-from toolkit.recipe import Recipe
+from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.apply import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 

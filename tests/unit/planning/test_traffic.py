@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fake_llama import unit
 
-from toolkit.planning.traffic import HostExecutor, OffloadPlan, traffic
-from toolkit.planning.units import ParameterShape, UnitShape
+from toolkit.planning.memory.units import ParameterShape, UnitShape
+from toolkit.planning.time.traffic import HostExecutor, OffloadPlan, traffic
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 BLOCK, TABLE, BLOCKS, K = 1000, 400, 3, 3

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from toolkit.errors import BadInputError, ToolkitError
-from toolkit.recipe import Recipe
-from toolkit.run import _offload_of
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.run import _offload_of
 from toolkit.sharding.offload import OffloadSettings, probe
 from toolkit.sharding.offload.host import HostPlan
 from toolkit.sharding.offload.settings import hyper_parameters, state_names

@@ -1,0 +1,271 @@
+"""A folder that `from_pretrained` loads: safetensors, configuration, tokenizer.
+
+Weights are written as they stream from the ranks: rank 0 holds one file's tensors at a time, the
+others their shards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+import peft
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from toolkit import ranks
+from toolkit.data.tokenizer import pad_id
+from toolkit.errors import ExportError
+from toolkit.model.adapters import (
+    base_name,
+    base_of,
+    has_adapter,
+    merged,
+    state_in_layers,
+    trained_names,
+    write_adapter,
+)
+from toolkit.model.load import auto_class
+from toolkit.sharding.apply import shard_chunk, shard_group, state_once
+from toolkit.training.metrics import GIB
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest difference of logits after reloading, as a share of the largest logit, by exported type."""
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """How the folder is written.
+
+    Attributes:
+        dtype: of the weights; buffers keep theirs.
+        max_shard_bytes: largest safetensors file, unless one tensor is larger.
+        merge: adapters are added to the weights; otherwise they are all that is written.
+    """
+
+    dtype: torch.dtype
+    max_shard_bytes: int
+    merge: bool = False
+
+
+def export(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    settings: ExportSettings,
+) -> None:
+    """Writes `folder`, whole or not at all. Every rank calls this."""
+    inner = accelerator.unwrap_model(model)
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    if accelerator.is_main_process:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    _write_model(inner, unfinished, settings)
+    if accelerator.is_main_process:
+        if is_whole(inner, settings):
+            write_configuration(base_of(inner), tokenizer, unfinished, settings.dtype)
+        else:
+            tokenizer.save_pretrained(unfinished)
+        if folder.exists():  # of the same run, cut off after its export or taken further
+            shutil.rmtree(folder)
+        os.replace(unfinished, folder)
+    accelerator.wait_for_everyone()
+
+
+def is_whole(model: nn.Module, settings: ExportSettings) -> bool:
+    """Whether the export is a model, and not an adapter alone."""
+    return settings.merge or not has_adapter(model)
+
+
+def _write_model(model: nn.Module, folder: Path, settings: ExportSettings) -> None:
+    """Weights alone, as they stream from the ranks. Collective."""
+    if not has_adapter(model):
+        write_weights(whole_tensors(state_once(model)), {n for n, _ in model.named_parameters()}, folder, settings)
+    elif settings.merge:
+        parameters = {base_name(name) for name, _ in model.named_parameters()}
+        write_weights(merged(model, whole_tensors(state_in_layers(model))), parameters, folder, settings)
+    else:
+        trained = trained_names(model)
+        state = {name: tensor for name, tensor in state_once(model).items() if name in trained}
+        write_adapter(model, whole_tensors(state), folder)
+
+
+def whole_tensors(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every tensor, whole on rank 0 and None elsewhere. Collective."""
+    for name, tensor in state.items():
+        yield name, gather_on_rank_zero(tensor)
+
+
+def gather_on_rank_zero(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The whole of a tensor on rank 0; None on the other ranks. Collective for DTensors sharded on rows."""
+    if not isinstance(tensor, DTensor):
+        return tensor if ranks.rank() == 0 else None
+    group = shard_group(tensor)
+    size = dist.get_world_size(group)
+    local = tensor.to_local().to(tensor.device_mesh.device_type)
+    padded = local.new_zeros((shard_chunk(tensor), *tensor.shape[1:]))
+    padded[: local.shape[0]] = local
+    first = dist.get_rank(group) == 0
+    parts = [torch.empty_like(padded) for _ in range(size)] if first else None
+    dist.gather(padded, parts, group=group, group_dst=0)
+    if ranks.rank() != 0:
+        return None
+    assert parts is not None
+    return torch.cat(parts)[: tensor.shape[0]]
+
+
+def write_weights(
+    tensors: Iterable[tuple[str, torch.Tensor | None]], trained: Set[str], folder: Path, settings: ExportSettings
+) -> None:
+    """Writes tensors as they come; on rank 0, where alone they are.
+
+    Args:
+        trained: names of parameters, which are converted to the settings' type; buffers keep theirs.
+    """
+    files: list[list[str]] = []
+    group: dict[str, torch.Tensor] = {}
+    group_bytes = total_bytes = 0
+    for name, whole in tensors:
+        if whole is None:
+            continue
+        tensor = whole.to(device="cpu", dtype=settings.dtype if name in trained else whole.dtype).contiguous()
+        size = tensor.numel() * tensor.element_size()
+        if group and group_bytes + size > settings.max_shard_bytes:
+            files.append(_write_file(folder, len(files), group))
+            group, group_bytes = {}, 0
+        group[name] = tensor
+        group_bytes += size
+        total_bytes += size
+    if ranks.rank() == 0:
+        files.append(_write_file(folder, len(files), group))
+        _name_files(folder, files, total_bytes)
+
+
+def _write_file(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> list[str]:
+    save_file(tensors, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
+    return list(tensors)
+
+
+def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
+    """The names that transformers looks for, which hold the number of files."""
+    if len(files) == 1:
+        os.replace(folder / "part-0.safetensors", folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        os.replace(folder / f"part-{number}.safetensors", folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def write_configuration(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
+) -> None:
+    """What belongs to the weights: configuration, generation settings, tokenizer."""
+    dtype_before = model.config.dtype
+    model.config.dtype = dtype
+    model.config.save_pretrained(folder)
+    model.config.dtype = dtype_before
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def reload(
+    folder: Path, device: torch.device, dtype: torch.dtype, base: PretrainedConfig | None = None
+) -> PreTrainedModel:
+    """The exported model in evaluation mode; on `device` if it is sure to have room, else on the host.
+
+    Args:
+        base: configuration of the model that an exported adapter belongs to.
+    """
+    if device.type == "cuda":
+        needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        free, _ = torch.cuda.mem_get_info(device)
+        device = device if needed + 4 * GIB < free else torch.device("cpu")
+    if (folder / "adapter_config.json").is_file():
+        adapter = peft.PeftConfig.from_pretrained(str(folder))
+        name, revision = adapter.base_model_name_or_path, adapter.revision
+        model = auto_class(base).from_pretrained(name, config=base, revision=revision, dtype=dtype)
+        return peft.PeftModel.from_pretrained(model, str(folder)).to(device).eval()
+    auto = auto_class(AutoConfig.from_pretrained(folder))
+    return auto.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+
+@torch.no_grad()
+def verify(
+    accelerator: Accelerator,
+    model: nn.Module,
+    reloaded: PreTrainedModel | None,
+    logits_of: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor],
+    batch: dict[str, torch.Tensor],
+) -> float:
+    """Compares the trained model's logits with those of the export on one batch. Every rank calls this.
+
+    Args:
+        reloaded: on rank 0, None elsewhere.
+        logits_of: the objective's.
+        batch: of the objective.
+
+    Returns:
+        The largest difference, as a share of the largest logit; 0 on ranks other than 0.
+
+    Raises:
+        ExportError: on every rank, where it is more than `TOLERANCE`.
+    """
+    model.eval()
+    logits = logits_of(model, send_to_device(batch, accelerator.device)).float()
+    difference = tolerance = 0.0
+    if reloaded is not None:
+        again = logits_of(reloaded, send_to_device(batch, reloaded.device))
+        difference = relative_difference(again.float().to(logits.device), logits)
+        tolerance = TOLERANCE[reloaded.dtype]
+    results = ranks.gather_objects((difference, tolerance))
+    require_close(*results[0])
+    return results[0][0]
+
+
+def require_close(difference: float, tolerance: float) -> None:
+    """Raises ExportError where the logits of an export differ by more than the tolerance."""
+    if not difference <= tolerance:
+        raise ExportError(
+            f"the exported folder gives other logits than the trained model: they differ by {difference:.1e} of the "
+            f"largest, more than {tolerance:.0e}; the folder is not to be trusted"
+        )
+
+
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest element of `b`."""
+    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
+
+
+@torch.no_grad()
+def sample_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, seed: int
+) -> str:
+    """A continuation of `prompt`, drawn at temperature 0.8 from the 95 % most likely tokens."""
+    encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        tokens = model.generate(
+            **encoded,
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=0.8,
+            top_p=0.95,
+            pad_token_id=pad_id(tokenizer),
+        )
+    return tokenizer.decode(tokens[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)  # type: ignore[no-any-return]

@@ -1,0 +1,281 @@
+"""LoRA through peft: on the meta device, sharded with the model, saved as peft saves it, or merged.
+
+Reference: Hu et al., arXiv 2106.09685; rsLoRA arXiv 2312.03732; DoRA arXiv 2402.09353.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.errors import BadInputError, first_line
+from toolkit.recipe.recipe import AdapterSection
+from toolkit.sharding.apply import state_once
+
+PREFIX = "base_model.model."
+"""What peft puts before the names of the model's parameters."""
+
+NAME = "default"
+"""peft's name of the adapter."""
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether the model is one of peft's."""
+    return isinstance(model, peft.PeftModel)
+
+
+def base_of(model: nn.Module) -> Any:
+    """The model without peft's wrapper; its forward says what the model takes."""
+    return model.get_base_model() if isinstance(model, peft.PeftModel) else model
+
+
+def add_adapter(
+    model: PreTrainedModel, section: AdapterSection, base: str | None, revision: str | None = None
+) -> peft.PeftModel:
+    """The model with adapters, everything else frozen; what is trained is held in float32.
+
+    Args:
+        model: on the meta device, where the adapters' parameters will be, too.
+        base, revision: the model's name or folder, for who loads the adapter later.
+
+    Raises:
+        BadInputError: where the targets match nothing, or not what can be adapted.
+    """
+    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS" if is_classifier else "CAUSAL_LM",
+        base_model_name_or_path=base,
+        revision=revision,
+        r=section.r,
+        lora_alpha=section.alpha if section.alpha is not None else 2 * section.r,
+        lora_dropout=section.dropout,
+        target_modules=section.target_modules,
+        modules_to_save=section.modules_to_save,
+        use_rslora=section.use_rslora,
+        use_dora=section.use_dora,
+    )
+    _require_modules(model, section)
+    try:
+        adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+    except (ValueError, TypeError) as error:
+        raise BadInputError(
+            f"adapter.target_modules: {section.target_modules!r} cannot be adapted: {first_line(error)}. "
+            f"This model has {_linear_names(model)}"
+        ) from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return adapted
+
+
+def _require_modules(model: nn.Module, section: AdapterSection) -> None:
+    """Raises BadInputError for a name in a list that no module ends with; peft looks for one match among all."""
+    named = {"target_modules": section.target_modules, "modules_to_save": section.modules_to_save}
+    for field, names in named.items():
+        for name in names if isinstance(names, list) else []:
+            if not any(path == name or path.endswith(f".{name}") for path, _ in model.named_modules()):
+                raise BadInputError(
+                    f"adapter.{field}: {name!r} matches no module of {type(model).__name__}; it has "
+                    f"{_linear_names(model) if field == 'target_modules' else _child_names(model)}"
+                )
+
+
+def _linear_names(model: nn.Module) -> str:
+    """Last parts of the names of what LoRA can adapt."""
+    names = {path.rpartition(".")[2] for path, module in model.named_modules() if _is_matrix(module)}
+    return ", ".join(sorted(names))
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.ndim == 2
+
+
+def _child_names(model: nn.Module) -> str:
+    own = {path.rpartition(".")[2] for path, module in model.named_modules() if list(module.parameters(False))}
+    return ", ".join(sorted(own))
+
+
+@contextmanager
+def adapters_off(model: peft.PeftModel) -> Iterator[None]:
+    """The base's forward, for a reference.
+
+    peft's own `disable_adapter` also switches `requires_grad` of whatever parameters stand in the modules just
+    then, sharded ones or gathered ones; what FSDP2 makes of these meanwhile would stay so.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    was_off = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, off in zip(layers, was_off, strict=True):
+            layer._disable_adapters = off
+
+
+def trainable_share(model: nn.Module) -> tuple[int, int]:
+    """Parameters that are trained, and all."""
+    counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
+
+
+class AdapterWeights:
+    """Where an adapted model's parameters come from: the base's from its own source, the adapters' from the seed.
+
+    A is uniform in +-1 / sqrt(inputs) (kaiming, as peft has it) and B is zero, so that the first forward is
+    the base's; each from a generator seeded by its name, so that every rank finds the same rows. DoRA's
+    magnitudes are the norms of the base's rows.
+
+    Args:
+        base: what the model's own parameters are read from.
+        model: with its adapters.
+    """
+
+    def __init__(self, base: Any, model: nn.Module, seed: int) -> None:
+        self._base = base
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._seed = seed
+
+    def read(self, name: str, like: torch.Tensor, rows: slice) -> torch.Tensor:
+        """See `toolkit.model.load.Weights`."""
+        if ".lora_B." in name or ".lora_embedding_A." in name:
+            return torch.zeros(like.shape)[rows]
+        if ".lora_A." in name:
+            bound = 1 / math.sqrt(math.prod(like.shape[1:]))
+            return ((torch.rand(like.shape, generator=self._generator(name)) * 2 - 1) * bound)[rows]
+        if ".lora_embedding_B." in name:
+            return torch.randn(like.shape, generator=self._generator(name))[rows]
+        if ".lora_magnitude_vector." in name:
+            return self._norms(name)[rows]
+        return self._base.read(base_name(name), like, rows)  # type: ignore[no-any-return]
+
+    def _generator(self, name: str) -> torch.Generator:
+        mixed = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()[:8]
+        return torch.Generator().manual_seed(int.from_bytes(mixed) >> 1)
+
+    def _norms(self, name: str) -> torch.Tensor:
+        weight_name = name.partition(".lora_magnitude_vector.")[0] + ".base_layer.weight"
+        like = self._parameters[weight_name]
+        weight = self._base.read(base_name(weight_name), like, slice(0, like.shape[0])).float()
+        outputs_first = weight.shape[0] == self._parameters[name].shape[0]
+        norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=1 if outputs_first else 0)
+        return norms
+
+
+def base_name(name: str) -> str:
+    """A parameter's name in the model before it was adapted."""
+    name = name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
+    return name.replace(f".modules_to_save.{NAME}.", ".")
+
+
+def trained_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that a checkpoint of an adapted model holds: the base's are where they were."""
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def write_adapter(model: peft.PeftModel, tensors: Iterable[tuple[str, torch.Tensor | None]], folder: Path) -> None:
+    """Writes `adapter_model.safetensors` and `adapter_config.json` as peft does; on rank 0, where the tensors are.
+
+    Args:
+        tensors: whole, by name in the model; others than the adapter's are passed over.
+    """
+    trained = trained_names(model)
+    whole = {name: tensor.to("cpu") for name, tensor in tensors if tensor is not None and name in trained}
+    if not whole:
+        return
+    state = peft.get_peft_model_state_dict(model, state_dict=whole, save_embedding_layers=False)
+    named = {name: tensor.contiguous() for name, tensor in state.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = model.peft_config[NAME]
+    inference, config.inference_mode = config.inference_mode, True
+    config.save_pretrained(str(folder))
+    config.inference_mode = inference
+
+
+def merged(
+    model: peft.PeftModel, tensors: Iterable[tuple[str, torch.Tensor | None]]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """The base's tensors under their own names, with the adapters' products added in float32.
+
+    W + s B A; with DoRA its rows scaled to the magnitudes. A layer's tensors must come one after another.
+    """
+    layer: dict[str, torch.Tensor | None] = {}
+    current = ""
+    for name, tensor in tensors:
+        owner, _, part = _split(name)
+        if owner != current and layer:
+            yield from _merged_layer(model, current, layer)
+            layer = {}
+        current = owner
+        if owner:
+            layer[part] = tensor
+        elif ".original_module." not in name:
+            yield base_name(name), tensor
+    if layer:
+        yield from _merged_layer(model, current, layer)
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """Path of the adapted layer, and the part of it that the tensor is; empty where it is no part of one."""
+    for part in ("base_layer", "lora_A", "lora_B", "lora_magnitude_vector"):
+        owner, found, rest = name.partition(f".{part}.")
+        if found:
+            return owner, part, f"{part}.{rest}"
+    return "", "", name
+
+
+def _merged_layer(
+    model: peft.PeftModel, path: str, parts: dict[str, torch.Tensor | None]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    layer: Any = model.get_submodule(path)
+    for part, tensor in parts.items():
+        if not part.startswith("base_layer."):
+            continue
+        name = base_name(f"{path}.{part}")
+        if part != "base_layer.weight" or tensor is None:
+            yield name, tensor
+            continue
+        a, b, magnitude = (parts.get(key) for key in (f"lora_A.{NAME}.weight", f"lora_B.{NAME}.weight", _MAGNITUDE))
+        assert a is not None
+        assert b is not None
+        yield (
+            name,
+            _merged_weight(tensor, a, b, magnitude, layer.scaling[NAME], getattr(layer, "fan_in_fan_out", False)),
+        )
+
+
+_MAGNITUDE = f"lora_magnitude_vector.{NAME}.weight"
+
+
+def _merged_weight(
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    magnitude: torch.Tensor | None,
+    scaling: float,
+    inputs_first: bool,
+) -> torch.Tensor:
+    """W + s B A in float32, (outputs, inputs) or, `inputs_first`, transposed; then rounded as W is held."""
+    whole = (weight.T if inputs_first else weight).float()
+    whole = whole + scaling * (b.float() @ a.float())
+    if magnitude is not None:
+        whole = whole * (magnitude.float() / whole.norm(dim=1))[:, None]
+    return (whole.T if inputs_first else whole).to(weight.dtype)
+
+
+def state_in_layers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`state_once`, the tensors of each adapted layer one after another."""
+    return dict(sorted(state_once(model).items(), key=lambda item: _split(item[0])[0] or item[0]))

@@ -1,0 +1,56 @@
+"""The attention implementation of a run: the recipe's, or the best that is there, named with its reason."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import import_utils
+
+from toolkit.errors import first_line
+from toolkit.model.document_attention import BY_DOCUMENT
+from toolkit.model.load import attention_of
+
+NOT_INSTALLED = "neither flash-attn nor flash-attn-3 is installed for this GPU"
+
+
+def settle_attention(
+    model: PreTrainedModel, asked: str, device: torch.device, in_16_bits: bool, packed: bool, compiled: bool
+) -> str:
+    """Gives `model` the best attention where `asked` is auto; what it has now, and why.
+
+    Flash attention sees the documents of a packed row one by one, and so do we on a CPU. `sdpa` computes all
+    pairs of a row and masks them; it is what there is elsewhere. flex_attention skips masked blocks too, but is
+    not chosen by itself: it compiles a kernel for each shape, and we have no measurement where it was the faster
+    one.
+
+    Args:
+        packed: documents share rows.
+        compiled: blocks are compiled, for one shape; documents have many.
+    """
+    if asked != "auto":
+        return f"{attention_of(model)} (model.attention)"
+    wanted, why = best_flash(model, device, in_16_bits)
+    if device.type == "cpu" and packed and not compiled and attention_of(model) == "sdpa":
+        wanted = BY_DOCUMENT
+    if wanted is not None:
+        try:
+            model.set_attn_implementation(wanted)
+        except (ImportError, ValueError) as error:
+            why = f"{wanted} refused: {first_line(error)}"
+    return f"{attention_of(model) or 'its own'} ({why})"
+
+
+def best_flash(model: PreTrainedModel, device: torch.device, in_16_bits: bool) -> tuple[str | None, str]:
+    """The flash attention to use, by transformers' name, or None; and the reason."""
+    if device.type != "cuda":
+        return None, "no GPU"
+    if not in_16_bits:
+        return None, "float32 compute: flash attention takes 16 bits"
+    if not getattr(model, "_supports_flash_attn", False):
+        return None, f"{type(model).__name__} has no flash attention"
+    major, _ = torch.cuda.get_device_capability(device)
+    if major == 9 and import_utils.is_flash_attn_3_available():  # written for Hopper
+        return "flash_attention_3", "installed, for this GPU"
+    if major >= 8 and import_utils.is_flash_attn_2_available():
+        return "flash_attention_2", "installed"
+    return None, NOT_INSTALLED

@@ -1,0 +1,481 @@
+"""Next-token cross-entropy from the head's inputs, with the logits of a few tokens at a time.
+
+Whole logits and what their cross-entropy keeps take 10 to 12 bytes per token and vocabulary entry: 5 to 6 GiB for
+4096 tokens of a vocabulary of 128k. Here a chunk of tokens has its logits, their losses and their gradient before the
+next one (as in Liger, arXiv 2410.10989); what is kept grows with tokens and with the vocabulary, not with both.
+
+While a loss is computed, the head's forward is one that returns losses in place of logits, and the model's forward
+one that returns these. Both modules are called as ever, so that the hooks of FSDP2, DDP and autocast do their work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from toolkit.data.samples import IGNORED
+from toolkit.errors import first_line
+from toolkit.model.adapters import base_of
+from toolkit.model.fake_tensors import has_values, unset_fake_temporarily
+
+CHUNK_ENTRIES = 2**27
+"""Logits of a chunk, 512 MiB in float32: with less, a GPU spends its time on adding to the weight's gradient.
+
+Not by device: the memory that planning counts on a CPU has to be a GPU's.
+"""
+
+MIN_CHUNK_TOKENS = 64
+
+BLOCK_ENTRIES = 2**24
+"""Entries of the weight's gradient that are there in 16 bits before they are added in float32."""
+
+
+@dataclass(frozen=True)
+class AfterHead:
+    """What a model makes of its head's output z: scale * z, or cap * tanh(scale * z / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """exp(logits - largest) (n, V), their sums (n, 1), and tanh's values (n, V) where there is a cap; float32."""
+
+    exponentials: torch.Tensor
+    totals: torch.Tensor
+    bounded: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A linear head: weight (V, D) and bias (V,) in the type of compute, and what comes after it."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    after: AfterHead
+
+    def chunks(self, num_tokens: int) -> list[slice]:
+        """Tokens whose logits are there at the same time."""
+        size = _chunk_tokens(self.weight.shape[0])
+        return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
+
+    def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, _Chunk]:
+        """Losses (n,), float32, of hidden states (n, D) and targets (n,), and what their gradient is made of."""
+        z = F.linear(hidden, self.weight, self.bias).float()
+        bounded = None
+        if self.after.cap is not None:
+            bounded = z.mul_(self.after.scale / self.after.cap).tanh_()
+            z = bounded * self.after.cap
+        elif self.after.scale != 1.0:
+            z.mul_(self.after.scale)
+        z.sub_(z.amax(dim=1, keepdim=True))
+        picked = z.gather(1, targets[:, None])
+        totals = z.exp_().sum(dim=1, keepdim=True)
+        return (totals.log() - picked).squeeze(1), _Chunk(z, totals, bounded)
+
+    def gradient(self, chunk: _Chunk, targets: torch.Tensor, upstream: torch.Tensor | None) -> torch.Tensor:
+        """(n, V), in the type of compute, of the losses, times `upstream` (n,), to z; uses the chunk up."""
+        # In float32 so far: in bfloat16 p - 1 would cancel to 0 for p near 1.
+        z = chunk.exponentials.div_(chunk.totals)
+        z.scatter_add_(1, targets[:, None], torch.full_like(chunk.totals, -1.0))
+        if upstream is not None:
+            z.mul_(upstream[:, None])
+        if chunk.bounded is not None:
+            z.addcmul_(z, chunk.bounded.square_(), value=-1.0)
+        if self.after.scale != 1.0:
+            z.mul_(self.after.scale)
+        return z.to(self.weight.dtype)
+
+
+def _chunk_tokens(vocabulary: int) -> int:
+    return max(MIN_CHUNK_TOKENS, CHUNK_ENTRIES // vocabulary)
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Of hidden states (N, D), weight (V, D) and bias (V,); None: not wanted.
+
+    In the type of compute, but float32 where several chunks are added up.
+    """
+
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @staticmethod
+    def zeros(head: _Head, hidden: torch.Tensor, wanted: tuple[bool, bool, bool]) -> _Gradients:
+        dtype = torch.float32 if len(head.chunks(len(hidden))) > 1 else head.weight.dtype
+        return _Gradients(
+            torch.zeros_like(hidden) if wanted[0] else None,
+            torch.zeros_like(head.weight, dtype=dtype) if wanted[1] else None,
+            torch.zeros_like(head.weight[:, 0], dtype=torch.float32) if wanted[2] else None,
+        )
+
+    def add(self, head: _Head, rows: slice, hidden: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A chunk's share: of its hidden states (n, D), from the gradient (n, V) to the head's outputs."""
+        if self.hidden is not None:
+            torch.mm(gradient, head.weight, out=self.hidden[rows])
+        if self.weight is not None:
+            _add_product(self.weight, gradient, hidden)
+        if self.bias is not None:
+            self.bias.add_(gradient.float().sum(dim=0))
+
+    def times(self, upstream: torch.Tensor, dtypes: tuple[torch.dtype | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        """Each times `upstream`, in place, and then in its own type."""
+        pairs = zip((self.hidden, self.weight, self.bias), dtypes, strict=True)
+        return tuple(None if tensor is None else tensor.mul_(upstream).to(dtype) for tensor, dtype in pairs)
+
+
+def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Adds gradient^T (V, n) times hidden (n, D) to the total (V, D)."""
+    if gradient.dtype == total.dtype:
+        torch.addmm(total, gradient.t(), hidden, out=total)
+        return
+    # A product in 16 bits is one rounding of each entry; sums of them have to be in float32.
+    size = max(1, BLOCK_ENTRIES // hidden.shape[1])
+    for block, columns in zip(torch.split(total, size), torch.split(gradient, size, dim=1), strict=True):
+        block.add_(columns.t() @ hidden)
+
+
+def _dtypes(*tensors: torch.Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class _How:
+    """What comes after the head, the type of compute, and which gradients are wanted: as in `_Gradients`."""
+
+    after: AfterHead
+    dtype: torch.dtype
+    wanted: tuple[bool, bool, bool]
+
+    def head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Head:
+        return _Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype), self.after)
+
+
+class _SummedLoss(torch.autograd.Function):
+    """The summed loss, (1, 1, 1), whose gradients are made in the forward pass, from the same logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        how: _How,
+    ) -> torch.Tensor:
+        head = how.head(weight, bias)
+        ctx.dtypes, hidden = _dtypes(hidden, weight, bias), hidden.to(how.dtype)
+        total = torch.zeros((1, 1, 1), dtype=torch.float32, device=hidden.device)
+        gradients = _Gradients.zeros(head, hidden, how.wanted)
+        for rows in head.chunks(len(hidden)):
+            losses, chunk = head.losses(hidden[rows], targets[rows])
+            total += losses.sum()
+            if any(how.wanted):
+                gradients.add(head, rows, hidden[rows], head.gradient(chunk, targets[rows], None))
+            del chunk  # before the next one is there
+        ctx.gradients = gradients
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the loss's gradients are scaled in place; a second backward needs a second forward")
+        return (*gradients.times(upstream[0].squeeze(), ctx.dtypes), None, None)
+
+
+class _TokenLosses(torch.autograd.Function):
+    """The loss of each token, (1, N, 1); backward makes the logits again, as only then each one's factor is known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        how: _How,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.how = how
+        head = how.head(weight, bias)
+        each = torch.empty((1, len(hidden), 1), dtype=torch.float32, device=hidden.device)
+        for rows in head.chunks(len(hidden)):
+            each[0, rows, 0] = head.losses(hidden[rows].to(how.dtype), targets[rows])[0]
+        return each
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        how: _How = ctx.how
+        head = how.head(weight, bias)
+        factors = upstream[0].flatten()
+        dtypes, hidden = _dtypes(hidden, weight, bias), hidden.to(how.dtype)
+        gradients = _Gradients.zeros(head, hidden, how.wanted)
+        for rows in head.chunks(len(hidden)):
+            _, chunk = head.losses(hidden[rows], targets[rows])
+            gradients.add(head, rows, hidden[rows], head.gradient(chunk, targets[rows], factors[rows]))
+            del chunk  # before the next one is there
+        return (*gradients.times(factors.new_ones(()), dtypes), None, None)
+
+
+def summed_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    after: AfterHead = AfterHead(),
+) -> torch.Tensor:
+    """The summed cross-entropy of a linear head, (1, 1, 1), float32; in autocast's type where that is on.
+
+    Args:
+        hidden: (N, D), of any floating type.
+        weight: (V, D).
+        bias: (V,).
+        targets: (N,), each from 0 and below V.
+        after: what becomes of the head's outputs.
+    """
+    return _apply(_SummedLoss, hidden, weight, bias, targets, after)
+
+
+def token_losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    after: AfterHead = AfterHead(),
+) -> torch.Tensor:
+    """The cross-entropy of each token, (1, N, 1), float32; arguments as of `summed_loss`."""
+    return _apply(_TokenLosses, hidden, weight, bias, targets, after)
+
+
+def _apply(
+    function: type[torch.autograd.Function],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    after: AfterHead,
+) -> torch.Tensor:
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    learns = torch.is_grad_enabled()
+    wanted = tuple(learns and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    with torch.autocast(kind, enabled=False):
+        how = _How(after, dtype, wanted)  # type: ignore[arg-type]
+        return function.apply(hidden, weight, bias, targets, how)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class HeadLoss:
+    """Losses of a model whose head is linear and whose logits are the head's outputs, scaled or capped.
+
+    Args:
+        base: without what wraps it.
+        head: the module of `base` that makes the logits.
+        after: what `base` makes of the head's outputs.
+    """
+
+    def __init__(self, base: nn.Module, head: Any, after: AfterHead) -> None:
+        self._base, self._head, self.after = base, head, after
+        self.vocabulary: int = head.out_features
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits are there at the same time."""
+        return _chunk_tokens(self.vocabulary)
+
+    def summed(self, model: nn.Module, inputs: Mapping[str, Any], targets: torch.Tensor) -> torch.Tensor:
+        """The summed loss, float32, with a graph to the parameters.
+
+        Args:
+            model: the base, or what wraps it.
+            inputs: of the model's forward.
+            targets: what each token predicts, (tokens,) in the order of `inputs`; `IGNORED`: nothing.
+        """
+        return self._run(summed_loss, model, inputs, targets)[0].squeeze()
+
+    def by_token(self, model: nn.Module, inputs: Mapping[str, Any], targets: torch.Tensor) -> torch.Tensor:
+        """The loss of each token, (tokens,), float32, 0 where there is no target; arguments as of `summed`."""
+        each, counted = self._run(token_losses, model, inputs, targets)
+        return each.new_zeros(len(targets)).index_copy(0, counted, each.flatten())
+
+    def _run(
+        self,
+        function: Callable[..., torch.Tensor],
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        targets: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `function` gives for the tokens with a target, and which these are."""
+        counted = _counted(targets)
+        found: list[torch.Tensor] = []
+
+        def losses(hidden: torch.Tensor) -> torch.Tensor:
+            if hidden.shape[:-1].numel() != len(targets):
+                raise RuntimeError(f"the head was given {tuple(hidden.shape)}, but there are {len(targets)} tokens")
+            rows = hidden.flatten(0, -2).index_select(0, counted)
+            chosen = targets.index_select(0, counted).clamp_min(0)
+            return function(rows, self._head.weight, self._head.bias, chosen, self.after)
+
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            original(*args, **kwargs)
+            if len(found) != 1:
+                raise RuntimeError(f"the head of {type(self._base).__name__} ran {len(found)} times, not once")
+            return found.pop()  # what the hooks of the head have seen, not what the model has made of it
+
+        original = self._base.forward
+        hook = self._head.register_forward_hook(lambda _module, _args, output: found.append(output))
+        try:
+            with _replaced(self._head, losses), _replaced(self._base, functools.wraps(original)(run)):
+                output = model(**inputs)
+        finally:
+            hook.remove()
+        if not torch.is_tensor(output):
+            raise RuntimeError("the objective was made for another model than this one")
+        return output, counted
+
+
+def _counted(targets: torch.Tensor) -> torch.Tensor:
+    """Numbers of the tokens with a target; of all where nobody can know, in a trace without values."""
+    if not has_values(targets):
+        return torch.arange(len(targets), device=targets.device)
+    return (targets != IGNORED).nonzero().squeeze(1)
+
+
+@contextmanager
+def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """The module with another forward; its hooks stay."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+# Whether a model's loss can be had from its head's inputs
+
+
+def find_head_loss(model: nn.Module) -> HeadLoss | str:
+    """The losses of `model` from its head's inputs, or why they can't be had so.
+
+    The model's own forward is run, without its decoder and with made-up outputs of its head, to see what it makes of
+    them; so nothing is computed, and parameters may lie on any device or on none, be sharded, or be fake.
+    """
+    base = base_of(model)
+    try:
+        head, decoder = base.get_output_embeddings(), base.get_decoder()
+    except (AttributeError, NotImplementedError):
+        head = decoder = None
+    if decoder is base:
+        decoder = getattr(base, "model", None)  # Llama 4: its accessor looks for a part of the multimodal model
+    name = type(base).__name__
+    if head is None or decoder is None:
+        return f"{name} does not tell its head from its decoder"
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        return f"the head of {name} is a {type(head).__name__}, not a plain Linear"
+    try:
+        with unset_fake_temporarily():
+            after = _what_follows(base, head, decoder)
+    except Exception as error:  # whatever the code of a model raises
+        return f"the head of {name} cannot be tried alone ({type(error).__name__}: {first_line(error)})"
+    return after if isinstance(after, str) else HeadLoss(base, head, after)
+
+
+class _StandIn(nn.Module):
+    """A module of another forward and without hooks; everything else is the real one's."""
+
+    def __init__(self, real: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self._real = [real]  # in a list, so that it is not registered
+        self.forward = forward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"][0], name)
+
+
+class _OnlyHidden(BaseModelOutputWithPast):  # type: ignore[misc]
+    """A decoder's output of which everything but the hidden states is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+@torch.no_grad()
+def _what_follows(base: Any, head: Any, decoder: nn.Module) -> AfterHead | str:
+    """What the model makes of its head's outputs, or why this is not what `AfterHead` says."""
+    z = _trial(head.out_features)
+    calls = 0
+
+    def forward(_hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return z.clone()
+
+    width = getattr(base.config.get_text_config(), "hidden_size", head.in_features)
+    hidden = torch.zeros((*z.shape[:2], width), dtype=head.weight.dtype, device=head.weight.device)
+    outputs = _OnlyHidden(last_hidden_state=hidden)
+    ids = torch.zeros(z.shape[:2], dtype=torch.long, device=hidden.device)
+    with ExitStack() as stack:
+        stack.enter_context(_in_place_of(base, decoder, lambda *_args, **_kwargs: outputs))
+        stack.enter_context(_in_place_of(base, head, forward))
+        found = type(base).forward(base, input_ids=ids, use_cache=False).logits.cpu()
+    name = type(base).__name__
+    if calls != 1:
+        return f"{name} calls its head {calls} times, not once"
+    after = _fitted(z, found) if found.shape == z.shape else None
+    return after or f"{name} does more to its logits than to scale or cap them"
+
+
+@contextmanager
+def _in_place_of(base: nn.Module, module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    path = next(path for path, found in base.named_modules() if found is module)
+    parent, name = base.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+    setattr(parent, name, _StandIn(module, forward))
+    try:
+        yield
+    finally:
+        setattr(parent, name, module)
+
+
+def _trial(vocabulary: int) -> torch.Tensor:
+    """Outputs of a head, (1, 5, V), both signs, from near 0 to what saturates every cap; the first row all 1."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([0.01, 1.0, 40.0, 1e6])[:, None]
+    rows = sizes * (2 * torch.rand((4, vocabulary), generator=draw) - 1)
+    return torch.cat([torch.ones((1, vocabulary)), rows])[None]
+
+
+def _fitted(z: torch.Tensor, found: torch.Tensor) -> AfterHead | None:
+    """The scale and the cap that make `found` of `z`, to float32's precision; None: none do."""
+    z, found = z.double(), found.double()
+    linear = AfterHead(scale=float(found[0, 0, 0]))
+    small, large = z[0, 1].abs().argmax(), z[0, 4].abs().argmax()
+    cap = float(found[0, 4, large].abs())
+    candidates = [linear]
+    if cap > 0:
+        # tanh(x) at x = 0.01 / cap is not quite x.
+        scale = float(torch.atanh(found[0, 1, small] / cap) * cap / z[0, 1, small])
+        candidates += [AfterHead(value, cap) for value in (round(scale), scale) if value > 0]
+    for after in candidates:
+        expected = after.scale * z
+        if after.cap is not None:
+            expected = after.cap * torch.tanh(expected / after.cap)
+        if after.scale > 0 and torch.allclose(found, expected, rtol=2e-6, atol=1e-12):
+            return after
+    return None

@@ -1,0 +1,128 @@
+"""Parameter groups, optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from toolkit.errors import BadInputError
+from toolkit.optim.muon import Muon
+from toolkit.recipe.recipe import OptimizerSection, ScheduleSection
+from toolkit.sharding.units import plan_units
+
+DEFAULT_DECAY_FRACTION = 0.1
+"""Share of the steps that decay under warmup_stable_decay (MiniCPM, arXiv 2404.06395)."""
+
+DEFAULT_MOMENTUM = 0.95
+"""Of muon, as in torch.optim.Muon."""
+
+QUANTISED = {"adamw_8bit": "AdamW8bit", "adamw_4bit": "AdamW4bit", "adamw_fp8": "AdamWFp8"}
+"""Kind of optimizer -> its class in torchao.optim."""
+
+
+def build_optimizer(
+    model: nn.Module, section: OptimizerSection, unit_classes: Sequence[str] | None = None
+) -> torch.optim.Optimizer:
+    """The recipe's optimizer over the trainable parameters.
+
+    AdamW (arXiv 1711.05101) is fused: foreach is 4 times slower on CPU.
+
+    Args:
+        unit_classes: as for `plan_units`, which tells muon the blocks.
+
+    Raises:
+        BadInputError: where the optimizer is not installed.
+    """
+    groups = parameter_groups(model, section.weight_decay)
+    settings: dict[str, Any] = {
+        "lr": section.learning_rate,
+        "betas": (section.beta1, section.beta2),
+        "eps": section.eps,
+    }
+    if section.kind in QUANTISED:
+        optimizer: torch.optim.Optimizer = _quantised_class(section.kind)(groups, **settings)
+        return optimizer
+    if section.kind == "muon":
+        momentum = DEFAULT_MOMENTUM if section.momentum is None else section.momentum
+        return Muon(_with_block_matrices_apart(model, groups, unit_classes), momentum=momentum, **settings)
+    return torch.optim.AdamW(groups, fused=True, **settings)
+
+
+def _quantised_class(kind: str) -> Any:
+    try:
+        return getattr(importlib.import_module("torchao.optim"), QUANTISED[kind])
+    except (ImportError, AttributeError) as error:
+        raise BadInputError(
+            f"optimizer.kind: {kind} needs torchao ({error}); pip install 'finetune-toolkit[torchao]', or set "
+            "optimizer.kind=adamw"
+        ) from error
+
+
+def _with_block_matrices_apart(
+    model: nn.Module, groups: list[dict[str, Any]], unit_classes: Sequence[str] | None
+) -> list[dict[str, Any]]:
+    """The groups, with the blocks' matrices in groups of their own, marked `muon`.
+
+    Embeddings, head and vectors stay AdamW's (Jordan et al., "Muon", 2024), and so do experts' stacked matrices.
+    """
+    blocks = [model.get_submodule(path) for unit in plan_units(model, unit_classes).blocks for path in unit.modules]
+    within = {id(parameter) for block in blocks for parameter in block.parameters() if parameter.ndim == 2}
+    apart: list[dict[str, Any]] = []
+    for group in groups:
+        for muon in (True, False):
+            chosen = [parameter for parameter in group["params"] if (id(parameter) in within) is muon]
+            apart += [{**group, "params": chosen, "muon": muon}] if chosen else []
+    return apart
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices, which decay, and vectors (biases and norms), which don't; empty groups are left out."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, section: ScheduleSection, num_steps: int) -> LambdaLR:
+    """A scheduler to be stepped once per optimizer step, whatever the number of ranks."""
+    return LambdaLR(optimizer, learning_rate_factor(section, num_steps))
+
+
+def learning_rate_factor(section: ScheduleSection, num_steps: int) -> Callable[[int], float]:
+    """Step (from 0) -> factor of the peak learning rate.
+
+    Linear warm-up ((step + 1) / (warm-up + 1), so that the first step moves), then the section's shape,
+    which reaches `min_factor` at the last step of `num_steps`.
+    """
+    warmup = warmup_steps(section, num_steps)
+    decay_start = warmup
+    if section.kind == "warmup_stable_decay":
+        fraction = DEFAULT_DECAY_FRACTION if section.decay_fraction is None else section.decay_fraction
+        decay_start = max(warmup, num_steps - round(fraction * num_steps))
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if section.kind == "constant":
+            return 1.0
+        progress = (step - decay_start) / max(1, num_steps - 1 - decay_start)
+        progress = min(max(progress, 0.0), 1.0)
+        shape = 0.5 * (1 + math.cos(math.pi * progress)) if section.kind == "cosine" else 1 - progress
+        return section.min_factor + (1 - section.min_factor) * shape
+
+    return factor
+
+
+def warmup_steps(section: ScheduleSection, num_steps: int) -> int:
+    """Length of the warm-up in optimizer steps."""
+    if section.warmup_steps is not None:
+        return section.warmup_steps
+    return round((section.warmup_fraction or 0.0) * num_steps)

@@ -1,0 +1,1 @@
+"""What people look at: reports, the data page, tables, the model card."""

@@ -1,0 +1,157 @@
+"""The model card: README.md of an exported folder, and the curve of the loss beside it.
+
+Reference: Mitchell et al., "Model Cards for Model Reporting", arXiv 1810.03993; the header is what the hub reads.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.recipe.recipe import Recipe, is_file_source
+
+CARD, CURVE = "README.md", "curve.png"
+
+TASKS = {"causal_lm": "text-generation", "sequence_classification": "text-classification"}
+
+MAX_EVALUATIONS = 12
+"""Rows of the table of evaluations; of more, the first, the last and evenly spaced ones."""
+
+
+def write_card(
+    folder: Path,
+    recipe: Recipe,
+    facts: dict[str, str],
+    metrics: list[dict[str, Any]],
+    data_report: dict[str, Any],
+    versions: dict[str, str],
+) -> None:
+    """Writes the card and the curve into an exported folder."""
+    _draw_curve(folder / CURVE, metrics)
+    text = render_card(recipe, facts, metrics, data_report, versions)
+    (folder / CARD).write_text(text, encoding="utf-8", errors="replace")
+
+
+def render_card(
+    recipe: Recipe,
+    facts: dict[str, str],
+    metrics: list[dict[str, Any]],
+    data_report: dict[str, Any],
+    versions: dict[str, str],
+) -> str:
+    """The card as Markdown. Of folders and files only the names are told."""
+    name = Path(recipe.training.output_dir).name
+    base = _base(recipe)
+    about = f"{name}, fine-tuned from {base}." if base else f"{name}, trained from random weights."
+    parts = [
+        f"---\n{yaml.safe_dump(_header(recipe), sort_keys=False)}---\n",
+        f"# {name}\n",
+        f"{about} {recipe.description}\n",
+        "## Results\n\n![Loss over the optimizer steps](curve.png)\n",
+        _evaluations(metrics),
+        f"## Data\n\n{_data(data_report)}",
+        f"## Training\n\n{_table(['', ''], [[key, value] for key, value in facts.items()])}",
+        f"## Versions\n\n{_table(['', ''], [[key, value] for key, value in versions.items()])}",
+        f"## Recipe\n\n````yaml\n{_recipe_without_places(recipe)}````\n",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _header(recipe: Recipe) -> dict[str, Any]:
+    adapter = recipe.adapter.kind != "none" and not recipe.export.merge
+    header: dict[str, Any] = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": TASKS.get(recipe.objective.kind, "text-generation"),
+        "tags": ["finetune-toolkit", recipe.objective.kind, *(["lora"] if recipe.adapter.kind == "lora" else [])],
+    }
+    name = recipe.model.name_or_path
+    if name is not None and not Path(name).expanduser().exists():
+        header["base_model"] = name
+    hub = [source.path for source in recipe.data.train if not is_file_source(source.path)]
+    return {**header, "datasets": hub} if hub else header
+
+
+def _base(recipe: Recipe) -> str | None:
+    name = recipe.model.name_or_path
+    if name is None:
+        return None
+    return Path(name).name if Path(name).expanduser().exists() else name
+
+
+def _evaluations(metrics: list[dict[str, Any]]) -> str:
+    lines = [record for record in metrics if record["split"] == "eval"]
+    if not lines:
+        return "No held-out data.\n"
+    columns = [key for key in lines[-1] if key not in ("split", "non_finite")]
+    step = max(1, math.ceil(len(lines) / MAX_EVALUATIONS))
+    shown = [*lines[:-1:step], lines[-1]]
+    rows = [[_figure(record.get(column)) for column in columns] for record in shown]
+    return "On held-out data:\n\n" + _table([column.replace("_", " ") for column in columns], rows)
+
+
+def _figure(value: Any) -> str:
+    if value is None:
+        return "not finite"
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
+
+
+def _data(report: dict[str, Any]) -> str:
+    rows = []
+    for split in ("train", "validation"):
+        counts = report.get(split)
+        if counts is not None:
+            dropped = "; ".join(f"{entry['count']:,} {reason}" for reason, entry in counts["dropped"].items())
+            sources = ", ".join(source["source"] for source in counts.get("sources", []))
+            rows.append([split, sources, f"{counts['kept']:,}", dropped or "none", f"{counts['tokens']:,}"])
+    return _table(["split", "sources", "rows", "dropped", "tokens"], rows)
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join("| " + " | ".join(_cell(cell) for cell in line) + " |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _recipe_without_places(recipe: Recipe) -> str:
+    """The resolved recipe with the names of files instead of where they lie on this machine."""
+    values = yaml.safe_load(recipe.to_yaml())
+    for key in ("train", "validation"):
+        values["data"][key] = _names(values["data"].get(key))
+    for section, key in (("model", "name_or_path"), ("model", "tokenizer"), ("data", "cache_dir")):
+        values[section][key] = _names(values[section].get(key))
+    values["training"]["output_dir"] = Path(values["training"]["output_dir"]).name
+    values["checkpoint"]["resume"] = _names(values["checkpoint"]["resume"])
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100).replace("````", "'''")
+
+
+def _names(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_names(item) for item in value]
+    if isinstance(value, dict):
+        return {**value, "path": _names(value["path"])}
+    return Path(value).name if isinstance(value, str) and is_file_source(value) else value
+
+
+def _draw_curve(path: Path, metrics: list[dict[str, Any]]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for split, style, label in (("train", "-", "training"), ("eval", "o-", "held out")):
+        points = [(r["step"], r["loss"]) for r in metrics if r["split"] == split and r["loss"] is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2, markersize=4)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss")
+    if axes.has_data():
+        axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)

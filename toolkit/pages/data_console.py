@@ -1,0 +1,261 @@
+"""The data report on the console at the start of a run: what was read, what was dropped, what is learned.
+
+Every text of a report may come from a stranger. It is printed as `rich.text.Text`, never parsed as markup, without
+control codes, and without line breaks where it stands inside a line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from toolkit.pages.data_page import Report, by_count, count_of, splits, window_remark
+from toolkit.pages.page import format_count, format_names, format_percent, format_short, number
+
+MAX_LISTED_ROWS = 5
+"""Rows named for each reason (rows)."""
+
+MAX_LISTED_SOURCES = 10
+"""Sources with a line of their own, and labels named (sources, labels)."""
+
+MAX_SAMPLES = 3
+"""Samples shown (samples)."""
+
+SAMPLE_LENGTH = 600
+"""A sample is shortened to about this length (characters)."""
+
+SHORTEST_PIECE = 24
+"""No segment is cut to less; it could not be recognised (characters)."""
+
+INDENT = 12
+"""Width of the names before the colons, and of the margin of what follows below them (characters)."""
+
+TARGET_STYLE, CONTEXT_STYLE = "green", "dim"
+
+Segment = tuple[str, bool]
+"""Text, and whether the model is trained to write it."""
+
+_HARMLESS = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},  # the pictures of control codes
+    0x7F: 0x2421,
+    **dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD),
+}
+"""Codes that would move the cursor, change colours or reverse the text after them, and what is shown instead."""
+
+
+def show_report(console: Console, report: Report) -> None:
+    """Print the report; keys that it lacks are left out."""
+    for name, split in splits(report):
+        _show_split(console, name, split, report)
+    for message in report.get("warnings") or []:
+        _print_line(console, "warning", str(message), style="yellow")
+    _show_examples(console, (report.get("examples") or [])[:MAX_SAMPLES])
+
+
+# ---- numbers ----
+
+
+def _show_split(console: Console, name: str, split: Report, report: Report) -> None:
+    _print_line(console, name, _rows_line(split), window_remark(report) if name == "train" else "")
+    _print_line(console, "", _tokens_line(split))
+    for reason, found in by_count(split.get("dropped")):
+        _print_line(console, "dropped", f"{_counted(count_of(found), 'row')}: {reason}", _names(found))
+    _show_found(console, "duplicates", split.get("duplicates"), "equal to an earlier one")
+    cut = number((split.get("long") or {}).get("cut_tokens"))
+    over = "longer than max_length" + (f", {_counted(cut, 'token')} cut" if cut > 0 else "")
+    _show_found(console, "long", split.get("long"), over)
+    if split.get("also_in_train"):
+        _print_line(console, "in train", f"{_counted(split['also_in_train'], 'row')} of {name} also in train")
+    _show_labels(console, split.get("labels") or {})
+    _show_sources(console, split.get("sources") or [])
+
+
+def _rows_line(split: Report) -> str:
+    parts = [
+        _counted(split.get("read"), "row") + " read" if _is_known(split, "read") else "",
+        f"{format_count(split['kept'])} kept" if _is_known(split, "kept") else "",
+        f"{format_count(split['num_dropped'])} dropped" if split.get("num_dropped") else "",
+    ]
+    return _joined(parts)
+
+
+def _tokens_line(split: Report) -> str:
+    lengths, longest = split.get("lengths") or {}, split.get("longest") or {}
+    row = f" ({longest['row']})" if longest.get("row") else ""
+    parts = [
+        f"{format_short(number(split['tokens']))} tokens" if _is_known(split, "tokens") else "",
+        f"{format_percent(split['target_share'])} targets" if _is_known(split, "target_share") else "",
+        _counted(split["samples"], "sample") if _is_known(split, "samples") else "",
+        f"{format_percent(split['fill_rate'])} filled" if _is_known(split, "fill_rate") else "",
+        f"median row {format_count(lengths['median'])}" if _is_known(lengths, "median") else "",
+        f"longest {format_count(longest['tokens'])}{row}" if _is_known(longest, "tokens") else "",
+    ]
+    return _joined(parts)
+
+
+def _show_found(console: Console, title: str, found: Report | None, what: str) -> None:
+    if count_of(found):
+        _print_line(console, title, f"{_counted(count_of(found), 'row')} {what}", _names(found or {}))
+
+
+def _show_labels(console: Console, labels: dict[str, int]) -> None:
+    named = [f"{label} {count:,}" for label, count in sorted(labels.items(), key=lambda item: -item[1])]
+    if named:
+        _print_line(console, "labels", format_names(named, len(named), MAX_LISTED_SOURCES))
+
+
+def _show_sources(console: Console, sources: list[Report]) -> None:
+    """Nothing for a single source: the line of its split says all."""
+    if len(sources) < 2:
+        return
+    for source in sources[:MAX_LISTED_SOURCES]:
+        parts = [
+            f"share {format_percent(source['share'])}" if _is_known(source, "share") else "",
+            _counted(source["kept"], "row") if _is_known(source, "kept") else "",
+            f"{format_short(number(source['tokens']))} tokens" if _is_known(source, "tokens") else "",
+            f"weight {format_short(number(source['weight']))}" if _is_known(source, "weight") else "",
+        ]
+        _print_line(console, "source", f"{source.get('source')}: {_joined(parts)}")
+    if len(sources) > MAX_LISTED_SOURCES:
+        _print_line(console, "", f"and {len(sources) - MAX_LISTED_SOURCES:,} more sources")
+
+
+def _is_known(values: Report, key: str) -> bool:
+    return math.isfinite(number(values.get(key)))
+
+
+def _counted(count: Any, noun: str) -> str:
+    return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def _names(found: Report) -> str:
+    names = format_names(found.get("rows") or [], count_of(found), MAX_LISTED_ROWS)
+    return f"({names})" if names else ""
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return ", ".join(filter(None, parts))
+
+
+def _print_line(console: Console, title: str, text: str, remark: str = "", style: str = "") -> None:
+    """One line, its remark dim; nothing without text."""
+    if not text:
+        return
+    head = f"{title:>{INDENT - 2}}: " if title else " " * INDENT
+    line = Text(head + _in_one_line(console, text), style)
+    if remark:
+        line.append(f" {_in_one_line(console, remark)}", CONTEXT_STYLE)
+    console.print(line, soft_wrap=True)
+
+
+# ---- samples ----
+
+
+def _show_examples(console: Console, examples: list[Report]) -> None:
+    if not examples:
+        return
+    if any(is_target for example in examples for _, is_target in example.get("segments") or []):
+        opening, closing = target_marks(console)
+        said = f"stand between {opening} and {closing}" if opening else f"are {TARGET_STYLE}"
+        _print_line(console, "samples", f"targets, which the model learns to write, {said}")
+    for index, example in enumerate(examples, 1):
+        _print_line(console, f"sample {index}", str(example.get("row", "")), _example_facts(example))
+        # A margin at every line: no text of a row can pass for a line of the console's own.
+        for line in _sample_text(console, example.get("segments") or []).wrap(console, max(20, console.width - INDENT)):
+            console.print(Text(" " * INDENT).append_text(line), soft_wrap=True)
+
+
+def _example_facts(example: Report) -> str:
+    facts = [
+        _counted(example["tokens"], "token") if _is_known(example, "tokens") else "",
+        _counted(example["target_tokens"], "target") if example.get("target_tokens") else "",
+        f"label {example['label']}" if example.get("label") is not None else "",
+    ]
+    return f"({_joined(facts)})" if any(facts) else ""
+
+
+def target_marks(console: Console) -> tuple[str, str]:
+    """What stands around targets where there is no colour to tell them by; two empty texts where there is."""
+    if console.color_system is not None and not console.no_color:
+        return "", ""
+    return ("[[", "]]") if console.options.ascii_only else ("⟦", "⟧")
+
+
+def _sample_text(console: Console, segments: Iterable[Iterable[Any]]) -> Text:
+    opening, closing = target_marks(console)
+    ellipsis = " ... " if console.options.ascii_only else " … "
+    text = Text()
+    for piece, is_target in shortened(((str(part), bool(flag)) for part, flag in segments), SAMPLE_LENGTH, ellipsis):
+        shown = f"{opening}{piece}{closing}" if is_target else piece
+        text.append(_plain(console, shown), TARGET_STYLE if is_target else CONTEXT_STYLE)
+    text.rstrip()
+    return text
+
+
+def shortened(segments: Iterable[Segment], length: int, ellipsis: str = " … ") -> list[Segment]:
+    """The segments cut to about `length` characters.
+
+    Long segments lose their middle, those that are no targets first. Where there are too many short ones to help,
+    those in the middle of the sample are left out.
+    """
+    whole = [("".join(text for text, _ in run), flag) for flag, run in groupby(segments, key=itemgetter(1))]
+    sizes = {flag: [len(text) for text, is_target in whole if is_target is flag] for flag in (True, False)}
+    # Targets take what they need, but leave the rest a third: a target says little without what it answers.
+    room = max(length - sum(sizes[True]), length // 3)
+    limits = {False: _common_limit(sizes[False], room)}
+    limits[True] = _common_limit(sizes[True], length - sum(min(size, limits[False]) for size in sizes[False]))
+    pieces = [(_without_middle(text, limits[is_target], ellipsis), is_target) for text, is_target in whole]
+    return _both_ends(pieces, length, ellipsis)
+
+
+def _common_limit(sizes: list[int], room: int) -> int:
+    """The largest limit on each size at which they fit into `room` together, but no less than `SHORTEST_PIECE`."""
+    for index, size in enumerate(sorted(sizes)):
+        share = room // (len(sizes) - index)
+        if size > share:
+            return max(share, SHORTEST_PIECE)
+        room -= size
+    return max([*sizes, SHORTEST_PIECE])
+
+
+def _without_middle(text: str, limit: int, ellipsis: str) -> str:
+    if len(text) <= limit + len(ellipsis):
+        return text
+    tail = limit // 2
+    return text[: limit - tail] + ellipsis + text[-tail:]
+
+
+def _both_ends(pieces: list[Segment], length: int, ellipsis: str) -> list[Segment]:
+    """The first and the last pieces of about `length` characters; all of them where they are hardly more."""
+    if sum(len(text) for text, _ in pieces) <= 1.5 * length:
+        return pieces
+    first, last = _num_within(pieces, length // 2), _num_within(pieces[::-1], length // 2)
+    return [*pieces[:first], (ellipsis, False), *pieces[len(pieces) - last :]]
+
+
+def _num_within(pieces: list[Segment], length: int) -> int:
+    """How many of the first pieces fit into `length` characters (pieces)."""
+    for index, (text, _) in enumerate(pieces):
+        length -= len(text)
+        if length < 0:
+            return index
+    return len(pieces)
+
+
+# ---- text of strangers ----
+
+
+def _in_one_line(console: Console, text: str) -> str:
+    return _plain(console, " ".join(text.splitlines()))
+
+
+def _plain(console: Console, text: str) -> str:
+    """Text without what would work on the terminal, and with a `?` for what the console cannot encode."""
+    harmless = text.replace("\r\n", "\n").translate(_HARMLESS)
+    return harmless.encode(console.encoding, "replace").decode(console.encoding)

@@ -1,0 +1,495 @@
+"""`data_report.html`: what was read, what became of it, and what the model is trained to write.
+
+`render_data_page` is a pure function from a data report, plain JSON values, to HTML text. A report may lack any of
+its keys: what is missing is left out. Every text in it may come from a stranger and is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from toolkit.pages.page import (
+    COLOR_OF,
+    MISSING,
+    SMALL_PX,
+    card,
+    card_head,
+    draw_marks,
+    draw_svg,
+    escaped,
+    format_count,
+    format_names,
+    format_percent,
+    format_short,
+    format_tick,
+    grid,
+    header,
+    heading,
+    legend,
+    number,
+    render_page,
+    style_axes,
+    table,
+    table_card,
+    tile,
+    tiles,
+    warning,
+    write_page,
+)
+
+Report = dict[str, Any]
+
+DATA_PAGE = "data_report.html"
+"""Name of the page in the folder of a run; `report.html` beside it links there."""
+
+SPLITS = ("train", "validation")
+
+MAX_LISTED_ROWS = 20
+"""Rows named for each reason (rows)."""
+
+MAX_BARS = 12
+"""Sources with a bar of their own; the smaller ones share the last bar (bars)."""
+
+FARTHEST_MARK = 1.6
+"""Up to so many times the longest row the axis is widened to show `max_length`; beyond, it is only named."""
+
+SUMMARY_FACTS = (
+    "Rows read",
+    "Rows kept",
+    "Rows dropped",
+    "Tokens",
+    "Target share",
+    "Samples",
+    "Fill rate",
+    "Longest row",
+)
+"""The facts of a split that the report of a run shows."""
+
+
+def write_data_page(path: Path, title: str, report: Report) -> None:
+    """Write the page to `path`; a reader sees the old file or the new one, never a part."""
+    write_page(path, render_data_page(title, report))
+
+
+def render_data_page(title: str, report: Report) -> str:
+    """The whole page as HTML text; the same report always gives the same text."""
+    remark = window_remark(report)
+    facts = split_table(report)
+    sections = [
+        header("Data report", title, []),
+        _headline(report),
+        _warnings(report.get("warnings") or []),
+        grid(chart for name, split in splits(report) for chart in _histograms(name, split, report)),
+        grid([_sources_chart(report), _fill_chart(report)]),
+        _examples(report.get("examples") or []),
+        table_card("dropped", "Dropped rows", ("Reason", "Split", "Count", "Rows"), _dropped_rows(report), "names"),
+        table_card("noted", "Rows to look at", ("What", "Split", "Count", "Rows"), _noted_rows(report), "names"),
+        *(_sources_table(name, split) for name, split in splits(report)),
+        _labels_table(report),
+        grid([card("splits", f"{heading('Splits', remark)}{facts}") if facts else "", _settings(report)]),
+    ]
+    return render_page(title, sections, _STYLE)
+
+
+# ---- reading the report ----
+
+
+def splits(report: Report) -> list[tuple[str, Report]]:
+    """Name and numbers of each split that the report holds, training data first."""
+    return [(name, report[name]) for name in SPLITS if report.get(name)]
+
+
+def window_remark(report: Report) -> str:
+    """Says that the numbers are not of all rows; empty where they are."""
+    return "(first window)" if report.get("streaming") else ""
+
+
+def by_count(found: dict[str, Report] | None) -> list[tuple[str, Report]]:
+    """Reasons and the rows they hold for, the most frequent first."""
+    return sorted((found or {}).items(), key=lambda item: -count_of(item[1]))
+
+
+def count_of(found: Report | None) -> int:
+    """How many rows were found; the names may be those of the first ones only (rows)."""
+    found = found or {}
+    return int(found.get("count") or len(found.get("rows") or []))
+
+
+def _count(split: Report, key: str) -> int:
+    """The number at `key`, or 0 where the split has none."""
+    return int(split.get(key) or 0)
+
+
+def _names(found: Report) -> str:
+    return format_names(found.get("rows") or [], count_of(found), MAX_LISTED_ROWS)
+
+
+# ---- what both pages show ----
+
+
+def split_table(report: Report, names: Sequence[str] | None = None) -> str:
+    """A column for each split and a row for each of the facts in `names`, or all; what no split has is left out."""
+    columns = [_facts(split) for _, split in splits(report)]
+    if not columns:
+        return ""
+    rows = [(name, *(column[name] for column in columns)) for name in names or columns[0]]
+    shown = [row for row in rows if any(cell != MISSING for cell in row[1:])]
+    return table(("", *(name.capitalize() for name, _ in splits(report))), shown, "numbers")
+
+
+def dropped_table(report: Report) -> str:
+    """Why rows were dropped and how many in each split; nothing where none was."""
+    names = [name for name, _ in splits(report)]
+    dropped = {name: split.get("dropped") or {} for name, split in splits(report)}
+    reasons = dict.fromkeys(reason for name in names for reason, _ in by_count(dropped[name]))
+    rows = [(reason, *(format_count(count_of(dropped[name].get(reason))) for name in names)) for reason in reasons]
+    return table(("Dropped because", *(name.capitalize() for name in names)), rows, "numbers")
+
+
+def _facts(split: Report) -> dict[str, str]:
+    """All that is known of a split as text; lengths are in tokens."""
+    lengths = split.get("lengths") or {}
+    return {
+        "Rows read": format_count(split.get("read")),
+        "Rows kept": format_count(split.get("kept")),
+        "Rows dropped": format_count(split.get("num_dropped")),
+        "Duplicates": format_count((split.get("duplicates") or {}).get("count")),
+        "Also in train": format_count(split.get("also_in_train")),
+        "Longer than max_length": format_count((split.get("long") or {}).get("count")),
+        "Tokens cut": format_count((split.get("long") or {}).get("cut_tokens")),
+        "Tokens": format_count(split.get("tokens")),
+        "Target tokens": format_count(split.get("target_tokens")),
+        "Target share": format_percent(split.get("target_share")),
+        "Samples": format_count(split.get("samples")),
+        "Fill rate": format_percent(split.get("fill_rate")),
+        "Shortest row": format_count(lengths.get("min")),
+        "Median row": format_count(lengths.get("median")),
+        "Mean row": format_short(number(lengths.get("mean"))),
+        "90 % of rows up to": format_count(lengths.get("p90")),
+        "99 % of rows up to": format_count(lengths.get("p99")),
+        "Longest row": _longest(split),
+    }
+
+
+def _longest(split: Report) -> str:
+    longest = split.get("longest") or {}
+    tokens = format_count(longest.get("tokens", (split.get("lengths") or {}).get("max")))
+    return f"{tokens} ({longest['row']})" if longest.get("row") else tokens
+
+
+# ---- headline and warnings ----
+
+
+def _headline(report: Report) -> str:
+    if not splits(report):
+        return '<section class="card"><p class="muted">Nothing is known of the data.</p></section>'
+    train, held_out = report.get("train") or {}, report.get("validation") or {}
+    shown = [
+        _rows_tile(train, held_out, report),
+        _tokens_tile(train, held_out),
+        _share_tile(train, held_out),
+        _fill_tile(train, held_out, report),
+        _samples_tile(train, held_out, report),
+        _duplicates_tile(train, held_out),
+    ]
+    return tiles(shown)
+
+
+def _rows_tile(train: Report, held_out: Report, report: Report) -> str:
+    value = f"{format_count(train.get('kept'))} of {format_count(train.get('read'))}"
+    dropped = _count(train, "num_dropped")
+    notes = [
+        "first window" if report.get("streaming") else "",
+        f"{dropped:,} dropped" if dropped else "",
+        _held_out(f"{format_count(held_out.get('kept'))} of {format_count(held_out.get('read'))}", held_out),
+    ]
+    return tile("tile-rows", "Rows kept", value, _joined(notes))
+
+
+def _tokens_tile(train: Report, held_out: Report) -> str:
+    targets = number(train.get("target_tokens"))
+    notes = [
+        f"{format_short(targets)} targets" if targets >= 0 else "",
+        _held_out(format_short(number(held_out.get("tokens"))), held_out),
+    ]
+    return tile("tile-tokens", "Tokens", format_short(number(train.get("tokens"))), _joined(notes))
+
+
+def _share_tile(train: Report, held_out: Report) -> str:
+    notes = ["of the tokens, learned", _held_out_percent(held_out, "target_share")]
+    return tile("tile-share", "Target share", _percent(train, "target_share"), _joined(notes))
+
+
+def _fill_tile(train: Report, held_out: Report, report: Report) -> str:
+    note = _held_out_percent(held_out, "fill_rate") if report.get("packing", True) else "not packed"
+    return tile("tile-fill", "Fill rate", _percent(train, "fill_rate"), note)
+
+
+def _samples_tile(train: Report, held_out: Report, report: Report) -> str:
+    length = f"of up to {format_count(report['max_length'])} tokens" if report.get("max_length") else ""
+    notes = [length, _held_out(format_count(held_out.get("samples")), held_out)]
+    return tile("tile-samples", "Samples", format_count(train.get("samples")), _joined(notes))
+
+
+def _duplicates_tile(train: Report, held_out: Report) -> str:
+    also = _count(held_out, "also_in_train")
+    notes = ["rows equal to an earlier one", f"{also:,} of validation also in train" if also else ""]
+    return tile(
+        "tile-duplicates", "Duplicates", format_count((train.get("duplicates") or {}).get("count")), _joined(notes)
+    )
+
+
+def _percent(split: Report, key: str) -> str:
+    return escaped(format_percent(split.get(key)))
+
+
+def _held_out_percent(held_out: Report, key: str) -> str:
+    return _held_out(format_percent(held_out.get(key)), held_out)
+
+
+def _held_out(value: str, held_out: Report) -> str:
+    return f"validation {value}" if held_out and MISSING not in value else ""
+
+
+def _joined(notes: Iterable[str]) -> str:
+    return "; ".join(filter(None, notes))
+
+
+def _warnings(messages: list[str]) -> str:
+    noun = "warning" if len(messages) == 1 else "warnings"
+    return warning("warnings", f"{len(messages):,} {noun}", "", messages) if messages else ""
+
+
+# ---- charts ----
+
+
+def _histograms(name: str, split: Report, report: Report) -> list[str]:
+    """The cards of a split; a histogram that is absent or empty has none."""
+    remark = " ".join(filter(None, [name, window_remark(report) if name == "train" else ""]))
+    lengths, shares = (_histogram(split.get(key)) for key in ("length_histogram", "target_share_histogram"))
+    cards = []
+    if lengths:
+        cards.append(_lengths_chart(name, remark, *lengths, number(report.get("max_length"))))
+    if shares:
+        cards.append(_histogram_card(f"shares-{name}", "Rows by target share", remark, "share of targets", *shares))
+    return cards
+
+
+def _histogram(value: Report | None) -> tuple[list[float], list[float]] | None:
+    """Edges and counts, or None for what cannot be drawn."""
+    value = value or {}
+    edges, counts = ([number(item) for item in value.get(key) or []] for key in ("edges", "counts"))
+    is_rising = all(low < high for low, high in pairwise(edges))  # false with NaN
+    is_whole = len(edges) == len(counts) + 1 and is_rising and all(count >= 0 for count in counts)
+    return (edges, counts) if is_whole and sum(counts) > 0 else None
+
+
+def _lengths_chart(name: str, remark: str, edges: list[float], counts: list[float], max_length: float) -> str:
+    """The lengths of the rows in tokens; `max_length` is marked where that leaves the rows room."""
+    num_bins = max(index for index, count in enumerate(counts, 1) if count)  # without the empty ones at the end
+    edges, counts = edges[: num_bins + 1], counts[:num_bins]
+    is_near = max_length <= FARTHEST_MARK * edges[-1]
+    label = f"max_length {max_length:,.0f}"
+    key = ("gap" if is_near else "beyond", "warn", label if is_near else f"{label} is farther right")
+    keys = [key] if max_length > 0 else []
+    marks = [max_length] if keys and is_near else []
+    return _histogram_card(f"lengths-{name}", "Rows by length", remark, "tokens", edges, counts, marks, legend(keys))
+
+
+def _histogram_card(
+    name: str,
+    title: str,
+    remark: str,
+    x_label: str,
+    edges: list[float],
+    counts: list[float],
+    marks: Sequence[float] = (),
+    keys: str = "",
+) -> str:
+    def paint(axes: Any) -> None:
+        _paint_histogram(axes, edges, counts, marks)
+        style_axes(axes, x_label)
+
+    spoken = f"{title}, {remark}: {sum(counts):,.0f} rows from {format_tick(edges[0])} to {format_tick(edges[-1])}"
+    drawing = draw_svg(name, spoken, SMALL_PX, paint)
+    return card(f"chart-{name}", f'{card_head(title, keys, remark)}<div class="chart">{drawing}</div>')
+
+
+def _paint_histogram(axes: Any, edges: list[float], counts: list[float], marks: Sequence[float]) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    widths = [high - low for low, high in pairwise(edges)]
+    lefts = [low + 0.04 * width for low, width in zip(edges, widths, strict=False)]
+    axes.bar(lefts, counts, [0.92 * width for width in widths], align="edge", color=COLOR_OF["chart-1"], linewidth=0)
+    draw_marks(axes, marks)
+    first, last = min([edges[0], *marks]), max([edges[-1], *marks])
+    margin = 0.015 * (last - first)
+    axes.set_xlim(first - margin, last + margin)
+    axes.set_ylim(0, 1.12 * max(counts))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(format_tick))
+
+
+def _sources_chart(report: Report) -> str:
+    """Tokens of each source of the training data, the largest first. Not by matplotlib: names are a user's."""
+    sources = [(str(item.get("source")), _count(item, "tokens")) for item in _sources(report.get("train"))]
+    sources.sort(key=lambda item: -item[1])
+    rest = sources[MAX_BARS - 1 :] if len(sources) > MAX_BARS else []
+    shown = sources[: len(sources) - len(rest)]
+    if rest:
+        shown.append((f"{len(rest):,} smaller sources", sum(tokens for _, tokens in rest)))
+    longest = max((tokens for _, tokens in shown), default=0)
+    bars = [(name, format_short(tokens), tokens / longest) for name, tokens in shown if longest]
+    return _bars_card("chart-sources", "Tokens by source", window_remark(report), bars)
+
+
+def _fill_chart(report: Report) -> str:
+    """How much of each split's samples is tokens and not padding."""
+    rates = [(name, number(split.get("fill_rate"))) for name, split in splits(report)]
+    bars = [(name, f"{format_percent(rate)} filled", rate) for name, rate in rates if rate >= 0]
+    return _bars_card("chart-fill", "Fill rate", window_remark(report), bars)
+
+
+def _bars_card(name: str, title: str, remark: str, bars: list[tuple[str, str, float]]) -> str:
+    """Bars of a label, a value as text and a share of the full width between 0 and 1; nothing without bars."""
+    items = "".join(_bar(*bar) for bar in bars)
+    return card(name, f'{card_head(title, "", remark)}<ul class="bars">{items}</ul>') if items else ""
+
+
+def _bar(label: str, value: str, share: float) -> str:
+    width = 100 * min(1.0, max(0.0, share))
+    return (
+        f"<li><p><span>{escaped(label)}</span><span>{escaped(value)}</span></p>"
+        f'<div class="track"><div style="width:{width:.2f}%"></div></div></li>'
+    )
+
+
+# ---- samples ----
+
+
+def _examples(examples: list[Report]) -> str:
+    if not examples:
+        return ""
+    named = {"target": "target, learned", "context": "context, only read"}
+    keys = "".join(f'<li><i class="{kind}"></i>{name}</li>' for kind, name in named.items())
+    head = card_head("Decoded samples", f'<ul class="legend">{keys}</ul>')
+    return card("examples", head + "".join(_example(item) for item in examples))
+
+
+def _example(example: Report) -> str:
+    counts = [(example.get(key), noun) for key, noun in (("tokens", "tokens"), ("target_tokens", "targets"))]
+    # A sample with a label has no targets among its tokens.
+    facts = [f"{format_count(count)} {noun}" for count, noun in counts if count]
+    facts += [f"label {example['label']}"] if example.get("label") is not None else []
+    title = f'<strong>{escaped(example.get("row", ""))}</strong> <span class="muted">{escaped(", ".join(facts))}</span>'
+    segments = "".join(_segment(text, is_target) for text, is_target in example.get("segments") or [])
+    # A box that scrolls must take the focus, or it cannot be scrolled by keys.
+    return f'<div class="example"><p>{title}</p><div class="sample" tabindex="0">{segments}</div></div>'
+
+
+def _segment(text: str, is_target: bool) -> str:
+    return f"<mark>{escaped(text)}</mark>" if is_target else f"<span>{escaped(text)}</span>"
+
+
+# ---- tables ----
+
+
+def _dropped_rows(report: Report) -> list[tuple[str, ...]]:
+    return [
+        _found_row(reason, name, found)
+        for name, split in splits(report)
+        for reason, found in by_count(split.get("dropped"))
+    ]
+
+
+def _noted_rows(report: Report) -> list[tuple[str, ...]]:
+    """Duplicates and rows that are too long, whatever became of them."""
+    long = "longer than max_length"
+    return [
+        _found_row(what, name, split[key])
+        for name, split in splits(report)
+        for key, what in (("duplicates", "duplicate of an earlier row"), ("long", long))
+        if count_of(split.get(key))
+    ]
+
+
+def _found_row(what: str, split_name: str, found: Report) -> tuple[str, ...]:
+    return what, split_name, format_count(count_of(found)), _names(found)
+
+
+def _sources(split: Report | None) -> list[Report]:
+    return (split or {}).get("sources") or []
+
+
+def _sources_table(name: str, split: Report) -> str:
+    head = ("Source", "Layout", "Read", "Kept", "Dropped", "Tokens", "Share", "Weight", "Passes")
+    rows = [_source_row(source) for source in _sources(split)]
+    return table_card(f"sources-{name}", "Sources", head, rows, "numbers", name)
+
+
+def _source_row(source: Report) -> tuple[str, ...]:
+    counts = [format_count(source.get(key)) for key in ("read", "kept", "num_dropped", "tokens")]
+    weight, passes = (format_short(number(source.get(key))) for key in ("weight", "passes"))
+    layout = str(source.get("layout") or MISSING)
+    return str(source.get("source")), layout, *counts, format_percent(source.get("share")), weight, passes
+
+
+def _labels_table(report: Report) -> str:
+    """Rows of each label, with their share, in each split."""
+    counts = {name: split.get("labels") or {} for name, split in splits(report)}
+    names = [name for name in counts if counts[name]]
+    labels = dict.fromkeys(
+        label for name in names for label in sorted(counts[name], key=lambda key: -counts[name][key])
+    )
+    rows = [(label, *(cell for name in names for cell in _label_cells(counts[name], label))) for label in labels]
+    head = ("Label", *(title for name in names for title in (name.capitalize(), "Share")))
+    return table_card("labels", "Labels", head, rows, "numbers", window_remark(report))
+
+
+def _label_cells(counts: dict[str, int], label: str) -> tuple[str, str]:
+    count = counts.get(label, 0)
+    return format_count(count), format_percent(count / (sum(counts.values()) or 1))
+
+
+def _settings(report: Report) -> str:
+    names = ("max_length", "packing", "long_rows", "targets", "chat_template", "streaming")
+    rows = [(name, _setting(report[name])) for name in names if name in report]
+    return table_card("settings", "Settings", (), rows)
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "none" if value is None else str(value)
+
+
+_STYLE = """
+.legend i.beyond { display: none; }
+.legend i.target, .legend i.context { width: 12px; height: 12px; border: 0; border-radius: 3px; }
+.legend i.context { background: var(--muted); }
+.legend i.target, mark { background: var(--good-page); }
+.legend i.target { border-bottom: 2px solid var(--good); }
+mark { color: var(--good); text-decoration: underline; text-underline-offset: 3px; border-radius: 3px; padding: 2px 0; }
+.sample { color: var(--muted); max-height: 420px; overflow: auto; }
+.sample { border: 1px solid var(--edge); border-radius: 8px; padding: 10px 12px; margin-top: 6px; }
+.example { margin-top: 14px; overflow-wrap: anywhere; }
+.warning ul { display: block; }
+.warning li { overflow-wrap: anywhere; }
+.bars li { margin-top: 10px; font-size: 14px; }
+.bars p { display: flex; justify-content: space-between; gap: 14px; overflow-wrap: anywhere; }
+.bars p span:last-child { color: var(--muted); white-space: nowrap; }
+.track { height: 8px; margin-top: 4px; border-radius: 4px; background: var(--grid); overflow: hidden; }
+.track div { height: 100%; background: var(--chart-1); }
+[id^=sources-] .scroll, #dropped .scroll, #noted .scroll, #labels .scroll { max-height: 480px; }
+[id^=sources-] th:nth-child(2), [id^=sources-] td:nth-child(2) { text-align: left; }
+[id^=sources-] th, [id^=sources-] td:nth-child(n+3) { white-space: nowrap; }
+.names td:nth-child(-n+3) { overflow-wrap: normal; }
+@media print { .sample, .scroll { max-height: none !important; } }
+"""

@@ -1,0 +1,273 @@
+"""A plan for people: table, formulas with the numbers in, bars; and for programs: JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from toolkit.errors import BadInputError
+from toolkit.planning.table import CONTEXT_BYTES, HEADROOM, Launch, Plan, Row
+from toolkit.planning.time.hardware import GIB
+
+SHOWN = 24
+"""Rows of a table on the console."""
+
+FIRST_TO_GO = (
+    *("peak in", "bound by", "comm", "logits", "gathered", "grads", "params"),
+    *("sent", "host", "low to high", "acts", "state", "s/step"),
+)
+"""Columns that a narrow terminal goes without, in this order."""
+GAP = 2
+"""Spaces between two columns."""
+WORDS = ("", "strategy", "checkpoints", "micro-batch", "bound by", "peak in")
+"""Columns that are not figures."""
+
+COLORS = {
+    "parameters": "#4c72b0",
+    "optimizer": "#8172b3",
+    "gradients": "#dd8452",
+    "gathered": "#64b5cd",
+    "activations": "#55a868",
+    "logits": "#c44e52",
+    "communication": "#937860",
+}
+
+
+def gib(num_bytes: float) -> str:
+    """GiB, with fewer digits the more they are."""
+    if not num_bytes:
+        return "0"
+    return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB else f"{num_bytes / GIB:.3g}"
+
+
+def show(console: Console, plan: Plan, launch: Launch | None, every_row: bool) -> None:
+    """Prints the table, the row to pick, and what would help where nothing fits."""
+    hardware = plan.hardware
+    trained = "" if plan.num_trained == plan.num_parameters else f", {plan.num_trained:,} trained"
+    console.print(
+        f"{plan.num_parameters:,} parameters{trained}; {plan.ranks} x {hardware.name}, "
+        f"{hardware.memory_bytes / GIB:.0f} GiB each; {plan.mixed_precision} precision, "
+        f"samples of {plan.recipe.data.max_length} tokens",
+        markup=False,
+    )
+    rows = plan.rows if every_row else plan.rows[:SHOWN]
+    console.print(_table(rows, plan, console.width))
+    if len(rows) < len(plan.rows):
+        console.print(f"and {len(plan.rows) - len(rows)} more (--all)", markup=False)
+    asked = plan.asked
+    console.print(
+        f"as the recipe stands: {asked.setup.name}, checkpoints {asked.setup.checkpoints}, micro-batch "
+        f"{asked.setup.micro_batch_size}: {asked.verdict}, peak {gib(asked.peak.total)} GiB in {said(asked)}"
+        + (f" ({asked.problem})" if asked.problem else ""),
+        markup=False,
+    )
+    for lever in plan.levers:
+        speed = lever.row.tokens_per_second[1] / asked.tokens_per_second[1]
+        console.print(
+            f"  {lever.change}: {gib(lever.row.need)} GiB needed, {speed:.0%} of the speed: {lever.row.verdict}",
+            markup=False,
+        )
+    if plan.recommended is None or launch is None:
+        console.print(f"recommended: nothing: {plan.reason}", markup=False)
+        return
+    setup = plan.recommended.setup
+    console.print(
+        f"recommended: {setup.name}, checkpoints {setup.checkpoints}, micro-batch {setup.micro_batch_size} x "
+        f"{setup.accumulation}: {plan.reason}",
+        markup=False,
+    )
+    console.print(launch.command, markup=False, soft_wrap=True, style="bold")
+    for note in launch.notes:
+        console.print(f"  ({note})", markup=False)
+
+
+def said(row: Row) -> str:
+    """The moment of the peak, with what is largest in it."""
+    kind, num_bytes = row.peak.largest
+    return f"{row.peak.moment}: {kind} {gib(num_bytes)} GiB"
+
+
+def _table(rows: Sequence[Row], plan: Plan, width: int) -> Table:
+    cells = [_cells(row, plan) for row in rows]
+    names = _fitting(cells, width)
+    table = Table(box=None, pad_edge=False, padding=(0, GAP // 2))
+    for name in names:
+        table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=True)
+    for row in cells:
+        table.add_row(*(row[name] for name in names))
+    left_out = [name for name in cells[0] if name not in names]
+    table.caption = (
+        "GiB: peak and what is in it, of one rank; host of one node; sent by one rank in a step. "
+        "tokens/s of all ranks. fits: "
+        f"{HEADROOM['fits']} x peak + {gib(CONTEXT_BYTES[plan.hardware.device_type])} GiB; tight: {HEADROOM['tight']} x"
+        + (f". Left out, {width} columns wide: {', '.join(left_out)}" if left_out else "")
+    )
+    return table
+
+
+def _cells(row: Row, plan: Plan) -> dict[str, str]:
+    """What a table says of a row, by column."""
+    setup, parts, speed = row.setup, row.peak.parts(), row.tokens_per_second
+    return {
+        "": f"{row.verdict}{'*' if row is plan.recommended else ''}",
+        "strategy": setup.name,
+        "checkpoints": setup.checkpoints,
+        "micro-batch": f"{setup.micro_batch_size} x {setup.accumulation}",
+        "peak": gib(row.peak.total),
+        "params": gib(parts["parameters"]),
+        "grads": gib(parts["gradients"]),
+        "state": gib(parts["optimizer"]),
+        "gathered": gib(parts["gathered"]),
+        "acts": gib(parts["activations"]),
+        "logits": gib(parts["logits"]),
+        "comm": gib(parts["communication"]),
+        "host": gib(row.host_bytes) if row.host_bytes else "",
+        "sent": gib(row.traffic.sent) if row.traffic.sent else "",
+        "s/step": f"{row.time.mid:.3g}",
+        "tokens/s": f"{speed[1]:,.0f}",
+        "low to high": f"{speed[0]:,.0f} {speed[2]:,.0f}",
+        "bound by": row.time.bound_by,
+        "peak in": row.peak.moment,
+    }
+
+
+def _fitting(cells: Sequence[dict[str, str]], width: int) -> list[str]:
+    """The columns that can be read whole in a terminal of `width` characters."""
+    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in cells[0]}
+    names = list(widths)
+    for name in FIRST_TO_GO:
+        if sum(widths[kept] + GAP for kept in names) - GAP <= width:
+            break
+        names.remove(name)
+    return names
+
+
+def explain(console: Console, plan: Plan, row: Row) -> None:
+    """Prints how a row's figures come about."""
+    setup, hardware = row.setup, plan.hardware
+    total, trained, shard = plan.num_parameters, plan.num_trained, setup.mesh.shard
+    held = (
+        "2 (compute type; masters are on the host)" if setup.offload else "4 (float32; frozen ones as they are loaded)"
+    )
+    lines = [
+        f"{setup.name}, checkpoints {setup.checkpoints}, micro-batch {setup.micro_batch_size} x {setup.accumulation}",
+        "",
+        f"P = {total:,} parameters, P_t = {trained:,} trained, F = {shard} ranks share one copy",
+        f"parameters   {held} bytes x P / F + buffers + batch = {gib(row.peak.parameters)} GiB",
+        f"optimizer    8 bytes x P_t / F on the device = {gib(row.peak.optimizer)} GiB"
+        + (f", on the host of a node {gib(row.host_bytes)} GiB" if row.host_bytes else ""),
+        f"gradients    4 bytes x P_t / F as they come, and the running unit's whole = {gib(row.peak.gradients)} GiB",
+        f"gathered     compute type x the units that are whole at that moment = {gib(row.peak.gathered)} GiB",
+        f"activations  counted operator by operator on a model without memory = {gib(row.peak.activations)} GiB",
+        f"logits       of the head and the loss, counted likewise = {gib(row.peak.logits)} GiB",
+        f"comm         gather outputs and reduction inputs in flight = {gib(row.peak.communication)} GiB",
+        f"peak         {gib(row.peak.total)} GiB, in {row.peak.moment}",
+        f"need         {gib(row.need)} GiB of {hardware.memory_bytes / GIB:.0f}: {row.verdict} {row.problem}",
+        "",
+        "the largest moments of a step (GiB):",
+        *(f"  {gib(moment.total):>7}  {moment.moment}" for moment in _largest(row)),
+        "",
+        "bytes of the whole tensors that collectives carry in a step (a rank of a ring sends (N - 1) / N of them):",
+        *(f"  {kind}: {gib(size)} GiB in {row.traffic.calls[kind]} calls" for kind, size in row.traffic.whole.items()),
+        f"  to the host {gib(row.traffic.device_to_host)} GiB, back {gib(row.traffic.host_to_device)} GiB"
+        if setup.offload
+        else "",
+        "",
+        "seconds of a step: each operator takes the larger of FLOPs / (peak x efficiency) and bytes / (bandwidth x "
+        "efficiency); what compute does not hide is added",
+        *(f"  {name.replace('_', ' ')}: {seconds:.4f}" for name, seconds in dataclasses.asdict(row.time.parts).items()),
+        f"  step: {row.time.low:.4f} to {row.time.high:.4f}, likely {row.time.mid:.4f}; busiest: {row.time.bound_by}",
+        f"hardware: {hardware.peak_flops} FLOP/s x {hardware.matmul_efficiency}; memory "
+        f"{hardware.memory_bandwidth / 1e9:.0f} GB/s x {hardware.memory_efficiency}; link "
+        f"{hardware.link_bandwidth / 1e9:.0f}, network {hardware.network_bandwidth / 1e9:.0f} a node, host link "
+        f"{hardware.host_link_bandwidth / 1e9:.0f}, host memory {hardware.host_memory_bandwidth / 1e9:.0f} GB/s "
+        f"x {hardware.transfer_efficiency}",
+    ]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _largest(row: Row) -> list[Any]:
+    return sorted(row.moments, key=lambda moment: -moment.total)[:12]
+
+
+def as_json(plan: Plan, launch: Launch | None) -> dict[str, Any]:
+    """Everything, in bytes and seconds."""
+    return {
+        "parameters": plan.num_parameters,
+        "trained": plan.num_trained,
+        "ranks": plan.ranks,
+        "hardware": dataclasses.asdict(plan.hardware),
+        "mixed_precision": plan.mixed_precision,
+        "rows": [row_as_json(row) for row in plan.rows],
+        "asked": row_as_json(plan.asked),
+        "recommended": None if plan.recommended is None else row_as_json(plan.recommended),
+        "reason": plan.reason,
+        "levers": [{"change": lever.change, **row_as_json(lever.row)} for lever in plan.levers],
+        "command": None if launch is None else launch.command,
+    }
+
+
+def row_as_json(row: Row) -> dict[str, Any]:
+    setup = row.setup
+    return {
+        "strategy": setup.strategy.name,
+        "offload": setup.offload,
+        "replicate": setup.mesh.replicate,
+        "shard": setup.mesh.shard,
+        "checkpointing": None if setup.checkpointing is None else dataclasses.asdict(setup.checkpointing),
+        "micro_batch_size": setup.micro_batch_size,
+        "gradient_accumulation_steps": setup.accumulation,
+        "peak": {"moment": row.peak.moment, "total": row.peak.total, **row.peak.parts()},
+        "need": row.need,
+        "host": row.host_bytes,
+        "sent": row.traffic.sent,
+        "traffic": row.traffic.whole,
+        "step_seconds": [row.time.low, row.time.mid, row.time.high],
+        "tokens_per_second": list(row.tokens_per_second),
+        "bound_by": row.time.bound_by,
+        "verdict": row.verdict,
+        "problem": row.problem,
+    }
+
+
+def plot(plan: Plan, path: Path) -> None:
+    """Draws the fastest rows' peaks as bars, by what is in them.
+
+    Raises:
+        BadInputError: a file of a kind that cannot be drawn, or that cannot be written.
+    """
+    import matplotlib  # takes a second
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = plan.rows[:SHOWN]
+    figure, axes = pyplot.subplots(figsize=(10, 1 + 0.32 * len(rows)))
+    left = [0.0] * len(rows)
+    for part, color in COLORS.items():
+        sizes = [row.peak.parts()[part] / GIB for row in rows]
+        axes.barh(range(len(rows)), sizes, left=left, color=color, label=part)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    axes.axvline(plan.hardware.memory_bytes / GIB, color="black", linestyle="--", label="device")
+    labels = [
+        f"{row.setup.name}, {row.setup.checkpoints}, {row.setup.micro_batch_size} x {row.setup.accumulation}"
+        for row in rows
+    ]
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("peak of a rank (GiB)")
+    axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    try:
+        figure.savefig(path, bbox_inches="tight", dpi=150)
+    except (OSError, ValueError) as error:
+        raise BadInputError(
+            f"--plot: {str(path)!r} cannot be written: {error}; name a .png, .svg or .pdf file"
+        ) from error
+    finally:
+        pyplot.close(figure)

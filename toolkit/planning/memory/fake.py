@@ -1,0 +1,182 @@
+"""Tensors without memory, and a ledger of the memory that they would take.
+
+The private names of torch that planning leans on stand here and in toolkit/model/fake_tensors.py alone;
+tests/unit/planning/test_planning_private_names.py says when one of them moves.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from toolkit.model.fake_tensors import has_values
+
+__all__ = ["Ledger", "cuda_dropout", "fake_ranks", "host_copies", "tree_map_only"]
+
+GRANULE = 512
+"""CUDA's caching allocator hands out multiples of so many bytes."""
+
+_DEVICE = torch.ops.prim.device.default
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the live bytes of storages, each once, rounded up as CUDA's allocator does.
+
+    Every tensor that an operator returns is seen. What FSDP2 frees by resizing a storage to nothing is
+    counted too. Fake tensors and real ones are counted alike.
+
+    Args:
+        on_operator: is given every operator after it ran: `(function, args, kwargs, output)`.
+
+    Attributes:
+        current: live bytes.
+        peak: the most since `restart`.
+        host: bytes that `host_copies` moved to the host and that are alive.
+        host_peak: the most of them.
+        label: what is going on; `peak_label` is what it was at the peak.
+    """
+
+    def __init__(self, granule: int = GRANULE, on_operator: Callable[..., None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current = self.peak = self.host = self.host_peak = 0
+        self.label = self.peak_label = ""
+        self._granule = granule
+        self._on_operator = on_operator
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+
+    def restart(self) -> None:
+        """Forgets the peak so far."""
+        self.peak, self.peak_label = self.current, self.label
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Counts a tensor that was there before the ledger was opened."""
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.device.type == "meta":
+            return
+        storage = local.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._references[key] = weakref.ref(storage, functools.partial(self._forget, key))
+            self._sizes[key] = 0
+        self._resize(key, storage.nbytes())
+
+    def _resize(self, key: int, num_bytes: int) -> None:
+        size = -(-num_bytes // self._granule) * self._granule
+        self.current += size - self._sizes[key]
+        self._sizes[key] = size
+        if self.current > self.peak:
+            self.peak, self.peak_label = self.current, self.label
+
+    def _forget(self, key: int, _storage: Any) -> None:
+        del self._references[key]
+        self.current -= self._sizes.pop(key)
+
+    def keep_on_host(self, num_bytes: int) -> None:
+        self.host += num_bytes
+        self.host_peak = max(self.host_peak, self.host)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and not has_values(args[0]):
+            return args[0].fake_device  # autograd asks twice as often as it calls operators
+        if any(issubclass(cls, torch.distributed.tensor.DTensor) for cls in types):
+            return NotImplemented  # its local operators come next
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor)
+        if self._on_operator is not None:
+            self._on_operator(func, args, kwargs or {}, out)
+        return out
+
+    def __enter__(self) -> Ledger:
+        original = self._original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            if storage._cdata in self._sizes:
+                self._resize(storage._cdata, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        gc.disable()  # a cycle must not free what reference counts would keep, or the figures are left to chance
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        gc.enable()
+        torch.UntypedStorage.resize_ = self._original  # type: ignore[method-assign]
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """A process group of this process and others that are not there; collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def cuda_dropout() -> Iterator[None]:
+    """Inside, dropout keeps a mask of one byte per element, as on CUDA; on a CPU the mask has the input's type."""
+    original = torch.nn.functional.dropout
+    torch.nn.functional.dropout = _dropout
+    try:
+        yield
+    finally:
+        torch.nn.functional.dropout = original
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or p == 0.0:
+        return input
+    dropped: torch.Tensor = _Dropout.apply(input)  # type: ignore[no-untyped-call]
+    return dropped
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.empty_like(tensor, dtype=torch.bool))
+        return torch.empty_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (mask,) = ctx.saved_tensors
+        masked: torch.Tensor = gradient * mask
+        return masked
+
+
+@contextmanager
+def host_copies(ledger: Ledger) -> Iterator[None]:
+    """Inside, `torch.autograd.graph.save_on_cpu` moves tensors out of the ledger, which on a CPU it would not."""
+
+    class SaveOnHost(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory: bool = False, device_type: str = "cuda") -> None:
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                num_bytes = tensor.numel() * tensor.element_size()
+                ledger.keep_on_host(num_bytes)
+                kept = torch.empty_like(tensor, device="meta")
+                weakref.finalize(kept, ledger.keep_on_host, -num_bytes)
+                return kept
+
+            super().__init__(pack, lambda kept: torch.empty_like(kept, device="cpu"))
+
+    original = torch.autograd.graph.save_on_cpu
+    torch.autograd.graph.save_on_cpu = SaveOnHost  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.graph.save_on_cpu = original  # type: ignore[misc]

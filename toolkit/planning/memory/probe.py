@@ -1,0 +1,451 @@
+"""One micro-batch without memory: what activations a rank would hold at each of FSDP2's moments.
+
+The model runs once under FakeTensorMode, whole, without FSDP2 and without a process group; a ledger
+counts the bytes. Hooks stand where FSDP2 has its own: before and after the forward of each unit's
+modules, and where the gradients of its outputs and of its inputs arrive. Of blocks that are alike, the
+first, the second and the last run; the others stand aside, and what the second took is put in their
+place. So the cost does not grow with depth.
+
+Gradients are let go of where FSDP2 reduces them, so that what is counted is activations alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from toolkit.model.fake_tensors import FakeTensorMode
+from toolkit.planning.memory.fake import Ledger, cuda_dropout, host_copies, tree_map_only
+from toolkit.planning.time.roofline import Operator, Work, record
+from toolkit.planning.workload import Workload
+from toolkit.sharding.apply import PRECISIONS, Checkpointing, checkpoint_blocks, precision_policies
+from toolkit.sharding.units import UnitPlan, owned_parameters, plan_units
+
+NO_WORK = Work()
+
+EventKind = Literal["enter", "exit", "loss", "pre_backward", "post_backward", "end"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A moment at which FSDP2 does something, and what the model held up to it.
+
+    Attributes:
+        unit: index in the plan; the root's is the last.
+        level: live bytes of activations at the moment, without gradients of the unit's parameters.
+        peak: the most since the moment before.
+        gradients: bytes of the unit's gradients, in the type of compute; only where they are let go of.
+        host: the most bytes of checkpoints on the host since the moment before.
+        work: of the operators since the moment before.
+    """
+
+    kind: EventKind
+    unit: int
+    level: int
+    peak: int
+    gradients: int = 0
+    host: int = 0
+    work: Work = NO_WORK
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a micro-batch holds and does.
+
+    Attributes:
+        events: in the order of the run: forward, `loss` at its end, then backward.
+        buffers: of the model, and the batch, bytes.
+    """
+
+    events: tuple[Event, ...]
+    buffers: int
+
+    @functools.cached_property
+    def forward(self) -> Work:
+        """Operators up to the loss."""
+        return _sum(event.work for event in self.events[: self._loss + 1])
+
+    @functools.cached_property
+    def backward(self) -> Work:
+        """Operators after the loss, second forwards included."""
+        return _sum(event.work for event in self.events[self._loss + 1 :])
+
+    @property
+    def host_peak(self) -> int:
+        """Bytes of checkpoints that are on the host at most."""
+        return max(event.host for event in self.events)
+
+    @property
+    def _loss(self) -> int:
+        return next(i for i, event in enumerate(self.events) if event.kind == "loss")
+
+
+class Prober:
+    """Probes one workload, any number of times.
+
+    Args:
+        whole: as torch's DDP runs it: under mixed precision parameters are cast where they are used.
+    """
+
+    def __init__(self, workload: Workload, whole: bool = False) -> None:
+        self._workload = workload
+        self._autocast = whole and workload.mixed_precision != "no"
+        self.plan = plan_units(workload.model, workload.unit_classes)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._dtype = None if self._autocast else PRECISIONS[workload.mixed_precision]
+        self._output_dtype = None if whole else precision_policies(workload.mixed_precision)[1].output_dtype
+        self._model = workload.model_copy()
+        with self._mode:
+            self._model.load_state_dict(_empty_parameters(self._model, self._dtype), strict=False, assign=True)
+        self._objective = workload.objective(self._model)
+        if self._autocast:
+            self._model.forward = _autocast(self._model.forward, PRECISIONS[workload.mixed_precision])
+        if whole:  # DDP takes gradients as they come
+            for parameter in self._model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+
+    def probe(self, micro_batch_size: int, checkpointing: Checkpointing | None) -> Probe:
+        """One micro-batch of so many samples."""
+        run = _Run(self._model, self.plan, self._dtype, self._output_dtype)
+        with ExitStack() as stack:
+            stack.enter_context(self._mode)
+            stack.enter_context(cuda_dropout())
+            stack.enter_context(host_copies(run.ledger))
+            stack.enter_context(self._checkpointed(checkpointing))
+            run.start()
+            batch = self._workload.batch(micro_batch_size)
+            buffers = run.see_inputs(batch)
+            with run.ledger:
+                loss = self._loss(batch)
+                run.reached_loss()
+                torch.autograd.backward(loss)
+                del loss
+                run.finish()
+        return Probe(tuple(_filled_in(run.events, run.stands_in)), buffers)
+
+    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self._objective.loss_sum(self._model, batch)
+
+    @contextmanager
+    def _checkpointed(self, checkpointing: Checkpointing | None) -> Iterator[None]:
+        blocks = [self._model.get_submodule(path) for unit in self.plan.blocks for path in unit.modules]
+        if checkpointing is not None:
+            checkpoint_blocks(self._model, self.plan, checkpointing)
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.__dict__.pop("forward", None)
+
+
+class _Run:
+    """The hooks of one probe and what they have seen."""
+
+    def __init__(
+        self, model: nn.Module, plan: UnitPlan, dtype: torch.dtype | None, output_dtype: torch.dtype | None
+    ) -> None:
+        self.model = model
+        self.events: list[Event] = []
+        self.ledger = Ledger(on_operator=self._on_operator)
+        self.stands_in: dict[int, int] = {}
+        self.outputs: dict[int, Any] = {}
+        self._dtype, self._output_dtype = dtype, output_dtype
+        self._units = [[model.get_submodule(path) for path in unit.modules] for unit in plan.units]
+        self._parameters = list(owned_parameters(model, (unit.modules for unit in plan.units)))
+        self._is_block = [unit.kind == "block" for unit in plan.units]
+        self._running: dict[int, set[int]] = {}
+        self._in_backward: set[int] = set()
+        self._handles: list[Any] = []
+        self._operators: Counter[Operator] = Counter()
+        self._base = 0
+
+    def start(self) -> None:
+        for unit, modules in enumerate(self._units):
+            for module in modules:
+                enter, leave = self._before_forward(unit), self._after_forward(unit)
+                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(leave))
+        self._stand_aside()
+
+    def see_inputs(self, batch: dict[str, torch.Tensor]) -> int:
+        """Counts parameters, buffers and the batch as there from the start; bytes of the latter two."""
+        for parameter in self.model.parameters():
+            self.ledger.see(parameter)
+        before = self.ledger.current
+        for tensor in (*self.model.buffers(), *batch.values()):
+            self.ledger.see(tensor)
+        self._base = self.ledger.current
+        self.ledger.restart()
+        return self._base - before
+
+    def reached_loss(self) -> None:
+        self._record("loss", len(self._units) - 1)
+
+    def finish(self) -> None:
+        """After backward: what has not been reduced yet, FSDP2 reduces now, the root first."""
+        left = [unit for unit in range(len(self._units)) if unit in self._in_backward]
+        for unit in sorted(left, key=lambda unit: (unit != len(self._units) - 1, unit)):
+            self._record("post_backward", unit)
+        self._record("end", len(self._units) - 1)
+        for handle in self._handles:
+            handle.remove()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _record(self, kind: EventKind, unit: int) -> None:
+        ledger = self.ledger
+        gradients = 0
+        peak, level = ledger.peak - self._base, ledger.current - self._base
+        if kind == "post_backward":
+            self._in_backward.discard(unit)
+            for parameter in self._parameters[unit]:
+                parameter.grad = None
+            gradients = level - (ledger.current - self._base)
+            level -= gradients
+        self.events.append(Event(kind, unit, level, peak, gradients, ledger.host_peak, Work(self._operators)))
+        self._operators = Counter()
+        ledger.restart()
+        ledger.host_peak = ledger.host
+
+    def _on_operator(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        operator = record(func, args, kwargs, out)
+        if operator is not None:
+            self._operators[operator] += 1
+
+    def _before_forward(self, unit: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            args, kwargs = self._cast((args, kwargs), self._dtype)
+            running = self._running.get(unit)
+            if running is None:
+                self._running[unit] = running = {id(own) for own in self._units[unit]}
+                self._record("enter", unit)
+                args, kwargs = self._watch_inputs(unit, args, kwargs)
+            running.discard(id(module))
+            return args, kwargs
+
+        return hook
+
+    def _watch_inputs(self, unit: int, args: Any, kwargs: Any) -> Any:
+        """As FSDP2's RegisterPostBackwardFunction: called when the gradients of all inputs are there."""
+        found: list[torch.Tensor] = []
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.requires_grad:
+                found.append(tensor)
+            return tensor
+
+        tree_map_only(torch.Tensor, collect, (args, kwargs))
+        if not found:
+            return args, kwargs
+        watched = iter(_Watch.apply(lambda: self._record("post_backward", unit), *found))  # type: ignore[no-untyped-call]
+        return tree_map_only(torch.Tensor, lambda t: next(watched) if t.requires_grad else t, (args, kwargs))
+
+    def _after_forward(self, unit: int) -> Callable[..., Any]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+            if self._running.get(unit):
+                return output  # the unit's other modules are still to come
+            self._leave(unit, output)
+            if unit != len(self._units) - 1:
+                self._record("exit", unit)
+                return output
+            incomplete = list(self._running)  # T5's tied embeddings: one of the unit's modules is never called
+            for other in incomplete:
+                self._leave(other, output)
+            # Its cast comes before FSDP2 lets go of the last gather.
+            output = self._cast(output, self._output_dtype)
+            for done in (unit, *incomplete):
+                self._record("exit", done)
+            return output
+
+        return hook
+
+    def _leave(self, unit: int, output: Any) -> None:
+        self._running.pop(unit, None)
+        tree_map_only(torch.Tensor, lambda t: self._watch_output(unit, t), output)
+
+    def _watch_output(self, unit: int, tensor: torch.Tensor) -> torch.Tensor:
+        def hook(_gradient: torch.Tensor) -> None:
+            if unit not in self._in_backward:
+                self._in_backward.add(unit)
+                self._record("pre_backward", unit)
+
+        if tensor.requires_grad:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def _cast(self, value: Any, dtype: torch.dtype | None) -> Any:
+        if dtype is None:
+            return value
+        return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+    def _stand_aside(self) -> None:
+        """Lets blocks that are like three others do nothing."""
+        alike: dict[Any, list[int]] = {}
+        for unit, modules in enumerate(self._units):
+            if self._is_block[unit] and len(modules) == 1:
+                alike.setdefault(_signature(modules[0]), []).append(unit)
+        for units in alike.values():
+            for unit in units[2:-1]:
+                self.stands_in[unit] = units[1]
+                (module,) = self._units[unit]
+                module.forward = _Aside(self, units[1])
+        for unit in {units[1] for units in alike.values() if len(units) > 3}:
+            (module,) = self._units[unit]
+            self._handles.append(module.register_forward_hook(self._keep_output(unit), with_kwargs=True))
+
+    def _keep_output(self, unit: int) -> Callable[..., None]:
+        """Notes what a block returns beside its first output: inputs that it passes on, by their places, or values."""
+
+        def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            places = {id(value): place for place, value in (*enumerate(args), *kwargs.items())}
+            others = output[1:] if isinstance(output, tuple) else None
+            kept = [(places.get(id(value)), value) for value in others or ()]
+            self.outputs[unit] = others and [(place, value if place is None else None) for place, value in kept]
+
+        return hook
+
+
+class _Aside:
+    """The forward of a block that stands aside: its first input, in the form of what the block it is like returned."""
+
+    def __init__(self, run: _Run, like: int) -> None:
+        self._run, self._like = run, like
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Tensor))
+        hidden = hidden.view_as(hidden)  # another tensor, as a block's output is
+        others = self._run.outputs.get(self._like)
+        if others is None:
+            return hidden
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        return (hidden, *(value if place is None else given[place] for place, value in others))
+
+
+class _Watch(torch.autograd.Function):
+    """Passes tensors on; calls back when the gradients of all of them are there."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.call()
+        return None, *gradients
+
+
+def _autocast(forward: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
+    """As `Accelerator.prepare` wraps it: the CPU's lists of operators stand for CUDA's."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=dtype):
+            output = forward(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, output)
+
+    return run
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _sum(works: Iterable[Work]) -> Work:
+    total: Counter[Operator] = Counter()
+    for work in works:
+        total.update(work.operators)
+    return Work(total)
+
+
+def _empty_parameters(model: nn.Module, dtype: torch.dtype | None) -> dict[str, nn.Parameter]:
+    """A parameter on the CPU for each on the meta device, tied ones the same (`to_empty` unties them)."""
+    made: dict[int, nn.Parameter] = {}
+    state = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in made:
+            own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            empty = torch.empty(parameter.shape, dtype=own)
+            made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        state[name] = made[id(parameter)]
+    return state
+
+
+def _signature(block: nn.Module) -> Any:
+    """Equal for blocks that do the same work: their modules, settings and parameters, but for their number."""
+    modules = tuple((name, type(module).__name__, *sorted(_settings(module))) for name, module in block.named_modules())
+    parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters())
+    return modules, parameters, getattr(block.__dict__.get("forward"), "__name__", "")
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, value in module.__dict__.items():
+        if isinstance(value, str | int | float) and not name.startswith("_") and name not in NUMBERS:
+            yield name, str(value)
+
+
+NUMBERS = ("layer_idx", "layer_id", "layer_number", "training")
+"""Settings of a module in which blocks that do the same work differ."""
+
+
+def _filled_in(events: Sequence[Event], stands_in: dict[int, int]) -> Iterator[Event]:
+    """The events with those of blocks that stood aside replaced by the ones of the block they are like."""
+    forward, backward = _costs(events)
+    offset = 0
+    for position, event in enumerate(events):
+        like = stands_in.get(event.unit)
+        entered = None if like is None else (forward if event.kind in ("enter", "exit") else backward)[like]
+        if entered is None or event.kind in ("enter", "pre_backward"):
+            yield replace(event, level=event.level + offset, peak=event.peak + offset)
+            continue
+        yield Event(
+            event.kind,
+            event.unit,
+            event.level + offset + entered.level,
+            events[position - 1].level + offset + entered.peak,
+            entered.gradients,
+            entered.host,
+            entered.work,
+        )
+        offset += entered.change
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """What a block's forward or backward does to the live bytes, from their level before it.
+
+    Attributes:
+        level, peak: at its end, and the most in it.
+        change: when the next begins.
+    """
+
+    level: int
+    peak: int
+    change: int
+    gradients: int
+    host: int
+    work: Work
+
+
+def _costs(events: Sequence[Event]) -> tuple[dict[int, _Cost], dict[int, _Cost]]:
+    """Of each unit's forward and backward, those that nothing interrupts."""
+    forward: dict[int, _Cost] = {}
+    backward: dict[int, _Cost] = {}
+    for before, event, after in zip(events, events[1:], events[2:], strict=False):
+        if before.unit == event.unit and (before.kind, event.kind) in PAIRS:
+            start = before.level
+            change, peak = after.level - start, event.peak - start
+            cost = _Cost(event.level - start, peak, change, event.gradients, event.host, event.work)
+            (forward if event.kind == "exit" else backward)[event.unit] = cost
+    return forward, backward
+
+
+PAIRS = (("enter", "exit"), ("pre_backward", "post_backward"))

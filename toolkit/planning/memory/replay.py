@@ -1,0 +1,433 @@
+"""FSDP2's buffers, event by event: a probe's activations become the peak of a rank.
+
+What is replayed are the lifetimes in torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`,
+`_fsdp_collectives.py`, torch 2.11 to 2.13), and those of the offload engine:
+
+- a gather allocates its input (a cast copy of the shards, where types differ) and its output, then one
+  tensor for each parameter; in forward the output lives until the next unit's copy is made, in backward
+  it is freed at once;
+- backward gathers the unit that ran before, while this one computes;
+- a reduction copies the gradients into one buffer in the type of the reduction, frees them but for the
+  last (its loop variable), and allocates this rank's part; the buffer lives until the next reduction.
+
+The trace (trace.py) runs the real thing; tests hold this against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from toolkit.planning.memory.fake import GRANULE
+from toolkit.planning.memory.probe import Event, Probe
+from toolkit.planning.memory.units import ParameterShape, UnitShape
+from toolkit.sharding.offload.capture import MAX_IN_FLIGHT
+from toolkit.sharding.strategy import Strategy
+
+REPLAYED = 3
+"""Micro-batches of a window that differ: the first, those between, the last."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the rank that holds most, at one moment.
+
+    Attributes:
+        moment: what is going on.
+        parameters: the shards (or, unsharded, the whole) as they are held between steps, buffers and the batch.
+        gradients: of parameters, sharded or whole, and sums of them.
+        optimizer: its state on the device.
+        gathered: whole parameters of the units that are gathered.
+        activations: what backward needs, and temporaries.
+        logits: what the head and the loss take beyond that.
+        communication: inputs and outputs of collectives.
+    """
+
+    moment: str
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    activations: int = 0
+    logits: int = 0
+    communication: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return {part.name: getattr(self, part.name) for part in fields(self)[1:]}
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        """The kind that takes most, and its bytes."""
+        return max(self.parts().items(), key=lambda part: part[1])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a rank holds things.
+
+    Attributes:
+        shard: ranks among which one copy of the model is sharded, F.
+        compute: bytes of an element in the type of compute; None: each parameter's own.
+        reduce: bytes of an element in which gradients are reduced.
+        optimizer: bytes of optimizer state for each trainable element, half of them a moment's.
+        offload: optimizer state and masters are on the host; shards are held in the type of compute.
+        residents: indices of units whose offloaded state is on the device after all.
+    """
+
+    shard: int
+    compute: int | None
+    reduce: int
+    optimizer: float
+    offload: bool = False
+    residents: frozenset[int] = frozenset()
+
+
+def replay(
+    units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout, accumulation: int
+) -> list[Memory]:
+    """The moments of an optimizer step, each by its name; the peak is the largest.
+
+    Args:
+        units: in the plan's order, the root last.
+        probe: of one micro-batch; for an unsharded strategy, with autocast.
+        accumulation: micro-batches of a step.
+    """
+    rank = (_ShardedRank if strategy.sharded else _WholeRank)(units, probe, strategy, layout)
+    micro_batches = min(accumulation, REPLAYED)
+    for micro_batch in range(micro_batches):
+        rank.run(is_first=micro_batch == 0, is_last=micro_batch == micro_batches - 1)
+    rank.snap("optimizer step", 0)
+    return rank.moments
+
+
+def rounded(num_bytes: float) -> int:
+    """As CUDA's allocator does."""
+    return math.ceil(num_bytes / GRANULE) * GRANULE
+
+
+class _Rank:
+    """What a rank holds while events pass.
+
+    Attributes:
+        held: bytes by kind, without activations.
+    """
+
+    def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout) -> None:
+        self.units, self.probe, self.strategy, self.layout = units, probe, strategy, layout
+        self._best: dict[str, Memory] = {}
+        self._totals: dict[str, int] = {}
+        self._names = _moments(probe.events, units)
+        self._moment = ""
+        self._before_head = _level_before_head(probe.events, units)
+        self.held = dict.fromkeys(("parameters", "gradients", "optimizer", "gathered", "communication"), 0)
+
+    def run(self, is_first: bool, is_last: bool) -> None:
+        """One micro-batch."""
+        for event, name in zip(self.probe.events, self._names, strict=True):
+            self._moment = name
+            self.snap(name, event.peak)
+            self.on(event, is_first, is_last)
+
+    @property
+    def moments(self) -> list[Memory]:
+        """Each by its name, when most was held."""
+        return list(self._best.values())
+
+    def on(self, event: Event, is_first: bool, is_last: bool) -> None:
+        raise NotImplementedError
+
+    def snap(
+        self, moment: str, activations: int, gathered: int = 0, gradients: int = 0, communication: int = 0
+    ) -> None:
+        """Adds a moment; the numbers are bytes beyond what is held."""
+        held = self.held
+        total = sum(held.values()) + activations + gathered + gradients + communication
+        if total <= self._totals.get(moment, -1):
+            return
+        self._totals[moment] = total
+        logits = max(0, activations - self._before_head) if self._moment in HEAD else 0
+        self._best[moment] = Memory(
+            moment,
+            held["parameters"],
+            held["gradients"] + gradients,
+            held["optimizer"],
+            held["gathered"] + gathered,
+            activations - logits,
+            logits,
+            held["communication"] + communication,
+        )
+
+
+HEAD = ("forward of the head", "loss", "backward of the loss", "backward of the head")
+"""Moments in which what is live beyond the blocks' activations belongs to the logits."""
+
+
+def _moments(events: Sequence[Event], units: Sequence[UnitShape]) -> list[str]:
+    """What goes on before each event."""
+    in_blocks = [i for i, event in enumerate(events) if units[event.unit].kind == "block"]
+    exits = [i for i in in_blocks if events[i].kind == "exit"]
+    backwards = [i for i in in_blocks if events[i].kind == "pre_backward"]
+    loss = next(i for i, event in enumerate(events) if event.kind == "loss")
+    last_exit, first_backward = (exits or [loss])[-1], (backwards or [loss])[0]
+    names = []
+    for i, event in enumerate(events):
+        name = units[event.unit].name
+        if i in exits:
+            names.append(f"forward of {name}")
+        elif units[event.unit].kind == "block" and event.kind == "post_backward":
+            names.append(f"backward of {name}")
+        elif last_exit < i < loss:
+            names.append("forward of the head")
+        elif i == loss:
+            names.append("loss")
+        elif loss < i <= first_backward:
+            names.append("backward of the loss" if i == loss + 1 else "backward of the head")
+        else:
+            names.append("forward" if i < loss else "backward")
+    return names
+
+
+def _level_before_head(events: Sequence[Event], units: Sequence[UnitShape]) -> int:
+    """Live activations when the last block's forward is done."""
+    exits = [event for event in events if event.kind == "exit" and units[event.unit].kind == "block"]
+    return exits[-1].level if exits else 0
+
+
+# Sharded
+
+
+@dataclass
+class _Unit:
+    """Bytes of one unit's tensors, and what FSDP2 holds of it right now.
+
+    Attributes:
+        sharded: its shards between steps.
+        whole: its parameters when gathered, padding included.
+        gather_input: cast copy of the shards; 0 where they are gathered as they are.
+        gather_output: of the all-gather; 0 where one rank gathers nothing.
+        cast_alone: a cast copy of one parameter, where one rank casts them one by one.
+        reduce_input: of the reduce-scatter.
+        reduce_output: this rank's part of it.
+        last_gradient: which the reduction's loop variable keeps alive.
+        whole_sums: gradients summed over micro-batches, in the type of the reduction.
+        cast_gradient: the reduced gradient in the type of the shards, where that is another.
+        optimizer: state on the device.
+    """
+
+    sharded: int
+    whole: int
+    gather_input: int
+    gather_output: int
+    cast_alone: int
+    reduce_input: int
+    reduce_output: int
+    last_gradient: int
+    whole_sums: int
+    cast_gradient: int
+    optimizer: int
+    is_gathered: bool = False
+    is_prefetched: bool = False
+    sharded_gradients: int = 0
+    whole_gradients: int = 0
+
+
+def _unit(shape: UnitShape, layout: Layout, resident: bool) -> _Unit:
+    f, trainable = layout.shard, shape.trainable
+    computed = [layout.compute or p.held for p in shape.parameters]
+    kept = [_held(p, layout) for p in shape.parameters]
+    whole = [p.shard_numel(f) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
+    own = shape.trainable_numel(f)
+    cast = sum(p.shard_numel(f) * _held(p, layout) for p in trainable)
+    casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
+    last = trainable[-1].numel * (layout.compute or trainable[-1].held) if trainable and f > 1 else 0
+    return _Unit(
+        sharded=sum(rounded(p.shard_numel(f) * size) for p, size in zip(shape.parameters, kept, strict=True)),
+        whole=sum(map(rounded, whole)),
+        gather_input=rounded(sum(whole) / f) if layout.compute is not None else 0,
+        gather_output=rounded(sum(whole)) if f > 1 else 0,
+        cast_alone=rounded(max(casts, default=0)),
+        reduce_input=rounded(layout.reduce * own * f),
+        reduce_output=rounded(layout.reduce * own),
+        last_gradient=rounded(last),
+        whole_sums=sum(rounded(p.numel * layout.reduce) for p in trainable),
+        cast_gradient=rounded(cast) if cast != layout.reduce * own else 0,
+        optimizer=_optimizer_bytes(trainable, layout, resident),
+    )
+
+
+def _held(parameter: ParameterShape, layout: Layout) -> int:
+    """Bytes of an element between steps."""
+    return (layout.compute or parameter.held) if layout.offload and parameter.trainable else parameter.held
+
+
+def _optimizer_bytes(trainable: Sequence[ParameterShape], layout: Layout, resident: bool) -> int:
+    own = [parameter.shard_numel(layout.shard) for parameter in trainable]
+    if layout.offload:  # master, two moments and the gradient's landing place, flat
+        return (3 * rounded(4 * sum(own)) + rounded(layout.reduce * sum(own))) if resident else 0
+    # Two moments of each parameter, and its count of steps.
+    return sum(2 * rounded(numel * layout.optimizer / 2) + GRANULE for numel in own)
+
+
+class _ShardedRank(_Rank):
+    """FSDP2's lifetimes."""
+
+    def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout) -> None:
+        super().__init__(units, probe, strategy, layout)
+        self._now = [_unit(shape, layout, i in layout.residents) for i, shape in enumerate(units)]
+        reshards = strategy.reshard_each_micro_batch
+        self._reshards = [reshards and shape.reshard_after_forward for shape in units]
+        self.held["parameters"] = sum(unit.sharded for unit in self._now) + probe.buffers
+        self.held["optimizer"] = sum(unit.optimizer for unit in self._now)
+        self._forward_gather = 0  # the output of the last gather of the forward
+        self._reduce_input = 0  # the input of the last reduction
+        self._leaving: list[int] = []  # gradients on their way to the host
+        self._last: int | None = None  # whose forward was the last
+        self._before: dict[int, list[int | None]] = {}  # whose forward was the one before each of a unit's
+
+    def on(self, event: Event, is_first: bool, is_last: bool) -> None:
+        if event.kind == "enter":
+            self._gather(event, in_forward=True)
+        elif event.kind == "exit":
+            self._after_forward(event.unit)
+        elif event.kind == "pre_backward":
+            self._gather(event, in_forward=False)
+            self._prefetch(event)
+        elif event.kind == "post_backward":
+            self._after_backward(event, is_last)
+        elif event.kind == "end":
+            self._hold_reduce_input(0)
+            self._last = None
+
+    # Each changes what is held.
+
+    def _hold_whole(self, unit: _Unit, gathered: bool) -> None:
+        self.held["gathered"] += unit.whole * (gathered - unit.is_gathered)
+        unit.is_gathered = gathered
+
+    def _hold_gather(self, unit: _Unit, prefetched: bool) -> None:
+        self.held["communication"] += unit.gather_output * (prefetched - unit.is_prefetched)
+        unit.is_prefetched = prefetched
+
+    def _hold_forward_gather(self, num_bytes: int) -> None:
+        self.held["communication"] += num_bytes - self._forward_gather
+        self._forward_gather = num_bytes
+
+    def _hold_reduce_input(self, num_bytes: int) -> None:
+        self.held["communication"] += num_bytes - self._reduce_input
+        self._reduce_input = num_bytes
+
+    def _hold_sharded_gradients(self, unit: _Unit, num_bytes: int) -> None:
+        self.held["gradients"] += num_bytes - unit.sharded_gradients
+        unit.sharded_gradients = num_bytes
+
+    def _hold_whole_gradients(self, unit: _Unit, num_bytes: int) -> None:
+        self.held["gradients"] += num_bytes - unit.whole_gradients
+        unit.whole_gradients = num_bytes
+
+    # What FSDP2 does
+
+    def _gather(self, event: Event, in_forward: bool) -> None:
+        """`unshard` and `wait_for_unshard`."""
+        unit = self._now[event.unit]
+        if unit.is_gathered:
+            return
+        what = f"gather of {self.units[event.unit].name}"
+        if self.layout.shard == 1:
+            self.snap(what, event.level, gathered=unit.whole, communication=unit.cast_alone)
+        else:
+            self._start_gather(event.unit, event.level)
+            self.snap(what, event.level, gathered=unit.whole)  # a local name still holds the last output
+            if in_forward:
+                self._hold_forward_gather(unit.gather_output)
+        self._hold_gather(unit, False)
+        self._hold_whole(unit, True)
+
+    def _start_gather(self, index: int, level: int) -> None:
+        unit = self._now[index]
+        if not unit.is_prefetched:
+            more = unit.gather_input + unit.gather_output
+            self.snap(f"gather of {self.units[index].name}", level, communication=more)
+            self._hold_gather(unit, True)
+
+    def _after_forward(self, index: int) -> None:
+        self._before.setdefault(index, []).append(self._last)
+        self._last = index
+        if self._reshards[index]:
+            self._hold_whole(self._now[index], False)
+        if index == len(self.units) - 1:
+            self._hold_forward_gather(0)
+
+    def _prefetch(self, event: Event) -> None:
+        """Of the unit whose forward was the one before, if it is not there."""
+        uses = self._before.get(event.unit)
+        before = uses.pop() if uses else None
+        if before is not None and self.layout.shard > 1 and not self._now[before].is_gathered:
+            self._start_gather(before, event.level)
+
+    def _after_backward(self, event: Event, is_last: bool) -> None:
+        """`post_backward`."""
+        unit, level, gradients = self._now[event.unit], event.level, event.gradients
+        what = f"reduction of {self.units[event.unit].name}"
+        if unit.whole_gradients:  # added to the sums
+            self.snap(what, level, gradients=gradients)
+            gradients = 0
+        if self.strategy.reshard_each_micro_batch or is_last:
+            self._hold_whole(unit, False)
+        if not self.strategy.reduce_each_micro_batch and not is_last:
+            self.snap(what, level, gradients=gradients)
+            if gradients:
+                self._hold_whole_gradients(unit, unit.whole_sums)
+            return
+        whole = unit.whole_gradients or gradients
+        self._hold_whole_gradients(unit, 0)
+        if not whole:
+            return
+        self._hold_reduce_input(0)
+        self.snap(what, level, gradients=whole, communication=unit.reduce_input)
+        self._hold_reduce_input(unit.reduce_input)
+        self.snap(what, level, gradients=min(whole, unit.last_gradient) + unit.reduce_output)
+        self._keep(unit, what, level, is_last)
+
+    def _keep(self, unit: _Unit, what: str, level: int, is_last: bool) -> None:
+        """What becomes of the reduced gradient."""
+        self.snap(what, level, gradients=unit.reduce_output + unit.cast_gradient)
+        if not self.layout.offload:
+            self._hold_sharded_gradients(unit, unit.cast_gradient or unit.reduce_output)
+            return
+        if not is_last:  # summed on the device in float32
+            self._hold_sharded_gradients(unit, rounded(unit.reduce_output * 4 / self.layout.reduce))
+            return
+        leaving = unit.sharded_gradients or unit.reduce_output
+        self._hold_sharded_gradients(unit, 0)
+        self.held["gradients"] -= sum(self._leaving)
+        self._leaving = [*self._leaving, leaving][-MAX_IN_FLIGHT:]
+        self.held["gradients"] += sum(self._leaving)
+
+
+# Whole
+
+
+class _WholeRank(_Rank):
+    """torch's DistributedDataParallel with its buckets as the gradients.
+
+    Its gradients are let go of at once by the probe: they are copied into the buckets as they come.
+    """
+
+    def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout) -> None:
+        super().__init__(units, probe, strategy, layout)
+        parameters = [parameter for shape in units for parameter in shape.parameters]
+        trainable = [parameter for parameter in parameters if parameter.trainable]
+        self._buckets = sum(rounded(p.numel * p.held) for p in trainable)
+        self.held["parameters"] = sum(rounded(p.numel * p.held) for p in parameters) + probe.buffers
+        self.held["optimizer"] = _optimizer_bytes(trainable, layout, resident=False)
+        self.held["gradients"] = self._buckets
+
+    def on(self, event: Event, is_first: bool, is_last: bool) -> None:
+        if event.kind == "end" and is_first and not is_last:  # summed beside the buckets until the last micro-batch
+            self.held["gradients"] += self._buckets

@@ -1,0 +1,130 @@
+"""The real FSDP2 on a process group that is not there: what a rank would hold, byte by byte.
+
+Slow (seconds to a minute) and exact. `toolkit plan --trace` checks a row with it, and the tests check
+the analytic planner. It runs the backend's own `apply` under FakeTensorMode, so it needs no GPU and
+works for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from toolkit.model.fake_tensors import FakeTensorMode
+from toolkit.planning.memory.fake import Ledger, cuda_dropout, fake_ranks, host_copies, tree_map_only
+from toolkit.planning.workload import Workload
+from toolkit.sharding.apply import Checkpointing, apply
+from toolkit.sharding.strategy import MeshShape, Strategy
+from toolkit.sharding.units import plan_units
+
+COLLECTIVES = {
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+}
+"""Operators of torch.distributed -> what they do."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes of one rank without the optimizer's state.
+
+    Attributes:
+        between: before a step: the shards, buffers and the batch.
+        peak: the most during the step.
+        moment: what was going on then.
+        traffic: bytes of the whole tensors of the collectives, by kind.
+        host_peak: the most that offloaded checkpoints took on the host.
+    """
+
+    between: int
+    peak: int
+    moment: str
+    traffic: dict[str, int]
+    host_peak: int
+
+
+def trace(
+    workload: Workload,
+    strategy: Strategy,
+    shape: MeshShape,
+    micro_batch_size: int,
+    accumulation: int = 1,
+    checkpointing: Checkpointing | None = None,
+) -> Traced:
+    """Traces an optimizer step up to the optimizer, on the first of `shape`'s ranks.
+
+    The process must not be in a process group; it is in none afterwards.
+    """
+    counted: Counter[str] = Counter()
+    ledger = Ledger(on_operator=lambda func, args, kwargs, out: _count(counted, func, args))
+    plan = plan_units(workload.model, workload.unit_classes)
+    last = [False]
+    with fake_ranks(shape.replicate * shape.shard):
+        mesh = _mesh(strategy, shape)
+        model = workload.model_copy()
+        with FakeTensorMode(allow_non_fake_inputs=True), cuda_dropout(), host_copies(ledger):
+            apply(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
+            model.to_empty(device="cpu")
+            objective = workload.objective(model)
+            batch = workload.batch(micro_batch_size)
+            for tensor in (*model.parameters(), *model.buffers(), *batch.values()):
+                ledger.see(tensor)
+            between = ledger.current
+            _label_units(model, [path for unit in plan.blocks for path in unit.modules], ledger)
+            with ledger:
+                for micro_batch in range(accumulation):
+                    last[0] = micro_batch == accumulation - 1
+                    ledger.label = "forward"
+                    loss = objective.loss_sum(model, batch)
+                    ledger.label = "backward"
+                    torch.autograd.backward(loss * 1.0)
+                    del loss
+    return Traced(between, ledger.peak, ledger.peak_label, dict(counted), ledger.host_peak)
+
+
+def _mesh(strategy: Strategy, shape: MeshShape) -> DeviceMesh:
+    if strategy.replicated:
+        return init_device_mesh("cpu", (shape.replicate, shape.shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return init_device_mesh("cpu", (shape.shard,), mesh_dim_names=("dp_shard",))
+
+
+def _label_units(model: nn.Module, paths: list[str], ledger: Ledger) -> None:
+    """Lets the ledger know in which block's forward or backward it is."""
+
+    def say(path: str) -> None:
+        ledger.label = f"{ledger.label.split(' ')[0]} of {path}"
+
+    def watch(path: str, tensor: torch.Tensor) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _gradient: say(path))  # type: ignore[no-untyped-call]
+
+    for path in paths:
+        module = model.get_submodule(path)
+        module.register_forward_pre_hook(lambda _module, _args, path=path: say(path))
+        # Not a full backward hook, which would keep the gradients of the outputs alive.
+        module.register_forward_hook(
+            lambda _module, _args, output, path=path: (
+                tree_map_only(torch.Tensor, functools.partial(watch, path), output) and None
+            )
+        )
+
+
+def _count(counted: Counter[str], func: Any, args: Any) -> None:
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace in ("c10d", "_c10d_functional"):
+        counted[COLLECTIVES.get(name, name)] += max((_bytes(value) for value in args), default=0)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(_bytes(item) for item in value) if isinstance(value, list | tuple) else 0

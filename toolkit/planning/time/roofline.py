@@ -1,0 +1,264 @@
+"""How long operators take: the larger of arithmetic and memory traffic, and never less than a launch.
+
+The roofline model (Williams et al., doi 10.1145/1498765.1498785) for each operator that autograd really
+runs, as a `TorchDispatchMode` sees them, so that no formula for a layer is written down here. Works on fake
+tensors: only shapes are read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from toolkit.planning.time.hardware import Hardware, Quantile
+
+OperatorKind = Literal["matmul", "attention", "memory"]
+
+Operator = tuple[OperatorKind, int, int]
+"""What bounds it, its FLOPs, its bytes of memory traffic."""
+
+ATTENTION_FACTOR = 0.75
+"""Of a matrix product's efficiency: softmax stands between the two products."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operators of one segment of a step, equal ones counted together."""
+
+    operators: Mapping[Operator, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, operators: Iterable[Operator]) -> Work:
+        return cls(Counter(operators))
+
+    def __add__(self, other: Work) -> Work:
+        total = Counter(self.operators)
+        total.update(other.operators)
+        return Work(total)
+
+    def scaled(self, times: int) -> Work:
+        """The same work that many times."""
+        return Work({operator: count * times for operator, count in self.operators.items()})
+
+    @property
+    def flops(self) -> int:
+        return sum(flops * count for (_, flops, _), count in self.operators.items())
+
+    @property
+    def bytes(self) -> int:
+        return sum(size * count for (_, _, size), count in self.operators.items())
+
+    def seconds(self, hardware: Hardware, dtype: str, quantile: Quantile = "mid") -> float:
+        """Time on one device.
+
+        Args:
+            dtype: of matrix products, `float32`, `bfloat16` or `float16`.
+            quantile: of the time; `low` is the shortest.
+        """
+        speed = {kind: hardware.flops(dtype, quantile) for kind in ("matmul", "memory")}
+        speed["attention"] = speed["matmul"] * ATTENTION_FACTOR
+        bandwidth = hardware.memory(quantile)
+        return sum(
+            count * max(flops / speed[kind], size / bandwidth, hardware.kernel_seconds)
+            for (kind, flops, size), count in self.operators.items()
+        )
+
+
+# What one operator does
+
+Arguments = Mapping[str, Any]
+Count = Callable[[Arguments, Any], int]
+"""FLOPs or bytes of a call, from its arguments by name and its result."""
+
+
+@dataclass(frozen=True)
+class _Rule:
+    kind: OperatorKind
+    flops: Count
+    bytes: Count
+
+
+def record(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Operator | None:
+    """What a dispatched operator has done; None where it has moved and computed nothing.
+
+    Args:
+        func: an `OpOverload`, as `__torch_dispatch__` gets it.
+        out: its result; real or fake.
+    """
+    rule = _rule(func)
+    if rule is None:
+        return None
+    names = (argument.name for argument in func._schema.arguments)
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return rule.kind, rule.flops(arguments, out), rule.bytes(arguments, out)
+
+
+@functools.cache
+def _rule(func: Any) -> _Rule | None:
+    if not hasattr(func, "_schema"):
+        return None  # a higher-order operator; what it calls is dispatched by itself
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace in SILENT_NAMESPACES or name in SILENT or _only_views(func):
+        return None
+    if "grouped_mm" in name:
+        return _Rule("matmul", _grouped_flops, _moved)
+    if name.startswith("_scaled_dot_product"):
+        products = _attention_backward if name.endswith("backward") else _attention_forward
+        return _Rule("attention", products, _moved)
+    if func.overloadpacket in flop_registry:
+        kind: OperatorKind = "attention" if "attention" in name else "matmul"
+        return _Rule(kind, functools.partial(_torch_flops, func), _moved)
+    return _Rule("memory", _no_flops, TRAFFIC.get(name) or TRAFFIC.get(name.rstrip("_"), _moved))
+
+
+SILENT_NAMESPACES = ("prim", "prims", "c10d", "_c10d_functional", "profiler")
+"""Collectives are counted by toolkit.planning.time.traffic."""
+
+SILENT = frozenset(
+    (
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"),
+        *("_unsafe_view", "lift_fresh", "_local_scalar_dense", "is_same_size", "equal", "sym_size"),
+        *("sym_numel", "sym_stride", "sym_storage_offset"),
+    )
+)
+"""No kernel of any size, though the schema doesn't say that the result is a view."""
+
+
+def _only_views(func: Any) -> bool:
+    """Whether every result is a view of an argument that is not written to."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+# Memory traffic
+
+
+def _moved(arguments: Arguments, out: Any) -> int:
+    """Every argument read once and every result written once."""
+    read = {id(tensor): tensor for tensor in _tensors(arguments.values())}
+    return sum(map(_size, read.values())) + sum(map(_size, _tensors((out,))))
+
+
+def _written(_arguments: Arguments, out: Any) -> int:
+    return sum(map(_size, _tensors((out,))))
+
+
+def _copied(arguments: Arguments, out: Any) -> int:
+    return _size(arguments["src"]) + _size(out)
+
+
+def _looked_up(arguments: Arguments, out: Any) -> int:
+    """Only the rows that are asked for are read."""
+    tensors = [value for name, value in arguments.items() if name not in ("self", "weight")]
+    return sum(map(_size, _tensors(tensors))) + 2 * _written(arguments, out)
+
+
+def _scattered_in_place(arguments: Arguments, _out: Any) -> int:
+    """Indices and source are read; the places that they go to are read and written."""
+    tensors = list(_tensors(value for name, value in arguments.items() if name != "self"))
+    source = max(map(_size, tensors), default=0)
+    return sum(map(_size, tensors)) + 2 * source
+
+
+def _scattered(arguments: Arguments, out: Any) -> int:
+    """A copy, and then in place."""
+    return 2 * _written(arguments, out) + _scattered_in_place(arguments, out)
+
+
+def _embedding_gradient(arguments: Arguments, out: Any) -> int:
+    """The whole gradient is zeroed, then rows are added to."""
+    gradient = _size(arguments["grad_output"])
+    return _written(arguments, out) + 3 * gradient + _size(arguments["indices"])
+
+
+def _picked_loss(arguments: Arguments, out: Any) -> int:
+    """One number of each row is read."""
+    return 2 * _size(arguments["target"]) + _written(arguments, out)
+
+
+def _picked_loss_gradient(arguments: Arguments, out: Any) -> int:
+    return _size(arguments["target"]) + _written(arguments, out)
+
+
+TRAFFIC: dict[str, Count] = {
+    **dict.fromkeys(("fill", "zero", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like"), _written),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "arange", "bernoulli", "uniform", "normal"), _written),
+    **dict.fromkeys(("embedding", "index", "index_select", "gather", "take"), _looked_up),
+    **dict.fromkeys(("scatter", "scatter_add", "index_put", "index_add", "index_copy"), _scattered),
+    **dict.fromkeys(("scatter_", "scatter_add_", "index_put_", "index_add_", "index_copy_"), _scattered_in_place),
+    "_index_put_impl_": _scattered_in_place,
+    "copy": _copied,
+    "embedding_dense_backward": _embedding_gradient,
+    "nll_loss_forward": _picked_loss,
+    "nll_loss_backward": _picked_loss_gradient,
+}
+"""Bytes by the operator's name, where they are not all arguments and results."""
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Bytes, of an expanded tensor those that are there."""
+    itemsize = tensor.element_size()
+    numel = tensor.numel()
+    if numel and not tensor.is_contiguous():
+        numel = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return numel * itemsize
+
+
+# Arithmetic
+
+
+def _no_flops(_arguments: Arguments, _out: Any) -> int:
+    return 0
+
+
+def _torch_flops(func: Any, arguments: Arguments, out: Any) -> int:
+    """By torch's own formula, which takes the arguments as the operator does; it leaves causality out."""
+    positional = [argument.name for argument in func._schema.arguments if not argument.kwarg_only]
+    given = [arguments[name] for name in positional if name in arguments]
+    named = {name: value for name, value in arguments.items() if name not in positional}
+    flops = int(flop_registry[func.overloadpacket](*given, **named, out_val=out))
+    return flops // 2 if arguments.get("is_causal") else flops
+
+
+def _attention_forward(arguments: Arguments, _out: Any) -> int:
+    """Q K^T and P V."""
+    features: int = arguments["query"].shape[-1] + arguments["value"].shape[-1]
+    return _scores(arguments) * features
+
+
+def _attention_backward(arguments: Arguments, _out: Any) -> int:
+    """Q K^T again, dQ and dK; dP and dV: as flash attention keeps no scores (arXiv 2205.14135)."""
+    features: int = 3 * arguments["query"].shape[-1] + 2 * arguments["value"].shape[-1]
+    return _scores(arguments) * features
+
+
+def _scores(arguments: Arguments) -> int:
+    """FLOPs for one feature of all scores; query (B, H, T, D), key (B, H', T', D). torch's formula wants H = H'."""
+    batch, heads, length, _ = arguments["query"].shape
+    scores: int = 2 * batch * heads * length * arguments["key"].shape[-2]
+    return scores // 2 if arguments.get("is_causal") else scores
+
+
+def _grouped_flops(arguments: Arguments, out: Any) -> int:
+    """Products with one matrix per expert: (T, K) x (E, K, N), or for the weights' gradient (K, T) x (T, N).
+
+    Each token meets the matrix of one expert. Two results are the two gradients of one call.
+    """
+    first, second = [tensor for tensor in _tensors(arguments.values()) if tensor.is_floating_point()][:2]
+    groups = first.shape[0] if first.ndim == 3 and second.ndim == 2 else 1
+    return 2 * first.numel() * second.shape[-1] // groups * len(list(_tensors((out,))))

@@ -1,0 +1,236 @@
+"""Bytes that collectives and the host link carry in one optimizer step: functions of numbers alone.
+
+What FSDP2 sends (ZeRO, arXiv 1910.02054, section 7; F ranks of a shard group, k micro-batches, parameters
+padded to a multiple of F rows):
+
+- all-gather, in the type of compute: `zero1` and `zero2` once per optimizer step; `zero3` and `hybrid` in
+  every forward, and in every backward of the units that were resharded after it.
+- reduce-scatter of the trainable parameters, in the type of the reduction: `zero1` once per optimizer
+  step; the others after every micro-batch.
+- all-reduce once per optimizer step: `ddp` of the whole gradients, `hybrid` of each rank's shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from toolkit.planning.memory.units import UnitShape
+from toolkit.sharding.strategy import MeshShape, Strategy
+from toolkit.sharding.units import UnitKind
+
+HostExecutor = Literal["cpu_fused", "cpu_torch", "device_stream"]
+
+STATE_BYTES = 12
+"""Master and two moments in float32 (B per parameter)."""
+
+DDP_BUCKET_BYTES = 25 * 2**20
+"""torch's `bucket_cap_mb`; only the number of calls depends on it."""
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """Optimizer state in host memory, as `toolkit.sharding.OffloadSettings` say it.
+
+    Attributes:
+        device_share: share of the trainable parameters whose state stays on the device.
+        during_backward: units are stepped as their gradients arrive (no clipping).
+    """
+
+    executor: HostExecutor = "cpu_fused"
+    device_share: float = 0.0
+    during_backward: bool = False
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One optimizer step of one rank.
+
+    Attributes:
+        all_gather: bytes that this rank sends in a ring, (N - 1) / N of the whole tensors. So are the next two.
+        all_reduce: twice that, as a ring reduces and then gathers.
+        host_to_device: bytes over the host link; gradients, state and weights of the offloaded optimizer.
+        whole: bytes of the whole tensors by kind, as counted where the collective is called: an
+            all-gather's output, the others' input.
+        calls: number of collectives by kind.
+        forward_all_gather: of `whole`, what forwards gather; the rest is gathered in backwards.
+        gather_passes: forwards that gather.
+        reduce_passes: backwards that reduce-scatter.
+        first_gather: whole bytes that a pass gathers before its forward can begin.
+        last_reduce: whole bytes, before sharding, that a backward reduces when nothing is left to hide it.
+        edge_share: share of the trainable parameters in the root and the first unit, which are used first.
+        trainable: trainable parameters that this rank's optimizer steps, padding included.
+    """
+
+    all_gather: int
+    reduce_scatter: int
+    all_reduce: int
+    host_to_device: int
+    device_to_host: int
+    whole: dict[str, int] = field(hash=False)
+    calls: dict[str, int] = field(hash=False)
+    forward_all_gather: int
+    gather_passes: int
+    reduce_passes: int
+    first_gather: int
+    last_reduce: int
+    edge_share: float
+    trainable: int
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank sends to other ranks."""
+        return self.all_gather + self.reduce_scatter + self.all_reduce
+
+
+def traffic(
+    units: Sequence[UnitShape],
+    strategy: Strategy,
+    mesh: MeshShape,
+    *,
+    accumulation: int = 1,
+    compute_bytes: int | None = 2,
+    reduce_bytes: int = 4,
+    offload: OffloadPlan | None = None,
+) -> Traffic:
+    """What one optimizer step sends.
+
+    Args:
+        units: of the whole model.
+        accumulation: micro-batches per optimizer step.
+        compute_bytes: of an element as it is gathered: 2 under bf16 and fp16; None: as each parameter is held,
+            without mixed precision.
+        reduce_bytes: of an element as it is reduced.
+        offload: None: optimizer state is on the device.
+    """
+    shard, replicate = mesh.shard, mesh.replicate
+    sizes = [_sized(unit, shard, compute_bytes) for unit in units]
+    trainable = sum(unit.trainable for unit in sizes)
+    edge = sum(unit.trainable for unit in _edge(sizes))
+    gathers = _gathers(sizes, strategy, accumulation if shard > 1 else 0)
+    reduce_passes = (accumulation if strategy.reduce_each_micro_batch else 1) if shard > 1 else 0
+    whole = {
+        "all_gather": gathers.forward + gathers.backward,
+        "reduce_scatter": reduce_bytes * trainable * reduce_passes,
+        "all_reduce": reduce_bytes * trainable // shard if replicate > 1 else 0,
+    }
+    is_reduced = shard * replicate > 1
+    to_device, to_host = _host_link(trainable // shard, compute_bytes or 4, is_reduced or accumulation > 1, offload)
+    return Traffic(
+        all_gather=whole["all_gather"] * (shard - 1) // shard,
+        reduce_scatter=whole["reduce_scatter"] * (shard - 1) // shard,
+        all_reduce=2 * whole["all_reduce"] * (replicate - 1) // replicate,
+        host_to_device=to_device,
+        device_to_host=to_host,
+        whole=whole,
+        calls=_calls(sizes, strategy, gathers, reduce_passes, whole["all_reduce"]),
+        forward_all_gather=gathers.forward,
+        gather_passes=gathers.passes,
+        reduce_passes=reduce_passes,
+        first_gather=sum(unit.gathered for unit in _edge(sizes)) if gathers.passes else 0,
+        last_reduce=reduce_bytes * edge if is_reduced else 0,
+        edge_share=edge / max(1, trainable),
+        trainable=trainable // shard,
+    )
+
+
+# Units
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What a unit's collectives carry, over all ranks of a shard group, rows padded to a multiple of them.
+
+    Attributes:
+        gathered: bytes.
+        trainable: elements that have gradients, and so are reduced.
+    """
+
+    kind: UnitKind
+    gathered: int
+    trainable: int
+    reshard_after_forward: bool
+
+
+def _sized(unit: UnitShape, shard: int, compute_bytes: int | None) -> _Unit:
+    gathered = sum(p.shard_numel(shard) * (compute_bytes or p.held) for p in unit.parameters)
+    trainable = shard * unit.trainable_numel(shard)
+    return _Unit(unit.kind, shard * gathered, trainable, unit.reshard_after_forward)
+
+
+# All-gathers
+
+
+@dataclass(frozen=True)
+class _Gathers:
+    """Bytes that the all-gathers of one optimizer step bring together.
+
+    Attributes:
+        passes: forwards that gather.
+    """
+
+    forward: int
+    backward: int
+    passes: int
+    calls: int
+
+
+def _gathers(units: Sequence[_Unit], strategy: Strategy, accumulation: int) -> _Gathers:
+    """`accumulation` 0: nothing is sharded."""
+    passes = accumulation if strategy.reshard_each_micro_batch else min(accumulation, 1)
+    forward = [unit for unit in units if unit.gathered]
+    again = _gathered_in_backward(forward) if strategy.reshard_each_micro_batch else []
+    return _Gathers(
+        forward=passes * sum(unit.gathered for unit in forward),
+        backward=passes * sum(unit.gathered for unit in again),
+        passes=passes,
+        calls=passes * (len(forward) + len(again)),
+    )
+
+
+def _gathered_in_backward(units: Sequence[_Unit]) -> list[_Unit]:
+    """The resharded units that backward comes to, and the one before them, which FSDP2 prefetches for nothing."""
+    order = _forward_order(units)
+    first = next((i for i, unit in enumerate(order) if unit.trainable), len(order))
+    return [unit for unit in order[max(0, first - 1) :] if unit.reshard_after_forward]
+
+
+def _forward_order(units: Sequence[_Unit]) -> list[_Unit]:
+    """Units as the forward uses them: a tied tail holds the embeddings; the root's own parameters come last."""
+    edge = _edge(units)
+    first = [unit for unit in edge if unit.kind != "root"]
+    return [*first, *(unit for unit in units if unit not in first)]
+
+
+def _edge(units: Sequence[_Unit]) -> list[_Unit]:
+    """The units that a forward needs first and whose gradients a backward gives last."""
+    first: UnitKind = "embeddings" if any(unit.kind == "embeddings" for unit in units) else "tail"
+    return [unit for unit in units if unit.kind in (first, "root")]
+
+
+# The others
+
+
+def _calls(
+    units: Sequence[_Unit], strategy: Strategy, gathers: _Gathers, reduce_passes: int, all_reduce: int
+) -> dict[str, int]:
+    reducing = sum(unit.trainable > 0 for unit in units)
+    buckets = math.ceil(all_reduce / DDP_BUCKET_BYTES)
+    return {
+        "all_gather": gathers.calls,
+        "reduce_scatter": reducing * reduce_passes,
+        "all_reduce": buckets if not strategy.sharded else reducing if all_reduce else 0,
+    }
+
+
+def _host_link(trainable: int, compute_bytes: int, is_summed: bool, offload: OffloadPlan | None) -> tuple[int, int]:
+    """Bytes to and from the device. A gradient that nothing is added to travels in the type of compute."""
+    if offload is None:
+        return 0, 0
+    gradient = 4 if is_summed else compute_bytes
+    hosted = round(trainable * (1 - offload.device_share))
+    if offload.executor == "device_stream":
+        return (STATE_BYTES + gradient) * hosted, (STATE_BYTES + gradient) * hosted
+    return compute_bytes * hosted, gradient * hosted

@@ -1,0 +1,1 @@
+"""A whole run, from the recipe to its result."""

@@ -1,0 +1,105 @@
+"""Before the first step: do rows that share a sample see each other, in this model as it is trained?
+
+In transformers restarting positions keep attention inside documents only without an attention mask and
+without a cache, and not in every model and kernel; where they do not, logits are wrong without a word.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from toolkit.checkpoint.export import relative_difference
+from toolkit.data.samples import Batch, TextSamples, sample_of, stack
+from toolkit.errors import BadInputError
+from toolkit.model.load import attention_of
+from toolkit.objectives.objective import Objective
+
+SAMPLES = 256
+"""Samples among which the one with the longest last document is looked for."""
+
+TOLERANCE = {False: (1e-5, 1e-4), True: (1e-2, 5e-2)}
+"""By whether compute is in 16 bits: the largest change of a document's logits when the others are
+replaced (kernels and shapes stay, so it is zero but for experts that share a matrix product), and the
+largest difference from its logits alone (rounding differs); both as a share of the largest logit."""
+
+
+@torch.no_grad()
+def check_leaks(
+    model: nn.Module,
+    inner: nn.Module,
+    objective: Objective,
+    samples: TextSamples,
+    micro_batch_size: int,
+    device: torch.device,
+    in_16_bits: bool,
+) -> tuple[float, float] | None:
+    """Compares logits on a real micro-batch. Every rank calls this, on the same samples.
+
+    Args:
+        inner: the model without what wraps it, for its name.
+
+    Returns:
+        The last document's change when the others are replaced, and its difference from its logits alone;
+        None where no sample holds two documents, or the logits are not finite.
+
+    Raises:
+        BadInputError: where they are more than `TOLERANCE`.
+    """
+    numbers = _numbers(samples, micro_batch_size)
+    if numbers is None:
+        return None
+    was_training = model.training
+    model.eval()
+    pieces = [(ids, [True] * len(ids)) for ids in samples.documents(numbers[0])]
+    span = slice(sum(len(ids) for ids, _ in pieces[:-1]), sum(len(ids) for ids, _ in pieces))
+    batch = samples.batch(numbers)
+    together, replaced = (_logits(model, objective, b, device)[0, span] for b in (batch, _replaced(batch, span.start)))
+    length = samples.max_length if samples.packed else len(pieces[-1][0])
+    alone = _logits(model, objective, stack([sample_of(pieces[-1:], length, samples.pad_id)]), device)[0]
+    alone = alone[: span.stop - span.start]
+    model.train(was_training)
+    found = (relative_difference(replaced, together), relative_difference(together, alone))
+    if not all(map(math.isfinite, found)):
+        return None  # the first step will say so
+    _require_small(found, TOLERANCE[in_16_bits], inner)
+    return found
+
+
+def _numbers(samples: TextSamples, micro_batch_size: int) -> list[int] | None:
+    """A micro-batch whose first sample holds several documents, the last of them as long as there is."""
+    looked_at = range(min(SAMPLES, len(samples)))
+    lengths = {number: [len(ids) for ids in samples.documents(number)] for number in looked_at}
+    shared = {number: found[-1] for number, found in lengths.items() if len(found) > 1}
+    if not shared:
+        return None
+    best = max(shared, key=lambda number: (shared[number], -number))
+    return [best, *[number for number in looked_at if number != best][: micro_batch_size - 1]]
+
+
+def _replaced(batch: Batch, end: int) -> Batch:
+    """The batch with other tokens in the first sample's documents but the last: the same ones, reversed."""
+    ids = batch["input_ids"].clone()
+    ids[0, :end] = ids[0, :end].flip(0).roll(1)
+    return {**batch, "input_ids": ids}
+
+
+def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> torch.Tensor:
+    moved = {name: tensor.to(device) for name, tensor in batch.items()}
+    return objective.logits(model, moved).float()
+
+
+def _require_small(found: tuple[float, float], tolerance: tuple[float, float], model: nn.Module) -> None:
+    changes, differs = found
+    what = None
+    if changes > tolerance[0]:
+        what = f"change by {changes:.1e} of the largest when the others are replaced, more than {tolerance[0]:.0e}"
+    elif differs > tolerance[1]:
+        what = f"differ by {differs:.1e} of the largest from its own alone, more than {tolerance[1]:.0e}"
+    if what is not None:
+        raise BadInputError(
+            f"data.packing: rows that share a sample see each other in {type(model).__name__} with attention "
+            f"{attention_of(model)!r}: the logits of one {what}. Set data.packing=false, or another model.attention"
+        )

@@ -1,0 +1,173 @@
+"""What a run tells: a progress bar or lines, `metrics.jsonl`, and Accelerate's trackers."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedModel
+
+from toolkit.planning.time.hardware import preset_of_device
+
+if TYPE_CHECKING:  # peaks and FLOPs are of use without a recipe, and without what reads one
+    from toolkit.recipe.recipe import LoggingSection
+
+SHARES = {"accuracy": "accuracy", "f1_macro": "F1"}
+"""Figures of an evaluation that are shares -> their name on the console."""
+
+GIB = 2**30
+
+
+class Metrics:
+    """Writes every record of a run; does nothing but count on ranks other than 0.
+
+    Args:
+        path: the JSON-lines file; made on the first record.
+        num_steps: length of the run, for the progress bar.
+        unit: what the objective counts, for the console.
+        planned_peak_bytes: stands in each train record beside what was measured; None: there is no plan.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        path: Path,
+        logging: LoggingSection,
+        num_steps: int,
+        unit: str = "tokens",
+        planned_peak_bytes: int | None = None,
+    ) -> None:
+        self._unit = unit
+        self._planned_peak_bytes = planned_peak_bytes
+        self.records: list[dict[str, Any]] = []
+        self._accelerator = accelerator
+        self._path = path
+        self._every_steps = logging.every_steps
+        self._num_steps = num_steps
+        self._console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False)
+        self._bar = _progress_bar(self._console)
+        self._task = self._bar.add_task("training", total=num_steps, facts="")
+
+    def __enter__(self) -> Metrics:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def resume(self, records: list[dict[str, Any]]) -> None:
+        """Goes on after these records; later ones that the file may hold are dropped."""
+        self.records = list(records)
+        if self._accelerator.is_main_process:
+            text = "".join(json.dumps(record) + "\n" for record in records)
+            self._path.write_text(text, encoding="utf-8")
+
+    def train(self, record: dict[str, Any]) -> None:
+        """One optimizer step; `record` holds the train keys but `split` and the plan's."""
+        self._write({"split": "train", **record, "planned_peak_bytes": self._planned_peak_bytes})
+        facts = _train_facts(record, self._unit)
+        self._bar.update(self._task, completed=record["step"], facts=facts)
+        due = record["step"] % self._every_steps == 0 or record["step"] == self._num_steps
+        if due and not self._console.is_terminal:
+            self._console.print(f"step {record['step']}/{self._num_steps}  {facts}", soft_wrap=True)
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """One evaluation: `step`, `loss` and what the objective adds."""
+        self._write({"split": "eval", **record})
+        figures = "".join(f"  {name} {record[key]:.1%}" for key, name in SHARES.items() if key in record)
+        self._console.print(
+            f"step {record['step']}/{self._num_steps}  held-out loss {record['loss']:.4f}{figures}", soft_wrap=True
+        )
+
+    def warn(self, message: str) -> None:
+        """Shows a warning, whatever the console line is due."""
+        self._console.print(f"[yellow]warning:[/] {message}", soft_wrap=True)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        record = finite_or_null(record)
+        self.records.append(record)
+        if self._accelerator.is_main_process:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        split = record["split"]
+        values = {f"{split}/{key}": value for key, value in record.items() if isinstance(value, int | float)}
+        self._accelerator.log(values, step=record["step"])
+
+
+def finite_or_null(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with non-finite numbers as None and then `non_finite: true`; JSON has no NaN."""
+    cleaned = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
+    return {**cleaned, "non_finite": True} if cleaned != record else record
+
+
+def _progress_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[facts]}"),
+        console=console,
+    )
+
+
+def _train_facts(record: dict[str, Any], unit: str) -> str:
+    device_bytes = record["peak_device_bytes"]
+    memory = f"{device_bytes / GIB:.2f} GiB" if device_bytes else f"{record['peak_host_bytes'] / GIB:.2f} GiB host"
+    mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
+    return (
+        f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
+        f"{record['tokens_per_second']:,.0f} {unit}/s  peak {memory}{mfu}"
+    )
+
+
+def peak_device_bytes(device: torch.device) -> int:
+    """Most bytes ever allocated on this rank's device; 0 on the CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def peak_host_bytes() -> int:
+    """Largest resident set of this process so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def peak_flops(device: torch.device, mixed_precision: str) -> float | None:
+    """The device's dense 16-bit peak (FLOP/s); None where unknown or where compute is not in 16 bits."""
+    if device.type != "cuda" or mixed_precision == "no":
+        return None
+    preset = preset_of_device(torch.cuda.get_device_name(device))
+    return preset.peak_flops["bfloat16"] if preset is not None else None
+
+
+def flops_per_token(model: PreTrainedModel, max_length: int) -> float:
+    """Forward and backward of one token: 6 N + 12 L H T (PaLM, arXiv 2204.02311, appendix B).
+
+    N are the parameters of matrix products: all but input embeddings that are not also the head. Backward
+    makes no gradient of frozen ones: 4 N.
+    """
+    config = getattr(model, "config", None)
+    flops: float = sum(
+        (6.0 if parameter.requires_grad else 4.0) * parameter.numel() for parameter in model.parameters()
+    )
+    if not getattr(config, "tie_word_embeddings", False):
+        for parameter in model.get_input_embeddings().parameters():
+            flops -= (6.0 if parameter.requires_grad else 4.0) * parameter.numel()
+    layers = int(getattr(config, "num_hidden_layers", 0))
+    width = int(getattr(config, "hidden_size", 0))
+    return flops + 12.0 * layers * width * max_length

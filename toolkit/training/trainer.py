@@ -1,0 +1,357 @@
+"""The loop: micro-batches, backward, clip, step, evaluate. Knows torch and Accelerate only."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from toolkit.data.ahead import ahead, with_next
+from toolkit.data.samples import Batch
+from toolkit.errors import StoppedError, TrainingError
+from toolkit.objectives.objective import Objective
+from toolkit.recipe.recipe import TrainingSection
+from toolkit.sharding.apply import whole_tensor
+from toolkit.sharding.offload import engine_of
+from toolkit.training.garbage import collect_at, collected_by_step
+from toolkit.training.metrics import Metrics, peak_device_bytes, peak_host_bytes
+from toolkit.training.profile import DATA, UPDATE, StepProfile, label
+
+
+class Windows(Protocol):
+    """Yields the micro-batches of one optimizer step at a time, equally many on every rank.
+
+    `state_at` gives what `resume` needs besides the position in the data, as plain JSON.
+    """
+
+    def __iter__(self) -> Iterator[list[Batch]]: ...
+
+    def resume(self, step: int, samples: int, num_positions: int, state: Any) -> None: ...
+
+    def state_at(self, samples: int) -> Any: ...
+
+    @property
+    def samples_per_step(self) -> int: ...
+
+    def epoch_at(self, step: int) -> float: ...
+
+    def samples_at(self, step: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step, over all ranks."""
+
+    loss: float
+    grad_norm: float
+    target_tokens: int
+    tokens: int
+    peak_device_bytes: int
+    peak_host_bytes: int
+    non_finite_ranks: list[int]
+    skipped: bool
+    stop: str | None
+
+
+@dataclass
+class Counters:
+    """What a run has done so far, over all ranks."""
+
+    global_step: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    non_finite_in_a_row: int = 0
+
+
+class Checkpoints(Protocol):
+    """Where the state of a run is saved."""
+
+    def due(self, step: int) -> bool: ...
+
+    def save(self, trainer: Trainer, wait: bool = False) -> bool:
+        """Saves the state after the last step; with `wait`, whether it is whole."""
+
+
+class Trainer:
+    """Trains `model` on `windows`.
+
+    Args:
+        accelerator: whose `prepare` has been given `model` and `optimizer`.
+        schedule: stepped once per optimizer step.
+        evaluation: makes this rank's evaluation batches, equally many on every rank; None: no evaluation.
+        flops: per target token, and the peak of one device, for the MFU; None where unknown.
+        stop_reason: why this rank wants to end, or None; asked once a step.
+
+    Attributes:
+        checkpoints: None: nothing is saved.
+        profile: of some steps; None: nothing is profiled.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: LambdaLR,
+        objective: Objective,
+        settings: TrainingSection,
+        metrics: Metrics,
+        windows: Windows,
+        evaluation: Callable[[], Iterable[Batch]] | None = None,
+        flops: tuple[float, float] | None = None,
+        stop_reason: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self.accelerator = accelerator
+        self.model = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.objective = objective
+        self.settings = settings
+        self.metrics = metrics
+        self.windows = windows
+        self.evaluation = evaluation
+        self.flops = flops
+        self.stop_reason = stop_reason
+        self.checkpoints: Checkpoints | None = None
+        self.profile: StepProfile | None = None
+        self.counters = Counters()
+        self._upcoming: list[Batch] | None = None
+        self._counted: list[float] | None = None  # targets and tokens of the next window, over all ranks
+        engine = engine_of(accelerator.unwrap_model(model))
+        self._steps_in_backward = engine is not None and engine.settings.during_backward
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken."""
+        return self.counters.global_step
+
+    def resume(self, counters: dict[str, int], samples: int, num_positions: int, windows: Any) -> None:
+        """Goes on after `samples` of the run; `num_positions` is its end, `windows` the data's own state."""
+        self.counters = Counters(**counters)
+        self.windows.resume(self.global_step, samples, num_positions, windows)
+
+    def fit(self) -> None:
+        """Runs every window, evaluating at the start, so often as the settings say, and at the end.
+
+        Raises:
+            TrainingError: after `max_non_finite_steps` steps in a row without a finite loss and gradient.
+            StoppedError: where a rank wanted to end; the state is saved.
+        """
+        if self.global_step == 0:
+            self.evaluate()
+        self.model.train()
+        with (
+            collected_by_step(),
+            contextlib.closing(self.profile or contextlib.ExitStack()),
+            contextlib.closing(ahead(iter(self.windows))) as windows,
+        ):
+            self._fit(windows)
+        if not self._evaluation_due():
+            self.evaluate()
+
+    def _fit(self, windows: Iterator[list[Batch]]) -> None:
+        self._profile_from(self.global_step + 1)
+        started = time.perf_counter()
+        for window, self._upcoming in with_next(_waited_for(windows)):
+            learning_rate = float(self.schedule.get_last_lr()[0])
+            step = self.train_step(window)
+            self.schedule.step()
+            self.counters.global_step += 1
+            finished = time.perf_counter()
+            self._record(step, learning_rate, finished - started)
+            self._watch(step, learning_rate)
+            if self._evaluation_due():
+                self.evaluate()
+            self._save_or_stop(step.stop)
+            collect_at(self.global_step)
+            if self.profile is not None:
+                self.profile.after(self.global_step)
+            self._profile_from(self.global_step + 1)
+            started = time.perf_counter()
+
+    def _profile_from(self, step: int) -> None:
+        if self.profile is not None:
+            self.profile.before(step)
+
+    def _save_or_stop(self, stop: str | None) -> None:
+        if self.checkpoints is None:
+            return
+        if stop is not None:
+            saved = self.checkpoints.save(self, wait=True)
+            what = "its state is saved; the same command goes on from there" if saved else "its state was NOT saved"
+            raise StoppedError(f"stopped after step {self.global_step}: {stop}; {what}")
+        if self.checkpoints.due(self.global_step):
+            self.checkpoints.save(self)
+
+    def train_step(self, window: list[Batch]) -> Step:
+        """One optimizer step on this rank's micro-batches; the loss is the mean over all ranks' targets.
+
+        Host and device meet once, between backward and update, where the norm decides about the update: the
+        loss, the norm, what the ranks have to say and the counts of the next window come in that one transfer.
+        """
+        counts = self._counted if self._counted is not None else self._total(self._count(window))
+        target_tokens, tokens = int(counts[0]), int(counts[1])
+        # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks: both are undone.
+        scale = self.accelerator.num_processes * len(window) / max(1, target_tokens)
+        loss_sum = torch.zeros((), device=self.accelerator.device)
+        for batch in window:
+            batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
+            with self.accelerator.accumulate(self.model):
+                loss = self.objective.loss_sum(self.model, batch)
+                loss_sum += loss.detach()
+                self.accelerator.backward(loss * scale)
+                del loss
+                if self.accelerator.sync_gradients:
+                    step = self._gathered(loss_sum, self._clip(), target_tokens, tokens)
+                    step = replace(step, skipped=self._update(step.grad_norm))
+        return step
+
+    def _count(self, window: list[Batch] | None) -> list[float]:
+        """This rank's target tokens and tokens of a window; zeros where there is none."""
+        window = window or []
+        targets = sum(self.objective.count_targets(batch) for batch in window)
+        return [float(targets), float(sum(batch["input_ids"].numel() for batch in window))]
+
+    def _clip(self) -> torch.Tensor:
+        """Clips to the settings' norm, if any; the global norm before that, on the device."""
+        limit = self.settings.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf if limit is None else limit)
+        return whole_tensor(norm)
+
+    def _update(self, grad_norm: float) -> bool:
+        """Steps the optimizer unless the gradient is not finite; whether the step was skipped.
+
+        A gradient scaler (fp16) finds that out by itself, and has to, to lower its scale.
+        """
+        skipped = self.accelerator.scaler is None and not math.isfinite(grad_norm)
+        if skipped and self._steps_in_backward:
+            raise TrainingError(
+                f"step {self.global_step + 1}: the gradient norm is {grad_norm}, and the weights were stepped during "
+                "backward; set training.max_grad_norm, for example to 1.0, and such steps are skipped"
+            )
+        with label(UPDATE):
+            if not skipped:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+        return skipped or bool(self.accelerator.optimizer_step_was_skipped)
+
+    def _gathered(self, loss_sum: torch.Tensor, norm: torch.Tensor, target_tokens: int, tokens: int) -> Step:
+        """What the ranks found, before the update. Also takes the counts of the next window."""
+        device = self.accelerator.device
+        reason = self.stop_reason()
+        told = [float(peak_device_bytes(device)), float(peak_host_bytes()), float(reason is not None)]
+        told += self._count(self._upcoming)
+        mine = torch.cat(
+            [
+                torch.stack([loss_sum.detach().double(), norm.detach().to(device).double()]),
+                torch.tensor(told, dtype=torch.float64, device=device),
+            ]
+        )
+        rows = self.accelerator.gather(mine[None]).tolist()
+        losses = [row[0] for row in rows]
+        # float64 counts exactly up to 2^53
+        self._counted = None if self._upcoming is None else [sum(row[i] for row in rows) for i in (5, 6)]
+        return Step(
+            loss=sum(losses) / max(1, target_tokens),
+            grad_norm=rows[self.accelerator.process_index][1],
+            target_tokens=target_tokens,
+            tokens=tokens,
+            peak_device_bytes=int(max(row[2] for row in rows)),
+            peak_host_bytes=int(max(row[3] for row in rows)),
+            non_finite_ranks=[rank for rank, value in enumerate(losses) if not math.isfinite(value)],
+            skipped=False,
+            stop=_stop_reason(reason, [row[4] > 0 for row in rows]),
+        )
+
+    def _total(self, values: list[float]) -> list[float]:
+        """Sums over ranks; float64 counts exactly up to 2^53."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+        return self.accelerator.reduce(tensor, "sum").tolist()  # type: ignore[no-any-return]
+
+    def _record(self, step: Step, learning_rate: float, seconds: float) -> None:
+        self.counters.tokens += step.tokens
+        self.counters.target_tokens += step.target_tokens
+        tokens_per_second = step.target_tokens / seconds
+        mfu = None
+        if self.flops is not None:
+            mfu = tokens_per_second * self.flops[0] / (self.flops[1] * self.accelerator.num_processes)
+        self.metrics.train(
+            {
+                "step": self.global_step,
+                "epoch": self.windows.epoch_at(self.global_step),
+                "samples": self.windows.samples_at(self.global_step),
+                "tokens": self.counters.tokens,
+                "target_tokens": self.counters.target_tokens,
+                "loss": step.loss,
+                "grad_norm": step.grad_norm,
+                "learning_rate": learning_rate,
+                "tokens_per_second": tokens_per_second,
+                "step_seconds": seconds,
+                "peak_device_bytes": step.peak_device_bytes or None,
+                "peak_host_bytes": step.peak_host_bytes,
+                "mfu": mfu,
+            }
+        )
+
+    def _watch(self, step: Step, learning_rate: float) -> None:
+        """Reports a step without a finite loss or gradient, and stops after too many in a row."""
+        if math.isfinite(step.loss) and not step.skipped:
+            self.counters.non_finite_in_a_row = 0
+            return
+        self.counters.non_finite_in_a_row += 1
+        where = f" on rank {', '.join(map(str, step.non_finite_ranks))}" if step.non_finite_ranks else ""
+        what = "loss" if not math.isfinite(step.loss) else "gradient norm"
+        message = (
+            f"step {self.global_step}: non-finite {what}{where} (loss {step.loss}, gradient norm {step.grad_norm}, "
+            f"learning rate {learning_rate:.3e}); the optimizer step was skipped"
+        )
+        self.metrics.warn(message)
+        if self.counters.non_finite_in_a_row >= self.settings.max_non_finite_steps:
+            raise TrainingError(
+                f"{message}. That makes {self.counters.non_finite_in_a_row} in a row (training.max_non_finite_steps); "
+                "lower optimizer.learning_rate, lengthen the warm-up or look at the data of these steps"
+            )
+
+    def _evaluation_due(self) -> bool:
+        every = self.settings.eval_every_steps
+        return every is not None and self.global_step % every == 0
+
+    def evaluate(self) -> None:
+        """Records the mean loss over the held-out targets and what the objective adds, each sample counted once."""
+        if self.evaluation is None:
+            return
+        self.model.eval()
+        parts = []
+        with torch.no_grad():
+            for batch in self.evaluation():
+                batch = send_to_device(batch, self.accelerator.device)
+                parts.append(self.objective.evaluation_sums(self.model, batch))
+        sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
+        self.model.train()
+        self.metrics.evaluation({"step": self.global_step, **self.objective.evaluation_record(sums)})
+
+
+def _waited_for(windows: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+    """The same; a profile sees how long each was waited for."""
+    while True:
+        with label(DATA):
+            window = next(windows, None)
+        if window is None:
+            return
+        yield window
+
+
+def _stop_reason(mine: str | None, ranks_that_want: list[bool]) -> str | None:
+    """Why all ranks end after this step; None: they don't."""
+    if not any(ranks_that_want):
+        return None
+    return mine or f"rank {ranks_that_want.index(True)} was asked to"
