@@ -1,6 +1,6 @@
 """Tensors without memory and without values, with which the planner runs a model. The names are torch's private ones.
 
-tests/unit/planning/test_planning_private_names.py says when one of them moves.
+tests/unit/planning/memory/test_planning_private_names.py says when one of them moves.
 """
 
 from __future__ import annotations

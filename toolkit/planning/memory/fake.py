@@ -1,7 +1,7 @@
 """Tensors without memory, and a ledger of the memory that they would take.
 
 The private names of torch that planning leans on stand here and in toolkit/model/fake_tensors.py alone;
-tests/unit/planning/test_planning_private_names.py says when one of them moves.
+tests/unit/planning/memory/test_planning_private_names.py says when one of them moves.
 """
 
 from __future__ import annotations

@@ -546,7 +546,7 @@ def test_bad_options_import_no_torch() -> None:
         "try: app(['generate', 'x', '--chat', '--raw'], standalone_mode=False)\n"
         "except BadInputError: print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], text=True, capture_output=True)
+    found = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], text=True, capture_output=True)
     assert found.stdout == "[]\n", found.stderr
 
 

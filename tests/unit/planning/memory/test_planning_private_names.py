@@ -19,7 +19,7 @@ PRIVATE = re.compile(r"\b(?:torch|accelerate|transformers)\.(?:\w+\.)*_[a-z]\w*"
 
 
 def test_private_modules_are_named_in_few_files() -> None:
-    package = Path(__file__).parents[3] / "toolkit"
+    package = Path(__file__).parents[4] / "toolkit"
     naming = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")

@@ -1,6 +1,6 @@
 """docs/recipes.md lists every field of a recipe as the schema has it.
 
-`python tests/unit/test_docs.py` writes it anew.
+`python tests/unit/recipe/test_docs.py` writes it anew.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.recipe.recipe import Recipe, Section, _choices, _section_of
 
-PAGE = Path(__file__).parents[2] / "docs/recipes.md"
+PAGE = Path(__file__).parents[3] / "docs/recipes.md"
 HEAD = """# Recipe fields
 
 A recipe is a YAML mapping of these sections. Files that it names are relative to the recipe itself. `required` fields
@@ -64,7 +64,7 @@ def _plain(value: Any) -> str:
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == render(), "run python tests/unit/test_docs.py"
+    assert PAGE.read_text(encoding="utf-8") == render(), "run python tests/unit/recipe/test_docs.py"
 
 
 def test_every_field_is_described() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launches import clean_environment
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOOLKIT = str(Path(sys.executable).with_name("toolkit"))
 
 

@@ -10,50 +10,15 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from html_page import HOSTILE, Page
 
 from toolkit.pages.run_page import MAX_LISTED_STEPS, RunSummary, render_report, write_report
 
 GIB = 2**30
-VOID_ELEMENTS = {"meta", "link", "br", "img", "hr", "input"}
-HOSTILE = "</span></code></style><script src=\"https://evil.example/x.js\">alert('1')</script>&amp;"
-
-
-class Page(HTMLParser):
-    """The report as a browser's parser sees it: elements, attributes, and the text below each id."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.elements: Counter[str] = Counter()
-        self.attributes: list[tuple[str, str, str]] = []
-        self.text_of: dict[str, str] = {}
-        self._open: list[tuple[str, str | None]] = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._count(tag, attrs)
-        if tag not in VOID_ELEMENTS:
-            self._open.append((tag, dict(attrs).get("id")))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._count(tag, attrs)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop()[0] == tag
-
-    def handle_data(self, data: str) -> None:
-        for name in {name for _, name in self._open if name}:
-            self.text_of[name] = self.text_of.get(name, "") + data
-
-    def _count(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements[tag] += 1
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
 
 
 def train_line(step: int, **changes: Any) -> dict[str, Any]:
