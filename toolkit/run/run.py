@@ -542,6 +542,10 @@ def _fit_and_export(
         Metrics(accelerator, metrics_file, recipe.logging, parts.num_steps, unit, parts.planned.peak_bytes) as metrics,
     ):
         schedule = build_schedule(optimizer, recipe.schedule, parts.num_steps)
+        checkpoints = RunCheckpoints(
+            accelerator, output_dir, recipe, plugin.text, parts.data.fingerprint, parts.model, optimizer, metrics
+        )
+        profile = _profile_of(accelerator, recipe, output_dir)
         trainer = Trainer(
             accelerator,
             parts.model,
@@ -554,14 +558,11 @@ def _fit_and_export(
             evaluation=_evaluation(accelerator, recipe, parts.data),
             flops=_flops(accelerator, recipe, parts.model),
             stop_reason=lambda: stop.reason,
-        )
-        checkpoints = RunCheckpoints(
-            accelerator, output_dir, recipe, plugin.text, parts.data.fingerprint, parts.model, optimizer, metrics
+            checkpoints=checkpoints,
+            profile=profile,
         )
         if found is not None:
             checkpoints.restore(*found, trainer, schedule, num_positions)
-        trainer.checkpoints = checkpoints
-        trainer.profile = profile = _profile_of(accelerator, recipe, output_dir)
         try:
             trainer.fit()
         finally:

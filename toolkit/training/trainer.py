@@ -62,6 +62,41 @@ class Step:
     stop: str | None
 
 
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank found in a step before the update, and what it has to say.
+
+    The ranks exchange it as one row of float64, which counts exactly up to 2^53, so that host and device meet once.
+
+    Attributes:
+        loss_sum: over this rank's targets.
+        grad_norm: over all ranks, before clipping.
+        wants_to_stop: after this step.
+        next_target_tokens, next_tokens: in this rank's part of the next window; 0 where there is none.
+    """
+
+    loss_sum: float
+    grad_norm: float
+    peak_device_bytes: int
+    peak_host_bytes: int
+    wants_to_stop: bool
+    next_target_tokens: int
+    next_tokens: int
+
+    @staticmethod
+    def pack(loss_sum: torch.Tensor, grad_norm: torch.Tensor, *on_host: float) -> torch.Tensor:
+        """The row, (7,): the first two fields, which are on the device, and the others, in their order."""
+        device = loss_sum.device
+        on_device = torch.stack([loss_sum.detach().double(), grad_norm.detach().to(device).double()])
+        return torch.cat([on_device, torch.tensor(on_host, dtype=torch.float64, device=device)])
+
+    @staticmethod
+    def unpack(row: list[float]) -> RankStep:
+        """The fields of a row that `pack` made."""
+        loss_sum, grad_norm, device_bytes, host_bytes, stops, targets, tokens = row
+        return RankStep(loss_sum, grad_norm, int(device_bytes), int(host_bytes), stops > 0, int(targets), int(tokens))
+
+
 @dataclass
 class Counters:
     """What a run has done so far, over all ranks."""
@@ -90,8 +125,6 @@ class Trainer:
         evaluation: makes this rank's evaluation batches, equally many on every rank; None: no evaluation.
         flops: per target token, and the peak of one device, for the MFU; None where unknown.
         stop_reason: why this rank wants to end, or None; asked once a step.
-
-    Attributes:
         checkpoints: None: nothing is saved.
         profile: of some steps; None: nothing is profiled.
     """
@@ -109,6 +142,8 @@ class Trainer:
         evaluation: Callable[[], Iterable[Batch]] | None = None,
         flops: tuple[float, float] | None = None,
         stop_reason: Callable[[], str | None] = lambda: None,
+        checkpoints: Checkpoints | None = None,
+        profile: StepProfile | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -121,11 +156,11 @@ class Trainer:
         self.evaluation = evaluation
         self.flops = flops
         self.stop_reason = stop_reason
-        self.checkpoints: Checkpoints | None = None
-        self.profile: StepProfile | None = None
+        self.checkpoints = checkpoints
+        self.profile = profile
         self.counters = Counters()
         self._upcoming: list[Batch] | None = None
-        self._counted: list[float] | None = None  # targets and tokens of the next window, over all ranks
+        self._counted: tuple[int, int] | None = None  # targets and tokens of the next window, over all ranks
         engine = engine_of(accelerator.unwrap_model(model))
         self._steps_in_backward = engine is not None and engine.settings.during_backward
 
@@ -198,8 +233,7 @@ class Trainer:
         Host and device meet once, between backward and update, where the norm decides about the update: the
         loss, the norm, what the ranks have to say and the counts of the next window come in that one transfer.
         """
-        counts = self._counted if self._counted is not None else self._total(self._count(window))
-        target_tokens, tokens = int(counts[0]), int(counts[1])
+        target_tokens, tokens = self._counted or self._total(self._count(window))
         # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks: both are undone.
         scale = self.accelerator.num_processes * len(window) / max(1, target_tokens)
         loss_sum = torch.zeros((), device=self.accelerator.device)
@@ -215,11 +249,11 @@ class Trainer:
                     step = replace(step, skipped=self._update(step.grad_norm))
         return step
 
-    def _count(self, window: list[Batch] | None) -> list[float]:
+    def _count(self, window: list[Batch] | None) -> tuple[int, int]:
         """This rank's target tokens and tokens of a window; zeros where there is none."""
         window = window or []
         targets = sum(self.objective.count_targets(batch) for batch in window)
-        return [float(targets), float(sum(batch["input_ids"].numel() for batch in window))]
+        return targets, sum(batch["input_ids"].numel() for batch in window)
 
     def _clip(self) -> torch.Tensor:
         """Clips to the settings' norm, if any; the global norm before that, on the device."""
@@ -246,36 +280,36 @@ class Trainer:
 
     def _gathered(self, loss_sum: torch.Tensor, norm: torch.Tensor, target_tokens: int, tokens: int) -> Step:
         """What the ranks found, before the update. Also takes the counts of the next window."""
-        device = self.accelerator.device
         reason = self.stop_reason()
-        told = [float(peak_device_bytes(device)), float(peak_host_bytes()), float(reason is not None)]
-        told += self._count(self._upcoming)
-        mine = torch.cat(
-            [
-                torch.stack([loss_sum.detach().double(), norm.detach().to(device).double()]),
-                torch.tensor(told, dtype=torch.float64, device=device),
-            ]
+        mine = RankStep.pack(
+            loss_sum,
+            norm,
+            peak_device_bytes(self.accelerator.device),
+            peak_host_bytes(),
+            reason is not None,
+            *self._count(self._upcoming),
         )
-        rows = self.accelerator.gather(mine[None]).tolist()
-        losses = [row[0] for row in rows]
-        # float64 counts exactly up to 2^53
-        self._counted = None if self._upcoming is None else [sum(row[i] for row in rows) for i in (5, 6)]
+        found = [RankStep.unpack(row) for row in self.accelerator.gather(mine[None]).tolist()]
+        self._counted = None
+        if self._upcoming is not None:
+            self._counted = (sum(rank.next_target_tokens for rank in found), sum(rank.next_tokens for rank in found))
         return Step(
-            loss=sum(losses) / max(1, target_tokens),
-            grad_norm=rows[self.accelerator.process_index][1],
+            loss=sum(rank.loss_sum for rank in found) / max(1, target_tokens),
+            grad_norm=found[self.accelerator.process_index].grad_norm,
             target_tokens=target_tokens,
             tokens=tokens,
-            peak_device_bytes=int(max(row[2] for row in rows)),
-            peak_host_bytes=int(max(row[3] for row in rows)),
-            non_finite_ranks=[rank for rank, value in enumerate(losses) if not math.isfinite(value)],
+            peak_device_bytes=max(rank.peak_device_bytes for rank in found),
+            peak_host_bytes=max(rank.peak_host_bytes for rank in found),
+            non_finite_ranks=[number for number, rank in enumerate(found) if not math.isfinite(rank.loss_sum)],
             skipped=False,
-            stop=_stop_reason(reason, [row[4] > 0 for row in rows]),
+            stop=_stop_reason(reason, [rank.wants_to_stop for rank in found]),
         )
 
-    def _total(self, values: list[float]) -> list[float]:
+    def _total(self, counts: tuple[int, int]) -> tuple[int, int]:
         """Sums over ranks; float64 counts exactly up to 2^53."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
-        return self.accelerator.reduce(tensor, "sum").tolist()  # type: ignore[no-any-return]
+        tensor = torch.tensor(counts, dtype=torch.float64, device=self.accelerator.device)
+        targets, tokens = self.accelerator.reduce(tensor, "sum").tolist()
+        return int(targets), int(tokens)
 
     def _record(self, step: Step, learning_rate: float, seconds: float) -> None:
         self.counters.tokens += step.tokens
