@@ -35,7 +35,7 @@ def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str) ->
     from toolkit.checkpoint.manifest import Manifest
     from toolkit.checkpoint.state import named_tensors, random_states
     from toolkit.checkpoint.writer import Checkpointer, Job
-    from toolkit.recipe.recipe import CheckpointSection
+    from toolkit.recipe.schema import CheckpointSection
     from toolkit.sharding import sharding_kwargs
 
     turns.join(rank, ranks, meeting)

@@ -75,7 +75,7 @@ def packing(folder: Path, num_rows: int, rounds: int) -> dict[str, Any]:
     from toolkit.data.loader import TrainLoader
     from toolkit.data.tokenizer import _train_byte_pairs
     from toolkit.objectives.objective import CausalLM
-    from toolkit.recipe.recipe import DataSection
+    from toolkit.recipe.schema import DataSection
 
     torch.set_num_threads(1)
     tokenizer = _train_byte_pairs(iter([" ".join(WORDS)] * 9), 400, MARKERS["chatml"])
@@ -137,7 +137,7 @@ def tokenise(file: Path, cache: Path, max_length: int) -> dict[str, Any]:
     from toolkit.data import build
     from toolkit.data.chat import MARKERS, use_template
     from toolkit.data.tokenizer import _train_byte_pairs
-    from toolkit.recipe.recipe import DataSection
+    from toolkit.recipe.schema import DataSection
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = _train_byte_pairs(iter([" ".join(WORDS)] * 9), 400, MARKERS["chatml"])

@@ -93,7 +93,7 @@ def by_toolkit(strategy: str, rank: int) -> Turn:
     from toolkit import sharding_kwargs
     from toolkit.objectives.objective import CausalLM
     from toolkit.optim.build import build_optimizer, build_schedule
-    from toolkit.recipe.recipe import OptimizerSection, ScheduleSection, TrainingSection
+    from toolkit.recipe.schema import OptimizerSection, ScheduleSection, TrainingSection
     from toolkit.training.trainer import Trainer
 
     accelerator = Accelerator(**sharding_kwargs(strategy))

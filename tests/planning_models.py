@@ -25,7 +25,7 @@ from transformers import (
 from toolkit.model.adapters import add_adapter
 from toolkit.objectives.objective import CausalLM, SequenceClassification
 from toolkit.planning.workload import UNMASKED, Workload
-from toolkit.recipe.recipe import AdapterSection
+from toolkit.recipe.schema import AdapterSection
 
 ROPE = {"num_attention_heads": 8, "num_key_value_heads": 2}
 DECODERS = ("llama", "qwen2", "qwen3", "gpt2", "mixtral")

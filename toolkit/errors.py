@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class ToolkitError(Exception):
     """Something a person can act on; the message says what was found and how to mend it."""
@@ -62,3 +65,9 @@ def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or its class where it has none."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error's sentence that names the closest of the known words; empty where none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""

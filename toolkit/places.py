@@ -1,11 +1,50 @@
-"""Folders outside a run."""
+"""Folders and files outside a run, and what a name stands for: a file, or something on the hub."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from toolkit.errors import BadInputError
+
+GIB = 2**30
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt")
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+"""Endings that may follow a data suffix; files are decompressed while they are read."""
+
 
 def user_cache() -> Path:
     """finetune-toolkit in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune-toolkit"
+
+
+def atomic_write(path: Path, text: str, errors: str = "strict") -> None:
+    """Write `text` to `path`; a reader sees the old file or the new one, never a part.
+
+    Args:
+        errors: what to do with characters that UTF-8 cannot encode, as `open` takes it.
+    """
+    # Not tempfile: its files are readable by their owner only, and what is written here is there to be shared.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8", errors=errors)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def is_file_source(source: str) -> bool:
+    """True for a path or glob, False for a hub name."""
+    bare = source
+    for ending in COMPRESSIONS:
+        bare = bare.removesuffix(ending)
+    return bare.endswith(DATA_SUFFIXES) or source.startswith(("/", "./", "../", "~")) or os.path.exists(source)
+
+
+def require_folder(name: str, field: str) -> None:
+    """Raises BadInputError where `name` is a path, and not a hub name, and there is no such folder."""
+    path = Path(name).expanduser()
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.exists()
+    if is_path and not path.is_dir():
+        found = "is a file" if path.is_file() else "does not exist"
+        raise BadInputError(f"{field}: the folder {name!r} {found}; name a model's folder or a hub name")

@@ -23,7 +23,7 @@ from tiny import recipe_values, save_llama
 from toolkit.checkpoint import latest, list_checkpoints
 from toolkit.checkpoint.manifest import Checkpoint, Manifest
 from toolkit.checkpoint.writer import superseded
-from toolkit.recipe.recipe import CheckpointSection
+from toolkit.recipe.schema import CheckpointSection
 from toolkit.training.stop import StopRequests
 
 ROOT = Path(__file__).parents[2]

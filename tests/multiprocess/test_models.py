@@ -25,7 +25,7 @@ def loaded_and_sharded(model_section: dict[str, Any], tokenizer_folder: str) -> 
     from toolkit import sharding_kwargs
     from toolkit.model import load as models
     from toolkit.optim.build import build_optimizer
-    from toolkit.recipe.recipe import ModelSection, OptimizerSection
+    from toolkit.recipe.schema import ModelSection, OptimizerSection
 
     accelerator = Accelerator(**sharding_kwargs("zero3"))
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)

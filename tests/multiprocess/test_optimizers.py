@@ -76,7 +76,7 @@ def sharded_runs() -> dict[Any, Any]:
 
     from toolkit import sharding_kwargs
     from toolkit.optim.build import build_optimizer
-    from toolkit.recipe.recipe import OptimizerSection
+    from toolkit.recipe.schema import OptimizerSection
     from toolkit.sharding.plugin import reset_accelerate
 
     section = OptimizerSection(
@@ -196,7 +196,7 @@ def fused_everywhere() -> dict[str, list[bool]]:
 
     from toolkit import sharding_kwargs
     from toolkit.optim.build import build_optimizer
-    from toolkit.recipe.recipe import OptimizerSection
+    from toolkit.recipe.schema import OptimizerSection
     from toolkit.sharding.plugin import reset_accelerate
 
     found = {}

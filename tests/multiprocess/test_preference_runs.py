@@ -174,6 +174,6 @@ def test_the_run_is_the_plain_loop(ranks: int, folder: Path, plain: dict[str, An
 
 def test_the_recipes_settings_are_the_losses() -> None:
     from toolkit.objectives.preference_losses import LOSSES
-    from toolkit.recipe.recipe import PREFERENCE_SETTINGS
+    from toolkit.recipe.schema import PREFERENCE_SETTINGS
 
     assert {name: tuple(loss.defaults) for name, loss in LOSSES.items()} == PREFERENCE_SETTINGS

@@ -27,7 +27,7 @@ from toolkit.checkpoint.state import MODEL
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import add_adapter, has_adapter, write_adapter
 from toolkit.model.load import auto_class
-from toolkit.recipe.recipe import AdapterSection
+from toolkit.recipe.schema import AdapterSection
 
 MODEL_FILES = "model"
 """Folder of a run with the model's configuration and tokenizer."""

@@ -19,7 +19,9 @@ from rich.table import Table
 
 import toolkit
 from toolkit.errors import BadInputError, StoppedError, ToolkitError
-from toolkit.recipe.recipe import DATA_SUFFIXES, Recipe, find_recipe, shipped_recipes
+from toolkit.places import DATA_SUFFIXES
+from toolkit.recipe.load import find_recipe, shipped_recipes
+from toolkit.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from toolkit.verify import Report

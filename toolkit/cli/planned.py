@@ -16,8 +16,9 @@ from rich.console import Console
 
 from toolkit.errors import BadInputError
 from toolkit.pages.plan_console import as_json, explain, plot, show
+from toolkit.places import GIB
 from toolkit.planning.table import Plan, Row, launch_of, plan
-from toolkit.planning.time.hardware import GIB, Hardware
+from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.accelerate_config import read_accelerate_config
 from toolkit.sharding.strategy import asks_for_offload, parse_strategy

@@ -24,7 +24,7 @@ from toolkit.data.sources import Source, glimpse, identify, open_source
 from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.tokenizer import identity, pad_id
 from toolkit.errors import DataError
-from toolkit.recipe.recipe import DataSection, ObjectiveSection, SourceSection
+from toolkit.recipe.schema import DataSection, ObjectiveSection, SourceSection
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.places import user_cache
-from toolkit.recipe.recipe import DataSection
+from toolkit.recipe.schema import DataSection
 
 FORMAT = 2
 """Part of every digest; raised when what is stored changes."""

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.data.problem import RowProblem
 from toolkit.data.sources import Row, Source, listed
 from toolkit.errors import DataError
-from toolkit.recipe.recipe import ColumnsSection
+from toolkit.recipe.schema import ColumnsSection
 
 Message = dict[str, Any]
 

@@ -25,7 +25,8 @@ from fsspec.utils import infer_compression
 
 from toolkit.data.problem import RowProblem
 from toolkit.errors import DataError, first_line
-from toolkit.recipe.recipe import COMPRESSIONS, DATA_SUFFIXES, DataSection, SourceSection, is_file_source
+from toolkit.places import COMPRESSIONS, DATA_SUFFIXES, is_file_source
+from toolkit.recipe.schema import DataSection, SourceSection
 
 Row = dict[str, Any] | RowProblem
 

@@ -21,7 +21,8 @@ from toolkit.data.layouts import recognise, texts_of
 from toolkit.data.problem import RowProblem
 from toolkit.data.sources import identify_rows, open_source, read
 from toolkit.errors import BadInputError, first_line
-from toolkit.recipe.recipe import DataSection, ModelSection, require_folder
+from toolkit.places import require_folder
+from toolkit.recipe.schema import DataSection, ModelSection
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"

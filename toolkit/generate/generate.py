@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 
 from toolkit.errors import BadInputError, ToolkitError, first_line
-from toolkit.recipe.recipe import require_folder
+from toolkit.places import require_folder
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import BadInputError, first_line
-from toolkit.recipe.recipe import AdapterSection
+from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.apply import state_once
 
 PREFIX = "base_model.model."

@@ -36,7 +36,8 @@ from toolkit import ranks
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import AdapterWeights, add_adapter
-from toolkit.recipe.recipe import AdapterSection, ModelSection, require_folder
+from toolkit.places import require_folder
+from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.apply import KeepsMasters, shard_rows
 
 Rows = slice

@@ -29,7 +29,7 @@ from toolkit.objectives.preference_losses import (
     sequence_log_probabilities,
     summed_by_document,
 )
-from toolkit.recipe.recipe import ObjectiveSection
+from toolkit.recipe.schema import ObjectiveSection
 
 
 class Objective(Protocol):

@@ -17,7 +17,7 @@ from toolkit import ranks
 from toolkit.data.cache import digest, kept
 from toolkit.data.samples import PairSamples
 from toolkit.objectives.objective import Preference
-from toolkit.recipe.recipe import ModelSection
+from toolkit.recipe.schema import ModelSection
 
 FILE = "reference.npy"
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit.errors import BadInputError
 from toolkit.optim.muon import Muon
-from toolkit.recipe.recipe import OptimizerSection, ScheduleSection
+from toolkit.recipe.schema import OptimizerSection, ScheduleSection
 from toolkit.sharding.units import plan_units
 
 DEFAULT_DECAY_FRACTION = 0.1

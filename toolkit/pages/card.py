@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from toolkit.recipe.recipe import Recipe, is_file_source
+from toolkit.places import is_file_source
+from toolkit.recipe.recipe import Recipe
 
 CARD, CURVE = "README.md", "curve.png"
 

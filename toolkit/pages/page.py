@@ -9,11 +9,12 @@ from __future__ import annotations
 import html
 import io
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from toolkit.places import atomic_write
 
 WIDE_PX, NARROW_PX, SMALL_PX = (860, 264), (360, 240), (400, 180)
 """Width and height at which charts are drawn (CSS pixels); the browser scales them to their card."""
@@ -40,14 +41,8 @@ def render_page(title: str, sections: Iterable[str], style: str = "") -> str:
 
 def write_page(path: Path, text: str) -> None:
     """Write a page to `path`; a reader sees the old file or the new one, never a part."""
-    # Not tempfile: its files are readable by their owner only, and a page is there to be shared.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        # Generated text can hold half of a surrogate pair, which UTF-8 cannot encode.
-        temporary.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    # Generated text can hold half of a surrogate pair, which UTF-8 cannot encode.
+    atomic_write(path, text, errors="xmlcharrefreplace")
 
 
 # ---- parts of a page ----

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit.errors import BadInputError
+from toolkit.places import GIB
 from toolkit.planning.table import CONTEXT_BYTES, HEADROOM, Launch, Plan, Row
-from toolkit.planning.time.hardware import GIB
 
 SHOWN = 24
 """Rows of a table on the console."""

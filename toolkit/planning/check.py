@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from toolkit.errors import BadInputError, UnplannableError, first_line
+from toolkit.places import GIB
 from toolkit.planning.memory.replay import Memory
 from toolkit.planning.table import CONTEXT_BYTES, HEADROOM, Planner, Setup, smaller_setups
-from toolkit.planning.time.hardware import GIB, Hardware, preset_of_device, presets
+from toolkit.planning.time.hardware import Hardware, preset_of_device, presets
 from toolkit.planning.workload import workload_of_model
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.apply import Checkpointing

@@ -10,14 +10,16 @@ from functools import cached_property
 from typing import Literal
 
 from toolkit.errors import BadInputError, UnplannableError, first_line
+from toolkit.places import GIB
 from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import Layout, Memory, replay
 from toolkit.planning.memory.units import UnitShape, unit_shapes
-from toolkit.planning.time.hardware import GIB, Hardware
+from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.time.speed import Segment, StepTime, step_time
 from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic
 from toolkit.planning.workload import Workload, workload_of
-from toolkit.recipe.recipe import AdapterSection, Recipe
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.apply import Checkpointing
 from toolkit.sharding.offload.host import plan_host
 from toolkit.sharding.offload.state import STAGING_BUFFERS

@@ -50,8 +50,10 @@ from toolkit.pages.card import write_card
 from toolkit.pages.data_console import show_report
 from toolkit.pages.data_page import DATA_PAGE
 from toolkit.pages.run_page import RunSummary, write_report
+from toolkit.places import GIB
 from toolkit.planning.check import Planned, plan_run
-from toolkit.recipe.recipe import OFFLOAD_DETAILS, Recipe, steps_of_run
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import OFFLOAD_DETAILS, steps_of_run
 from toolkit.run.leaks import check_leaks
 from toolkit.sharding.apply import PRECISIONS, Checkpointing, prepare_blocks
 from toolkit.sharding.compiling import Compilation
@@ -67,7 +69,7 @@ from toolkit.sharding.plugin import (
 from toolkit.sharding.strategy import MeshShape
 from toolkit.sharding.units import UnitPlan, plan_units
 from toolkit.sharding.unused import has_branches
-from toolkit.training.metrics import GIB, Metrics, flops_per_token, peak_flops
+from toolkit.training.metrics import Metrics, flops_per_token, peak_flops
 from toolkit.training.profile import FOLDER as PROFILE_FOLDER
 from toolkit.training.profile import StepProfile
 from toolkit.training.stop import StopRequests

@@ -16,15 +16,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
+from toolkit.places import GIB
 from toolkit.planning.time.hardware import preset_of_device
 
 if TYPE_CHECKING:  # peaks and FLOPs are of use without a recipe, and without what reads one
-    from toolkit.recipe.recipe import LoggingSection
+    from toolkit.recipe.schema import LoggingSection
 
 SHARES = {"accuracy": "accuracy", "f1_macro": "F1"}
 """Figures of an evaluation that are shares -> their name on the console."""
-
-GIB = 2**30
 
 
 class Metrics:

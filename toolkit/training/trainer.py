@@ -19,7 +19,7 @@ from toolkit.data.ahead import ahead, with_next
 from toolkit.data.samples import Batch
 from toolkit.errors import StoppedError, TrainingError
 from toolkit.objectives.objective import Objective
-from toolkit.recipe.recipe import TrainingSection
+from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.apply import whole_tensor
 from toolkit.sharding.offload import engine_of
 from toolkit.training.garbage import collect_at, collected_by_step

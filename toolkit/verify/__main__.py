@@ -23,6 +23,7 @@ from toolkit.checkpoint.export import whole_tensors
 from toolkit.data.samples import Batch
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.optim.build import build_schedule
+from toolkit.places import atomic_write
 from toolkit.recipe.recipe import Recipe
 from toolkit.run import run
 from toolkit.sharding import apply
@@ -46,9 +47,7 @@ def rank_main(folder: Path) -> int:
         outcome = {"error": str(error), "bad_input": isinstance(error, BadInputError)}
     except Exception:
         outcome = {"error": traceback.format_exc(), "bad_input": False}
-    path = outcome_path(folder, int(os.environ["RANK"]))
-    path.with_suffix(".unfinished").write_text(json.dumps(outcome), encoding="utf-8")
-    path.with_suffix(".unfinished").replace(path)
+    atomic_write(outcome_path(folder, int(os.environ["RANK"])), json.dumps(outcome))
     return 0 if "result" in outcome else 1
 
 

@@ -17,7 +17,8 @@ from toolkit.data.samples import Batch
 from toolkit.model import load as models
 from toolkit.objectives.objective import CausalLM
 from toolkit.optim.build import learning_rate_factor
-from toolkit.recipe.recipe import Recipe, steps_of_run
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import steps_of_run
 from toolkit.run import run
 from toolkit.sharding.apply import local_tensor
 from toolkit.verify.launch import Launch

@@ -12,7 +12,9 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from toolkit.errors import BadInputError, first_line
-from toolkit.recipe.recipe import ModelSection, Recipe, require_folder
+from toolkit.places import require_folder
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import ModelSection
 
 
 def with_layers(recipe: Recipe, layers: int | None, folder: Path) -> tuple[Recipe, str]:

@@ -21,7 +21,7 @@ import pytest
 from toolkit.data import build, documents, sources, tokenizer
 from toolkit.data.chat import use_template
 from toolkit.errors import BadInputError
-from toolkit.recipe.recipe import ColumnsSection, DataSection, ObjectiveSection, SourceSection
+from toolkit.recipe.schema import ColumnsSection, DataSection, ObjectiveSection, SourceSection
 
 SECONDS = 30
 """Nothing here takes one; what takes so long does not end."""

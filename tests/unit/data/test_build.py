@@ -17,7 +17,7 @@ from toolkit.data import build, sources, tokenizer
 from toolkit.data.cache import kept
 from toolkit.data.chat import MARKERS, use_template
 from toolkit.errors import DataError
-from toolkit.recipe.recipe import DataSection, ObjectiveSection, SourceSection
+from toolkit.recipe.schema import DataSection, ObjectiveSection, SourceSection
 
 TEXTS = [f"line number {i} of the story about a fox and a king" for i in range(40)]
 

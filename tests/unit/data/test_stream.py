@@ -12,8 +12,9 @@ import torch
 from toolkit.data import build, stream, tokenizer
 from toolkit.data.samples import IGNORED
 from toolkit.data.stream import StreamLoader
-from toolkit.errors import DataError
-from toolkit.recipe.recipe import DataSection, Recipe, RecipeError
+from toolkit.errors import DataError, RecipeError
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import DataSection
 
 TEXTS = [f"row {i} " + "of the story about a fox and a king " * (i % 5) for i in range(90)]
 

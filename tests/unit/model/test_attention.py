@@ -12,7 +12,7 @@ from transformers.utils import import_utils
 from toolkit.errors import BadInputError
 from toolkit.model import attention
 from toolkit.model.load import attention_of
-from toolkit.recipe.recipe import ModelSection
+from toolkit.recipe.schema import ModelSection
 
 GPU = torch.device("cuda")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from toolkit.errors import BadInputError
 from toolkit.optim.build import QUANTISED, build_optimizer, build_schedule, learning_rate_factor, parameter_groups
-from toolkit.recipe.recipe import OptimizerSection, ScheduleSection
+from toolkit.recipe.schema import OptimizerSection, ScheduleSection
 
 
 def factors(num_steps: int, **fields: object) -> list[float]:

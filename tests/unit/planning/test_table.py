@@ -17,10 +17,11 @@ from toolkit.cli import planned as command
 from toolkit.cli.app import app
 from toolkit.errors import BadInputError
 from toolkit.pages import plan_console as show
+from toolkit.places import GIB
 from toolkit.planning import check
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.table import Plan, Planner, Row, launch_of, plan, verdict_of
-from toolkit.planning.time.hardware import GIB, Hardware, hardware_of
+from toolkit.planning.time.hardware import Hardware, hardware_of
 from toolkit.planning.workload import workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.apply import Checkpointing

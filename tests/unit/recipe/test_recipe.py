@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from toolkit.errors import BadInputError, RecipeError
-from toolkit.recipe.recipe import Recipe, find_recipe, shipped_recipes, steps_of_run
+from toolkit.recipe.load import find_recipe, shipped_recipes
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import steps_of_run
 
 MINIMAL = {
     "model": {"name_or_path": "someone/model"},

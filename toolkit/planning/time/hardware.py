@@ -18,9 +18,8 @@ from typing import Any, Literal
 import yaml
 
 from toolkit.errors import BadInputError
-from toolkit.places import user_cache
+from toolkit.places import GIB, atomic_write, user_cache
 
-GIB = 2**30
 GB = 1e9
 
 ADAM_BYTES = 28
@@ -213,9 +212,7 @@ def save_profile(hardware: Hardware, path: Path | None = None) -> Path:
     """Writes a profile whole or not at all; where it is."""
     path = path or profile_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(dataclasses.asdict(hardware), indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    atomic_write(path, json.dumps(dataclasses.asdict(hardware), indent=2) + "\n")
     return path
 
 

@@ -15,8 +15,8 @@ import torch
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, ToolkitError
+from toolkit.places import GIB
 
-GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup")
 
 

@@ -1,0 +1,146 @@
+"""Finding a recipe's file, reading it, and applying overrides, before anything is checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import BadInputError, RecipeError, did_you_mean
+from toolkit.places import DATA_SUFFIXES
+
+
+def recipe_folder() -> Path:
+    """The folder of the shipped recipes: beside the package in a checkout, inside it when installed."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "_recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> path of every shipped recipe."""
+    return {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}
+
+
+def find_recipe(name_or_path: str | Path) -> Path:
+    """The file of a recipe. Raises BadInputError that lists the shipped ones."""
+    text = str(name_or_path)
+    path = Path(text).expanduser()
+    if path.is_file():
+        return path.resolve()
+    shipped = shipped_recipes()
+    if text in shipped:
+        return shipped[text]
+    names = ", ".join(shipped) or "none"
+    if path.suffix in (".yaml", ".yml") or "/" in text:
+        raise BadInputError(f"recipe {text!r}: there is no such file. Shipped recipes: {names}")
+    hint = did_you_mean(text, shipped)
+    raise BadInputError(f"recipe {text!r}: there is no recipe of that name{hint}. Shipped recipes: {names}")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 floats (`3e-4` is a number) and no duplicate keys."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+        seen.add(key)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=deep)
+
+
+_Loader.construct_mapping = _unique_mapping  # type: ignore[method-assign, assignment]
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
+        raise RecipeError(str(path), [f"not readable as YAML: {error}"]) from None
+    if not isinstance(values, dict):
+        found = "nothing" if values is None else type(values).__name__
+        raise RecipeError(str(path), [f"a recipe is a mapping of sections (model, data, ...), found {found}"])
+    return values
+
+
+def anchor_paths(values: dict[str, Any], folder: Path) -> None:
+    """Relative files named inside a recipe are relative to the recipe, wherever it is started from."""
+    for section, keys in (("data", ("train", "validation")), ("model", ("name_or_path", "tokenizer"))):
+        fields = values.get(section)
+        if not isinstance(fields, dict):
+            continue
+        for key in keys:
+            source = fields.get(key)
+            if isinstance(source, list):
+                fields[key] = [_anchored_source(item, folder) for item in source]
+            else:
+                fields[key] = _anchored_source(source, folder)
+
+
+def _anchored_source(source: Any, folder: Path) -> Any:
+    if isinstance(source, dict) and isinstance(source.get("path"), str):
+        return {**source, "path": _anchored(source["path"], folder)}
+    return _anchored(source, folder) if isinstance(source, str) else source
+
+
+def _anchored(source: str, folder: Path) -> str:
+    candidate = folder / source
+    named_as_file = source.endswith(DATA_SUFFIXES) or source.startswith(("./", "../"))
+    return str(candidate.resolve()) if named_as_file or candidate.exists() else source
+
+
+def apply_overrides(values: dict[str, Any], overrides: Iterable[str], origins: dict[str, str]) -> list[str]:
+    problems = []
+    for text in overrides:
+        key, equals, raw = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            problems.append(f"override {text!r}: expected key.sub=value, for example training.max_steps=50")
+            continue
+        try:
+            value = yaml.load(raw, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        except yaml.YAMLError as error:
+            problems.append(f"override {text!r}: the value is not readable as YAML: {error}")
+            continue
+        problems += _set_path(values, key, value)
+        for stale in [known for known in origins if known == key or known.startswith(f"{key}.")]:
+            del origins[stale]
+        origins[key] = "override"
+    return problems
+
+
+def _set_path(values: dict[str, Any], key: str, value: Any) -> list[str]:
+    *parents, last = key.split(".")
+    node: Any = values
+    for parent in parents:
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
+        if not isinstance(node, dict):
+            return [f"override {key}: {parent} is no section and has no key {last}"]
+    node[last] = value
+    return []
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(dotted(value, f"{path}."))
+        else:
+            flat[path] = value
+    return flat

@@ -1,0 +1,147 @@
+"""What is wrong with a recipe, in words: a line per wrong field, from pydantic's errors.
+
+`root` is the class of the whole recipe, handed in because the recipe imports this file.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from toolkit.errors import did_you_mean
+from toolkit.recipe.schema import Section
+
+Location = tuple[int | str, ...]
+"""The keys and list positions that lead to a field."""
+
+
+def problems_of(root: type[Section], errors: list[ErrorDetails], values: dict[str, Any]) -> list[str]:
+    """A line per wrong field; a field that fits no member of a union is told once."""
+    by_field: dict[str, str] = {}
+    for details in errors:
+        if details["type"] == "contradiction":
+            by_field[str(details["msg"])] = str(details["msg"])
+        else:
+            by_field.setdefault(_dotted(_field_location(root, details["loc"])), _describe(root, details))
+    unknown = [details["loc"] for details in errors if details["type"] == "extra_forbidden"]
+    hidden = _hidden_contradictions(root, values, unknown)
+    return list(by_field.values()) + [text for text in hidden if text not in by_field]
+
+
+def _hidden_contradictions(root: type[Section], values: dict[str, Any], unknown: list[Location]) -> list[str]:
+    """Contradictions that pydantic does not look for in a section with an unknown key."""
+    if not unknown:
+        return []
+    values = copy.deepcopy(values)
+    for location in unknown:
+        node: Any = values
+        for part in location[:-1]:
+            node = node[part]
+        del node[location[-1]]
+    try:
+        root.model_validate(values)
+    except ValidationError as error:
+        return [str(details["msg"]) for details in error.errors() if details["type"] == "contradiction"]
+    return []
+
+
+def _describe(root: type[Section], details: ErrorDetails) -> str:
+    """One line for one wrong field: dotted path, what was found, what is allowed, how to fix it."""
+    location = _field_location(root, details["loc"])
+    path = _dotted(location) or "recipe"
+    if details["type"] == "extra_forbidden":
+        return _describe_unknown(root, details["loc"])
+    if details["type"] == "missing":
+        return f"{path}: missing; {_allowed(root, location) or 'a value is required'}"
+    found = f"found {details['input']!r} ({_type_name(details['input'])})"
+    allowed = _allowed(root, location)
+    message = re.sub(r"a valid dictionary or instance of \w+", "a mapping", details["msg"])
+    message = message[0].lower() + message[1:]
+    return f"{path}: {found}; {message}" + (f"; allowed: {allowed}" if allowed else "")
+
+
+def _describe_unknown(root: type[Section], location: Location) -> str:
+    key = str(location[-1])
+    section = _section_at(root, location)
+    known = list(section.model_fields) if section is not None else []
+    hint = did_you_mean(key, known)
+    if not hint:
+        homes = [f"{name}.{key}" for name, field in root.model_fields.items() if _has_field(field.annotation, key)]
+        hint = f"; did you mean {homes[0]!r}?" if homes else ""
+    return f"{_dotted(location)}: unknown key{hint}; allowed here: {', '.join(known)}"
+
+
+def _dotted(location: Location) -> str:
+    return ".".join(map(str, location))
+
+
+def _has_field(annotation: Any, key: str) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section) and key in annotation.model_fields
+
+
+def _type_name(value: Any) -> str:
+    return {"NoneType": "null", "dict": "mapping", "str": "text"}.get(type(value).__name__, type(value).__name__)
+
+
+def _allowed(root: type[Section], location: Location) -> str:
+    """What a field takes, in words: its choices or its description."""
+    section = _section_at(root, location)
+    field = section.model_fields.get(str(location[-1])) if section is not None and location else None
+    if field is None:
+        return ""
+    choices = choices_of(field.annotation)
+    if choices:
+        return ", ".join("null" if choice is None else str(choice) for choice in choices)
+    return (field.description or "").rstrip(".")
+
+
+def _section_at(root: type[Section], location: Location) -> type[Section] | None:
+    """The section class that holds the last key of `location`."""
+    section: Any = root
+    for part in location[:-1]:
+        if isinstance(part, int) and isinstance(section, list):
+            section = section[0]
+            continue
+        field = section.model_fields.get(part) if isinstance(part, str) and not isinstance(section, list) else None
+        section = section_of(field.annotation) if field is not None else None
+        if section is None:
+            return None
+    return None if isinstance(section, list) else section
+
+
+def _field_location(root: type[Section], location: Location) -> Location:
+    """The location without pydantic's names of union members."""
+    for end in range(1, len(location) + 1):
+        if isinstance(location[end - 1], int):
+            continue
+        section = _section_at(root, location[:end])
+        if section is None:
+            return location[: end - 1]
+        if location[end - 1] not in section.model_fields:
+            return location[:end]
+    return location
+
+
+def section_of(annotation: Any) -> Any:
+    """The section class of a field; in a list where the field is a list of sections; None where it is neither."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    for member in (annotation, *get_args(annotation)):
+        items = get_args(member)
+        if get_origin(member) is list and isinstance(items[0], type) and issubclass(items[0], Section):
+            return [items[0]]
+    return None
+
+
+def choices_of(annotation: Any) -> list[Any]:
+    """The values of a field that takes one of a list of words; empty for other fields."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    members = get_args(annotation)
+    if members and all(get_origin(m) is Literal or m is type(None) for m in members):
+        return [choice for m in members for choice in (get_args(m) if m is not type(None) else [None])]
+    return []
