@@ -1,16 +1,14 @@
-"""Every YAML of the repository is loaded and dry-run: no recipe or config rots unseen."""
+"""Every YAML of the repository is loaded, and every config launched: none rots unseen."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from launches import launch
-from ranks import run_on_ranks
 
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.strategy import parse_strategy
@@ -29,33 +27,10 @@ def test_there_is_no_yaml_that_no_test_reads() -> None:
     assert {Path(name).parts[0] for name in set(listed) - data} <= FOLDERS
 
 
-def dry_run(recipe: Path, output: Path) -> dict[str, Any]:
-    """The recipe's own parts for two steps, on what data and model it names."""
-    from toolkit import finetune
-
-    result = finetune(
-        Recipe.load(
-            recipe,
-            [
-                f"training.output_dir={output}",
-                "training.max_steps=2",
-                "training.num_epochs=null",
-                "training.eval_every_steps=null",
-                "data.max_validation_samples=8",
-                f"data.cache_dir={output.parent / 'cache'}",
-            ],
-        )
-    )
-    planned = [record["planned_peak_bytes"] for record in result.metrics if record["split"] == "train"]
-    return {"records": len(result.metrics), "export": str(result.export_dir), "planned": planned}
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe(recipe: Path, tmp_path: Path) -> None:
+def test_recipe_is_described(recipe: Path) -> None:
+    """tests/traces runs each of them."""
     assert Recipe.load(recipe).description, "the line that `toolkit recipes` shows"
-    found = run_on_ranks(dry_run, 2, recipe, tmp_path / "out")
-    assert all(result["records"] >= 2 for result in found)
-    assert all(result["planned"] and all(result["planned"]) for result in found), "the run had a plan"
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
