@@ -74,7 +74,7 @@ def packing(folder: Path, num_rows: int, rounds: int) -> dict[str, Any]:
     from toolkit.data.chat import MARKERS, use_template
     from toolkit.data.loader import TrainLoader
     from toolkit.data.tokenizer import _train_byte_pairs
-    from toolkit.objectives.objective import CausalLM
+    from toolkit.objectives.causal_lm import CausalLM
     from toolkit.recipe.schema import DataSection
 
     torch.set_num_threads(1)

@@ -91,7 +91,7 @@ def by_toolkit(strategy: str, rank: int) -> Turn:
     from accelerate import Accelerator
 
     from toolkit import sharding_kwargs
-    from toolkit.objectives.objective import CausalLM
+    from toolkit.objectives.causal_lm import CausalLM
     from toolkit.optim.build import build_optimizer, build_schedule
     from toolkit.recipe.schema import OptimizerSection, ScheduleSection, TrainingSection
     from toolkit.training.trainer import Trainer

@@ -23,7 +23,8 @@ from transformers import (
 )
 
 from toolkit.model.adapters import add_adapter
-from toolkit.objectives.objective import CausalLM, SequenceClassification
+from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.classification import SequenceClassification
 from toolkit.planning.workload import UNMASKED, Workload
 from toolkit.recipe.schema import AdapterSection
 

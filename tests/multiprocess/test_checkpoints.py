@@ -77,7 +77,7 @@ def values(folder: Path, output: str, case: dict[str, Any]) -> dict[str, Any]:
 def run(recipe: dict[str, Any], cut: bool = False) -> list[dict[str, Any]]:
     """The run's records. Cut, it dies in the last micro-batch of a step, without a chance to tidy up."""
     from toolkit import Recipe, finetune
-    from toolkit.objectives import objective as objectives
+    from toolkit.objectives.causal_lm import CausalLM
 
     meet()
     os.environ.pop("PARALLELISM_CONFIG_DP_SHARD_SIZE", None)
@@ -85,7 +85,7 @@ def run(recipe: dict[str, Any], cut: bool = False) -> list[dict[str, Any]]:
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2"
     accumulation = recipe["training"]["gradient_accumulation_steps"]
     calls = itertools.count(1)
-    loss_sum = objectives.CausalLM.loss_sum
+    loss_sum = CausalLM.loss_sum
 
     def dying(self: Any, model: Any, batch: Any) -> torch.Tensor:
         is_planned = type(batch["input_ids"]) is not torch.Tensor  # the plan before the run, without values
@@ -95,10 +95,10 @@ def run(recipe: dict[str, Any], cut: bool = False) -> list[dict[str, Any]]:
 
     try:
         if cut:
-            objectives.CausalLM.loss_sum = dying  # type: ignore[method-assign]
+            CausalLM.loss_sum = dying  # type: ignore[method-assign]
         return finetune(Recipe.from_mapping(recipe)).metrics
     finally:
-        objectives.CausalLM.loss_sum = loss_sum  # type: ignore[method-assign]
+        CausalLM.loss_sum = loss_sum  # type: ignore[method-assign]
 
 
 TOLD = ("split", "step", "epoch", "samples", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate")
@@ -155,7 +155,7 @@ PARTS = [
 def part(folder: str, strategy: str, offload: bool, accumulation: int, stop_after: int | None) -> dict[str, Any]:
     """Goes on until it is asked to stop; the samples that this rank has trained on, in order."""
     from toolkit import Recipe, finetune
-    from toolkit.objectives import objective as objectives
+    from toolkit.objectives.causal_lm import CausalLM
     from toolkit.run import run as runs
 
     class Asked(runs.StopRequests):
@@ -169,14 +169,14 @@ def part(folder: str, strategy: str, offload: bool, accumulation: int, stop_afte
     checkpoints = sorted(Path(folder, "elastic", "checkpoints").glob("step_*"))
     start = int(checkpoints[-1].name.removeprefix("step_")) if checkpoints else 0
     seen: list[list[str]] = []
-    loss_sum = objectives.CausalLM.loss_sum
+    loss_sum = CausalLM.loss_sum
 
     def noting(self: Any, model: Any, batch: Any) -> torch.Tensor:
         if torch.is_grad_enabled():
             seen.append([hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in batch["input_ids"]])
         return loss_sum(self, model, batch)
 
-    objectives.CausalLM.loss_sum = noting  # type: ignore[method-assign]
+    CausalLM.loss_sum = noting  # type: ignore[method-assign]
     runs.StopRequests = Asked  # type: ignore[misc]
     case = {"strategy": strategy, "precision": "no", "offload": offload, "accumulation": accumulation}
     recipe = values(Path(folder), "elastic", case)

@@ -58,7 +58,7 @@ def toolkit(strategy: str, kind: str, precision: str) -> tuple[list[float], dict
 
     from toolkit import sharding_kwargs
     from toolkit.objectives import head_loss
-    from toolkit.objectives.objective import CausalLM
+    from toolkit.objectives.causal_lm import CausalLM
     from toolkit.sharding.apply import Checkpointing, whole_tensor
     from toolkit.sharding.plugin import accumulation_plugin, reset_accelerate
 
@@ -92,7 +92,7 @@ def offloaded(whole: bool) -> list[float]:
     from accelerate import Accelerator
 
     from toolkit import sharding_kwargs
-    from toolkit.objectives.objective import CausalLM
+    from toolkit.objectives.causal_lm import CausalLM
     from toolkit.sharding.plugin import reset_accelerate
 
     meet()

@@ -23,13 +23,13 @@ def loaded_and_sharded(model_section: dict[str, Any], tokenizer_folder: str) -> 
     from transformers import AutoTokenizer
 
     from toolkit import sharding_kwargs
-    from toolkit.model import load as models
+    from toolkit.model.load import load
     from toolkit.optim.build import build_optimizer
     from toolkit.recipe.schema import ModelSection, OptimizerSection
 
     accelerator = Accelerator(**sharding_kwargs("zero3"))
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    model = models.load(ModelSection(**model_section), tokenizer, seed=5)
+    model = load(ModelSection(**model_section), tokenizer, seed=5)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     optimizer = build_optimizer(model, OptimizerSection(learning_rate=1e-3))
     model, optimizer = accelerator.prepare(model, optimizer)

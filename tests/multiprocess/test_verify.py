@@ -91,7 +91,7 @@ def break_ranks(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "broken").mkdir()
     lines = "".join(f"    {line}\n" for line in code.splitlines())
     (tmp_path / "broken/sitecustomize.py").write_text(f"import os\nif 'LOCAL_WORLD_SIZE' in os.environ:\n{lines}")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"), prepend=os.pathsep)
 
 
 def test_the_command_passes_on_two_ranks(folder: Path) -> None:
@@ -131,17 +131,18 @@ def test_a_model_cut_to_its_first_blocks(folder: Path, tmp_path: Path) -> None:
 def test_a_run_that_is_wrong_on_one_rank_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 trains on doubled losses, and one norm is never trained at all."""
     break_ranks(
-        "from toolkit import models, objectives\n"
-        "load, loss_sum = models.load, objectives.CausalLM.loss_sum\n"
+        "from toolkit.objectives.causal_lm import CausalLM\n"
+        "from toolkit.model import load\n"
+        "whole, loss_sum = load._without_weights, CausalLM.loss_sum\n"
         "scale = 1 + int(os.environ['RANK'])\n"
-        "objectives.CausalLM.loss_sum = lambda self, *given: loss_sum(self, *given) * scale\n"
+        "CausalLM.loss_sum = lambda self, *given: loss_sum(self, *given) * scale\n"
         "def deaf(*given):\n"
-        "    model = load(*given)\n"
+        "    model = whole(*given)\n"
         "    norm = model.model.norm\n"
         "    forward = norm.forward\n"
         "    norm.forward = lambda x: (forward(x) / norm.weight.detach() * 1.0).detach() * 0 + x\n"
         "    return model\n"
-        "models.load = deaf\n",
+        "load._without_weights = deaf\n",
         tmp_path,
         monkeypatch,
     )

@@ -150,7 +150,7 @@ class AdapterWeights:
         self._seed = seed
 
     def read(self, name: str, like: torch.Tensor, rows: slice) -> torch.Tensor:
-        """See `toolkit.model.load.Weights`."""
+        """See `toolkit.model.weights.Weights`."""
         if ".lora_B." in name or ".lora_embedding_A." in name:
             return torch.zeros(like.shape)[rows]
         if ".lora_A." in name:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import import_utils
 
 from toolkit.errors import first_line
-from toolkit.model.document_attention import BY_DOCUMENT
-from toolkit.model.load import attention_of
+from toolkit.model.document_attention import BY_DOCUMENT, register_by_document
 
 NOT_INSTALLED = "neither flash-attn nor flash-attn-3 is installed for this GPU"
+
+
+def attention_of(model: nn.Module) -> str:
+    """The attention implementation that transformers has chosen; empty where it does not say."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
 
 
 def settle_attention(
@@ -31,6 +36,7 @@ def settle_attention(
         return f"{attention_of(model)} (model.attention)"
     wanted, why = best_flash(model, device, in_16_bits)
     if device.type == "cpu" and packed and not compiled and attention_of(model) == "sdpa":
+        register_by_document()
         wanted = BY_DOCUMENT
     if wanted is not None:
         try:

@@ -145,5 +145,7 @@ def _blocks_of(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
     return blocks if len(blocks) > query.shape[0] else None
 
 
-AttentionInterface.register(BY_DOCUMENT, attend_by_document)
-AttentionMaskInterface.register(BY_DOCUMENT, sdpa_mask)
+def register_by_document() -> None:
+    """Makes `BY_DOCUMENT` a name that `set_attn_implementation` knows; a second call changes nothing."""
+    AttentionInterface.register(BY_DOCUMENT, attend_by_document)
+    AttentionMaskInterface.register(BY_DOCUMENT, sdpa_mask)

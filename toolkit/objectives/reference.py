@@ -16,7 +16,7 @@ from torch import nn
 from toolkit import ranks
 from toolkit.data.cache import digest, kept
 from toolkit.data.samples import PairSamples
-from toolkit.objectives.objective import Preference
+from toolkit.objectives.preference import Preference
 from toolkit.recipe.schema import ModelSection
 
 FILE = "reference.npy"

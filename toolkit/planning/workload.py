@@ -14,10 +14,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.data import tokenizer
-from toolkit.model import load as models
 from toolkit.model.adapters import base_of
+from toolkit.model.attention import attention_of
 from toolkit.model.document_attention import BY_DOCUMENT
-from toolkit.objectives.objective import Objective, build_objective
+from toolkit.model.load import SpecialTokens, load_without_weights
+from toolkit.objectives.build import build_objective
+from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
 
 UNMASKED = "unmasked_sdpa"
@@ -92,7 +94,7 @@ def workload_of(recipe: Recipe, mixed_precision: str) -> Workload:
         BadInputError: where there is no such model.
     """
     labels = _labels(recipe)
-    model = models.load_without_weights(recipe.model, _tokenizer(recipe), labels, recipe.adapter)
+    model = load_without_weights(recipe.model, _tokenizer(recipe), labels, recipe.adapter)
     return workload_of_model(recipe, model, mixed_precision, dict.fromkeys(labels, 1) if labels else None)
 
 
@@ -116,7 +118,7 @@ def workload_of_model(
         mixed_precision,
         recipe.data.max_length,
         recipe.sharding.unit_classes,
-        _attention(recipe, models.attention_of(base_of(model)), packed),
+        _attention(recipe, attention_of(base_of(model)), packed),
     )
 
 
@@ -127,13 +129,13 @@ def _labels(recipe: Recipe) -> list[str] | None:
     return list(recipe.objective.labels or ("0", "1"))
 
 
-def _tokenizer(recipe: Recipe) -> models.HasTokens:
+def _tokenizer(recipe: Recipe) -> SpecialTokens:
     section = recipe.model
     if section.train_tokenizer_vocab_size is not None:
         return PlannedTokenizer(section.train_tokenizer_vocab_size)
     if section.name_or_path is not None and section.add_tokens is None:
         return PlannedTokenizer(0)  # the configuration says it all
-    loaded: models.HasTokens = tokenizer.load(section, recipe.data, recipe.objective.kind)
+    loaded: SpecialTokens = tokenizer.load(section, recipe.data, recipe.objective.kind)
     return loaded
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from toolkit.checkpoint.export import relative_difference
 from toolkit.data.samples import Batch, TextSamples, sample_of, stack
 from toolkit.errors import BadInputError
-from toolkit.model.load import attention_of
+from toolkit.model.attention import attention_of
 from toolkit.objectives.objective import Objective
 
 SAMPLES = 256

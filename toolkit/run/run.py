@@ -40,10 +40,14 @@ from toolkit.data.loader import TrainLoader, evaluation_batches
 from toolkit.data.samples import Batch, PairSamples, TextSamples
 from toolkit.data.stream import StreamLoader, describe_stream
 from toolkit.errors import BadInputError
-from toolkit.model import load as models
 from toolkit.model.adapters import base_of, trainable_share
 from toolkit.model.attention import settle_attention
-from toolkit.objectives.objective import CausalLM, Objective, Preference, SequenceClassification, build_objective
+from toolkit.model.load import auto_class, load
+from toolkit.objectives.build import build_objective
+from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.preference import Preference
 from toolkit.objectives.reference import identity_of, with_reference
 from toolkit.optim.build import build_optimizer, build_schedule
 from toolkit.pages.card import write_card
@@ -335,7 +339,7 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     training = recipe.training
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
-    model = models.load(recipe.model, tokens, training.seed, data.label_names, recipe.adapter)
+    model = load(recipe.model, tokens, training.seed, data.label_names, recipe.adapter)
     require_room(model, tokens, recipe)
     in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
     attention = settle_attention(
@@ -730,7 +734,7 @@ def _conclude(console: Console, recipe: Recipe, result: FinetuneResult) -> None:
 def _how_to_load(export_dir: Path) -> str:
     if (export_dir / "adapter_config.json").is_file():
         return f"PeftModel.from_pretrained(base, {str(export_dir)!r})"
-    auto = models.auto_class(AutoConfig.from_pretrained(export_dir)).__name__
+    auto = auto_class(AutoConfig.from_pretrained(export_dir)).__name__
     return f"{auto}.from_pretrained({str(export_dir)!r})"
 
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from toolkit.data import build, tokenizer
 from toolkit.data.samples import Batch
-from toolkit.model import load as models
-from toolkit.objectives.objective import CausalLM
+from toolkit.model.load import load
+from toolkit.objectives.causal_lm import CausalLM
 from toolkit.optim.build import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
@@ -49,7 +49,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
 def _plain_model(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The model as transformers itself makes it, in float32: not by the toolkit's reading of slices."""
     section = recipe.model
-    built = models.load(section, tokens, recipe.training.seed)
+    built = load(section, tokens, recipe.training.seed)
     run.require_room(built, tokens, recipe)
     CausalLM(built, recipe.data.packing is not False)  # refuses what it cannot train
     settings: dict[str, Any] = {"dtype": built.dtype, "trust_remote_code": section.trust_remote_code}

@@ -11,7 +11,7 @@ from transformers.utils import import_utils
 
 from toolkit.errors import BadInputError
 from toolkit.model import attention
-from toolkit.model.load import attention_of
+from toolkit.model.attention import attention_of
 from toolkit.recipe.schema import ModelSection
 
 GPU = torch.device("cuda")

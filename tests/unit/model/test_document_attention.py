@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.model.document_attention import BY_DOCUMENT, attend_by_document, diagonal_blocks
+from toolkit.model.document_attention import BY_DOCUMENT, attend_by_document, diagonal_blocks, register_by_document
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    register_by_document()
+
 
 LENGTHS = [[5, 9, 2], [16], [1, 1, 14]]
 T = 16

@@ -28,8 +28,9 @@ from transformers import (
 )
 
 from toolkit.objectives import head_loss
+from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.head_loss import AfterHead, HeadLoss, find_head_loss
-from toolkit.objectives.objective import CausalLM, Preference
+from toolkit.objectives.preference import Preference
 from toolkit.objectives.preference_losses import LOSSES
 
 VOCABULARY = 90

@@ -34,7 +34,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 import toolkit.objectives.preference_losses
 from toolkit.data.samples import IGNORED, Batch, sample_of, stack
 from toolkit.errors import BadInputError
-from toolkit.objectives.objective import CausalLM
+from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.preference_losses import LOSSES, Pairs, sequence_log_probabilities
 
 LENGTH = 64

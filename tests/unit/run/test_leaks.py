@@ -15,9 +15,14 @@ from torch import nn
 from toolkit.data.packing import whole
 from toolkit.data.samples import TextSamples
 from toolkit.errors import BadInputError
-from toolkit.model.document_attention import BY_DOCUMENT
-from toolkit.objectives.objective import CausalLM
+from toolkit.model.document_attention import BY_DOCUMENT, register_by_document
+from toolkit.objectives.causal_lm import CausalLM
 from toolkit.run.leaks import check_leaks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    register_by_document()
 
 
 def alone(model: nn.Module, rows: Documents) -> torch.Tensor:

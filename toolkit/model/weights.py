@@ -1,0 +1,177 @@
+"""Where a model's parameters come from, and how each rank is given its own rows of them.
+
+Each rank reads its own slices of the safetensors files. Where the files do not hold the parameters as the model
+names them (a conversion, a missing head, random weights), rank 0 makes them and sends them out one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from toolkit import ranks
+from toolkit.sharding.apply import KeepsMasters, shard_rows
+
+Rows = slice
+"""Rows of a tensor's first dimension."""
+
+
+class Weights(Protocol):
+    """Where parameters come from."""
+
+    def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Rows of the parameter `name`, on the host. Every rank calls this for every name, in one order."""
+
+
+def materialize(model: nn.Module, weights: Weights, keep_master: KeepsMasters | None = None) -> None:
+    """Gives every meta parameter of `model` its values: a DTensor its local rows, a plain one all.
+
+    Tied parameters stay one object.
+
+    Args:
+        keep_master: is given the rows of each trainable DTensor before they are rounded to its type.
+    """
+    made: dict[int, nn.Parameter] = {}
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in made:
+            made[id(parameter)] = _made(name, parameter, weights, keep_master)
+        state[name] = made[id(parameter)]
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            state[name] = weights.read(name, buffer, slice(0, _num_rows(buffer))).to(buffer)
+    model.load_state_dict(state, strict=False, assign=True)
+    del model.materialize_weights
+
+
+def _made(name: str, parameter: nn.Parameter, weights: Weights, keep_master: KeepsMasters | None) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        whole = weights.read(name, parameter, slice(0, _num_rows(parameter)))
+        return nn.Parameter(_own(whole, parameter.dtype, torch.device("cpu")), requires_grad=parameter.requires_grad)
+    if keep_master is not None and parameter.requires_grad:
+        unrounded = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
+        local = weights.read(name, unrounded, shard_rows(parameter))
+        keep_master(name, local)
+    else:
+        local = weights.read(name, parameter, shard_rows(parameter))
+    local = _own(local, parameter.dtype, torch.device(parameter.device_mesh.device_type))
+    sharded = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def _own(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A copy: what safetensors reads is a view of the mapped file, which may change or go away."""
+    return tensor.to(device=device, dtype=dtype, copy=True)
+
+
+def _num_rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.ndim else 1
+
+
+class SafetensorsWeights:
+    """Slices of the safetensors files of a folder.
+
+    Args:
+        files: parameter's name in the model -> (file, name in the file).
+    """
+
+    def __init__(self, files: dict[str, tuple[Path, str]]) -> None:
+        self._files = files
+
+    def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
+        path, stored_name = self._files[name]
+        with safe_open(path, framework="pt") as file:
+            if like.ndim == 0:
+                return file.get_tensor(stored_name)  # type: ignore[no-any-return]
+            return file.get_slice(stored_name)[rows]  # type: ignore[no-any-return]
+
+
+class RankZeroWeights:
+    """Parameters of a whole model that rank 0 makes and broadcasts one at a time.
+
+    Host memory: the whole model on rank 0, one parameter on the others.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self._make = make
+        self._state: dict[str, torch.Tensor] | None = None
+
+    def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
+        if ranks.world_size() == 1:
+            return self._whole(name)[rows] if like.ndim else self._whole(name)
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        if ranks.rank() == 0:
+            whole = self._whole(name).to(device=device, dtype=like.dtype).contiguous()
+        else:
+            whole = torch.empty(like.shape, dtype=like.dtype, device=device)
+        dist.broadcast(whole, src=0)
+        return whole[rows] if like.ndim else whole
+
+    def _whole(self, name: str) -> torch.Tensor:
+        if self._state is None:
+            self._state = self._make().state_dict()
+        return self._state[name]
+
+
+def stored_names(folder: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]] | None:
+    """Where each parameter and buffer of `model` is stored; None where one is not stored as it is named."""
+    stored = _index(folder)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    tied_to = _first_names(model)
+    files: dict[str, tuple[Path, str]] = {}
+    for name, shape in shapes.items():
+        found = _lookup(tied_to.get(name, name), stored, model.base_model_prefix)
+        if found is None or _stored_shape(*found) != list(shape):
+            return None
+        files[name] = found
+    return files
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Parameter's name -> the first name of the same parameter, under which tied weights are stored."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+
+
+def _lookup(name: str, stored: dict[str, Path], prefix: str) -> tuple[Path, str] | None:
+    """A checkpoint of the bare model (gpt2) names its tensors without the prefix of the model with a head."""
+    for candidate in (name, name.removeprefix(f"{prefix}.")):
+        if candidate in stored:
+            return stored[candidate], candidate
+    return None
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    """Tensor's name -> file, of every safetensors file of a model's folder."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / Path(file).name for name, file in weight_map.items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        return {}
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _stored_shape(path: Path, name: str) -> list[int]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.get_slice(name).get_shape())

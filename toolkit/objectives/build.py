@@ -1,0 +1,46 @@
+"""The objective that a recipe asks for."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from toolkit.errors import BadInputError
+from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.preference import Preference
+from toolkit.objectives.preference_losses import LOSSES
+from toolkit.recipe.schema import ObjectiveSection
+
+
+def build_objective(
+    section: ObjectiveSection, model: nn.Module, packed: bool, label_counts: dict[str, int] | None
+) -> CausalLM | SequenceClassification | Preference:
+    """The recipe's objective.
+
+    Args:
+        packed: whether documents share samples.
+        label_counts: rows of each class to train on, in the order of the classes; None: no classification.
+
+    Raises:
+        BadInputError: a model that cannot be trained so, or class weights of another number than classes.
+    """
+    if section.kind == "preference":
+        given = {key: getattr(section, key) for key in ("beta", "label_smoothing", "gamma", "odds_weight")}
+        return Preference(model, LOSSES[section.loss or "dpo"], given, packed)
+    if label_counts is None:
+        return CausalLM(model, packed)
+    return SequenceClassification(model, len(label_counts), _class_weights(section, label_counts))
+
+
+def _class_weights(section: ObjectiveSection, counts: dict[str, int]) -> list[float] | None:
+    weights = section.class_weights
+    if weights is None:
+        return None
+    if weights == "balanced":
+        return [sum(counts.values()) / (len(counts) * max(1, count)) for count in counts.values()]
+    if len(weights) != len(counts):
+        raise BadInputError(
+            f"objective.class_weights: {len(weights)} weights for {len(counts)} classes ({', '.join(counts)}); "
+            "give one for each, in this order"
+        )
+    return [float(weight) for weight in weights]

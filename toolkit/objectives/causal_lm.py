@@ -1,0 +1,117 @@
+"""Next-token cross-entropy."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from toolkit.data.samples import IGNORED, Batch
+from toolkit.errors import BadInputError
+from toolkit.model.adapters import base_of
+from toolkit.model.attention import attention_of
+from toolkit.objectives.head_loss import HeadLoss, find_head_loss
+from toolkit.objectives.preference_losses import predicted, sequence_log_probabilities, summed_by_document
+
+HEAD_LOSS_TOLERANCE = {False: 1e-5, True: 1e-2}
+"""By whether compute is in 16 bits: the largest difference from whole logits' loss, as a share of it."""
+
+
+class CausalLM:
+    """Next-token cross-entropy. `labels` are aligned with `input_ids`, as transformers has them.
+
+    Its losses come from the head's inputs, without whole logits, where the model allows for that.
+
+    Args:
+        packed: whether documents share samples.
+
+    Attributes:
+        head_loss: what the losses come from; where that is whole logits, the reason.
+    """
+
+    unit = "tokens"
+
+    def __init__(self, model: nn.Module, packed: bool = True) -> None:
+        self._takes_positions = "position_ids" in inspect.signature(base_of(model).forward).parameters
+        if packed and not self._takes_positions:
+            raise BadInputError(
+                f"data.packing: {type(model).__name__} takes no position_ids, so rows that share a sample would see "
+                "each other; set data.packing=false"
+            )
+        # Its kernels tell documents apart in a single row only; in several they would leak.
+        self._in_one_row = packed and attention_of(model).startswith("flash")
+        self.head_loss = find_head_loss(model)
+
+    def count_targets(self, batch: Batch) -> int:
+        return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(B, T, V)."""
+        logits = model(**self._inputs(batch)).logits
+        return logits.view(*batch["input_ids"].shape, -1)  # type: ignore[no-any-return]
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        # No attention mask and no cache: only then do restarting positions keep documents apart.
+        names = ("input_ids", "position_ids") if self._takes_positions else ("input_ids",)
+        return {name: batch[name].view(1, -1) if self._in_one_row else batch[name] for name in names} | {
+            "use_cache": False
+        }
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        if isinstance(self.head_loss, HeadLoss):
+            targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+            return self.head_loss.summed(model, self._inputs(batch), targets.flatten())
+        return self._sum_of_logits(model, batch)
+
+    def _sum_of_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        logits = self.logits(model, batch)
+        targets = batch["labels"][:, 1:]  # (B, T - 1)
+        return F.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+
+    def log_probabilities(self, model: nn.Module, batch: Batch, num_segments: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each document of `batch["segments"]`; see `sequence_log_probabilities`."""
+        if not isinstance(self.head_loss, HeadLoss):
+            logits = self.logits(model, batch)
+            return sequence_log_probabilities(logits, batch["labels"], batch["segments"], num_segments)
+        targets, owners = predicted(batch["labels"], batch["segments"])
+        losses = self.head_loss.by_token(model, self._inputs(batch), targets)
+        return summed_by_document(-losses, owners, num_segments)
+
+    @torch.no_grad()
+    def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
+        """Tries the loss on a few tokens, and goes by whole logits where these give another. Every rank calls this.
+
+        Returns:
+            How the loss is made, to be told.
+        """
+        if isinstance(self.head_loss, HeadLoss):
+            was_training = model.training
+            model.eval()
+            batch = _few_tokens(self.head_loss.vocabulary, device)
+            found, whole = self.loss_sum(model, batch).item(), self._sum_of_logits(model, batch).item()
+            model.train(was_training)
+            if math.isfinite(whole) and not abs(found - whole) <= HEAD_LOSS_TOLERANCE[in_16_bits] * abs(whole):
+                self.head_loss = f"on a few tokens the head's inputs give {found:.6g}, and whole logits {whole:.6g}"
+        if isinstance(self.head_loss, str):
+            return f"from whole logits: {self.head_loss}"
+        return f"from the head's inputs, logits of {self.head_loss.chunk_tokens:,} tokens at a time"
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        loss = self.loss_sum(model, batch).double()
+        return torch.stack([loss, loss.new_tensor(self.count_targets(batch))])
+
+    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
+        loss = sums[0] / max(1.0, sums[1])
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return {"loss": loss, "target_tokens": int(sums[1]), "perplexity": perplexity}
+
+
+def _few_tokens(vocabulary: int, device: torch.device) -> Batch:
+    ids = torch.arange(1, 17, device=device)[None] % vocabulary
+    return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(16, device=device)[None]}

@@ -1,0 +1,64 @@
+"""Cross-entropy of a text's class."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from toolkit.data.samples import IGNORED, Batch
+from toolkit.model.adapters import base_of
+
+
+class SequenceClassification:
+    """Cross-entropy of a text's class, (sum over rows of w[y] * CE) / rows.
+
+    Args:
+        class_weights: w, one for each class; None: 1.
+    """
+
+    unit = "rows"
+
+    def __init__(self, model: nn.Module, num_classes: int, class_weights: list[float] | None = None) -> None:
+        accepted = inspect.signature(base_of(model).forward).parameters
+        self._inputs = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in accepted]
+        self._num_classes = num_classes
+        self._weights = None if class_weights is None else torch.tensor(class_weights)
+
+    def count_targets(self, batch: Batch) -> int:
+        return int((batch["labels"] != IGNORED).sum())
+
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(B, number of classes)."""
+        return model(**{name: batch[name] for name in self._inputs}).logits  # type: ignore[no-any-return]
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return self._loss_sum(self.logits(model, batch), batch["labels"])
+
+    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weights = None if self._weights is None else self._weights.to(logits.device)
+        return F.cross_entropy(logits.float(), labels, weight=weights, ignore_index=IGNORED, reduction="sum")
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss, and how many rows of each class (major) were taken for each class."""
+        logits, labels = self.logits(model, batch), batch["labels"]
+        counted = labels != IGNORED
+        pairs = labels[counted] * self._num_classes + logits.argmax(dim=-1)[counted]
+        confusion = torch.bincount(pairs, minlength=self._num_classes**2).double()
+        return torch.cat([self._loss_sum(logits, labels).double().view(1), confusion])
+
+    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
+        """Loss, accuracy, and F1 averaged over the classes that occur or are predicted."""
+        confusion = torch.tensor(sums[1:], dtype=torch.float64).view(self._num_classes, -1)
+        rows, hits = confusion.sum().item(), confusion.diagonal()
+        support = confusion.sum(dim=0) + confusion.sum(dim=1)
+        f1 = (2 * hits / support.clamp_min(1.0))[support > 0]
+        return {
+            "loss": sums[0] / max(1.0, rows),
+            "samples": int(rows),
+            "accuracy": hits.sum().item() / max(1.0, rows),
+            "f1_macro": f1.mean().item() if len(f1) else 0.0,
+        }

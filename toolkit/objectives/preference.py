@@ -1,0 +1,93 @@
+"""Chosen completions over rejected ones: the losses of `toolkit.objectives.preference_losses` on a causal model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+
+from toolkit.data.samples import IGNORED, Batch
+from toolkit.model.adapters import adapters_off
+from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.preference_losses import Loss, Pairs
+
+FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward", "kl")
+"""Figures of an evaluation of preferences; the last where there is a reference."""
+
+
+class Preference:
+    """Chosen completions over rejected ones; the loss of `toolkit.objectives.preference_losses` summed over the pairs.
+
+    The reference's log-probabilities come with the batch, or are those of the model with its adapters off.
+    """
+
+    unit = "pairs"
+
+    def __init__(self, model: nn.Module, loss: Loss, settings: Mapping[str, float | None], packed: bool) -> None:
+        self.loss = loss
+        self._settings = settings
+        self._causal = CausalLM(model, packed)
+        self._adapted = model if isinstance(model, peft.PeftModel) else None
+
+    @property
+    def needs_references(self) -> bool:
+        """Whether the reference's log-probabilities must come with each batch."""
+        return self.loss.needs_reference and self._adapted is None
+
+    def count_targets(self, batch: Batch) -> int:
+        """Pairs with something to learn."""
+        return int(torch.unique(batch["segments"][batch["labels"] != IGNORED] // 2).numel())
+
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(B, T, V)."""
+        return self._causal.logits(model, batch)
+
+    def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
+        """As `CausalLM` does."""
+        return self._causal.check_head_loss(model, device, in_16_bits)
+
+    def log_probabilities(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the chosen and the rejected completion of each pair, and their target tokens, each (P, 2)."""
+        num_segments = 2 * len(batch["reference"])
+        sums, counts = self._causal.log_probabilities(model, batch, num_segments)
+        return sums.view(-1, 2), counts.view(-1, 2)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        losses, _, counted = self._compared(model, batch)
+        return losses.masked_fill(~counted, 0.0).sum()
+
+    def _compared(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+        """Losses, figures and which pairs count, each (P,)."""
+        reference = self._reference(model, batch)
+        sums, counts = self.log_probabilities(model, batch)
+        of_reference = () if reference is None else (reference[:, 0], reference[:, 1])
+        pairs = Pairs(sums[:, 0], sums[:, 1], counts[:, 0], counts[:, 1], *of_reference)
+        losses, figures = self.loss(pairs, self._settings)
+        return losses, figures, (counts > 0).all(dim=1)
+
+    def _reference(self, model: nn.Module, batch: Batch) -> torch.Tensor | None:
+        """Log-probabilities (P, 2); None where the loss needs none."""
+        if not self.loss.needs_reference:
+            return None
+        if self._adapted is None:
+            return batch["reference"]
+        was_training = model.training
+        with torch.no_grad(), adapters_off(self._adapted):
+            sums, _ = self.log_probabilities(model.eval(), batch)
+        model.train(was_training)
+        return sums
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        losses, figures, counted = self._compared(model, batch)
+        kept = [losses, counted.float(), *(figures[name] for name in FIGURES if name in figures)]
+        return torch.stack([values.double().masked_fill(~counted, 0.0).sum() for values in kept])
+
+    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
+        """Means over the pairs: loss, rewards, their margin, how often it is positive, and KL to the reference."""
+        pairs = max(1.0, sums[1])
+        names = FIGURES if self.loss.needs_reference else FIGURES[:-1]
+        figures = {name: value / pairs for name, value in zip(names, sums[2:], strict=True)}
+        return {"loss": sums[0] / pairs, "pairs": int(sums[1]), **figures}
