@@ -425,9 +425,10 @@ def generate_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Write with a model: give one of --prompt, --chat, --file, --eval."""
-    from toolkit.generate import generate
+    from toolkit.generate.command import run
+    from toolkit.generate.options import Options
 
-    options = generate.Options(
+    options = Options(
         source,
         prompt=prompt,
         chat=chat,
@@ -446,7 +447,7 @@ def generate_command(
         dtype=dtype,
         device=device,
     )
-    generate.run(options)
+    run(options)
 
 
 def _print_report(report: Report) -> None:

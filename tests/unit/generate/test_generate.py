@@ -31,9 +31,23 @@ from transformers import (
 from toolkit.cli.app import main
 from toolkit.data.chat import MARKERS, use_template
 from toolkit.data.tokenizer import _train_byte_pairs
-from toolkit.errors import BadInputError
-from toolkit.generate import generate
-from toolkit.generate.generate import Loaded, Prompt, Sampling, complete, encode_prompt, load_model, stream
+from toolkit.errors import BadInputError, ToolkitError
+from toolkit.generate.command import converse
+from toolkit.generate.complete import (
+    CONTEXT,
+    HALF_CHARACTER,
+    Prompt,
+    _continuation,
+    _Pieces,
+    _room,
+    complete,
+    encode_prompt,
+    stream,
+)
+from toolkit.generate.evaluation import evaluate, summary
+from toolkit.generate.load import Loaded, find_model, load_model, stop_tokens, turn_ends
+from toolkit.generate.options import Sampling
+from toolkit.generate.rows import PromptRow, completions, read_rows
 
 GREEDY = Sampling(12, 0.0)
 PROMPTS = ["the king", "a fox who sang of bread", "wine", "while the moon was high and all the world lay"]
@@ -153,11 +167,11 @@ def test_the_batch_size_changes_nothing(plain: Path) -> None:
     loaded = load_model(str(plain))
     long = ["the king " * count for count in (26, 27, 29)]
     prompts = [encode_prompt(loaded, text) for text in [*PROMPTS, *long, *PROMPTS[:2]]]
-    rooms = {generate._room(loaded, prompt, GREEDY) for prompt in prompts}
+    rooms = {_room(loaded, prompt, GREEDY) for prompt in prompts}
     assert len(rooms) > 2, "some end at the model's last position"
     alone = [complete(loaded, [prompt], GREEDY)[0] for prompt in prompts]
     for size in (2, 3, 64):
-        assert list(generate.completions(loaded, prompts, GREEDY, size)) == alone
+        assert list(completions(loaded, prompts, GREEDY, size)) == alone
 
 
 def test_a_completion_ends_at_the_last_position(plain: Path) -> None:
@@ -243,16 +257,16 @@ ENDS = {
 def test_the_token_that_closes_a_turn_is_found(template: ChatTemplate) -> None:
     tokenizer = tokenizer_for(template)
     ends = next((ends for name, ends in ENDS.items() if template.name.startswith(name)), ["<|im_end|>"])
-    assert generate.turn_ends(tokenizer) == set(tokenizer.convert_tokens_to_ids(ends))
+    assert turn_ends(tokenizer) == set(tokenizer.convert_tokens_to_ids(ends))
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[5, 7]))
-    assert generate.stop_tokens(model, tokenizer) == generate.turn_ends(tokenizer) | {5, 7, tokenizer.eos_token_id}
+    assert stop_tokens(model, tokenizer) == turn_ends(tokenizer) | {5, 7, tokenizer.eos_token_id}
 
 
 def test_no_turn_is_closed() -> None:
     tokenizer = tokenizer_for(LLAMA_31)
     for template in (None, "{{ raise_exception('no') }}", "{{ bos_token }}{{ messages[1].content }} end"):
         tokenizer.chat_template = template
-        assert generate.turn_ends(tokenizer) == frozenset()
+        assert turn_ends(tokenizer) == frozenset()
 
 
 def test_a_stop_token_ends_the_text(plain: Path) -> None:
@@ -279,14 +293,14 @@ def test_no_half_characters_are_shown(template: ChatTemplate, context: str) -> N
     before = loaded.tokenizer(context, add_special_tokens=False)["input_ids"]
     ids = loaded.tokenizer(context + text, add_special_tokens=False)["input_ids"][len(before) :]
     shown: list[str] = []
-    pieces = generate._Pieces(loaded, Prompt(before, before[-generate.CONTEXT :]), shown.append)
+    pieces = _Pieces(loaded, Prompt(before, before[-CONTEXT:]), shown.append)
     pieces.put(torch.tensor([before]))
     for token in ids:
         pieces.put(torch.tensor([token]))
     pieces.end()
-    assert "".join(shown) == generate._continuation(loaded.tokenizer, before, ids)
+    assert "".join(shown) == _continuation(loaded.tokenizer, before, ids)
     assert "".join(shown) == (text if context or template is LLAMA_31 else text.removeprefix(" "))
-    assert not any(generate.HALF_CHARACTER in piece for piece in shown)
+    assert not any(HALF_CHARACTER in piece for piece in shown)
     assert len(shown) > 20
 
 
@@ -308,7 +322,9 @@ def test_a_prompt_is_answered(
 
 def test_a_conversation(chat: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(generate, "encode_prompt", lambda *given: asked.append(given[1:]) or encode_prompt(*given))
+    monkeypatch.setattr(
+        "toolkit.generate.command.encode_prompt", lambda *given: asked.append(given[1:]) or encode_prompt(*given)
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who sang?\n\nWhat of?\n/reset\nWho sang?\n/quit\nmore\n"))
     options = ("--chat", "--temperature", 0, "--max-new-tokens", 8)
     assert command(monkeypatch, chat, *options, "--system", SYSTEM) == 0
@@ -330,7 +346,7 @@ def test_a_conversation_that_grows_too_long_goes_on(chat: Path, capsys: pytest.C
     loaded = load_model(str(chat))
     lines = iter(["Who sang? " * 40, "Who sang?", None])
     said: list[str] = []
-    generate.converse(loaded, Sampling(8, 0.0), None, lambda: next(lines), said.append)
+    converse(loaded, Sampling(8, 0.0), None, lambda: next(lines), said.append)
     assert "".join(said) == "A fox\n"
     assert "no room in the model's 128 positions; shorten it; /reset forgets" in capsys.readouterr().err
 
@@ -339,7 +355,7 @@ def test_ctrl_c_ends_a_conversation(chat: Path, monkeypatch: pytest.MonkeyPatch)
     def interrupted() -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "_read_line", interrupted)
+    monkeypatch.setattr("toolkit.generate.command._read_line", interrupted)
     assert command(monkeypatch, chat, "--chat") == 0
 
 
@@ -378,7 +394,7 @@ def test_a_file_is_there_when_it_is_whole(plain: Path, tmp_path: Path, monkeypat
         assert [path.name for path in tmp_path.iterdir()] == ["in.txt", ".out.jsonl.unfinished"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "complete", failing)
+    monkeypatch.setattr("toolkit.generate.rows.complete", failing)
     (tmp_path / "in.txt").write_text("the king\n")
     assert command(monkeypatch, plain, "--file", tmp_path / "in.txt", "--output", tmp_path / "out.jsonl") != 0
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
@@ -412,11 +428,11 @@ def test_an_evaluation(
 
 
 def test_many_mismatches_are_counted() -> None:
-    rows = [generate.Row(f"f:{line}", "?", "?", answers=("yes",)) for line in range(9)]
-    found = generate.evaluate(rows, [*["no" * 99] * 8, "\tYES\n"])
+    rows = [PromptRow(f"f:{line}", "?", "?", answers=("yes",)) for line in range(9)]
+    found = evaluate(rows, [*["no" * 99] * 8, "\tYES\n"])
     assert (found.exact, found.accuracy) == (1, 1 / 9)
-    assert generate.summary(found).splitlines()[-1] == "  and 3 more; --json has them all"
-    assert all(len(line) < 120 for line in generate.summary(found).splitlines())
+    assert summary(found).splitlines()[-1] == "  and 3 more; --json has them all"
+    assert all(len(line) < 120 for line in summary(found).splitlines())
 
 
 # ---- adapters ----
@@ -583,9 +599,9 @@ def test_sources_that_hold_no_model(
 
 
 def test_only_a_hub_name_is_looked_for_on_the_hub(plain: Path) -> None:
-    assert generate.find_model("someone/model").on_hub
-    assert generate.find_model("gpt2").on_hub
-    assert not generate.find_model(str(plain)).on_hub
+    assert find_model("someone/model").on_hub
+    assert find_model("gpt2").on_hub
+    assert not find_model(str(plain)).on_hub
 
 
 @pytest.mark.parametrize(
@@ -632,7 +648,7 @@ def test_bad_rows_are_named(
 
 def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"cannot be used: 25\n(.*not JSON\n){10}  and 15 more$"):
-        generate.read_rows(write_lines(tmp_path / "rows.jsonl", "?\n" * 25), "--file")
+        read_rows(write_lines(tmp_path / "rows.jsonl", "?\n" * 25), "--file")
 
 
 def write_lines(path: Path, text: str) -> Path:
@@ -674,7 +690,7 @@ def test_messages_need_the_template(chat: Path, tmp_path: Path, monkeypatch: pyt
 def test_outputs_that_are_no_numbers(plain: Path) -> None:
     loaded = load_model(str(plain))
     loaded.model.lm_head.weight.data.fill_(float("nan"))
-    with pytest.raises(generate.ToolkitError, match="no finite numbers; try --dtype float32"):
+    with pytest.raises(ToolkitError, match="no finite numbers; try --dtype float32"):
         complete(loaded, [encode_prompt(loaded, "the king")], Sampling())
 
 

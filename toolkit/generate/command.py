@@ -1,0 +1,214 @@
+"""What `toolkit generate` does: a model's answers to a prompt, in a conversation, to a file, and how many are right."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from toolkit.errors import BadInputError
+from toolkit.generate.complete import Message, encode_prompt, stream
+from toolkit.generate.evaluation import evaluate, summary
+from toolkit.generate.load import Loaded, find_model, load_model, turn_ends
+from toolkit.generate.options import Options, Sampling, encodable
+from toolkit.generate.rows import PromptRow, completions, encode_rows, read_rows
+
+BATCH_SIZE = 8
+"""Prompts of a file that are completed at a time, unless the options say otherwise."""
+
+
+def run(options: Options) -> None:
+    """Does what the options ask for, and prints it.
+
+    Raises:
+        BadInputError: a model, a prompt or a file that cannot be used.
+        ToolkitError: where the model fails.
+    """
+    place = find_model(options.source)
+    path = options.file or options.evaluation
+    rows = [] if path is None else read_rows(path, _mode(options))
+    if place.on_hub:
+        _tell(f"{place.name}: a hub model, which is downloaded the first time")
+    with _quiet(), _lines_to(options.output, options.file) as write:
+        loaded = _load(options)
+        if options.prompt is not None:
+            _answer_prompt(loaded, options, options.prompt)
+        elif options.chat:
+            _chat(loaded, options)
+        elif options.file is not None:
+            _answer_rows(loaded, options, rows, write)
+        else:
+            _evaluate_rows(loaded, options, rows, write)
+
+
+def _mode(options: Options) -> str:
+    return "--file" if options.file is not None else "--eval"
+
+
+def _load(options: Options) -> Loaded:
+    loaded = load_model(options.source, options.dtype, options.device)
+    if not options.raw and loaded.tokenizer.chat_template is not None and not turn_ends(loaded.tokenizer):
+        _tell("the chat template closes no turn with a special token: answers may go on up to --max-new-tokens")
+    import torch
+
+    torch.manual_seed(options.seed or 0)
+    return loaded
+
+
+def _answer_prompt(loaded: Loaded, options: Options, text: str) -> None:
+    try:
+        prompt = encode_prompt(loaded, text, options.system, options.raw)
+    except BadInputError as problem:
+        raise BadInputError(f"--prompt: {problem}") from None
+    stream(loaded, prompt, options.sampling, _show)
+    print()
+
+
+def _answer_rows(loaded: Loaded, options: Options, rows: list[PromptRow], write: Callable[[str], None]) -> None:
+    for row, text in zip(rows, _completions(loaded, options, rows), strict=True):
+        write(json.dumps({"prompt": row.given, "completion": text}, ensure_ascii=False))
+
+
+def _evaluate_rows(loaded: Loaded, options: Options, rows: list[PromptRow], write: Callable[[str], None]) -> None:
+    found = evaluate(rows, _completions(loaded, options, rows), options.strict)
+    write(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if options.as_json else summary(found))
+
+
+def _completions(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Iterable[str]:
+    """Of the rows, with a bar on the terminal where nothing else is written to it."""
+    prompts = encode_rows(loaded, rows, _mode(options), options.system, options.raw)
+    size = options.batch_size or BATCH_SIZE
+    busy = options.file is not None and options.output is None
+    return track(
+        completions(loaded, prompts, options.sampling, size),
+        "generating",
+        total=len(prompts),
+        console=Console(stderr=True),
+        transient=True,
+        disable=busy or not sys.stderr.isatty(),
+    )
+
+
+def _chat(loaded: Loaded, options: Options) -> None:
+    if loaded.tokenizer.chat_template is None:
+        raise BadInputError(
+            f"--chat: the tokenizer of {loaded.name!r} has no chat template; use --prompt, or train with "
+            "data.chat_template"
+        )
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    with suppress(ImportError):
+        import readline  # noqa: F401 (input() then edits lines)
+    _tell("/reset: forget the conversation; /quit: end")
+    try:
+        converse(loaded, options.sampling, options.system, _read_line, _show)
+    except KeyboardInterrupt:
+        print()
+
+
+def converse(
+    loaded: Loaded,
+    sampling: Sampling,
+    system: str | None,
+    read: Callable[[], str | None],
+    write: Callable[[str], object],
+) -> None:
+    """A conversation, up to `/quit` or the end of what `read` gives line by line (None)."""
+    messages: list[Message] = []
+    while (line := read()) is not None and line.strip() != "/quit":
+        if line.strip() == "/reset":
+            messages.clear()
+            _tell("the conversation is forgotten")
+        elif line.strip():
+            messages += _turns(loaded, sampling, system, [*messages, {"role": "user", "content": line}], write)
+
+
+def _turns(
+    loaded: Loaded, sampling: Sampling, system: str | None, messages: list[Message], write: Callable[[str], object]
+) -> list[Message]:
+    """What a conversation grows by: its last message and the answer; nothing where it cannot be answered."""
+    try:
+        prompt = encode_prompt(loaded, messages, system)
+    except BadInputError as problem:
+        _tell(f"{problem}; /reset forgets the conversation")
+        return []
+    answer = stream(loaded, prompt, sampling, write)
+    write("\n")
+    return [messages[-1], {"role": "assistant", "content": answer}]
+
+
+def _read_line() -> str | None:
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    try:
+        return encodable(input("> " if is_terminal else ""))
+    except EOFError:
+        print("\n" if is_terminal else "", end="")
+        return None
+
+
+def _show(text: str) -> None:
+    """Writes to stdout at once, with a question mark for what its encoding lacks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _lines_to(output: Path | None, source: Path | None) -> Iterator[Callable[[str], None]]:
+    """Writes lines to stdout, or to a file that is there when it is whole.
+
+    Raises:
+        BadInputError: where the file cannot be written, or is the one that is read.
+    """
+    if output is None:
+        yield partial(print, flush=True)
+        return
+    if source is not None and output.exists() and output.samefile(source):
+        raise BadInputError(f"--output: {str(output)!r} is the file of --file; name another one")
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    try:
+        if output.exists() and not output.is_file():
+            raise OSError(errno.EEXIST, "it exists and is no file")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        file = unfinished.open("w", encoding="utf-8")
+    except OSError as error:
+        raise BadInputError(
+            f"--output: {str(output)!r} cannot be written: {error.strerror}; name another file"
+        ) from error
+    try:
+        with file:
+            yield partial(print, file=file)
+        os.replace(unfinished, output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps bars and warnings of the libraries from the terminal."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()  # the hub's, too
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()

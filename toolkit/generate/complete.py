@@ -1,0 +1,225 @@
+"""Prompts as tokens, and what a model writes behind them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import BadInputError, ToolkitError, first_line
+from toolkit.generate.load import Loaded
+from toolkit.generate.options import Sampling
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+CONTEXT = 8
+"""Tokens before a continuation that are decoded with it, so that its first space shows."""
+
+HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as tokens.
+
+    Attributes:
+        context: its last tokens, where the completion goes on in the same text.
+    """
+
+    ids: list[int]
+    context: list[int]
+
+
+def encode_prompt(
+    loaded: Loaded,
+    prompt: str | list[Message],
+    system: str | None = None,
+    raw: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+) -> Prompt:
+    """The tokens that a completion follows, as training has them.
+
+    A text is a user's turn, unless there is no chat template or it is `raw`; then it is plain text, behind the
+    begin-of-text token if there is one.
+
+    Args:
+        system: put before messages that have no system text of their own.
+
+    Raises:
+        BadInputError: where it needs a chat template and there is none, the template refuses it, or it is too long.
+    """
+    if raw or loaded.tokenizer.chat_template is None:
+        if system is not None or not isinstance(prompt, str):
+            what = "messages" if system is None else "a system text"
+            cause = "--raw leaves it out" if raw else f"the tokenizer of {loaded.name!r} has none"
+            raise BadInputError(f"{what} need{'s' if system else ''} a chat template, and {cause}; give plain text")
+        ids = _plain(loaded.tokenizer, prompt)
+        return Prompt(_fitting(loaded, ids), ids[-CONTEXT:])
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return Prompt(_fitting(loaded, _templated(loaded.tokenizer, messages, tools)), [])
+
+
+def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    bos = tokenizer.bos_token_id
+    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None
+) -> list[int]:
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program, and may refuse a conversation in any way
+        raise BadInputError(f"the chat template refuses it: {first_line(error)}") from error
+    # The template writes the begin-of-text token itself.
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _fitting(loaded: Loaded, ids: list[int]) -> list[int]:
+    """The tokens. Raises BadInputError where there are none, too many, or one that the model does not know."""
+    rows = int(loaded.model.get_input_embeddings().weight.shape[0])
+    if not ids:
+        raise BadInputError("the prompt is empty")
+    if loaded.positions is not None and len(ids) >= loaded.positions:
+        raise BadInputError(
+            f"the prompt's {len(ids)} tokens leave no room in the model's {loaded.positions} positions; shorten it"
+        )
+    if max(ids) >= rows:
+        raise BadInputError(
+            f"the tokenizer makes token {max(ids)} of it, and the model has embeddings for {rows}; "
+            "use the tokenizer that belongs to the model"
+        )
+    return ids
+
+
+def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[str]:
+    """A completion of each prompt, in one batch; those that come near the model's last position in others."""
+    batches: dict[int, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        batches.setdefault(_room(loaded, prompt, sampling), []).append(number)
+    texts = [""] * len(prompts)
+    for room, numbers in batches.items():
+        completions = _generate(loaded, [prompts[number].ids for number in numbers], room, sampling)
+        for number, ids in zip(numbers, completions, strict=True):
+            texts[number] = _continuation(loaded.tokenizer, prompts[number].context, ids)
+    return texts
+
+
+def stream(loaded: Loaded, prompt: Prompt, sampling: Sampling, write: Callable[[str], object]) -> str:
+    """The completion of one prompt, which `write` is given piece by piece as it comes."""
+    pieces = _Pieces(loaded, prompt, write)
+    room = _room(loaded, prompt, sampling)
+    ids = _generate(loaded, [prompt.ids], room, sampling, pieces)[0]
+    return _continuation(loaded.tokenizer, prompt.context, ids)
+
+
+def _room(loaded: Loaded, prompt: Prompt, sampling: Sampling) -> int:
+    """Most tokens of the completion."""
+    free = math.inf if loaded.positions is None else loaded.positions - len(prompt.ids)
+    return int(min(free, sampling.max_new_tokens))
+
+
+def _generate(
+    loaded: Loaded, rows: list[list[int]], room: int, sampling: Sampling, streamer: _Pieces | None = None
+) -> list[list[int]]:
+    """At most `room` tokens for each row, up to the first that ends a text and without it."""
+    import torch
+
+    from toolkit.data.tokenizer import pad_id
+
+    padding = pad_id(loaded.tokenizer)
+    width = max(map(len, rows))
+    ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    device = loaded.model.device
+    with _told():
+        found = loaded.model.generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=room,
+            eos_token_id=sorted(loaded.stops) or None,
+            pad_token_id=padding,
+            streamer=streamer,
+            **(drawn if sampling.temperature > 0 else {"do_sample": False}),
+        )
+    return [_until(row, loaded.stops) for row in found[:, width:].tolist()]
+
+
+def _until(ids: list[int], stops: frozenset[int]) -> list[int]:
+    end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
+    return ids[:end]
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Says what can be done about a failure of generation."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ToolkitError(
+            "the GPU has too little memory; lower --batch-size or --max-new-tokens, or try --dtype bfloat16"
+        ) from error
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        raise ToolkitError("the model's outputs are no finite numbers; try --dtype float32") from error
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
+
+
+def _continuation(tokenizer: PreTrainedTokenizerBase, context: list[int], ids: list[int]) -> str:
+    """The text of `ids` behind `context`: decoders take the space from the beginning of a text."""
+    head, whole = _decode(tokenizer, context), _decode(tokenizer, [*context, *ids])
+    return whole[len(head) :] if whole.startswith(head) else _decode(tokenizer, ids)
+
+
+class _Pieces:
+    """A streamer for transformers' `generate`: passes text on when its characters are whole."""
+
+    MAX_TOKENS = 64
+    """Tokens that are decoded anew at each step."""
+
+    def __init__(self, loaded: Loaded, prompt: Prompt, write: Callable[[str], object]) -> None:
+        self._tokenizer = loaded.tokenizer
+        self._stops = loaded.stops
+        self._write = write
+        self._ids = list(prompt.context)
+        self._shown = _decode(self._tokenizer, self._ids)
+        self._is_prompt = True
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Takes the prompt first, then token after token."""
+        if not self._is_prompt:
+            self._ids += _until(tokens.flatten().tolist(), self._stops)
+            self._show(is_last=False)
+        self._is_prompt = False
+
+    def end(self) -> None:
+        self._show(is_last=True)
+
+    def _show(self, is_last: bool) -> None:
+        text = _decode(self._tokenizer, self._ids)
+        if text.endswith(HALF_CHARACTER) and not is_last:
+            return
+        if len(text) > len(self._shown):
+            self._write(text[len(self._shown) :])
+        if len(self._ids) > self.MAX_TOKENS:
+            self._ids = self._ids[-CONTEXT:]
+            text = _decode(self._tokenizer, self._ids)
+        self._shown = text

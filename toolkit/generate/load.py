@@ -1,0 +1,255 @@
+"""The model that generates text: an export, an adapter on its base, or a model of the hub.
+
+torch and transformers are imported once the source is known to hold a model.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import BadInputError, ToolkitError, first_line
+from toolkit.places import require_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is.
+
+    Attributes:
+        name: a folder, or a hub name.
+        is_adapter: the folder holds an adapter, which names its base.
+        on_hub: it may be downloaded.
+    """
+
+    name: str
+    is_adapter: bool = False
+    on_hub: bool = False
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that generates text, with what belongs to it.
+
+    Attributes:
+        name: for people.
+        model: of transformers, or of peft; in evaluation mode, without generation settings of its own.
+        stops: tokens that end a text.
+        positions: most tokens of prompt and completion; None: any number.
+    """
+
+    name: str
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    stops: frozenset[int]
+    positions: int | None
+
+
+def find_model(source: str) -> Place:
+    """The model that is meant by a run's folder, an exported or an adapter's folder, or a hub name.
+
+    Raises:
+        BadInputError: where the folder does not exist or holds no model.
+    """
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        _require_hub_name(source, folder)
+        return Place(source, on_hub=True)
+    found = _in_folder(folder) or _in_folder(folder / "export")
+    if found is not None:
+        return found
+    if any((folder / name).exists() for name in ("recipe.yaml", "checkpoints", "metrics.jsonl")):
+        raise BadInputError(
+            f"{source!r}: the run has no export; make one of its last checkpoint: "
+            f"toolkit export {source} --to {folder / 'export'}"
+        )
+    raise BadInputError(
+        f"{source!r} holds neither a model (config.json), nor an adapter (adapter_config.json), nor a run "
+        "(recipe.yaml, export/); name a folder that does"
+    )
+
+
+def _require_hub_name(source: str, folder: Path) -> None:
+    require_folder(source, "SOURCE")
+    parent = source.rpartition("/")[0]
+    if not source.strip() or source.endswith("/") or (parent and folder.parent.is_dir()):
+        raise BadInputError(f"SOURCE: the folder {source!r} does not exist; name a model's folder or a hub name")
+
+
+def _in_folder(folder: Path) -> Place | None:
+    if (folder / "adapter_config.json").is_file():
+        return Place(str(folder), is_adapter=True)
+    return Place(str(folder)) if (folder / "config.json").is_file() else None
+
+
+def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded:
+    """The model and its tokenizer.
+
+    Args:
+        source: as `find_model` takes it. Only a hub name is ever downloaded.
+        dtype: of the weights while they are in use; auto: as they are saved.
+        device: auto: a GPU if there is one.
+
+    Raises:
+        BadInputError: where it cannot be loaded or generates no text.
+    """
+    place = find_model(source)
+    import torch
+    from transformers import GenerationConfig
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadInputError("--device: cuda is not available on this machine; allowed here: auto, cpu")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = _adapter_base(place) if place.is_adapter else place
+    model = _whole_model(base, dtype)
+    tokenizer = _tokenizer(place, base)
+    stops = stop_tokens(model, tokenizer)
+    model.generation_config = GenerationConfig()  # the options say it all
+    if place.is_adapter:
+        model = _with_adapter(model, tokenizer, place)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    has_end = isinstance(positions, int) and positions > 0
+    return Loaded(source, model.to(device).eval(), tokenizer, stops, positions if has_end else None)
+
+
+def _whole_model(place: Place, dtype: str) -> Any:
+    """A causal language model whose every weight is in its files. Raises BadInputError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    where = {"trust_remote_code": False, "local_files_only": not place.on_hub}
+    try:
+        config = AutoConfig.from_pretrained(place.name, **where)
+        _require_generative(config, place)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            place.name, config=config, dtype=dtype, output_loading_info=True, **where
+        )
+    except ToolkitError:
+        raise
+    except Exception as error:  # the libraries that read models raise a great many kinds
+        where_not = " (there is no such folder, so it was looked for on the hub)" if place.on_hub else ""
+        raise BadInputError(f"{place.name!r}: no model can be loaded{where_not}: {first_line(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise BadInputError(f"{place.name!r}: its files lack {len(missing)} of the weights, for example {missing[0]}")
+    return model
+
+
+def _require_generative(config: Any, place: Place) -> None:
+    architecture = (config.architectures or [""])[0]
+    if architecture.endswith("Classification"):
+        raise BadInputError(f"{place.name!r} classifies texts ({architecture}) and generates none; name another model")
+
+
+def _tokenizer(place: Place, base: Place) -> PreTrainedTokenizerBase:
+    """The adapter's own where it has one. Raises BadInputError."""
+    own = any((Path(place.name) / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
+    chosen = place if own or not place.is_adapter else base
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            chosen.name, trust_remote_code=False, local_files_only=not chosen.on_hub, padding_side="left"
+        )
+    except Exception as error:  # as above
+        raise BadInputError(f"{chosen.name!r}: no tokenizer can be loaded: {first_line(error)}") from error
+
+
+def _adapter_base(place: Place) -> Place:
+    """The base that an adapter names, as a folder. Raises BadInputError where it is not on this machine."""
+    config = _adapter_config(place)
+    name = config.get("base_model_name_or_path")
+    task = config.get("task_type")
+    if task not in (None, "CAUSAL_LM"):
+        raise BadInputError(f"{place.name!r}: the adapter's task is {task} and generates no text; name another one")
+    if not isinstance(name, str) or not name:
+        raise BadInputError(f"{place.name!r}: adapter_config.json names no base_model_name_or_path; add it")
+    for folder in (Path(name).expanduser(), Path(place.name) / name):
+        if (folder / "config.json").is_file():
+            return Place(str(folder))
+    return Place(_cached(name, config.get("revision"), place))
+
+
+def _adapter_config(place: Place) -> dict[str, Any]:
+    folder = Path(place.name)
+    if not any((folder / f"adapter_model.{kind}").is_file() for kind in ("safetensors", "bin")):
+        raise BadInputError(f"{place.name!r}: adapter_config.json without adapter_model.safetensors; save it again")
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadInputError(f"{place.name!r}: adapter_config.json is not JSON: {first_line(error)}") from error
+    if not isinstance(config, dict):
+        raise BadInputError(f"{place.name!r}: adapter_config.json is no object; save the adapter again")
+    return config
+
+
+def _cached(name: str, revision: str | None, place: Place) -> str:
+    """The folder of a hub model that has been downloaded before."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, revision=revision, local_files_only=True)
+    except Exception as error:  # a path is no hub name, and there are several ways of not being there
+        raise BadInputError(
+            f"{place.name!r}: the adapter's base {name!r} is not on this machine; put the folder there, fetch a hub "
+            f"model with `hf download {name}`, or change base_model_name_or_path in its adapter_config.json"
+        ) from error
+
+
+def _with_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, place: Place) -> Any:
+    from peft import PeftModel
+
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer))
+    try:
+        adapted = PeftModel.from_pretrained(model, place.name)
+    except Exception as error:  # of peft, safetensors, torch
+        raise BadInputError(f"{place.name!r}: the adapter does not fit its base: {first_line(error)}") from error
+    _require_whole(adapted, Path(place.name) / "adapter_model.safetensors")
+    return adapted
+
+
+def _require_whole(adapted: Any, file: Path) -> None:
+    """Raises BadInputError where the file's weights are not those of the adapter: peft loads what it finds."""
+    from peft import get_peft_model_state_dict
+    from safetensors import safe_open
+
+    if not file.is_file():
+        return
+    with safe_open(file, framework="pt") as opened:
+        stored = set(opened.keys())
+    needed = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    odd = (needed - stored) | {name for name in stored - needed if ".lora_" in name}
+    if odd:
+        raise BadInputError(
+            f"{str(file)!r} lacks weights of its modules, or has others: {min(odd)}; it belongs to another base or "
+            "another adapter_config.json"
+        )
+
+
+def stop_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end a text: of the generation settings, of the tokenizer, and of an assistant's turn."""
+    configured = model.generation_config.eos_token_id
+    ends = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(end) for end in [*ends, tokenizer.eos_token_id] if end is not None) | turn_ends(tokenizer)
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Special tokens that the chat template puts behind an assistant's words; none without a template."""
+    if tokenizer.chat_template is None:
+        return frozenset()
+    from toolkit.data.chat import special_ids
+
+    words = "Seven"
+    messages = [{"role": "user", "content": "What is three plus four?"}, {"role": "assistant", "content": words}]
+    with suppress(Exception):  # a template is a program, and may refuse a conversation in any way
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        behind = tokenizer(text.rpartition(words)[2], add_special_tokens=False)["input_ids"]
+        return frozenset(behind) & special_ids(tokenizer)
+    return frozenset()

@@ -1,0 +1,152 @@
+"""Files of prompts, with or without the answers that are right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from toolkit.errors import BadInputError
+from toolkit.generate.complete import Message, Prompt, complete, encode_prompt
+from toolkit.generate.load import Loaded
+from toolkit.generate.options import Sampling
+
+T = TypeVar("T")
+
+COLUMNS = ("prompt", "messages", "question")
+"""Where a row's prompt may be; the first that it has."""
+
+PROBLEMS_SHOWN = 10
+"""Bad rows that an error names."""
+
+LENGTH_SHOWN = 80
+"""What is printed of an answer (characters)."""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt of a file.
+
+    Attributes:
+        place: file:line, for people.
+        given: the prompt as the file has it.
+        prompt: a text, or checked messages.
+        tools: that the messages' assistant may call.
+        answers: those that are right; none where it is not to be evaluated.
+    """
+
+    place: str
+    given: Any
+    prompt: str | list[Message]
+    tools: list[dict[str, Any]] | None = None
+    answers: tuple[str, ...] = ()
+
+
+def read_rows(path: Path, option: str) -> list[PromptRow]:
+    """The rows of a file of prompts (`--file`: .txt or .jsonl), or of prompts with answers (`--eval`: .jsonl).
+
+    Raises:
+        BadInputError: where it cannot be read, holds no row, or one that is wrong; each is named by its line.
+    """
+    kinds = (".jsonl",) if option == "--eval" else (".txt", ".jsonl")
+    if path.suffix not in kinds:
+        raise BadInputError(f"{option}: {str(path)!r} is of an unknown kind; allowed: {', '.join(kinds)}")
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise BadInputError(f"{option}: {str(path)!r} cannot be read: {error.strerror}; name a file") from error
+
+    named = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not named:
+        raise BadInputError(f"{option}: {str(path)!r} holds no prompt")
+    make = _plain_row if path.suffix == ".txt" else partial(_json_row, with_answers=option == "--eval")
+    return _all_right(option, [(place, partial(make, place, line)) for place, line in named])
+
+
+def _all_right(option: str, attempts: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
+    """What comes of the attempts, each with its row's place. Raises BadInputError that names the bad rows."""
+    good, problems = [], []
+    for place, attempt in attempts:
+        try:
+            good.append(attempt())
+        except BadInputError as problem:
+            problems.append(f"  {place}: {problem}")
+    if problems:
+        more = len(problems) - PROBLEMS_SHOWN
+        shown = [*problems[:PROBLEMS_SHOWN], *([f"  and {more} more"] if more > 0 else [])]
+        raise BadInputError("\n".join([f"{option}: rows that cannot be used: {len(problems)}", *shown]))
+    return good
+
+
+def _plain_row(place: str, line: bytes) -> PromptRow:
+    text = _decoded(line)
+    return PromptRow(place, text, text)
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise BadInputError("not UTF-8") from None
+
+
+def _json_row(place: str, line: bytes, with_answers: bool) -> PromptRow:
+    try:
+        fields = json.loads(_decoded(line))
+    except (ValueError, RecursionError):
+        raise BadInputError("not JSON") from None
+    if not isinstance(fields, dict):
+        raise BadInputError("no object, as {} is")
+    column = next((name for name in COLUMNS if name in fields), None)
+    if column is None:
+        has = f"it has {', '.join(map(repr, fields))}" if fields else "it is empty"
+        raise BadInputError(f"no prompt; {has}; needed: one of {', '.join(COLUMNS)}")
+    prompt, tools = _asked(column, fields[column], fields.get("tools"))
+    answers = _answers(fields.get("answer")) if with_answers else ()
+    return PromptRow(place, fields[column], prompt, tools, answers)
+
+
+def _asked(column: str, value: Any, tools: Any) -> tuple[str | list[Message], list[dict[str, Any]] | None]:
+    """A text or messages, checked as training's rows are, and the messages' tools. Raises BadInputError."""
+    from toolkit.data.layouts import Conversation, Layout
+    from toolkit.data.problem import RowProblem
+
+    layout = Layout("prompt and completion", {"prompt": column, "completion": "completion", "tools": "tools"})
+    completion = "any" if isinstance(value, str) else [{"role": "assistant", "content": "any"}]
+    try:
+        example = layout.example({column: value, "completion": completion, "tools": tools})
+    except RowProblem as problem:
+        raise BadInputError(str(problem)) from None
+    if not isinstance(example, Conversation):
+        return str(value), None
+    asked = example.messages[:-1]
+    if asked[-1]["role"] not in ("user", "tool"):
+        raise BadInputError(f"nothing is asked: the last message is the {asked[-1]['role']}'s, and not the user's")
+    return asked, example.tools
+
+
+def _answers(value: Any) -> tuple[str, ...]:
+    answers = value if isinstance(value, list) else [value]
+    if value is None or not answers:
+        raise BadInputError("answer is missing; needed: a text, or a list of texts that are right")
+    for answer in answers:
+        if not isinstance(answer, str):
+            raise BadInputError(f"answer: {json.dumps(answer)[:LENGTH_SHOWN]} is no text; write it in quotes")
+        if not answer.strip():
+            raise BadInputError("answer is empty; needed: a text, or a list of texts that are right")
+    return tuple(answers)
+
+
+def encode_rows(loaded: Loaded, rows: list[PromptRow], option: str, system: str | None, raw: bool) -> list[Prompt]:
+    """The rows' tokens. Raises BadInputError that names the rows that `encode_prompt` refuses."""
+    attempts = [(row.place, partial(encode_prompt, loaded, row.prompt, system, raw, row.tools)) for row in rows]
+    return _all_right(option, attempts)
+
+
+def completions(loaded: Loaded, prompts: list[Prompt], sampling: Sampling, batch_size: int) -> Iterator[str]:
+    """A completion of each prompt, in their order."""
+    for start in range(0, len(prompts), batch_size):
+        yield from complete(loaded, prompts[start : start + batch_size], sampling)
