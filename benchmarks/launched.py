@@ -41,15 +41,16 @@ def import_all() -> None:
 
 def watch() -> None:
     """Puts a clock around the parts of a run."""
-    from toolkit.run import run
+
+    from toolkit.run import accelerator, parts, run
 
     for module, name, part in (
         (run, "build_accelerator", "accelerator"),
-        (run.tokenizer, "load", "tokenizer"),
-        (run.build, "build", "data"),
-        (run.models, "load", "model"),
-        (run.Accelerator, "prepare", "prepare, with weights"),
-        (run, "_check_leaks", "check of packing"),
+        (parts.tokenizer, "load", "tokenizer"),
+        (parts.build, "build", "data"),
+        (parts, "load", "model"),
+        (accelerator.Accelerator, "prepare", "prepare, with weights"),
+        (parts, "_check_leaks", "check of packing"),
         (run.Trainer, "evaluate", "first evaluation"),
         (run.Trainer, "train_step", "first step"),
     ):

@@ -232,20 +232,21 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none") -> Callable[
     def train(gate: Gate, job: Job, rank: int) -> None:
         from toolkit.optim.build import build_schedule
         from toolkit.recipe.recipe import Recipe
-        from toolkit.run import run
+        from toolkit.run.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries
+        from toolkit.run.parts import build_parts
         from toolkit.training.metrics import Metrics
         from toolkit.training.trainer import Trainer
 
         gate.imported()
-        run.quiet_libraries()
+        quiet_libraries()
         settings = {"sharding.strategy": strategy, "sharding.offload": offload, "data.packing": packing}
         recipe = Recipe.load(Path(job.folder, "recipe.yaml"), [f"{field}={value}" for field, value in settings.items()])
         output = Path(job.folder, f"run-{strategy}-{packing}-{offload}")
         output.mkdir(exist_ok=True)
-        plugins = run.build_plugins(recipe)
-        accelerator = run.build_accelerator(recipe, plugins, output)
-        parts = run.build_parts(accelerator, recipe, plugins["fsdp_plugin"])
-        schedule = build_schedule(run.inner_optimizer(parts.optimizer), recipe.schedule, parts.num_steps)
+        plugins = build_plugins(recipe)
+        accelerator = build_accelerator(recipe, plugins, output)
+        parts = build_parts(accelerator, recipe, plugins["fsdp_plugin"])
+        schedule = build_schedule(inner_optimizer(parts.optimizer), recipe.schedule, parts.num_steps)
 
         class GatedTrainer(Trainer):
             """Waits at the gate before each step; its windows are made ahead."""

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from toolkit.planning.table import plan
     from toolkit.recipe.recipe import Recipe
-    from toolkit.run.run import FinetuneResult, finetune
+    from toolkit.run.outcome import FinetuneResult
+    from toolkit.run.run import finetune
     from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
 
 __version__ = "0.1.0"
@@ -22,7 +23,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Recipe": "toolkit.recipe.recipe",
     "finetune": "toolkit.run.run",
-    "FinetuneResult": "toolkit.run.run",
+    "FinetuneResult": "toolkit.run.outcome",
     "plan": "toolkit.planning.table",
     "ShardingMesh": "toolkit.sharding.plugin",
     "ShardingPlugin": "toolkit.sharding.plugin",

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
 
 
 def runs(folder: Path, data: Path) -> dict[str, Any]:
-    import toolkit.run.run
+    import toolkit.run.accelerator
     import toolkit.training.trainer
     from toolkit import Recipe, finetune
     from toolkit.errors import ToolkitError
@@ -68,7 +68,9 @@ def runs(folder: Path, data: Path) -> dict[str, Any]:
     toolkit.training.trainer.Trainer._total = lambda trainer, values: counted.append(values) or total(trainer, values)
     run("no-export", training={"max_steps": 2, "max_grad_norm": None}, export={"enabled": False})
     results["counted"] = len(counted)
-    toolkit.run.run.Compilation = functools.partial(toolkit.run.run.Compilation, "aot_eager")  # inductor takes a minute
+    toolkit.run.accelerator.Compilation = functools.partial(
+        toolkit.run.accelerator.Compilation, "aot_eager"
+    )  # inductor takes a minute
     run("compiled", training={"max_steps": 2, "compile": True}, sharding={"strategy": "ddp"}, export={"enabled": False})
     return results
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from toolkit.data import build, tokenizer
-from toolkit.errors import BadInputError
-from toolkit.pages.data_page import DATA_PAGE, write_data_page
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.folder import write_data_report
 
 
 def look_at_data(recipe: Recipe, output: Path | None) -> dict[str, Any]:
@@ -26,13 +24,3 @@ def look_at_data(recipe: Recipe, output: Path | None) -> dict[str, Any]:
     if output is not None:
         write_data_report(output, recipe, report)
     return report
-
-
-def write_data_report(folder: Path, recipe: Recipe, report: dict[str, Any]) -> None:
-    """Writes `data_report.json` and the page beside it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "data_report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-        write_data_page(folder / DATA_PAGE, recipe.description or "Data of the run", report)
-    except OSError as error:
-        raise BadInputError(f"{str(folder)!r} cannot be written: {error.strerror}; name another folder") from error

@@ -21,7 +21,7 @@ import transformers
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
-from toolkit.run import run
+from toolkit.run.accelerator import quiet_libraries
 from toolkit.verify.compare import compare
 from toolkit.verify.launch import read_launch
 from toolkit.verify.plain import run_plain
@@ -62,7 +62,7 @@ def verify(
     _require_positive("--time-limit", time_limit_seconds)
     _require_comparable(recipe)
     launch = read_launch(accelerate_config, recipe)
-    run.quiet_libraries()
+    quiet_libraries()
     with TemporaryDirectory(prefix="toolkit-verify-") as name, _undisturbed():
         folder = Path(name)
         recipe = _harmless(recipe, folder)

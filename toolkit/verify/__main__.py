@@ -25,7 +25,9 @@ from toolkit.errors import BadInputError, ToolkitError
 from toolkit.optim.build import build_schedule
 from toolkit.places import atomic_write
 from toolkit.recipe.recipe import Recipe
-from toolkit.run import run
+from toolkit.run.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries, release
+from toolkit.run.facts import facts_of
+from toolkit.run.parts import Parts, build_parts
 from toolkit.sharding import apply
 from toolkit.sharding.apply import local_tensor, state_once
 from toolkit.training.metrics import Metrics
@@ -60,15 +62,16 @@ def _end_with_parent() -> None:
 
 def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     """`finetune`'s own parts, for a few steps; rank 0 leaves the weights in `folder`."""
-    run.quiet_libraries()
-    plugins = run.build_plugins(recipe)
-    accelerator = run.build_accelerator(recipe, plugins, folder / "run")
+    quiet_libraries()
+    plugins = build_plugins(recipe)
+    accelerator = build_accelerator(recipe, plugins, folder / "run")
     if accelerator.mixed_precision == "fp16":
         raise BadInputError("mixed_precision fp16: its gradient scaler skips steps, which no plain loop does; use bf16")
-    parts = run.build_parts(accelerator, recipe, plugins["fsdp_plugin"])
+    parts = build_parts(accelerator, recipe, plugins["fsdp_plugin"])
     model = accelerator.unwrap_model(parts.model)
     set_dropout(model, 0.0)
     result = _train(accelerator, recipe, parts, steps, folder)
+    result["facts"] = facts_of(accelerator, recipe, plugins["fsdp_plugin"], parts)
     weights = {name: t.float().cpu().contiguous() for name, t in whole_tensors(state_once(model)) if t is not None}
     if accelerator.is_main_process:
         save_file(weights, folder / "weights.safetensors")
@@ -76,15 +79,15 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     # Offload takes gradients away as they come; blocks are checkpointed in the same way with and without it.
     offloaded = plugins["fsdp_plugin"].offload is not None
     result["replay"] = _replay(accelerator, parts) if checkpointed and not offloaded else None
-    run.release(accelerator, plugins["fsdp_plugin"])
+    release(accelerator, plugins["fsdp_plugin"])
     return result
 
 
-def _train(accelerator: Accelerator, recipe: Recipe, parts: run.Parts, steps: int, folder: Path) -> dict[str, Any]:
+def _train(accelerator: Accelerator, recipe: Recipe, parts: Parts, steps: int, folder: Path) -> dict[str, Any]:
     """The trainer's own steps. A parameter had a gradient where its first moment is not zero."""
     model = accelerator.unwrap_model(parts.model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = run.inner_optimizer(parts.optimizer)
+    optimizer = inner_optimizer(parts.optimizer)
     schedule = build_schedule(optimizer, recipe.schedule, parts.num_steps)
     metrics = Metrics(accelerator, folder / "metrics.jsonl", recipe.logging, steps)
     trainer = Trainer(
@@ -101,13 +104,12 @@ def _train(accelerator: Accelerator, recipe: Recipe, parts: run.Parts, steps: in
         "grad_norms": [step.grad_norm for step in found],
         "trainable": sorted(named),
         "with_gradient": sorted(name for name, moment in moments.items() if is_felt(moment)),
-        "facts": parts.facts,
         "precision": accelerator.mixed_precision,
         "device": accelerator.device.type,
     }
 
 
-def _replay(accelerator: Accelerator, parts: run.Parts) -> dict[str, float]:
+def _replay(accelerator: Accelerator, parts: Parts) -> dict[str, float]:
     """Gradients of this rank's first micro-batch, blocks checkpointed and not, from one random state.
 
     Returns:
@@ -146,7 +148,7 @@ def _direct_blocks() -> Iterator[list[str]]:
         vars(apply)["checkpoint"] = stock
 
 
-def _gradients(accelerator: Accelerator, parts: run.Parts, batch: Batch, seed: int) -> list[torch.Tensor]:
+def _gradients(accelerator: Accelerator, parts: Parts, batch: Batch, seed: int) -> list[torch.Tensor]:
     """This rank's parts of the gradients of one micro-batch."""
     torch.manual_seed(1000 * seed + accelerator.process_index)
     batch = {key: value.to(accelerator.device) for key, value in batch.items()}

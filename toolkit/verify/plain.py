@@ -19,7 +19,7 @@ from toolkit.objectives.causal_lm import CausalLM
 from toolkit.optim.build import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
-from toolkit.run import run
+from toolkit.run.parts import build_windows, require_room
 from toolkit.sharding.apply import local_tensor
 from toolkit.verify.launch import Launch
 from toolkit.verify.packing import packing_row
@@ -37,7 +37,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     num_micro_batches = launch.num_processes * training.gradient_accumulation_steps
     samples_per_step = training.micro_batch_size * num_micro_batches
     num_steps = steps_of_run(training, len(data.train), samples_per_step)
-    windows = run.build_windows(recipe, data, num_steps, num_micro_batches, rank=0, world_size=1)
+    windows = build_windows(recipe, data, num_steps, num_micro_batches, rank=0, world_size=1)
     factor = learning_rate_factor(recipe.schedule, num_steps)
     rates = [recipe.optimizer.learning_rate * factor(step) for step in range(min(steps, num_steps))]
     plain = plain_loop(model, recipe, windows, rates, packing)
@@ -50,7 +50,7 @@ def _plain_model(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> PreTrainedM
     """The model as transformers itself makes it, in float32: not by the toolkit's reading of slices."""
     section = recipe.model
     built = load(section, tokens, recipe.training.seed)
-    run.require_room(built, tokens, recipe)
+    require_room(built, tokens, recipe)
     CausalLM(built, recipe.data.packing is not False)  # refuses what it cannot train
     settings: dict[str, Any] = {"dtype": built.dtype, "trust_remote_code": section.trust_remote_code}
     if section.attention != "auto":

@@ -8,7 +8,7 @@ from torch import nn
 
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.run import _offload_of
+from toolkit.run.accelerator import offload_of
 from toolkit.sharding.offload import OffloadSettings, probe
 from toolkit.sharding.offload.host import HostPlan
 from toolkit.sharding.offload.settings import hyper_parameters, state_names
@@ -54,9 +54,9 @@ def test_details_without_offload_are_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
     recipe = Recipe.load("quickstart", ["sharding.offload_threads=2"])
     with pytest.raises(BadInputError, match=r"sharding.offload_threads has no effect without offload"):
-        _offload_of(recipe)
+        offload_of(recipe)
     monkeypatch.setenv(STRATEGY_VARIABLE, "zero3+offload")
-    assert _offload_of(recipe) == OffloadSettings(threads=2)
+    assert offload_of(recipe) == OffloadSettings(threads=2)
     with pytest.raises(BadInputError, match=r"sharding.device_state_gib has no effect with sharding.offload: none"):
         Recipe.load("quickstart", ["sharding.offload=none", "sharding.device_state_gib=auto"])
 
@@ -65,7 +65,7 @@ def test_without_clipping_the_step_is_taken_during_backward(monkeypatch: pytest.
     monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
     for limit, expected in (("null", True), ("1.0", False)):
         recipe = Recipe.load("quickstart", ["sharding.offload=optimizer", f"training.max_grad_norm={limit}"])
-        settings = _offload_of(recipe)
+        settings = offload_of(recipe)
         assert isinstance(settings, OffloadSettings)
         assert settings.during_backward == expected
 

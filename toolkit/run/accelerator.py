@@ -1,0 +1,145 @@
+"""The `Accelerator` of a run: what recipe and Accelerate config ask for, and its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+
+from toolkit.errors import BadInputError
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import OFFLOAD_DETAILS
+from toolkit.sharding.apply import PRECISIONS, Checkpointing
+from toolkit.sharding.compiling import Compilation
+from toolkit.sharding.offload import OffloadSettings
+from toolkit.sharding.plugin import (
+    ShardingPlugin,
+    accumulation_plugin,
+    reset_accelerate,
+    resolve_offload,
+    resolve_strategy,
+    sharding_kwargs,
+)
+
+
+def build_plugins(recipe: Recipe) -> dict[str, Any]:
+    """The sharding that the recipe and the Accelerate config ask for, as arguments of `Accelerator`."""
+    section = recipe.sharding
+    sharded = resolve_strategy(section.strategy).sharded
+    return sharding_kwargs(
+        section.strategy,
+        unit_classes=section.unit_classes,
+        checkpointing=checkpointing_of(recipe) if sharded else None,
+        offload=offload_of(recipe),
+        compilation=compilation_of(recipe) if sharded else None,
+        prefetch=section.prefetch,
+    )
+
+
+def compilation_of(recipe: Recipe) -> Compilation | None:
+    """How blocks are compiled. Raises BadInputError where the Accelerate config asks for it, too."""
+    configured = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if recipe.training.compile and configured.lower() != "no":
+        raise BadInputError(
+            f"training.compile is set, and so is the Accelerate config's dynamo_backend ({configured}): the blocks "
+            "would be compiled twice; remove one of them"
+        )
+    return Compilation() if recipe.training.compile else None
+
+
+def offload_of(recipe: Recipe) -> str | OffloadSettings | None:
+    """How optimizer state is offloaded. Raises BadInputError for details of an offload that nobody asked for."""
+    section = recipe.sharding
+    details = {key: getattr(section, key) for key in OFFLOAD_DETAILS if getattr(section, key) is not None}
+    if resolve_offload(section.strategy, section.offload) is None:
+        for key in details:
+            raise BadInputError(
+                f"sharding.{key} has no effect without offload; set sharding.offload=optimizer, or the strategy "
+                "zero3+offload in the Accelerate config"
+            )
+        return section.offload
+    return OffloadSettings(
+        executor=section.offload_executor or "auto",
+        device_state_gib=section.device_state_gib if section.device_state_gib is not None else 0.0,
+        threads=section.offload_threads,
+        during_backward=recipe.training.max_grad_norm is None,
+    )
+
+
+def checkpointing_of(recipe: Recipe) -> Checkpointing | None:
+    """What the recipe asks for; None for none, and for `auto` before there is a plan."""
+    every = recipe.sharding.activation_checkpointing
+    return None if every in (None, "auto") else Checkpointing(int(every), recipe.sharding.offload_checkpoints)
+
+
+def quiet_libraries() -> None:
+    """The run's own progress is shown, not that of the libraries below."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
+    warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+
+
+def grow_segments() -> None:
+    """Lets CUDA's allocator grow its segments, which keeps memory from going to pieces, unless told otherwise."""
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and not started and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path) -> Accelerator:
+    for tracker in recipe.logging.trackers:
+        if tracker not in [str(available) for available in get_available_trackers()]:
+            raise BadInputError(
+                f"logging.trackers: {tracker} is not installed; pip install {tracker}, or remove it from the recipe"
+            )
+    accelerator = Accelerator(
+        mixed_precision=_mixed_precision(recipe),
+        gradient_accumulation_plugin=accumulation_plugin(recipe.training.gradient_accumulation_steps),
+        log_with=list(recipe.logging.trackers) or None,
+        project_dir=str(output_dir),
+        **plugins,
+    )
+    precision, device = accelerator.mixed_precision, accelerator.device.type
+    if precision not in PRECISIONS or (precision == "fp16" and device == "cpu"):
+        raise BadInputError(f"mixed_precision {precision} is not possible on {device}; use bf16 or no")
+    return accelerator
+
+
+def _mixed_precision(recipe: Recipe) -> str | None:
+    """The recipe's precision; None leaves it to the Accelerate config. Raises where they contradict."""
+    asked = recipe.training.mixed_precision
+    configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    # The launcher exports "no" where its config says nothing, so "no" contradicts nobody.
+    if asked is not None and configured not in ("no", asked):
+        raise BadInputError(
+            f"training.mixed_precision is {asked}, but the Accelerate config's mixed_precision is {configured}; "
+            "remove one of them or make them agree"
+        )
+    return asked
+
+
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside Accelerate's."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def release(accelerator: Accelerator, plugin: ShardingPlugin) -> None:
+    """Ends trackers, offload and the process group, so that this process can start another run."""
+    plugin.close()
+    accelerator.end_training()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    reset_accelerate()

@@ -1,0 +1,64 @@
+"""What a run tells about itself before its first step."""
+
+from __future__ import annotations
+
+from accelerate import Accelerator
+from rich.console import Console
+
+from toolkit.model.adapters import trainable_share
+from toolkit.pages.data_console import show_report
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.parts import Leaks, Parts
+from toolkit.sharding.plugin import ShardingPlugin
+
+
+def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, parts: Parts) -> dict[str, str]:
+    """Name -> sentence, in the order in which they are shown."""
+    precision = accelerator.mixed_precision
+    facts = {
+        "model": _model_fact(accelerator, parts),
+        "strategy": f"{plugin.strategy.name} ({plugin.strategy.summary})",
+        "ranks": f"{accelerator.num_processes} on {accelerator.device.type}",
+        "precision": "float32" if precision == "no" else precision,
+        "attention": parts.attention,
+        "steps": f"{parts.num_steps} of {parts.windows.samples_per_step} samples of {recipe.data.max_length} tokens",
+        "memory": parts.planned.describe(),
+    }
+    if recipe.sharding.activation_checkpointing == "auto":
+        every = parts.planned.checkpointing and parts.planned.checkpointing.every
+        facts["checkpoints"] = f"auto: {f'every {every}. block' if every else 'none'}"
+    if parts.head_loss is not None:
+        facts["loss"] = parts.head_loss
+    if parts.leaks is not None:
+        facts["packing"] = _packing_fact(parts.leaks)
+    if plugin.engine is not None:
+        facts["offload"] = plugin.engine.describe()
+    if parts.compilation is not None:
+        facts["compute"] = parts.compilation.describe()
+    return facts
+
+
+def _model_fact(accelerator: Accelerator, parts: Parts) -> str:
+    inner = accelerator.unwrap_model(parts.model)
+    num_trained, num_parameters = trainable_share(inner)
+    told = f"{inner.config.architectures[0]}, {num_parameters:,} parameters"
+    if num_trained == num_parameters:
+        return told
+    return f"{told}, {num_trained:,} trained ({num_trained / num_parameters:.2%})"
+
+
+def _packing_fact(leaks: Leaks) -> str:
+    fill = f"{leaks.fill_rate:.1%} of the tokens are used"
+    if leaks.differences is None:
+        return f"{fill}; no sample holds two rows"
+    replaced, alone = leaks.differences
+    return f"{fill}; checked: rows that share a sample do not see each other (change {replaced:.0e}, alone {alone:.0e})"
+
+
+def introduce(console: Console, facts: dict[str, str], plugin: ShardingPlugin, parts: Parts) -> None:
+    """Prints the facts, the data and the units."""
+    for name, fact in facts.items():
+        console.print(f"{name:>10}: {fact}", markup=False)
+    show_report(console, parts.data.report)
+    if plugin.unit_plan is not None:
+        console.print(plugin.unit_plan.table(), markup=False)

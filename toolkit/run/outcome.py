@@ -1,0 +1,172 @@
+"""What came of a run: the export and its check, report, card and last lines."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from transformers import AutoConfig
+
+from toolkit.checkpoint.export import ExportSettings, export, reload, sample_text, verify
+from toolkit.data.loader import evaluation_batches
+from toolkit.model.load import auto_class
+from toolkit.pages.card import write_card
+from toolkit.pages.run_page import RunSummary, write_report
+from toolkit.places import GIB
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.folder import FINISHED
+from toolkit.run.parts import Parts
+from toolkit.sharding.apply import PRECISIONS
+from toolkit.sharding.plugin import (
+    ShardingPlugin,
+)
+from toolkit.sharding.units import UnitPlan
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """What came of a run, on every rank.
+
+    Attributes:
+        output_dir: the run's folder.
+        export_dir: loadable by `from_pretrained`; None where the recipe switched it off.
+        metrics: the records of metrics.jsonl.
+        initial_eval_loss: held-out loss before the first step; None without held-out data.
+        final_eval_loss: held-out loss after the last step.
+        sample: continuation of the recipe's prompt; on rank 0 alone.
+        logits_difference: between model and export, as a share of the largest logit.
+        seconds: duration of the run.
+    """
+
+    output_dir: Path
+    export_dir: Path | None
+    metrics: list[dict[str, Any]]
+    initial_eval_loss: float | None
+    final_eval_loss: float | None
+    sample: str | None
+    logits_difference: float | None
+    seconds: float
+
+
+def export_model(
+    accelerator: Accelerator, recipe: Recipe, parts: Parts, output_dir: Path
+) -> tuple[Path | None, float | None, str | None]:
+    """Writes and checks the export: its folder, the difference of logits and a sample of text."""
+    settings = recipe.export
+    if not settings.enabled:
+        return None, None, None
+    folder = output_dir / "export"
+    dtype = getattr(torch, settings.dtype or recipe.model.dtype)
+    how = ExportSettings(dtype, int(settings.max_shard_gib * GIB), settings.merge)
+    export(accelerator, parts.model, parts.tokenizer, folder, how)
+    reloaded = None
+    if accelerator.is_main_process and (settings.verify or recipe.logging.sample_prompt is not None):
+        compute = PRECISIONS[accelerator.mixed_precision] or dtype
+        reloaded = reload(folder, accelerator.device, compute, accelerator.unwrap_model(parts.model).config)
+    difference = sample = None
+    if settings.verify:
+        batch = next(iter(evaluation_batches(parts.data.train, 1, 0, 1, 1)))
+        difference = verify(accelerator, parts.model, reloaded, parts.objective.logits, batch)
+    if reloaded is not None and recipe.logging.sample_prompt is not None:
+        sample = sample_text(
+            reloaded,
+            parts.tokenizer,
+            recipe.logging.sample_prompt,
+            recipe.logging.sample_max_new_tokens,
+            recipe.training.seed,
+        )
+    return folder, difference, sample
+
+
+def write_pages(
+    recipe: Recipe,
+    plugin: ShardingPlugin,
+    parts: Parts,
+    facts: dict[str, str],
+    result: FinetuneResult,
+    step_seconds: dict[str, float] | None,
+) -> None:
+    """Writes the model card and, last, the report, which marks the run as done. On rank 0."""
+    summary = replace(_summary(recipe, plugin, parts, facts, result), step_seconds=step_seconds)
+    if result.export_dir is not None:
+        write_card(result.export_dir, recipe, summary.facts, result.metrics, parts.data.report, summary.versions)
+    write_report(result.output_dir / FINISHED, summary)
+
+
+def conclude(console: Console, recipe: Recipe, result: FinetuneResult) -> None:
+    """Prints the last lines: the held-out loss, a sample, and where everything lies."""
+    if result.initial_eval_loss is not None and result.final_eval_loss is not None:
+        change = result.final_eval_loss / result.initial_eval_loss - 1
+        console.print(
+            f"held-out loss {result.initial_eval_loss:.4f} -> {result.final_eval_loss:.4f} ({change:+.1%}) "
+            f"in {result.seconds:.0f} s"
+        )
+    if result.sample is not None:
+        console.print("sample:", style="bold")
+        console.print((recipe.logging.sample_prompt or "") + result.sample, markup=False)
+    console.print(f"run: {result.output_dir}", markup=False)
+    console.print(f"report: {result.output_dir / 'report.html'}", markup=False)
+    if result.export_dir is not None:
+        console.print(f"model: {_how_to_load(result.export_dir)}", markup=False)
+
+
+def _how_to_load(export_dir: Path) -> str:
+    if (export_dir / "adapter_config.json").is_file():
+        return f"PeftModel.from_pretrained(base, {str(export_dir)!r})"
+    auto = auto_class(AutoConfig.from_pretrained(export_dir)).__name__
+    return f"{auto}.from_pretrained({str(export_dir)!r})"
+
+
+def _summary(
+    recipe: Recipe, plugin: ShardingPlugin, parts: Parts, facts: dict[str, str], result: FinetuneResult
+) -> RunSummary:
+    facts = {**facts, "duration": f"{result.seconds:.0f} s"}
+    facts["memory"] += f"; measured {_measured_memory(result.metrics)}"
+    if parts.compilation is not None:
+        facts["compute"] = parts.compilation.describe()  # it may have failed in the first step
+    if result.logits_difference is not None:
+        facts["export checked"] = f"logits differ by {result.logits_difference:.1e} of the largest"
+    packages = ("finetune-toolkit", "torch", "accelerate", "transformers", "datasets")
+    machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    if torch.cuda.is_available():
+        machine += f", {torch.cuda.get_device_name()}"
+    sample = None if result.sample is None else (recipe.logging.sample_prompt or "", result.sample)
+    return RunSummary(
+        title=recipe.description or "Fine-tuning run",
+        recipe_yaml=recipe.to_yaml(),
+        metrics=result.metrics,
+        data_report=parts.data.report,
+        units=_unit_rows(plugin.unit_plan),
+        facts=facts,
+        versions={**{package: version(package) for package in packages}, "machine": machine},
+        sample=sample,
+    )
+
+
+def _measured_memory(metrics: list[dict[str, Any]]) -> str:
+    """The peak of the rank that took most, of its device or, on CPU ranks, of its process."""
+    train = [record for record in metrics if record["split"] == "train"]
+    device = max((record["peak_device_bytes"] or 0 for record in train), default=0)
+    if device:
+        return f"{device / GIB:.2f} GiB"
+    host = max((record["peak_host_bytes"] for record in train), default=0)
+    return f"{host / GIB:.2f} GiB of host memory, with Python and its libraries"
+
+
+def _unit_rows(plan: UnitPlan | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "class_name": units[0].class_name,
+            "count": len(units),
+            "num_parameters": sum(unit.num_parameters for unit in units),
+            "num_bytes": sum(unit.num_bytes for unit in units),
+        }
+        for name, units in (plan.groups() if plan is not None else [])
+    ]

@@ -1,0 +1,275 @@
+"""The parts of a run: tokenizer, data, model, optimizer and what is checked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from toolkit import ranks
+from toolkit.data import build, tokenizer
+from toolkit.data.build import TokenisedData
+from toolkit.data.cache import cache_folder
+from toolkit.data.loader import TrainLoader, evaluation_batches
+from toolkit.data.samples import Batch, PairSamples, TextSamples
+from toolkit.data.stream import StreamLoader
+from toolkit.errors import BadInputError
+from toolkit.model.adapters import base_of
+from toolkit.model.attention import settle_attention
+from toolkit.model.load import load
+from toolkit.objectives.build import build_objective
+from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.preference import Preference
+from toolkit.objectives.reference import identity_of, with_reference
+from toolkit.optim.build import build_optimizer
+from toolkit.planning.check import Planned, plan_run
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import steps_of_run
+from toolkit.run.accelerator import checkpointing_of, compilation_of
+from toolkit.run.leaks import check_leaks
+from toolkit.sharding.apply import Checkpointing, prepare_blocks
+from toolkit.sharding.compiling import Compilation
+from toolkit.sharding.plugin import (
+    ShardingPlugin,
+)
+from toolkit.sharding.strategy import MeshShape
+from toolkit.sharding.units import plan_units
+from toolkit.sharding.unused import has_branches
+
+AUTO_CHECKPOINTING = (4, 3, 2, 1)
+"""What `sharding.activation_checkpointing: auto` tries after none, in turn: every n-th block."""
+
+
+@dataclass(frozen=True)
+class Leaks:
+    """Rows that share a sample.
+
+    Attributes:
+        fill_rate: share of the samples' tokens that rows fill.
+        differences: of a document's logits, as shares of the largest, when the others are replaced and when it is
+            alone; None where no sample holds two rows.
+    """
+
+    fill_rate: float
+    differences: tuple[float, float] | None
+
+
+@dataclass
+class Parts:
+    """What `build_parts` hands to the rest of the run.
+
+    Attributes:
+        attention: the implementation that was chosen, and why.
+        head_loss: what the losses come from; None for objectives that have no choice.
+        leaks: what was found about rows that share a sample; None where none do.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    objective: CausalLM | SequenceClassification | Preference
+    tokenizer: PreTrainedTokenizerBase
+    data: TokenisedData
+    windows: TrainLoader | StreamLoader
+    num_steps: int
+    planned: Planned
+    compilation: Compilation | None
+    attention: str
+    head_loss: str | None
+    leaks: Leaks | None
+
+
+def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin) -> Parts:
+    """Tokenizer, data, model, optimizer, in this order; the model is sharded and has its weights."""
+    training = recipe.training
+    tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
+    data = build.build(recipe.data, tokens, training.seed, recipe.objective)
+    model = load(recipe.model, tokens, training.seed, data.label_names, recipe.adapter)
+    require_room(model, tokens, recipe)
+    packed, label_counts = data.report["packing"], data.report["train"].get("labels")
+    in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
+    attention = settle_attention(
+        base_of(model), recipe.model.attention, accelerator.device, in_16_bits, packed, training.compile
+    )
+    objective = build_objective(recipe.objective, model, packed, label_counts)
+    planned = _planned(accelerator, recipe, model, plugin, label_counts)
+    plugin.checkpointing = planned.checkpointing
+    compilation = plugin.compilation
+    if not plugin.strategy.sharded:
+        compilation = _prepare_for_ddp(accelerator, model, recipe, planned.checkpointing)
+    optimizer = build_optimizer(model, recipe.optimizer, recipe.sharding.unit_classes)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    leaks = _check_leaks(accelerator, recipe, model, objective, data, in_16_bits)
+    head_loss = None
+    if not isinstance(objective, SequenceClassification):
+        head_loss = objective.check_head_loss(model, accelerator.device, in_16_bits)
+    if isinstance(objective, Preference) and objective.needs_references:
+        data = _with_references(accelerator, recipe, model, objective, data)
+    accumulation, world_size = training.gradient_accumulation_steps, accelerator.num_processes
+    num_steps = steps_of_run(training, len(data.train), training.micro_batch_size * accumulation * world_size)
+    windows = build_windows(recipe, data, num_steps, accumulation, accelerator.process_index, world_size)
+    return Parts(
+        model,
+        optimizer,
+        objective,
+        tokens,
+        data,
+        windows,
+        num_steps,
+        planned,
+        compilation,
+        attention,
+        head_loss,
+        leaks,
+    )
+
+
+def _planned(
+    accelerator: Accelerator,
+    recipe: Recipe,
+    model: nn.Module,
+    plugin: ShardingPlugin,
+    label_counts: dict[str, int] | None,
+) -> Planned:
+    """What the run will hold. Raises BadInputError on every rank where it cannot fit."""
+    sizes, num_ranks = accelerator.parallelism_config, accelerator.num_processes
+    sharded = plugin.strategy.sharded
+    mesh = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size) if sharded else MeshShape(num_ranks, 1)
+    return ranks.on_first_rank(
+        lambda: plan_run(
+            recipe,
+            model,
+            plugin.strategy,
+            mesh,
+            plugin.offload is not None,
+            _checkpointings(recipe, plugin),
+            accelerator.mixed_precision,
+            label_counts,
+            accelerator.device,
+        )
+    )
+
+
+def _checkpointings(recipe: Recipe, plugin: ShardingPlugin) -> list[Checkpointing | None]:
+    """Those among which the plan chooses: the one asked for, or what `auto` stands for."""
+    section = recipe.sharding
+    if section.activation_checkpointing != "auto":
+        return [plugin.checkpointing if plugin.strategy.sharded else checkpointing_of(recipe)]
+    return [None, *(Checkpointing(n, section.offload_checkpoints) for n in AUTO_CHECKPOINTING)]
+
+
+def _with_references(
+    accelerator: Accelerator, recipe: Recipe, model: nn.Module, objective: Preference, data: TokenisedData
+) -> TokenisedData:
+    """The data with the log-probabilities of the model before its first step."""
+    found: dict[str, Any] = {}
+    for split, samples in (("train", data.train), ("validation", data.validation)):
+        if isinstance(samples, PairSamples):
+            precision, seed = accelerator.mixed_precision, recipe.training.seed
+            identity = identity_of(recipe.model, precision, data.fingerprint, seed, split)
+            size, cache = recipe.training.micro_batch_size, cache_folder(recipe.data)
+            found[split] = with_reference(accelerator, model, objective, samples, size, cache, identity)
+    return replace(data, **found)
+
+
+def build_windows(
+    recipe: Recipe, data: TokenisedData, num_steps: int, accumulation: int, rank: int, world_size: int
+) -> TrainLoader | StreamLoader:
+    """What yields a rank's micro-batches of each optimizer step, `accumulation` of them."""
+    training = recipe.training
+    all_steps = num_steps * training.micro_batch_size * accumulation * world_size
+    split = {
+        "micro_batch_size": training.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "rank": rank,
+        "world_size": world_size,
+    }
+    if data.stream is not None:
+        return StreamLoader(data.stream, num_positions=all_steps, **split)
+    positions = num_positions(recipe, len(data.train), all_steps)
+    return TrainLoader(data.train, num_positions=positions, seed=training.seed, shuffle=recipe.data.shuffle, **split)
+
+
+def num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
+    """Samples of the whole run: whole steps, or exactly the epochs asked for."""
+    if recipe.training.num_epochs is None:
+        return all_steps
+    return max(1, round(recipe.training.num_epochs * num_samples))
+
+
+def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:
+    """Raises BadInputError where samples do not fit the model's positions or its vocabulary."""
+    config = model.config
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and recipe.data.max_length > positions:
+        raise BadInputError(
+            f"data.max_length: {recipe.data.max_length} is more than the model's {positions} positions "
+            f"(max_position_embeddings); lower it to {positions} or less"
+        )
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    if len(tokens) > rows:
+        raise BadInputError(
+            f"model.tokenizer: {len(tokens)} tokens, but the model's embeddings have {rows} rows; "
+            "use the tokenizer that belongs to the model"
+        )
+
+
+def _check_leaks(
+    accelerator: Accelerator,
+    recipe: Recipe,
+    model: nn.Module,
+    objective: Objective,
+    data: TokenisedData,
+    in_16_bits: bool,
+) -> Leaks | None:
+    """What was found about rows that share a sample; None where none do. Raises BadInputError where they leak."""
+    if not isinstance(data.train, TextSamples) or not data.train.packed:
+        return None
+    found = check_leaks(
+        model,
+        accelerator.unwrap_model(model),
+        objective,
+        data.train,
+        recipe.training.micro_batch_size,
+        accelerator.device,
+        in_16_bits,
+    )
+    return Leaks(data.report["train"]["fill_rate"], found)
+
+
+def _prepare_for_ddp(
+    accelerator: Accelerator, model: PreTrainedModel, recipe: Recipe, checkpointing: Checkpointing | None
+) -> Compilation | None:
+    """What the sharding plugin does in `prepare`, for a model that DDP wraps as it is; how it was compiled, if so."""
+    model.materialize_weights()
+    compilation = compilation_of(recipe)
+    if checkpointing is not None or compilation is not None:
+        prepare_blocks(model, plan_units(model, recipe.sharding.unit_classes), checkpointing, compilation)
+    accelerator.ddp_handler.find_unused_parameters = has_branches(model)
+    return compilation
+
+
+def build_evaluation(
+    accelerator: Accelerator, recipe: Recipe, data: TokenisedData
+) -> Callable[[], Iterator[Batch]] | None:
+    """What makes this rank's held-out batches, anew for each evaluation; None without held-out data."""
+    held_out = data.validation
+    if held_out is None:
+        return None
+
+    def batches() -> Iterator[Batch]:
+        return evaluation_batches(
+            held_out,
+            recipe.training.micro_batch_size,
+            accelerator.process_index,
+            accelerator.num_processes,
+            recipe.data.max_validation_samples,
+        )
+
+    return batches
