@@ -20,6 +20,7 @@ from toolkit.checkpoint.reader import same_run
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
+from toolkit.places import atomic_write
 from toolkit.recipe.recipe import Recipe
 from toolkit.training.profile import FOLDER as PROFILE_FOLDER
 
@@ -58,9 +59,7 @@ def claimed(output_dir: Path, recipe: Recipe, resumed: tuple[Path, Manifest] | N
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             # Whole or not at all: a run that was killed just then is known again by its recipe.
-            partial = output_dir / "recipe.yaml.partial"
-            partial.write_text(recipe.to_yaml(), encoding="utf-8")
-            partial.replace(output_dir / "recipe.yaml")
+            atomic_write(output_dir / "recipe.yaml", recipe.to_yaml())
         except OSError as error:
             raise BadInputError(
                 f"training.output_dir: {str(output_dir)!r} cannot be written: {error.strerror}; name another folder"
