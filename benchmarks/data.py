@@ -71,8 +71,8 @@ def packing(folder: Path, num_rows: int, rounds: int) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from toolkit.data import build
-    from toolkit.data.chat import MARKERS, use_template
     from toolkit.data.loader import TrainLoader
+    from toolkit.data.templates import MARKERS, use_template
     from toolkit.data.tokenizer import _train_byte_pairs
     from toolkit.objectives.causal_lm import CausalLM
     from toolkit.recipe.schema import DataSection
@@ -97,8 +97,8 @@ def packing(folder: Path, num_rows: int, rounds: int) -> dict[str, Any]:
         data = DataSection.model_validate({**values, "cache_dir": str(folder / "cache")})
         built = build.build(data, tokenizer, 0)
         samples[packed] = built.train
-        fill = built.report["train"]["fill_rate"] or fill
-        tokens = built.report["train"]["target_tokens"]
+        fill = built.report.train.fill_rate or fill
+        tokens = built.report.train.target_tokens
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(rounds):
         for packed in (True, False):
@@ -135,7 +135,7 @@ def packing(folder: Path, num_rows: int, rounds: int) -> dict[str, Any]:
 def tokenise(file: Path, cache: Path, max_length: int) -> dict[str, Any]:
     """In this process: rows per second and the largest resident set."""
     from toolkit.data import build
-    from toolkit.data.chat import MARKERS, use_template
+    from toolkit.data.templates import MARKERS, use_template
     from toolkit.data.tokenizer import _train_byte_pairs
     from toolkit.recipe.schema import DataSection
 
@@ -145,7 +145,7 @@ def tokenise(file: Path, cache: Path, max_length: int) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     data = DataSection.model_validate({"train": str(file), "max_length": max_length, "cache_dir": str(cache)})
     started = time.perf_counter()
-    report = build.build(data, tokenizer, 0).report["train"]
+    report = build.build(data, tokenizer, 0).report.to_dict()["train"]
     seconds = time.perf_counter() - started
     return {
         "what": "tokenising",

@@ -22,7 +22,7 @@ from transformers import (
     pipeline,
 )
 
-from toolkit.data.chat import MARKERS
+from toolkit.data.templates import MARKERS
 from toolkit.data.tokenizer import _train_byte_pairs
 
 NUM_CHATS = 41

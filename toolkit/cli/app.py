@@ -167,7 +167,7 @@ def data_command(
     loaded = Recipe.load(recipe, overrides or [])
     from toolkit.cli.look import look_at_data  # torch is imported only for a recipe that is right
 
-    report = look_at_data(loaded, output)
+    report = look_at_data(loaded, output).to_dict()
     if as_json:
         print(json.dumps(report, indent=1))
         return

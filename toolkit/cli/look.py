@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from toolkit.data import build, tokenizer
+from toolkit.data.report import DataReport
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder import write_data_report
 
 
-def look_at_data(recipe: Recipe, output: Path | None) -> dict[str, Any]:
+def look_at_data(recipe: Recipe, output: Path | None) -> DataReport:
     """The data report of a recipe; nothing is trained, and the run's folder is not touched.
 
     Args:

@@ -17,7 +17,8 @@ from toolkit.data.cache import cache_folder, digest, kept
 from toolkit.data.documents import read_documents, write_documents
 from toolkit.data.encode import Encoder
 from toolkit.data.layouts import recognise
-from toolkit.data.packing import Pieces, best_fit, by_sample
+from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
+from toolkit.data.report import DataReport, Found, SplitReport
 from toolkit.data.samples import LabelledSamples, PairSamples, Rows, Samples, TextSamples
 from toolkit.data.selection import Selection, cut, hold_out, nothing_left, one_pass, problems_of, select
 from toolkit.data.sources import Source, glimpse, identify, open_source
@@ -41,7 +42,7 @@ class TokenisedData:
 
     train: Samples
     validation: Samples | None
-    report: dict[str, Any]
+    report: DataReport
     fingerprint: str
     label_names: list[str] | None = None
     stream: Stream | None = None
@@ -70,7 +71,7 @@ def _streamed(builder: Builder, prepared: TokenisedData) -> TokenisedData:
     return replace(
         prepared,
         train=first.samples,
-        report={**prepared.report, **describe_stream(stream, first.samples, builder.tokenizer)},
+        report=describe_stream(prepared.report, stream, first.samples, builder.tokenizer),
         fingerprint=digest(prepared.fingerprint, builder.glimpse()),
         stream=stream,
     )
@@ -88,7 +89,8 @@ class Builder:
         self.objective = objective
         self.classification = objective.kind == "sequence_classification"
         self.preference = objective.kind == "preference"
-        self.packed = data.packing if data.packing is not None else not self.classification
+        self.packed = is_packed(data, objective)
+        self.targets = data.targets or "assistant"
         self.cache = cache_folder(data)
 
     # ---- on one rank of each host ----
@@ -143,7 +145,7 @@ class Builder:
                 f"data.targets: {self.data.targets} has no effect on {source.name!r}, which holds plain text; remove it"
             )
         cut = self.data.max_length if self.classification and self.data.long_rows == "truncate" else None
-        targets = "last_turn" if self.preference else self.data.targets or "assistant"
+        targets = "last_turn" if self.preference else self.targets
         return Encoder(self.tokenizer, targets, self.objective.kind, cut)
 
     def _rows(self, folders: list[Path], weighted: bool) -> Rows:
@@ -159,41 +161,43 @@ class Builder:
             kept_rows, held_out = hold_out(kept_rows, self.data.validation_fraction, self.seed)
         elif validation.sources:
             held_out = self._select(validation, "data.validation", policy, names)
-        report = self._settings(policy)
+        splits: dict[str, SplitReport] = {}
         if kept_rows is not None:
-            report["train"] = self._write_split(folder / "train.npz", kept_rows, one_pass(kept_rows), policy, names)
-            report["examples"] = self._examples(kept_rows)
+            splits["train"] = self._write_split(folder / "train.npz", kept_rows, one_pass(kept_rows), policy, names)
         if held_out is not None:
-            report["validation"] = self._write_split(folder / "validation.npz", held_out, held_out.kept, policy, names)
-        if held_out is not None and kept_rows is not None:
-            report["validation"]["also_in_train"] = reports.repeated_in(
-                held_out.rows, held_out.kept, kept_rows.rows, kept_rows.kept
+            splits["validation"] = self._write_split(
+                folder / "validation.npz", held_out, held_out.kept, policy, names, kept_rows
             )
-        report["warnings"] = reports.warnings(report)
-        if kept_rows is not None and not self.classification:
-            report["warnings"] += reports.unclosed(self.tokenizer, kept_rows.rows, kept_rows.kept)
-        facts = {"report": report, "label_names": names}
+        report = self._report(policy, splits, kept_rows)
+        facts = {"report": report.to_dict(), "label_names": names}
         (folder / "report.json").write_text(json.dumps(facts), encoding="utf-8")
 
     def _select(self, rows: Rows, field: str, policy: str, names: list[str] | None) -> Selection:
         return select(rows, field, policy, self.data.max_length, names, already_cut=self.classification)
 
-    def _examples(self, chosen: Selection) -> list[dict[str, Any]]:
-        return reports.examples(self.tokenizer, chosen.rows, chosen.kept, self.data.max_length)
-
     def _long_rows(self, layouts: set[str]) -> str:
         return self.data.long_rows or ("split" if layouts <= {"text"} else "error")
 
-    def _settings(self, policy: str) -> dict[str, Any]:
+    def _report(self, policy: str, splits: dict[str, SplitReport], train: Selection | None) -> DataReport:
         own = "the tokenizer's own" if getattr(self.tokenizer, "chat_template", None) else None
-        return {
-            "max_length": self.data.max_length,
-            "packing": self.packed,
-            "long_rows": policy,
-            "targets": None if self.classification or self.preference else self.data.targets or "assistant",
-            "chat_template": self.data.chat_template or own,
-            "streaming": self.data.streaming,
-        }
+        warnings = reports.warnings(splits)
+        if train is not None and not self.classification:
+            warnings += reports.unclosed(self.tokenizer, train.rows, train.kept)
+        examples = {}
+        if train is not None:
+            length = self.data.max_length
+            examples = {"examples": reports.examples(self.tokenizer, train.rows, train.kept, length)}
+        return DataReport(
+            max_length=self.data.max_length,
+            packing=self.packed,
+            long_rows=policy,
+            targets=None if self.classification or self.preference else self.targets,
+            chat_template=self.data.chat_template or own,
+            streaming=self.data.streaming,
+            warnings=warnings,
+            **splits,
+            **examples,
+        )
 
     def _label_names(self, train: Rows) -> list[str]:
         """The classes: those of the recipe, or of the data set, or of the rows."""
@@ -211,32 +215,56 @@ class Builder:
         return names
 
     def _write_split(
-        self, file: Path, chosen: Selection, order: Any, policy: str, names: list[str] | None
-    ) -> dict[str, Any]:
-        """Writes which rows make up a split's samples; the split's part of the report."""
+        self,
+        file: Path,
+        chosen: Selection,
+        order: Any,
+        policy: str,
+        names: list[str] | None,
+        train: Selection | None = None,
+    ) -> SplitReport:
+        """Writes which rows make up a split's samples; the split's part of the report.
+
+        Args:
+            order: the rows of one pass.
+            train: where the split is held out, what is trained on.
+        """
         rows = chosen.rows
-        lengths = rows.column("length").astype(np.int64)
-        counts = {
-            **reports.count_rows(rows, chosen.kept, chosen.dropped),
-            **reports.describe_rows(rows, chosen.kept),
-            "duplicates": reports.duplicates(rows, chosen.kept),
-            "sources": reports.describe_sources(rows, chosen.kept, chosen.dropped, order),
-        }
-        long = reports.named(rows, chosen.long)
         if names is not None:
-            numbers = {name: number for number, name in enumerate(names)}
-            label_of = rows.labels()
-            labels = np.array([numbers[label_of[row] or ""] for row in order.tolist()], dtype=np.int64)
-            np.savez(file, row=order, label=labels)
-            by_class = dict(zip(names, np.bincount(labels, minlength=len(names)).tolist(), strict=True))
-            counts = {key: value for key, value in counts.items() if not key.startswith("target")}
-            return {**counts, "long": {**long, "cut_tokens": 0}, "samples": len(order), "labels": by_class}
-        pieces, cut_tokens = cut(rows, order, lengths, policy, self.data.max_length)
-        sample_of = best_fit(pieces.lengths(), self.data.max_length) if self.packed else np.arange(len(pieces))
+            samples = self._write_labelled(file, rows, order, names)
+        else:
+            samples = self._write_pieces(file, rows, order, policy)
+        cut_tokens = samples.pop("cut_tokens", 0)
+        if train is not None:
+            samples["also_in_train"] = reports.repeated_in(rows, chosen.kept, train.rows, train.kept)
+        described = reports.describe_rows(rows, chosen.kept)
+        if names is not None:  # every token of a text to classify is read, none is learned
+            described = {key: value for key, value in described.items() if not key.startswith("target")}
+        return SplitReport(
+            **reports.count_rows(rows, chosen.kept, chosen.dropped),
+            **described,
+            duplicates=reports.named(rows, reports.duplicates(rows, chosen.kept)),
+            sources=reports.describe_sources(rows, chosen.kept, chosen.dropped, order),
+            long=Found(count=len(chosen.long), rows=reports.names_of(rows, chosen.long), cut_tokens=cut_tokens),
+            **samples,
+        )
+
+    def _write_labelled(self, file: Path, rows: Rows, order: Any, names: list[str]) -> dict[str, Any]:
+        numbers = {name: number for number, name in enumerate(names)}
+        label_of = rows.labels()
+        labels = np.array([numbers[label_of[row] or ""] for row in order.tolist()], dtype=np.int64)
+        np.savez(file, row=order, label=labels)
+        by_class = dict(zip(names, np.bincount(labels, minlength=len(names)).tolist(), strict=True))
+        return {"samples": len(order), "labels": by_class}
+
+    def _write_pieces(self, file: Path, rows: Rows, order: Any, policy: str) -> dict[str, Any]:
+        lengths, max_length = rows.column("length").astype(np.int64), self.data.max_length
+        pieces, cut_tokens = cut(rows, order, lengths, policy, max_length)
+        sample_of = best_fit(pieces.lengths(), max_length) if self.packed else np.arange(len(pieces))
         in_order, ends = by_sample(pieces, sample_of)
         np.savez(file, row=in_order.row, start=in_order.start, stop=in_order.stop, ends=ends)
-        fill = float(pieces.lengths().sum() / (len(ends) * self.data.max_length)) if self.packed else None
-        return {**counts, "long": {**long, "cut_tokens": cut_tokens}, "samples": len(ends), "fill_rate": fill}
+        fill = float(pieces.lengths().sum() / (len(ends) * max_length)) if self.packed else None
+        return {"samples": len(ends), "fill_rate": fill, "cut_tokens": cut_tokens}
 
     # ---- on every rank ----
 
@@ -275,7 +303,7 @@ class Builder:
         return TokenisedData(
             train=self._samples(folder / "train.npz", train),  # type: ignore[arg-type]  # a stream has its own
             validation=self._samples(folder / "validation.npz", held_out_rows),
-            report=facts["report"],
+            report=DataReport.model_validate(facts["report"]),
             fingerprint=folder.name,
             label_names=facts["label_names"],
         )

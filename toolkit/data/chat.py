@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from toolkit.data.problem import RowProblem
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import first_line
 
 Targets = Literal["assistant", "last_turn", "all"]
 """What is learnt: every assistant turn, the last one only, or the whole text."""
@@ -31,82 +30,6 @@ Span = tuple[int, int]
 NO_WAY = "the chat template gives no way to find the assistant's words"
 NO_TURN = "no assistant turn"
 NO_FUNCTION = "a tool call names no function"
-
-_CALLS = r"""
-{%- macro write_calls(message) %}
-    {%- for tool_call in message.tool_calls or [] %}
-        {%- set call = tool_call.function if tool_call.function else tool_call %}
-        {%- if not loop.first or message.content %}{{ '\n' }}{% endif %}
-        {{- '<tool_call>\n{"name": ' + (call.name | tojson) + ', "arguments": ' }}
-        {{- call.arguments if call.arguments is string else call.arguments | tojson }}
-        {{- '}\n</tool_call>' }}
-    {%- endfor %}
-{%- endmacro %}
-{%- macro write_tools() %}
-    {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
-    {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
-    {%- for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}
-    {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments ' }}
-    {{- 'within <tool_call></tool_call> XML tags:\n<tool_call>\n' }}
-    {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
-{%- endmacro %}
-{%- if bos_token is defined and bos_token %}{{ bos_token }}{% endif %}
-{%- set opening = messages[0].content if messages[0].role == 'system' else '' %}
-{%- set turns = messages[1:] if messages[0].role == 'system' else messages %}
-"""
-"""How our templates begin. Tools and calls are written as Qwen2.5 does."""
-
-_CHATML = r"""
-{%- if tools or messages[0].role == 'system' %}
-    {{- '<|im_start|>system\n' + opening }}
-    {%- if tools %}{{ ('\n\n' if opening else '') + write_tools() }}{% endif %}
-    {{- '<|im_end|>\n' }}
-{%- endif %}
-{%- for message in turns %}
-    {%- if message.role == 'tool' %}
-        {%- if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
-        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}
-        {{- write_calls(message) + '<|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
-"""
-
-_ALPACA = r"""
-{%- if opening %}{{ opening + '\n\n' }}{% endif %}
-{%- if tools %}{{ write_tools() + '\n\n' }}{% endif %}
-{%- for message in turns %}
-    {%- if message.role == 'assistant' %}
-        {{- '### Response:\n' + (message.content or '') + write_calls(message) }}{{ eos_token }}{{ '\n\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '### Tool Response:\n' + message.content + '\n\n' }}
-    {%- elif message.role == 'system' %}
-        {{- message.content + '\n\n' }}
-    {%- else %}
-        {{- '### Instruction:\n' + message.content + '\n\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}
-"""
-
-TEMPLATES: dict[str, str] = {
-    "chatml": (_CALLS + _CHATML).strip(),
-    "alpaca": (_CALLS + _ALPACA).strip(),
-}
-"""Our chat templates by name. Both begin with the tokenizer's `bos_token`, where it has one.
-
-chatml closes every turn with `<|im_end|>`, alpaca every assistant turn with the tokenizer's `eos_token`.
-"""
-
-MARKERS: dict[str, list[str]] = {"chatml": ["<|im_start|>", "<|im_end|>"], "alpaca": []}
-"""Special tokens that a template of ours would like in the vocabulary.
-
-Without them chatml works too, but its markers become several tokens, and generation has no one token to stop at:
-with chatml `<|im_end|>` is the end of a turn and belongs among the model's end-of-sequence tokens.
-"""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -120,22 +43,6 @@ class Rendered:
 
     text: str
     spans: list[Span]
-
-
-def use_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
-    """Gives the tokenizer our chat template of that name; None leaves its own.
-
-    Raises:
-        BadInputError: there is none of that name.
-    """
-    if name is None:
-        return
-    if name not in TEMPLATES:
-        close = get_close_matches(name, TEMPLATES, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        names = ", ".join(sorted(TEMPLATES))
-        raise BadInputError(f"data.chat_template: there is no template {name!r}{hint}. Templates: {names}")
-    tokenizer.chat_template = TEMPLATES[name]
 
 
 def render(
@@ -181,12 +88,6 @@ def target_mask(spans: list[Span], offsets: list[Span]) -> list[bool]:
     following = np.searchsorted(span_ends, np.minimum(starts, ends - 1), side="right")
     overlaps = span_starts[np.minimum(following, len(spans) - 1)] < ends
     return ((following < len(spans)) & overlaps).tolist()  # type: ignore[no-any-return]
-
-
-def closes_turns(tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> bool:
-    """Whether each span ends with a special token, whitespace aside. Else the model does not learn to stop."""
-    special = _special_tokens(tokenizer)
-    return all(rendered.text[start:end].rstrip().endswith(special) for start, end in rendered.spans)
 
 
 class _Conversation:

@@ -20,7 +20,8 @@ from toolkit.data.cache import digest
 from toolkit.data.encode import Encoder, batches
 from toolkit.data.layouts import Layout
 from toolkit.data.problem import RowProblem
-from toolkit.data.sources import Shard, Source, read, short_name
+from toolkit.data.readers import Shard, read
+from toolkit.data.sources import Source, short_name
 from toolkit.errors import DataError
 
 FEATURES = datasets.Features(

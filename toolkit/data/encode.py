@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.chat import Targets, render, target_mask
 from toolkit.data.layouts import Answer, Conversation, Example, Labelled, Layout, Text
 from toolkit.data.problem import RowProblem
-from toolkit.data.sources import Row
+from toolkit.data.readers import Row
 from toolkit.errors import DataError
 
 SIDES = ("chosen", "rejected")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.data.problem import RowProblem
-from toolkit.data.sources import Row, Source, listed
+from toolkit.data.readers import Row, listed
+from toolkit.data.sources import Source
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ColumnsSection
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.recipe.schema import DataSection, ObjectiveSection
+
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -41,6 +43,11 @@ class Pieces:
 
     def take(self, numbers: Any) -> Pieces:
         return Pieces(self.row[numbers], self.start[numbers], self.stop[numbers])
+
+
+def is_packed(data: DataSection, objective: ObjectiveSection) -> bool:
+    """Whether rows share samples: as the recipe says, else all but texts to classify."""
+    return objective.kind != "sequence_classification" if data.packing is None else data.packing
 
 
 def whole(rows: Ints, lengths: Ints, max_length: int) -> Pieces:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat import special_ids
@@ -27,8 +28,119 @@ MANY_DROPPED = 0.05
 """Share of dropped rows that is worth a warning."""
 
 
+class _Part(BaseModel):
+    """A part of the report; what does not apply is not set, and is not written."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Found(_Part):
+    """Rows about which there is something to say.
+
+    Attributes:
+        count: how many there are.
+        rows: names of the first, `chat.jsonl:12`.
+        cut_tokens: of rows that are too long.
+    """
+
+    count: int
+    rows: list[str]
+    cut_tokens: int = 0
+
+
+class SourceReport(_Part):
+    """What became of one source's rows.
+
+    Attributes:
+        passes: how often a row is seen in a pass over the mix.
+        share: of the rows of that pass.
+    """
+
+    source: str
+    layout: str
+    read: int
+    kept: int
+    num_dropped: int
+    tokens: int
+    weight: float | None
+    passes: float
+    share: float
+
+
+class SplitReport(_Part):
+    """What became of the rows of a split, and how long the kept ones are.
+
+    Attributes:
+        dropped: reason -> the rows.
+        tokens: of the kept rows, before any of them is cut.
+        target_tokens, target_share, target_share_histogram: not of classification.
+        lengths: min, median, mean, p90, p99 and max (tokens).
+        length_histogram: `edges` (tokens) and `counts` (rows).
+        longest: the `row` and its `tokens`.
+        duplicates: rows equal to an earlier one; not known of a stream.
+        also_in_train: rows of validation that are trained on, too.
+        sources: not known of a stream.
+        long: rows longer than `data.max_length`, whatever becomes of them.
+        fill_rate: share of the samples that is tokens; None where rows are padded.
+        labels: rows of each class, of classification.
+    """
+
+    read: int
+    kept: int
+    num_dropped: int
+    dropped: dict[str, Found]
+    tokens: int
+    target_tokens: int | None = None
+    target_share: float | None = None
+    lengths: dict[str, int | float]
+    length_histogram: dict[str, list[int | float]]
+    target_share_histogram: dict[str, list[int | float]] | None = None
+    longest: dict[str, int | str]
+    duplicates: Found | None = None
+    sources: list[SourceReport] = []
+    long: Found
+    samples: int
+    fill_rate: float | None = None
+    labels: dict[str, int] | None = None
+    also_in_train: int | None = None
+
+
+class DataReport(_Part):
+    """What was read, what became of it, and the settings by which it is learned.
+
+    Attributes:
+        max_length: of a sample (tokens).
+        packing: whether rows share samples.
+        long_rows, targets: as the recipe's, resolved; targets: None where the objective says what is learned.
+        chat_template: one of ours, or `the tokenizer's own`; None: none.
+        train: of a stream its first window, and later all that has been read.
+        examples: decoded samples.
+        warnings: what a person should look at before the run.
+    """
+
+    max_length: int
+    packing: bool
+    long_rows: str
+    targets: str | None
+    chat_template: str | None
+    streaming: bool
+    train: SplitReport | None = None
+    examples: list[dict[str, Any]] = []
+    validation: SplitReport | None = None
+    warnings: list[str] = []
+
+    @property
+    def label_counts(self) -> dict[str, int] | None:
+        """Rows to train on of each class, in the order of their numbers; None: no classification."""
+        return self.train.labels if self.train is not None else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As data_report.json holds it: plain JSON values, without what does not apply."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
 def count_rows(rows: Rows, kept: Any, dropped: dict[int, str]) -> dict[str, Any]:
-    """Rows read, kept and dropped, the dropped ones by reason and with their names."""
+    """Fields of a `SplitReport`: rows read, kept and dropped, the dropped ones by reason and with their names."""
     return {
         "read": len(kept) + len(dropped),
         "kept": len(kept),
@@ -45,13 +157,18 @@ def by_reason(dropped: dict[int, str]) -> dict[str, list[int]]:
     return found
 
 
-def named(rows: Rows, numbers: Any) -> dict[str, Any]:
+def named(rows: Rows, numbers: Any) -> Found:
     """How many rows, and the names of the first."""
-    return {"count": len(numbers), "rows": [rows.name(int(row)) for row in numbers[:ROWS_NAMED]]}
+    return Found(count=len(numbers), rows=names_of(rows, numbers))
+
+
+def names_of(rows: Rows, numbers: Any) -> list[str]:
+    """The names of the first of the rows."""
+    return [rows.name(int(row)) for row in numbers[:ROWS_NAMED]]
 
 
 def describe_rows(rows: Rows, kept: Any) -> dict[str, Any]:
-    """Lengths of the rows that are kept, before any of them is cut, and what share of them is learned."""
+    """Fields of a `SplitReport`: lengths of the kept rows, before any is cut, and what share of them is learned."""
     lengths, targets = rows.column("length")[kept], rows.column("num_targets")[kept]
     longest = kept[int(np.argmax(lengths))]
     return {
@@ -86,13 +203,13 @@ def _histogram(values: Any, edges: Any) -> dict[str, Any]:
     return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
-def duplicates(rows: Rows, kept: Any) -> dict[str, Any]:
-    """Rows whose tokens are those of an earlier row."""
+def duplicates(rows: Rows, kept: Any) -> Any:
+    """Numbers of the rows whose tokens are those of an earlier row."""
     digests = rows.column("digest")[kept]
     _, first = np.unique(digests, return_index=True)
     repeated = np.ones(len(kept), dtype=bool)
     repeated[first] = False
-    return named(rows, kept[repeated])
+    return kept[repeated]
 
 
 def repeated_in(rows: Rows, kept: Any, others: Rows, others_kept: Any) -> int:
@@ -100,7 +217,7 @@ def repeated_in(rows: Rows, kept: Any, others: Rows, others_kept: Any) -> int:
     return int(np.isin(rows.column("digest")[kept], others.column("digest")[others_kept]).sum())
 
 
-def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any) -> list[dict[str, Any]]:
+def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any) -> list[SourceReport]:
     """A line for each source. `order`: the rows of one pass, repeated ones as often as they come."""
     lengths = rows.column("length")
     found = []
@@ -110,17 +227,17 @@ def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any)
         used = int(((order >= start) & (order < stop)).sum())
         num_dropped = sum(start <= row < stop for row in dropped)
         found.append(
-            {
-                "source": source.name,
-                "layout": source.layout,
-                "read": len(mine) + num_dropped,
-                "kept": len(mine),
-                "num_dropped": num_dropped,
-                "tokens": int(lengths[mine].sum(dtype=np.int64)),
-                "weight": source.weight,
-                "passes": used / max(1, len(mine)),
-                "share": used / max(1, len(order)),
-            }
+            SourceReport(
+                source=source.name,
+                layout=source.layout,
+                read=len(mine) + num_dropped,
+                kept=len(mine),
+                num_dropped=num_dropped,
+                tokens=int(lengths[mine].sum(dtype=np.int64)),
+                weight=source.weight,
+                passes=used / max(1, len(mine)),
+                share=used / max(1, len(order)),
+            )
         )
     return found
 
@@ -175,25 +292,21 @@ def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any) -> list[
     return found
 
 
-def warnings(report: dict[str, Any]) -> list[str]:
-    """What of a report a person should look at before the run."""
+def warnings(splits: dict[str, SplitReport]) -> list[str]:
+    """What of the splits, by their names, a person should look at before the run."""
     found: list[str] = []
-    for split in ("train", "validation"):
-        counts = report.get(split)
-        if counts is None:
-            continue
-        if counts["num_dropped"] > MANY_DROPPED * counts["read"]:
-            found.append(f"{split}: {counts['num_dropped']:,} of {counts['read']:,} rows were dropped")
-        if counts.get("duplicates", {"count": 0})["count"]:
-            found.append(f"{split}: {counts['duplicates']['count']:,} rows repeat an earlier one")
-        if counts.get("also_in_train"):
-            found.append(f"{split}: {counts['also_in_train']:,} rows are in train, too: the held-out loss is too low")
-        if counts["long"]["cut_tokens"]:
-            long = counts["long"]
-            found.append(f"{split}: {long['cut_tokens']:,} tokens of {long['count']:,} long rows were cut off")
+    for name, split in splits.items():
+        if split.num_dropped > MANY_DROPPED * split.read:
+            found.append(f"{name}: {split.num_dropped:,} of {split.read:,} rows were dropped")
+        if split.duplicates is not None and split.duplicates.count:
+            found.append(f"{name}: {split.duplicates.count:,} rows repeat an earlier one")
+        if split.also_in_train:
+            found.append(f"{name}: {split.also_in_train:,} rows are in train, too: the held-out loss is too low")
+        if split.long.cut_tokens:
+            found.append(f"{name}: {split.long.cut_tokens:,} tokens of {split.long.count:,} long rows were cut off")
         found += [
-            f"{split}: {source['source']} is seen {source['passes']:,.0f} times in each pass over the mix"
-            for source in counts.get("sources", [])
-            if source["passes"] >= MANY_PASSES
+            f"{name}: {source.source} is seen {source.passes:,.0f} times in each pass over the mix"
+            for source in split.sources
+            if source.passes >= MANY_PASSES
         ]
     return found

@@ -32,7 +32,7 @@ class Samples(Protocol):
         """The samples of these numbers, each tensor (B, ...)."""
 
 
-class HasTokens(Protocol):
+class TokenRows(Protocol):
     """Rows of tokens."""
 
     def __len__(self) -> int: ...
@@ -92,7 +92,7 @@ class TextSamples:
         pad_id: of padding.
     """
 
-    rows: HasTokens
+    rows: TokenRows
     pieces: Pieces
     ends: Sequence[int]
     max_length: int

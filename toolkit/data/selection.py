@@ -10,7 +10,7 @@ import numpy as np
 
 from toolkit.data.packing import Ints, Pieces, mixed, split, whole
 from toolkit.data.report import by_reason
-from toolkit.data.samples import HasTokens, Rows
+from toolkit.data.samples import Rows, TokenRows
 from toolkit.errors import DataError
 
 LONG_SHARE = 0.01
@@ -148,7 +148,7 @@ def one_pass(chosen: Selection) -> Ints:
     return rows
 
 
-def cut(rows: HasTokens, order: Ints, lengths: Ints, policy: str, max_length: int) -> tuple[Pieces, int]:
+def cut(rows: TokenRows, order: Ints, lengths: Ints, policy: str, max_length: int) -> tuple[Pieces, int]:
     """The pieces of rows in order, and how many tokens are cut off."""
     if policy != "split":
         pieces = whole(order, lengths, max_length)

@@ -1,40 +1,27 @@
-"""Rows from files or the hub, a shard at a time, each row with its place.
-
-A row that cannot be read (half a line, bytes that are no text) comes as the `RowProblem` that says so,
-so that one bad row neither ends a run nor shifts the numbers of the others. Memory: a few rows, however
-large the file is.
-"""
+"""From the path, glob or hub name of a recipe to the shards of a source, each row with its name."""
 
 from __future__ import annotations
 
-import csv
 import glob
 import hashlib
 import itertools
-import json
 import os
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import datasets
-import fsspec
 from fsspec.utils import infer_compression
 
 from toolkit.data.problem import RowProblem
-from toolkit.errors import DataError, first_line
+from toolkit.data.readers import Row, Shard, opened, read, unreadable
+from toolkit.errors import DataError
 from toolkit.places import COMPRESSIONS, DATA_SUFFIXES, is_file_source
 from toolkit.recipe.schema import DataSection, SourceSection
 
-Row = dict[str, Any] | RowProblem
-
 TABLES = (".parquet", ".arrow")
 """Files that `datasets` reads."""
-
-MAX_ROW_BYTES = 64 * 2**20
-"""A longer line is no row: most likely the file has no lines at all."""
 
 SHARD_BYTES = 64 * 2**20
 """Size of the pieces of a file of lines that processes tokenise in parallel."""
@@ -44,31 +31,6 @@ SHARD_ROWS = 50_000
 
 ROWS_LOOKED_AT = 100
 """Rows of a source among which its columns are looked for."""
-
-COLUMNS_LISTED = 10
-"""Columns that an error names."""
-
-COLUMN_LENGTH = 40
-"""What it shows of each (characters)."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A part of a source.
-
-    Attributes:
-        kind: `lines`, `list`, `csv`, `text`: of a file; `table`: parquet or arrow; `rows`: of `table`.
-        path: the file; for people where the kind is `rows`.
-        start: first byte of a piece of lines, or first row.
-        stop: the end; None: of the file.
-        table: an opened data set.
-    """
-
-    kind: str
-    path: str
-    start: int = 0
-    stop: int | None = None
-    table: datasets.Dataset | datasets.IterableDataset | None = None
 
 
 @dataclass(frozen=True)
@@ -114,20 +76,6 @@ def open_source(section: SourceSection, field: str, streaming: bool = False) -> 
     return Source(name, field, section.weight, shards, columns, names)
 
 
-def read(shard: Shard) -> Iterator[Row]:
-    """The rows of a shard, in order; every line of a file of lines is one, blank ones too.
-
-    Raises:
-        DataError: where the rest of the file cannot be read.
-    """
-    try:
-        yield from _READERS[shard.kind](shard)
-    except DataError:
-        raise
-    except Exception as error:  # the libraries that read files raise a great many kinds
-        raise _unreadable("data", shard.path, error) from error
-
-
 def identify(section: SourceSection, field: str) -> list[Any]:
     """All that decides which rows a source has: a file counts by its content."""
     path = _path(section.path)
@@ -168,14 +116,6 @@ def expand_files(source: str, field: str) -> list[Path]:
     return paths
 
 
-def listed(names: list[str]) -> str:
-    """Columns for an error: the first of them, on one line."""
-    shown = [name if name.isprintable() else repr(name)[1:-1] for name in names[:COLUMNS_LISTED]]
-    cut = [name if len(name) <= COLUMN_LENGTH else f"{name[:COLUMN_LENGTH]}..." for name in shown]
-    more = f" and {len(names) - COLUMNS_LISTED:,} more" if len(names) > COLUMNS_LISTED else ""
-    return ", ".join(cut) + more
-
-
 def _path(source: str) -> Path:
     """With `~` as the user's home; that of a user who does not exist stays as it is."""
     return Path(os.path.expanduser(source))
@@ -200,11 +140,7 @@ def _sha256(path: Path, field: str) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise _unreadable(field, str(path), error) from error
-
-
-def _unreadable(field: str, path: str, error: Exception) -> DataError:
-    return DataError(f"{field}: {path!r} cannot be read: {first_line(error.__cause__ or error)}")
+        raise unreadable(field, str(path), error) from error
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -276,10 +212,10 @@ def _is_list(path: Path, suffix: str, field: str) -> bool:
     if suffix == ".jsonl":
         return False
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
     except Exception as error:  # the libraries that unpack files raise a great many kinds
-        raise _unreadable(field, str(path), error) from error
+        raise unreadable(field, str(path), error) from error
     return start.startswith(b"[") or start.partition(b"\n")[0].rstrip() in (b"{", b"")
 
 
@@ -297,7 +233,7 @@ def _saved_shards(section: SourceSection, field: str) -> tuple[list[Shard], data
     except IndexError as error:  # saved without a row, it has no file
         raise DataError(f"{field}: {section.path!r} holds no rows") from error
     except Exception as error:
-        raise _unreadable(field, section.path, error) from error
+        raise unreadable(field, section.path, error) from error
     if isinstance(table, datasets.DatasetDict):
         names = ["train"] if field == "data.train" else ["validation", "test"]
         split = next((name for name in names if name in table), None)
@@ -328,186 +264,4 @@ def _load(builder: str, field: str, source: str, **settings: Any) -> Any:
     try:
         return datasets.load_dataset(builder, **settings)
     except Exception as error:  # the libraries behind `datasets` raise a great many kinds
-        raise _unreadable(field, source, error) from error
-
-
-# ---- from a shard to rows ----
-
-
-def _opened(path: str | Path) -> IO[bytes]:
-    return fsspec.open(str(path), "rb", compression="infer").open()  # type: ignore[no-any-return]
-
-
-def _read_lines(shard: Shard) -> Iterator[Row]:
-    """A row for each line that starts in the shard."""
-    with _opened(shard.path) as file:
-        if shard.start > 0:
-            file.seek(shard.start - 1)
-            _skip_line(file)
-        position = file.tell() if shard.stop is not None else 0
-        while shard.stop is None or position < shard.stop:
-            line = file.readline(MAX_ROW_BYTES)
-            if not line:
-                return
-            position += len(line)
-            if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
-                position += _skip_line(file)
-                yield RowProblem(f"a line of more than {MAX_ROW_BYTES // 2**20} MiB")
-            else:
-                yield _parsed(line, at_start=shard.start == 0 and position == len(line))
-
-
-def _skip_line(file: IO[bytes]) -> int:
-    """Reads to the end of a line; how many bytes that was."""
-    skipped = 0
-    while line := file.readline(MAX_ROW_BYTES):
-        skipped += len(line)
-        if line.endswith(b"\n"):
-            break
-    return skipped
-
-
-def _parsed(line: bytes, at_start: bool) -> Row:
-    try:
-        text = line.decode("utf-8-sig" if at_start else "utf-8").strip()
-    except UnicodeDecodeError:
-        return RowProblem("not UTF-8")
-    if not text:
-        return RowProblem("blank line")
-    try:
-        return _as_row(json.loads(text))
-    except json.JSONDecodeError:
-        return RowProblem("not JSON")
-    except (ValueError, RecursionError):  # Python reads whole numbers of up to 4300 digits
-        return RowProblem("JSON that is nested too deeply, or with a number too long")
-
-
-def _as_row(value: Any) -> Row:
-    if isinstance(value, dict):
-        return value
-    return RowProblem(f"no JSON object but {_json_type(value)}")
-
-
-def _json_type(value: Any) -> str:
-    names = {list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def _read_list(shard: Shard) -> Iterator[Row]:
-    with _opened(shard.path) as file:
-        try:
-            values = json.loads(file.read().decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start})") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"data: {shard.path!r} is not JSON: {first_line(error)}") from error
-    if isinstance(values, dict):
-        raise DataError(
-            f"data: {shard.path!r} holds one object with the keys {listed(list(values))}; allowed: a list of objects, "
-            "or an object on each line"
-        )
-    yield from map(_as_row, values)
-
-
-def _read_csv(shard: Shard) -> Iterator[Row]:
-    csv.field_size_limit(MAX_ROW_BYTES)
-    with fsspec.open(
-        shard.path, "rt", compression="infer", encoding="utf-8-sig", errors="surrogateescape", newline=""
-    ).open() as file:
-        lines = _Lines(file)
-        records = csv.reader(lines, strict=True)
-        header = _csv_header(next(records, []), shard.path)
-        while True:
-            lines.begin()
-            try:
-                fields = next(records)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                lines.give_back()
-                yield RowProblem(f"not CSV: {error}")
-                continue
-            if fields and len(fields) != len(header):
-                lines.give_back()
-            yield _csv_row(header, fields)
-
-
-class _Lines:
-    """The lines of a CSV file. A record that is none ends with its first line: a quote that is never closed would
-    take up all rows after it."""
-
-    def __init__(self, lines: Iterator[str]) -> None:
-        self._lines = lines
-        self._taken: deque[str] = deque()
-        self._given_back: deque[str] = deque()
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self._given_back.popleft() if self._given_back else next(self._lines)
-        self._taken.append(line)
-        return line
-
-    def begin(self) -> None:
-        """Begins a record."""
-        self._taken.clear()
-
-    def give_back(self) -> None:
-        """All lines of the record but the first are read again."""
-        self._taken.popleft()
-        self._given_back.extendleft(reversed(self._taken))
-
-
-def _csv_header(header: list[str], path: str) -> list[str]:
-    if any(_has_surrogate(column) for column in header):
-        raise DataError(f"data: {path!r} is not UTF-8")
-    if len(set(header)) < len(header):
-        raise DataError(f"data: {path!r}: a column stands twice in the header: {listed(header)}")
-    return header
-
-
-def _csv_row(header: list[str], fields: list[str]) -> Row:
-    if not fields:
-        return RowProblem("blank line")
-    if len(fields) != len(header):
-        return RowProblem("another number of fields than the header")
-    if any(_has_surrogate(field) for field in fields):
-        return RowProblem("not UTF-8")
-    return dict(zip(header, fields, strict=True))
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= letter <= "\udfff" for letter in text) if not text.isascii() else False
-
-
-def _read_text(shard: Shard) -> Iterator[Row]:
-    """A text file is one document."""
-    with _opened(shard.path) as file:
-        try:
-            yield {"text": file.read().decode("utf-8-sig")}
-        except UnicodeDecodeError as error:
-            raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start})") from error
-
-
-def _read_table(shard: Shard) -> Iterator[Row]:
-    assert shard.table is not None
-    yield from shard.table
-
-
-def _read_rows(shard: Shard) -> Iterator[Row]:
-    assert isinstance(shard.table, datasets.Dataset)
-    for number in range(shard.start, shard.stop or 0, 100):
-        columns = shard.table[number : min(number + 100, shard.stop or 0)]
-        for values in zip(*columns.values(), strict=True):
-            yield dict(zip(columns, values, strict=True))
-
-
-_READERS = {
-    "lines": _read_lines,
-    "list": _read_list,
-    "csv": _read_csv,
-    "text": _read_text,
-    "table": _read_table,
-    "rows": _read_rows,
-}
+        raise unreadable(field, source, error) from error

@@ -21,10 +21,11 @@ from toolkit.data.encode import Document, Encoder
 from toolkit.data.layouts import Layout
 from toolkit.data.loader import first_positions
 from toolkit.data.packing import best_fit, by_sample
-from toolkit.data.report import ROWS_NAMED
+from toolkit.data.readers import Row
+from toolkit.data.report import ROWS_NAMED, DataReport, Found, SplitReport
 from toolkit.data.samples import Batch, TextSamples, batch_of
 from toolkit.data.selection import LONG_SHARE, TOO_LONG, cut, nothing_within, too_many_long
-from toolkit.data.sources import Row, Source, named_rows
+from toolkit.data.sources import Source, named_rows
 from toolkit.errors import DataError
 
 WINDOW_SAMPLES = 256
@@ -370,8 +371,10 @@ class StreamLoader:
             skip = max(0, skip - len(window.samples))
 
 
-def describe_stream(stream: Stream, samples: TextSamples, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The part of the data report that is about the rows to train on, as far as they have been read.
+def describe_stream(
+    report: DataReport, stream: Stream, samples: TextSamples, tokenizer: PreTrainedTokenizerBase
+) -> DataReport:
+    """The data report with the rows to train on, as far as they have been read.
 
     Args:
         samples: of the first window.
@@ -379,21 +382,20 @@ def describe_stream(stream: Stream, samples: TextSamples, tokenizer: PreTrainedT
     counts = stream.counts
     lengths, targets = np.array(counts.lengths), np.array(counts.targets)
     used = int(samples.pieces.lengths().sum())
-    split_report = {
-        "read": counts.read,
-        "kept": counts.read - counts.num_dropped,
-        "num_dropped": counts.num_dropped,
-        "dropped": counts.dropped,
-        "long": {"count": counts.long, "rows": [], "cut_tokens": counts.cut_tokens},
-        **reports.describe_lengths(lengths, targets),
-        "tokens": counts.tokens,
-        "target_tokens": counts.target_tokens,
-        "longest": {"row": counts.longest[1], "tokens": counts.longest[0]},
-        "samples": len(samples),
-        "fill_rate": used / (len(samples) * stream.max_length) if stream.packed else None,
-    }
-    shown = [
+    described = reports.describe_lengths(lengths, targets)
+    train = SplitReport(
+        read=counts.read,
+        kept=counts.read - counts.num_dropped,
+        num_dropped=counts.num_dropped,
+        dropped={reason: Found(**found) for reason, found in counts.dropped.items()},
+        long=Found(count=counts.long, rows=[], cut_tokens=counts.cut_tokens),
+        **{**described, "tokens": counts.tokens, "target_tokens": counts.target_tokens},
+        longest={"row": counts.longest[1], "tokens": counts.longest[0]},
+        samples=len(samples),
+        fill_rate=used / (len(samples) * stream.max_length) if stream.packed else None,
+    )
+    examples = [
         reports.decoded(tokenizer, *samples.rows.tokens(row, 0, stream.max_length))
         for row in range(min(3, len(samples.rows)))
     ]
-    return {"train": split_report, "examples": shown}
+    return report.model_copy(update={"train": train, "examples": examples})

@@ -16,10 +16,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from toolkit import ranks
 from toolkit.data.cache import cache_folder, digest, kept
-from toolkit.data.chat import MARKERS, use_template
 from toolkit.data.layouts import recognise, texts_of
 from toolkit.data.problem import RowProblem
-from toolkit.data.sources import identify_rows, open_source, read
+from toolkit.data.readers import read
+from toolkit.data.sources import identify_rows, open_source
+from toolkit.data.templates import MARKERS, use_template
 from toolkit.errors import BadInputError, first_line
 from toolkit.places import require_folder
 from toolkit.recipe.schema import DataSection, ModelSection

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.data import tokenizer
+from toolkit.data.packing import is_packed
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
 from toolkit.model.document_attention import BY_DOCUMENT
@@ -106,7 +107,7 @@ def workload_of_model(
     Args:
         label_counts: as `build_objective` takes them.
     """
-    packed = _is_packed(recipe)
+    packed = is_packed(recipe.data, recipe.objective)
 
     def objective(model: nn.Module) -> Objective:
         return build_objective(recipe.objective, model, packed, label_counts)
@@ -137,11 +138,6 @@ def _tokenizer(recipe: Recipe) -> SpecialTokens:
         return PlannedTokenizer(0)  # the configuration says it all
     loaded: SpecialTokens = tokenizer.load(section, recipe.data, recipe.objective.kind)
     return loaded
-
-
-def _is_packed(recipe: Recipe) -> bool:
-    packing = recipe.data.packing
-    return recipe.objective.kind != "sequence_classification" if packing is None else packing
 
 
 def _attention(recipe: Recipe, chosen: str, packed: bool) -> str | None:

@@ -59,6 +59,6 @@ def introduce(console: Console, facts: dict[str, str], plugin: ShardingPlugin, p
     """Prints the facts, the data and the units."""
     for name, fact in facts.items():
         console.print(f"{name:>10}: {fact}", markup=False)
-    show_report(console, parts.data.report)
+    show_report(console, parts.data.report.to_dict())
     if plugin.unit_plan is not None:
         console.print(plugin.unit_plan.table(), markup=False)

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,6 +16,7 @@ from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.checkpoint.export import write_configuration
 from toolkit.checkpoint.manifest import Manifest, latest
 from toolkit.checkpoint.reader import same_run
+from toolkit.data.report import DataReport
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
@@ -105,12 +105,12 @@ def _require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> None
         )
 
 
-def write_data_report(folder: Path, recipe: Recipe, report: dict[str, Any]) -> None:
+def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:
     """Writes `data_report.json` and the page beside it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "data_report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-        write_data_page(folder / DATA_PAGE, recipe.description or "Data of the run", report)
+        (folder / "data_report.json").write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
+        write_data_page(folder / DATA_PAGE, recipe.description or "Data of the run", report.to_dict())
     except OSError as error:
         raise BadInputError(f"{str(folder)!r} cannot be written: {error.strerror}; name another folder") from error
 
@@ -118,7 +118,7 @@ def write_data_report(folder: Path, recipe: Recipe, report: dict[str, Any]) -> N
 def write_beginning(
     output_dir: Path,
     recipe: Recipe,
-    report: dict[str, Any],
+    report: DataReport,
     inner: PreTrainedModel,
     tokens: PreTrainedTokenizerBase,
 ) -> None:

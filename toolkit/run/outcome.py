@@ -95,7 +95,7 @@ def write_pages(
     """Writes the model card and, last, the report, which marks the run as done. On rank 0."""
     summary = replace(_summary(recipe, plugin, parts, facts, result), step_seconds=step_seconds)
     if result.export_dir is not None:
-        write_card(result.export_dir, recipe, summary.facts, result.metrics, parts.data.report, summary.versions)
+        write_card(result.export_dir, recipe, summary.facts, result.metrics, summary.data_report, summary.versions)
     write_report(result.output_dir / FINISHED, summary)
 
 
@@ -141,7 +141,7 @@ def _summary(
         title=recipe.description or "Fine-tuning run",
         recipe_yaml=recipe.to_yaml(),
         metrics=result.metrics,
-        data_report=parts.data.report,
+        data_report=parts.data.report.to_dict(),
         units=_unit_rows(plugin.unit_plan),
         facts=facts,
         versions={**{package: version(package) for package in packages}, "machine": machine},

@@ -92,7 +92,7 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
     model = load(recipe.model, tokens, training.seed, data.label_names, recipe.adapter)
     require_room(model, tokens, recipe)
-    packed, label_counts = data.report["packing"], data.report["train"].get("labels")
+    packed, label_counts = data.report.packing, data.report.label_counts
     in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
     attention = settle_attention(
         base_of(model), recipe.model.attention, accelerator.device, in_16_bits, packed, training.compile
@@ -240,7 +240,10 @@ def _check_leaks(
         accelerator.device,
         in_16_bits,
     )
-    return Leaks(data.report["train"]["fill_rate"], found)
+    train = data.report.train
+    assert train is not None
+    assert train.fill_rate is not None, "rows are packed"
+    return Leaks(train.fill_rate, found)
 
 
 def _prepare_for_ddp(

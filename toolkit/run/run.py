@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +167,10 @@ def _tell_stream(accelerator: Accelerator, recipe: Recipe, parts: Parts, output_
     stream, samples = parts.data.stream, parts.data.train
     assert stream is not None
     assert isinstance(samples, TextSamples)
-    parts.data.report.update(describe_stream(stream, samples, parts.tokenizer))
+    report = describe_stream(parts.data.report, stream, samples, parts.tokenizer)
+    parts.data = replace(parts.data, report=report)
     if accelerator.is_main_process:
-        write_data_report(output_dir, recipe, parts.data.report)
+        write_data_report(output_dir, recipe, report)
 
 
 def _rest_of_run(recipe: Recipe, parts: Parts, manifest: Manifest) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from typing import Any
 import datasets
 import pytest
 
-from toolkit.data import build, documents, sources, tokenizer
-from toolkit.data.chat import use_template
+from toolkit.data import build, documents, readers, sources, tokenizer
+from toolkit.data.templates import use_template
 from toolkit.errors import BadInputError
 from toolkit.recipe.schema import ColumnsSection, DataSection, ObjectiveSection, SourceSection
 
@@ -77,7 +77,7 @@ def section(folder: Path, train: str, **settings: Any) -> DataSection:
 def report_of(
     folder: Path, train: str, tokens: Any, objective: ObjectiveSection | None = None, **settings: Any
 ) -> dict[str, Any]:
-    report = build.build(section(folder, train, **settings), tokens, 0, objective).report
+    report = build.build(section(folder, train, **settings), tokens, 0, objective).report.to_dict()
     assert unfinished(folder) == []
     return report
 
@@ -587,7 +587,7 @@ def test_names_hold_across_the_pieces_of_a_file(
 ) -> None:
     """The file is cut into pieces amid its lines or between them; one line is longer than a row may be."""
     monkeypatch.setattr(sources, "SHARD_BYTES", piece)
-    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 1000)
     rows: list[Any] = [json.dumps({"text": f"question {i:02}"}).encode().ljust(49) for i in range(1, 41)]
     rows[4] = b""
     rows[9] = json.dumps({"text": "x" * 5000}).encode()
@@ -604,7 +604,7 @@ def test_names_hold_across_the_pieces_of_a_file(
 
 
 def test_an_enormous_line_is_a_bad_row(tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 2**20)
+    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 2**20)
     long = {"text": "x" * 2**20}
     lines(tmp_path / "rows.jsonl", [GOOD["text"](1), long, GOOD["text"](3), long])
     report = report_of(tmp_path, "rows.jsonl", chatml)

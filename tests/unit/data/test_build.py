@@ -15,7 +15,7 @@ import torch
 
 from toolkit.data import build, sources, tokenizer
 from toolkit.data.cache import kept
-from toolkit.data.chat import MARKERS, use_template
+from toolkit.data.templates import MARKERS, use_template
 from toolkit.errors import DataError
 from toolkit.recipe.schema import DataSection, ObjectiveSection, SourceSection
 
@@ -81,7 +81,8 @@ def test_tokenised_in_several_processes_the_rows_are_the_same(
         data = section(tmp_path, tmp_path / "a.jsonl", num_proc=num_proc)
         data = data.model_copy(update={"cache_dir": str(tmp_path / f"cache-{number}")})
         built = build.build(data, byte_pairs, seed=0)
-        assert built.report["train"]["dropped"] == {"not JSON": {"count": 2, "rows": ["a.jsonl:8", "a.jsonl:31"]}}
+        dropped = built.report.to_dict()["train"]["dropped"]
+        assert dropped == {"not JSON": {"count": 2, "rows": ["a.jsonl:8", "a.jsonl:31"]}}
         found.append(rows_of(built.train))
     assert found[0] == found[1]
     assert len(open_shards(tmp_path / "a.jsonl")) > 3
@@ -94,15 +95,15 @@ def open_shards(path: Path) -> list[Any]:
 def test_a_text_file_is_one_document(tmp_path: Path, byte_pairs: Any) -> None:
     (tmp_path / "a.txt").write_text("\n".join(TEXTS))
     built = build.build(section(tmp_path, tmp_path / "a.txt"), byte_pairs, seed=0)
-    assert built.report["train"]["read"] == 1
+    assert built.report.train.read == 1
     expected = byte_pairs("\n".join(TEXTS))["input_ids"]
     assert tokens_of(built.train) == len(expected)  # the end-of-text token makes up for the first
-    assert built.report["long_rows"] == "split"
+    assert built.report.long_rows == "split"
 
 
 def test_the_report_counts_rows_and_names_the_dropped(tmp_path: Path, byte_pairs: Any) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"text": "one two three"}, {"text": None}, {"text": " "}, {"text": "four"}])
-    report = build.build(section(tmp_path, path), byte_pairs, seed=0).report["train"]
+    report = build.build(section(tmp_path, path), byte_pairs, seed=0).report.to_dict()["train"]
     assert (report["read"], report["kept"], report["num_dropped"]) == (4, 2, 2)
     assert report["dropped"] == {
         "text is missing or null": {"count": 1, "rows": ["a.jsonl:2"]},
@@ -133,7 +134,7 @@ def test_held_out_rows_are_chosen_by_the_seed_and_not_trained_on(tmp_path: Path,
     path = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     data = section(tmp_path, path, validation_fraction=0.25)
     built = build.build(data, byte_pairs, seed=0)
-    assert (built.report["train"]["read"], built.report["validation"]["read"]) == (30, 10)
+    assert (built.report.train.read, built.report.validation.read) == (30, 10)
     assert built.validation is not None
     again = build.build(data, byte_pairs, seed=1)
     assert again.validation is not None
@@ -227,12 +228,13 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
 def test_the_usual_layouts_are_recognised(tmp_path: Path, chat_tokenizer: Any, layout: str) -> None:
     path = jsonl(tmp_path / "a.jsonl", LAYOUTS[layout] * 3)
     built = build.build(section(tmp_path, path, max_length=64), chat_tokenizer, seed=0)
-    assert built.report["train"]["sources"][0]["layout"] == layout
-    assert built.report["chat_template"] == "the tokenizer's own"
+    assert built.report.to_dict()["train"]["sources"][0]["layout"] == layout
+    assert built.report.chat_template == "the tokenizer's own"
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello fox<|im_end|>\n"
     assert chat_tokenizer.decode(built.train.documents(0)[0]) == text
-    assert [part for part in built.report["examples"][0]["segments"] if part[1]] == [["hello fox<|im_end|>", True]]
-    assert built.report["warnings"] == ["train: 2 rows repeat an earlier one"]
+    [example] = built.report.examples[:1]
+    assert [part for part in example["segments"] if part[1]] == [["hello fox<|im_end|>", True]]
+    assert built.report.warnings == ["train: 2 rows repeat an earlier one"]
 
 
 def test_prompts_and_completions_of_text_are_taken_as_they_are(tmp_path: Path, byte_pairs: Any) -> None:
@@ -261,7 +263,7 @@ def test_what_of_a_conversation_is_learned(tmp_path: Path, chat_tokenizer: Any, 
     built = build.build(
         section(tmp_path, jsonl(tmp_path / "a.jsonl", [row]), max_length=96, targets=targets), chat_tokenizer, seed=0
     )
-    learned = "".join(text for text, target in built.report["examples"][0]["segments"] if target)
+    learned = "".join(text for text, target in built.report.to_dict()["examples"][0]["segments"] if target)
     whole = chat_tokenizer.decode(built.train.documents(0)[0])
     expected = {"assistant": "hello<|im_end|>a fox<|im_end|>", "last_turn": "a fox<|im_end|>"}
     assert learned == expected.get(targets, whole.removeprefix("<|im_start|>"))
@@ -276,19 +278,19 @@ def test_long_rows(tmp_path: Path, chat_tokenizer: Any) -> None:
 
     with pytest.raises(DataError, match=r"2 of 152 rows \(1.3%\) are longer than data.max_length, 48 tokens; the long"):
         built()
-    dropped = built(long_rows="drop").report["train"]
+    dropped = built(long_rows="drop").report.to_dict()["train"]
     assert dropped["dropped"]["longer than data.max_length"]["rows"] == ["a.jsonl:151", "a.jsonl:152"]
     truncated = built(long_rows="truncate")
-    assert truncated.report["train"]["dropped"] == {
+    assert truncated.report.to_dict()["train"]["dropped"] == {
         "nothing to learn within 48 tokens": {"count": 1, "rows": ["a.jsonl:152"]}
     }
-    assert truncated.report["train"]["long"]["count"] == 2
-    assert truncated.report["train"]["long"]["cut_tokens"] > 20
-    assert any("were cut off" in warning for warning in truncated.report["warnings"])
+    assert truncated.report.train.long.count == 2
+    assert truncated.report.train.long.cut_tokens > 20
+    assert any("were cut off" in warning for warning in truncated.report.warnings)
     split = built(long_rows="split")
-    assert tokens_of(split.train) == split.report["train"]["target_tokens"]
+    assert tokens_of(split.train) == split.report.train.target_tokens
     few = jsonl(tmp_path / "few.jsonl", [*rows[:150], rows[150]])
-    counted = build.build(section(tmp_path, few, max_length=48), chat_tokenizer, seed=0).report["train"]
+    counted = build.build(section(tmp_path, few, max_length=48), chat_tokenizer, seed=0).report.to_dict()["train"]
     assert counted["dropped"] == {"longer than data.max_length": {"count": 1, "rows": ["few.jsonl:151"]}}, "below 1 %"
 
 
@@ -303,8 +305,8 @@ def test_weighted_sources(tmp_path: Path, byte_pairs: Any) -> None:
     order = [byte_pairs.decode(built.train.documents(i)[0])[:5] for i in range(len(built.train))]
     assert (order.count("large"), order.count("small")) == (30, 10)
     assert all(order[start : start + 4].count("small") == 1 for start in range(0, 40, 4))
-    assert [source["passes"] for source in built.report["train"]["sources"]] == [2.5, 1.0]
-    assert [source["share"] for source in built.report["train"]["sources"]] == [0.25, 0.75]
+    assert [source["passes"] for source in built.report.to_dict()["train"]["sources"]] == [2.5, 1.0]
+    assert [source["share"] for source in built.report.to_dict()["train"]["sources"]] == [0.25, 0.75]
     held = build.build(data.model_copy(update={"validation_fraction": 0.2}), byte_pairs, seed=0)
     assert held.validation is not None
     assert len(held.validation) == 7, "held-out rows count once, whatever their weight"
@@ -313,7 +315,7 @@ def test_weighted_sources(tmp_path: Path, byte_pairs: Any) -> None:
 def test_rows_in_both_splits_are_told(tmp_path: Path, byte_pairs: Any) -> None:
     train = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     held = jsonl(tmp_path / "b.jsonl", [{"text": TEXTS[3]}, {"text": "something else"}, {"text": TEXTS[3]}])
-    report = build.build(section(tmp_path, train, validation=str(held)), byte_pairs, seed=0).report
+    report = build.build(section(tmp_path, train, validation=str(held)), byte_pairs, seed=0).report.to_dict()
     assert report["validation"]["also_in_train"] == 2
     assert report["validation"]["duplicates"] == {"count": 1, "rows": ["b.jsonl:3"]}
     assert any("2 rows are in train, too" in warning for warning in report["warnings"])
@@ -324,7 +326,7 @@ def test_a_template_that_ends_no_turn_is_told(tmp_path: Path, byte_pairs: Any) -
     try:
         report = build.build(
             section(tmp_path, jsonl(tmp_path / "a.jsonl", [chat("hi", "fox")]), max_length=96), byte_pairs, seed=0
-        ).report
+        ).report.to_dict()
     finally:
         byte_pairs.chat_template = None
     assert any("does not learn to stop" in warning for warning in report["warnings"])
@@ -340,10 +342,10 @@ def test_classes_are_found_or_given(tmp_path: Path, byte_pairs: Any) -> None:
 
     found = built()
     assert found.label_names == ["2", "9", "10"]
-    assert found.report["train"]["labels"] == {"2": 3, "9": 3, "10": 3}
+    assert found.report.train.labels == {"2": 3, "9": 3, "10": 3}
     assert found.train.batch([0, 1, 2])["labels"].tolist() == [2, 1, 0]
     given = built(labels=["9", "10"])
-    assert given.report["train"]["dropped"] == {
+    assert given.report.to_dict()["train"]["dropped"] == {
         "label is none of the classes": {"count": 3, "rows": ["a.jsonl:3", "a.jsonl:6", "a.jsonl:9"]}
     }
     names = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
@@ -378,7 +380,7 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path, byte_pairs: Any) -> No
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         jsonl(tmp_path / name / "t.jsonl", [{"text": "fox"}, {"text": ""}])
-    report = build.build(section(tmp_path, f"{tmp_path}/*/t.jsonl"), byte_pairs, seed=0).report["train"]
+    report = build.build(section(tmp_path, f"{tmp_path}/*/t.jsonl"), byte_pairs, seed=0).report.to_dict()["train"]
     assert report["dropped"]["text is empty"]["rows"] == ["one/t.jsonl:2", "two/t.jsonl:2"]
 
 
@@ -438,7 +440,7 @@ def test_both_completions_of_a_pair_share_a_sample(tmp_path: Path, chat_tokenize
     ],
 )
 def test_pairs_that_are_none(tmp_path: Path, chat_tokenizer: Any, row: Any, reason: str) -> None:
-    report = pairs(tmp_path, chat_tokenizer, [PAIR, row]).report["train"]
+    report = pairs(tmp_path, chat_tokenizer, [PAIR, row]).report.to_dict()["train"]
     assert report["dropped"] == {reason: {"count": 1, "rows": ["pairs.jsonl:2"]}}
 
 

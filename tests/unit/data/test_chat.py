@@ -22,19 +22,9 @@ from chat_templates import tokenizer_for as new_tokenizer
 from tokenizers.processors import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.data.chat import (
-    MARKERS,
-    NO_FUNCTION,
-    NO_TURN,
-    NO_WAY,
-    TEMPLATES,
-    Rendered,
-    closes_turns,
-    render,
-    target_mask,
-    use_template,
-)
+from toolkit.data.chat import NO_FUNCTION, NO_TURN, NO_WAY, Rendered, render, target_mask
 from toolkit.data.problem import RowProblem
+from toolkit.data.templates import MARKERS, TEMPLATES, use_template
 from toolkit.data.tokenizer import _train_byte_pairs
 from toolkit.errors import BadInputError
 
@@ -191,6 +181,12 @@ def tokenizer_for(template: ChatTemplate) -> PreTrainedTokenizerFast:
 def render_kind(name: str, kind: str, targets: Any = "assistant") -> tuple[PreTrainedTokenizerFast, Rendered]:
     tokenizer = tokenizer_for(ALL_TEMPLATES[name])
     return tokenizer, render(tokenizer, CONVERSATIONS[kind], TOOLS if "tools" in kind else None, targets)
+
+
+def closes_turns(tokenizer: PreTrainedTokenizerFast, rendered: Rendered) -> bool:
+    """Whether each span ends with a special token, whitespace aside."""
+    special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return all(rendered.text[start:end].rstrip().endswith(special) for start, end in rendered.spans)
 
 
 def decode_targets(tokenizer: PreTrainedTokenizerFast, text: str, spans: list[tuple[int, int]]) -> list[str]:

@@ -138,7 +138,7 @@ def test_bad_rows_are_counted_with_their_names(tmp_path: Path, byte_pairs: Any) 
     lines = path.read_text().splitlines()
     lines[2] = "{"
     path.write_text("\n".join(lines))
-    report = built(tmp_path, byte_pairs, train=str(path)).report
+    report = built(tmp_path, byte_pairs, train=str(path)).report.to_dict()
     assert report["streaming"] is True
     assert report["train"]["dropped"]["not JSON"]["rows"][0] == "a.jsonl:3"
     assert report["train"]["kept"] == report["train"]["read"] - report["train"]["num_dropped"]
@@ -154,9 +154,9 @@ def test_a_source_without_a_usable_row_ends_with_an_error(tmp_path: Path, byte_p
 def test_too_many_long_rows_end_the_run(tmp_path: Path, byte_pairs: Any) -> None:
     with pytest.raises(DataError, match=r"are longer than data.max_length, 32 tokens.*data.long_rows"):
         built(tmp_path, byte_pairs, long_rows="error")
-    report = built(tmp_path, byte_pairs, long_rows="drop").report
+    report = built(tmp_path, byte_pairs, long_rows="drop").report.to_dict()
     assert report["train"]["dropped"]["longer than data.max_length"]["count"] > 0
-    cut = built(tmp_path, byte_pairs, long_rows="truncate").report
+    cut = built(tmp_path, byte_pairs, long_rows="truncate").report.to_dict()
     assert cut["train"]["long"]["cut_tokens"] > 0
 
 

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from toolkit.cli.app import main
-from toolkit.data.chat import MARKERS, use_template
+from toolkit.data.templates import MARKERS, use_template
 from toolkit.data.tokenizer import _train_byte_pairs
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.generate.command import converse
