@@ -64,7 +64,7 @@ def main(file: str, arguments: list[str]) -> int:
     born = psutil.Process().create_time()
     timed("imports", import_all)()
     watch()
-    from toolkit.cli.app import finetune_command
+    from toolkit.cli.finetune import finetune_command
 
     code = finetune_command(arguments)
     if os.environ.get("RANK", "0") == "0":

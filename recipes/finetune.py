@@ -7,7 +7,7 @@ Everything that differs between runs stands in the recipe or in the Accelerate c
 
 import sys
 
-from toolkit.cli.app import finetune_command
+from toolkit.cli.finetune import finetune_command
 
 if __name__ == "__main__":
     sys.exit(finetune_command(sys.argv[1:]))

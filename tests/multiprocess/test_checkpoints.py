@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from toolkit.checkpoint import latest
-from toolkit.cli.app import app, export_command
+from toolkit.cli.app import app
+from toolkit.cli.export import export
 from toolkit.errors import BadInputError, StoppedError
 
 CUT_AT = 7  # the step in which the run dies; saved after 3 and 6
@@ -297,9 +298,9 @@ def test_export_of_a_checkpoint_is_the_runs_own(finished_run: Path, tmp_path: Pa
     assert not torch.equal(third.lm_head.weight.float(), own["model.embed_tokens.weight"].bfloat16().float())
 
     with pytest.raises(BadInputError, match="exists; name a new folder"):
-        export_command(finished_run, tmp_path / "third")
+        export(finished_run, tmp_path / "third")
     with pytest.raises(BadInputError, match=r"step_00000004.*manifest\.json is missing"):
-        export_command(finished_run, tmp_path / "none", 4)
+        export(finished_run, tmp_path / "none", 4)
 
 
 def flip_a_byte(path: Path) -> None:
@@ -344,7 +345,7 @@ def test_damage_is_told(finished_run: Path, tmp_path: Path) -> None:
     for name in ("shorter", "missing", "extra", "marker", "unfinished", "elsewhere"):
         assert latest(tmp_path / name).step == 6, name  # type: ignore[union-attr]
     with pytest.raises(BadInputError, match="checksum differs"):
-        export_command(tmp_path / "flipped", tmp_path / "to")
+        export(tmp_path / "flipped", tmp_path / "to")
     assert not (tmp_path / "to").exists()
 
 

@@ -80,8 +80,8 @@ def test_the_script_lists_the_recipes_and_their_errors() -> None:
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_only_the_first_rank_prints_an_error(rank: str) -> None:
     code = (
-        "import toolkit.cli.app as cli; cli.PATIENCE_SECONDS = 0.1; import sys; "
-        "sys.exit(cli.finetune_command(['--recipe', 'nothing']))"
+        "import sys; from toolkit.cli import console, finetune; console.PATIENCE_SECONDS = 0.1; "
+        "sys.exit(finetune.finetune_command(['--recipe', 'nothing']))"
     )
     failed = run(sys.executable, "-c", code, RANK=rank, WORLD_SIZE="2")
     assert failed.returncode == 2

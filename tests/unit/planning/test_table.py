@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from toolkit.cli import planned as command
 from toolkit.cli.app import app
+from toolkit.cli.plan import accelerated_by
 from toolkit.errors import BadInputError
 from toolkit.pages import plan_console as show
 from toolkit.places import GIB
@@ -305,9 +305,9 @@ def test_bad_input(file: str, arguments: list[str], said: str) -> None:
 
 def test_an_accelerate_config_says_how_the_recipe_stands() -> None:
     folder = Path(__file__).parents[3] / "accelerate_configs"
-    config = command.accelerated_by(folder / "zero3_offload.yaml")
+    config = accelerated_by(folder / "zero3_offload.yaml")
     assert (config.strategy, config.offload, config.mixed_precision, config.num_processes) == ("zero3", True, "bf16", 8)
-    hybrid = command.accelerated_by(folder / "hybrid.yaml")
+    hybrid = accelerated_by(folder / "hybrid.yaml")
     assert hybrid.strategy == "hybrid"
     assert hybrid.shard_size is not None
 

@@ -1,0 +1,64 @@
+"""`toolkit checkpoints`: list a run's checkpoints, and check them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolkit.cli.arguments import AsJson, RunFolder
+from toolkit.cli.console import print_table
+from toolkit.errors import BadInputError
+
+if TYPE_CHECKING:
+    from toolkit.checkpoint.manifest import Checkpoint
+
+COLUMNS = ("step", "samples", "ranks", "strategy", "precision", "eval_loss", "bytes", "date", "problem")
+
+
+def checkpoints(
+    run: RunFolder,
+    check: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List a run's checkpoints. Exit code 1 where one was finished and is not whole any more."""
+    from toolkit.checkpoint.manifest import list_checkpoints
+
+    if not run.is_dir():
+        raise BadInputError(f"{str(run)!r}: no such folder; name the training.output_dir of a run")
+    rows = [_row(found, check) for found in list_checkpoints(run)]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        cells = [[_cell(row.get(column), "whole" if column == "problem" else "") for column in COLUMNS] for row in rows]
+        print_table([*COLUMNS[:-1], "state"], cells)
+    if any(row["problem"] is not None and "ranks" in row for row in rows):
+        raise typer.Exit(1)
+
+
+def _row(found: Checkpoint, check: bool) -> dict[str, Any]:
+    """What is told of one checkpoint; without a manifest only its step, folder and problem."""
+    from toolkit.checkpoint.manifest import check_files
+
+    problem, manifest = found.problem, found.manifest
+    if check and manifest is not None and problem is None:
+        problem = check_files(found.folder, manifest, manifest.files)
+    row: dict[str, Any] = {"step": found.step, "folder": str(found.folder), "problem": problem}
+    if manifest is None:
+        return row
+    return row | {
+        "samples": manifest.samples,
+        "ranks": manifest.world_size,
+        "strategy": manifest.strategy,
+        "bytes": sum(entry.bytes for entry in manifest.files.values()),
+        "precision": manifest.precision,
+        "eval_loss": manifest.eval_loss,
+        "date": manifest.date,
+    }
+
+
+def _cell(value: Any, missing: str) -> str:
+    if value is None:
+        return missing
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,43 @@
+"""`toolkit data`: read and tokenise a recipe's data, and show what a run would train on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from toolkit.cli.arguments import AsJson, Overrides, RecipeName
+from toolkit.recipe.recipe import Recipe
+
+
+def data(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for data_report.json and the page data_report.html.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read and tokenise a recipe's data, and show what a run would train on; nothing is trained."""
+    loaded = Recipe.load(recipe, overrides or [])
+    # torch is imported only for a recipe that is right
+    from toolkit.data import build, tokenizer
+    from toolkit.pages.data_console import show_report
+    from toolkit.pages.data_page import DATA_PAGE
+    from toolkit.run.folder import write_data_report
+
+    tokens = tokenizer.load(loaded.model, loaded.data, loaded.objective.kind)
+    report = build.build(loaded.data, tokens, loaded.training.seed, loaded.objective).report
+    if output is not None:
+        write_data_report(output, loaded, report)
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=1))
+        return
+    console = Console(highlight=False)
+    show_report(console, report.to_dict())
+    if output is not None:
+        console.print(f"page: {output / DATA_PAGE}", markup=False, soft_wrap=True)

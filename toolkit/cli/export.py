@@ -1,0 +1,55 @@
+"""`toolkit export`: make a Hugging Face folder of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolkit.cli.arguments import RunFolder
+from toolkit.errors import BadInputError
+from toolkit.places import GIB
+
+DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16"}
+"""What --dtype takes -> torch's name."""
+
+
+def export(
+    run: RunFolder,
+    to: Annotated[Path, typer.Option(help="New folder, for from_pretrained.")],
+    checkpoint: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint; by default the last.", show_default=False)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Type of the weights: float32, bfloat16 (bf16) or float16.")] = "float32",
+    check: Annotated[bool, typer.Option("--verify/--no-verify", help="Reload it and compare logits.")] = True,
+    max_shard_gib: Annotated[float, typer.Option(help="Largest safetensors file (GiB).")] = 5.0,
+) -> None:
+    """Make a Hugging Face folder of a checkpoint: on one process, with one of its files in memory at a time."""
+    if dtype not in DTYPES:
+        raise BadInputError(f"--dtype: unknown {dtype!r}; allowed: {', '.join(DTYPES)}")
+    from toolkit.checkpoint.manifest import read_checkpoint
+
+    folder = _folder_of(run, checkpoint)
+    manifest = read_checkpoint(folder)
+    import torch
+
+    from toolkit.checkpoint.consolidate import export_checkpoint
+    from toolkit.checkpoint.export import ExportSettings
+
+    settings = ExportSettings(getattr(torch, DTYPES[dtype]), int(max_shard_gib * GIB))
+    difference = export_checkpoint(run, folder, manifest, to, settings, check)
+    checked = "" if difference is None else f"; logits differ by {difference:.1e} of the largest"
+    print(f"{to}: step {manifest.step} in {DTYPES[dtype]}{checked}")
+
+
+def _folder_of(run: Path, step: int | None) -> Path:
+    """The folder of the checkpoint of that step, or of the last whole one."""
+    from toolkit.checkpoint.manifest import latest, step_folder
+
+    if step is not None:
+        return step_folder(run, step)
+    last = latest(run)
+    if last is None:
+        raise BadInputError(f"{str(run)!r} has no whole checkpoint; see toolkit checkpoints {run}")
+    return last.folder

@@ -1,0 +1,238 @@
+"""`toolkit plan`: say before a run whether it fits, what to pick, and how fast it will be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from toolkit.cli.arguments import AsJson, Overrides, RecipeOption
+from toolkit.cli.console import print_table
+from toolkit.errors import BadInputError
+from toolkit.places import GIB
+from toolkit.planning.time.hardware import Hardware, hardware_of, presets, profile_path
+from toolkit.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from toolkit.planning.table import Plan, Row
+
+IN_A_FILE = 400
+"""Characters of a line that goes to a file or a pipe; 80 would cost columns."""
+
+Gpus = Annotated[
+    int | None, typer.Option(help="Devices, one rank each; by default the config's, or 1.", show_default=False)
+]
+HardwareName = Annotated[str, typer.Option(help="Preset, `calibrated`, or a profile's path; presets: --list-hardware.")]
+AccelerateConfigPath = Annotated[
+    Path | None,
+    typer.Option(help="Accelerate config: ranks, strategy, precision as the recipe stands.", show_default=False),
+]
+GpusPerNode = Annotated[int | None, typer.Option(help="Devices of a node.", show_default="preset's")]
+DeviceMemory = Annotated[float | None, typer.Option(help="Of one device.", show_default="preset's")]
+HostMemory = Annotated[float | None, typer.Option(help="Of one node.", show_default="preset's")]
+LinkSpeed = Annotated[
+    float | None, typer.Option(help="Between devices of a node (GB/s each way).", show_default="preset's")
+]
+NicSpeed = Annotated[float | None, typer.Option(help="Between nodes (GB/s a node each way).", show_default="preset's")]
+PcieSpeed = Annotated[
+    float | None, typer.Option(help="Between device and host (GB/s each way).", show_default="preset's")
+]
+DramSpeed = Annotated[float | None, typer.Option(help="Host memory (GB/s a node).", show_default="preset's")]
+EveryRow = Annotated[bool, typer.Option("--all", help="Show every row.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Show the formulas with the numbers in.")]
+Trace = Annotated[bool, typer.Option("--trace", help="Confirm the row by running FSDP2 without memory.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the bars to this file.", show_default=False)]
+Calibrate = Annotated[
+    bool, typer.Option("--calibrate", help="Measure this machine, store it as `calibrated`, and end.")
+]
+ListHardware = Annotated[bool, typer.Option("--list-hardware", help="List the presets, and end.")]
+
+
+def plan(
+    overrides: Overrides = None,
+    recipe: RecipeOption = "quickstart",
+    gpus: Gpus = None,
+    hardware: HardwareName = "h100_sxm",
+    accelerate_config: AccelerateConfigPath = None,
+    gpus_per_node: GpusPerNode = None,
+    device_memory_gib: DeviceMemory = None,
+    host_memory_gib: HostMemory = None,
+    link_gbs: LinkSpeed = None,
+    nic_gbs: NicSpeed = None,
+    pcie_gbs: PcieSpeed = None,
+    dram_gbs: DramSpeed = None,
+    every_row: EveryRow = False,
+    explain: Explain = False,
+    trace: Trace = False,
+    plot: Plot = None,
+    calibrate: Calibrate = False,
+    list_hardware: ListHardware = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say before a run whether it fits, what to pick, and how fast it will be.
+
+    Needs no GPU and no weights: the model's configuration is enough. Exit codes: 0 something fits,
+    1 nothing does, 2 bad input.
+    """
+    if list_hardware:
+        _print_presets()
+        return
+    if calibrate:
+        _calibrate(gpus or 1)
+        return
+    loaded = Recipe.load(recipe, overrides or [])
+    device = hardware_of(
+        hardware,
+        device_memory_gib=device_memory_gib,
+        gpus_per_node=gpus_per_node,
+        host_memory_gib=host_memory_gib,
+        link_gbs=link_gbs,
+        nic_gbs=nic_gbs,
+        pcie_gbs=pcie_gbs,
+        dram_gbs=dram_gbs,
+    )
+    accelerated = Accelerated() if accelerate_config is None else accelerated_by(accelerate_config)
+    found = _plan(loaded, device, gpus, accelerated)
+    _print_plan(found, recipe, overrides or [], Shown(every_row, explain, trace, plot, as_json))
+    if found.recommended is None:
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is printed beside the table."""
+
+    every_row: bool = False
+    explain: bool = False
+    trace: bool = False
+    plot: Path | None = None
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class Accelerated:
+    """What an Accelerate config says about a plan."""
+
+    strategy: str | None = None
+    offload: bool = False
+    shard_size: int | None = None
+    mixed_precision: str | None = None
+    num_processes: int | None = None
+
+
+def accelerated_by(path: Path) -> Accelerated:
+    """Raises BadInputError where the file is none, or no Accelerate config."""
+    from toolkit.sharding.accelerate_config import read_accelerate_config
+    from toolkit.sharding.strategy import asks_for_offload, parse_strategy
+
+    config = read_accelerate_config(path)
+    where = f"--accelerate-config: {path}: fsdp_config.fsdp_sharding_strategy"
+    return Accelerated(
+        strategy=None if config.strategy is None else parse_strategy(config.strategy, where).name,
+        offload=asks_for_offload(config.strategy),
+        shard_size=config.shard_size,
+        mixed_precision=config.mixed_precision,
+        num_processes=config.num_processes,
+    )
+
+
+def _plan(recipe: Recipe, hardware: Hardware, ranks: int | None, accelerated: Accelerated) -> Plan:
+    from toolkit.planning import table  # torch is imported only for a recipe that is right
+
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
+    return table.plan(
+        recipe,
+        hardware,
+        next(number for number in (ranks, accelerated.num_processes, 1) if number is not None),
+        mixed_precision=accelerated.mixed_precision,
+        strategy=accelerated.strategy,
+        offload=accelerated.offload,
+        shard_size=accelerated.shard_size,
+    )
+
+
+def _print_plan(found: Plan, name: str, overrides: list[str], shown: Shown) -> None:
+    from toolkit.pages import plan_console
+    from toolkit.planning.table import launch_of
+
+    row = found.recommended or found.asked
+    launch = None if found.recommended is None else launch_of(found, found.recommended, name, overrides)
+    if shown.plot is not None:
+        plan_console.plot(found, shown.plot)
+    traced = _trace(found, row) if shown.trace else None
+    if shown.as_json:
+        result = plan_console.as_json(found, launch)
+        print(json.dumps(result if traced is None else {**result, "traced": traced}, indent=1))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = IN_A_FILE
+    plan_console.show(console, found, launch, shown.every_row)
+    if shown.explain:
+        console.print()
+        plan_console.explain(console, found, row)
+    if traced is not None:
+        console.print(_told(traced), markup=False)
+
+
+def _trace(found: Plan, row: Row) -> dict[str, Any]:
+    """Runs the real FSDP2 on ranks that are not there, in a process of its own: a process group is global."""
+    if not row.setup.strategy.sharded or row.setup.offload:
+        raise BadInputError(
+            f"--trace: {row.setup.name} cannot be traced: torch's DDP and the offload engine need ranks that are "
+            "there; it traces zero1, zero2, zero3 and hybrid"
+        )
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        traced: dict[str, Any] = pool.submit(_traced, found.recipe, found.mixed_precision, row.setup).result()
+    return {**traced, "planned": row.peak.total - row.peak.optimizer}
+
+
+def _traced(recipe: Recipe, mixed_precision: str, setup: Any) -> dict[str, Any]:
+    from toolkit.planning.memory.trace import trace
+    from toolkit.planning.workload import workload_of
+
+    workload = workload_of(recipe, mixed_precision)
+    found = trace(
+        workload, setup.strategy, setup.mesh, setup.micro_batch_size, min(setup.accumulation, 3), setup.checkpointing
+    )
+    return dataclasses.asdict(found)
+
+
+def _told(traced: dict[str, Any]) -> str:
+    difference = traced["planned"] / traced["peak"] - 1
+    return (
+        f"traced with FSDP2, without optimizer state: peak {traced['peak'] / GIB:.3f} GiB in {traced['moment']}; "
+        f"planned {traced['planned'] / GIB:.3f} GiB ({difference:+.2%})"
+    )
+
+
+def _print_presets() -> None:
+    rows = [
+        [name, f"{h.memory_bytes / GIB:.0f} GiB", f"{h.peak_flops['bfloat16'] / 1e12:.0f}"]
+        for name, h in presets().items()
+    ]
+    print_table(["hardware", "memory", "TFLOP/s in bfloat16"], rows)
+
+
+def _calibrate(ranks: int) -> None:
+    from toolkit.planning.time.calibrate import calibrate
+
+    found = calibrate(ranks=ranks)
+    rows = [
+        *([f"{dtype} products", f"{flops / 1e12:.3g} TFLOP/s"] for dtype, flops in found.peak_flops.items()),
+        ["device memory", f"{found.memory_bandwidth / 1e9:.3g} GB/s"],
+        ["between devices", f"{found.link_bandwidth / 1e9:.3g} GB/s"],
+        ["device to host", f"{found.host_link_bandwidth / 1e9:.3g} GB/s"],
+        ["host memory", f"{found.host_memory_bandwidth / 1e9:.3g} GB/s"],
+    ]
+    print_table(["measured", found.name], rows)
+    print(f"{profile_path()}: use it with --hardware calibrated")

@@ -1,0 +1,62 @@
+"""`toolkit recipes`: list the shipped recipes, or copy one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolkit.cli.arguments import AsJson
+from toolkit.cli.console import print_table
+from toolkit.errors import BadInputError
+from toolkit.places import DATA_SUFFIXES
+from toolkit.recipe.load import find_recipe, shipped_recipes
+from toolkit.recipe.recipe import Recipe
+
+recipes_app = typer.Typer(invoke_without_command=True, help="List the shipped recipes, or copy one.")
+
+
+@recipes_app.callback()
+def list_recipes(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the shipped recipes with one line each."""
+    if context.invoked_subcommand is not None:
+        return
+    rows = recipe_rows()
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    print_table(["recipe", "what it does"], [[row["name"], row["description"]] for row in rows])
+
+
+def recipe_rows() -> list[dict[str, str]]:
+    """Name and description of every shipped recipe."""
+    return [{"name": name, "description": Recipe.load(path).description} for name, path in shipped_recipes().items()]
+
+
+@recipes_app.command("copy")
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="Name of a shipped recipe.")],
+    path: Annotated[Path, typer.Argument(help="New file, or a folder.")],
+) -> None:
+    """Copy a shipped recipe, to make it yours; files that it names keep being found."""
+    source = find_recipe(name)
+    target = path / source.name if path.is_dir() else path
+    if target.suffix not in (".yaml", ".yml"):
+        raise BadInputError(f"{str(target)!r}: a recipe's file ends in .yaml")
+    if target.exists():
+        raise BadInputError(f"{str(target)!r} exists; name another file or delete it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(_with_absolute_files(source), encoding="utf-8")
+    print(f"{target}: a copy of {name}. Run it with --recipe {target}")
+
+
+def _with_absolute_files(source: Path) -> str:
+    """A recipe's text, comments included, with the files it names relative to itself made absolute."""
+    text = source.read_text(encoding="utf-8")
+    recipe = Recipe.load(source)
+    for absolute in [source.path for source in [*recipe.data.train, *(recipe.data.validation or [])]]:
+        if absolute.endswith(DATA_SUFFIXES) and Path(absolute).is_relative_to(source.parent):
+            text = text.replace(str(Path(absolute).relative_to(source.parent)), absolute)
+    return text

@@ -1,0 +1,74 @@
+"""`toolkit verify`: train a few steps plainly and sharded, and compare."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from toolkit.cli.arguments import AsJson, Overrides, RecipeOption
+from toolkit.cli.console import print_table
+from toolkit.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from toolkit.verify import Report
+
+
+def verify(
+    overrides: Overrides = None,
+    recipe: RecipeOption = "quickstart",
+    accelerate_config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Accelerate config: strategy, number of processes, precision. By default what `accelerate launch` "
+            "reads, or else two ranks under zero3.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 5,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Keep the model's first so many blocks; random weights where none fit.", show_default=False),
+    ] = None,
+    time_limit: Annotated[float, typer.Option(help="End the ranks after so long (seconds).")] = 1800.0,
+    as_json: AsJson = False,
+) -> None:
+    """Train a few steps on one process and sharded, and compare losses, gradients and weights.
+
+    The ranks run on this machine, on the CPU where it has too few GPUs; dropout is off, and no output
+    folder is touched. Exit codes: 0 all checks hold, 1 one failed, 2 bad input.
+    """
+    loaded = Recipe.load(recipe, overrides or [])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clears up, as after Ctrl-C
+    from toolkit import verify as verification  # torch is imported only for a recipe that is right
+
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    report = verification.verify(
+        loaded,
+        accelerate_config,
+        steps=steps,
+        layers=layers,
+        time_limit_seconds=time_limit,
+        tell=lambda line: progress.print(line, markup=False),
+    )
+    if as_json:
+        print(report.to_json())
+    else:
+        _print_report(report)
+    if report.verdict == verification.FAILED:
+        raise typer.Exit(1)
+
+
+def _print_report(report: Report) -> None:
+    for name, fact in report.facts.items():
+        print(f"{name:>10}: {fact}")
+    numbers = [["" if value is None else f"{value:.1e}" for value in (row.found, row.tolerance)] for row in report.rows]
+    print_table(
+        ["check", "found", "tolerance", "verdict", "note"],
+        [[row.check, *shown, row.verdict, row.note] for row, shown in zip(report.rows, numbers, strict=True)],
+    )
+    print(f"verdict: {report.verdict}")
