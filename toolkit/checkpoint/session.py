@@ -110,7 +110,7 @@ class RunCheckpoints:
             )
         reader.require_whole(folder, manifest)
         reader.load_tensors(folder, manifest, self._model, self._optimizer)
-        for _ in range(manifest.step):
+        for _ in range(manifest.step - manifest.trainer.get("skipped_steps", 0)):
             schedule.step()
         trainer.resume(manifest.trainer, manifest.samples, num_positions, manifest.stream)
         self._metrics.resume(ranks.on_first_rank(lambda: reader.read_records(folder)))

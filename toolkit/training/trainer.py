@@ -105,6 +105,7 @@ class Counters:
     tokens: int = 0
     target_tokens: int = 0
     non_finite_in_a_row: int = 0
+    skipped_steps: int = 0
 
 
 class Checkpoints(Protocol):
@@ -199,7 +200,10 @@ class Trainer:
         for window, self._upcoming in with_next(_waited_for(windows)):
             learning_rate = float(self.schedule.get_last_lr()[0])
             step = self.train_step(window)
-            self.schedule.step()
+            if step.skipped:
+                self.counters.skipped_steps += 1  # and the schedule waits: its warm-up is for weights that move
+            else:
+                self.schedule.step()
             self.counters.global_step += 1
             finished = time.perf_counter()
             self._record(step, learning_rate, finished - started)
@@ -264,19 +268,20 @@ class Trainer:
     def _update(self, grad_norm: float) -> bool:
         """Steps the optimizer unless the gradient is not finite; whether the step was skipped.
 
-        A gradient scaler (fp16) finds that out by itself, and has to, to lower its scale.
+        A gradient scaler (fp16) is asked all the same: it finds that out by itself, and lowers its scale. What
+        Accelerate says of it is not asked: a fused optimizer is called even then, and does nothing.
         """
-        skipped = self.accelerator.scaler is None and not math.isfinite(grad_norm)
+        skipped = not math.isfinite(grad_norm)
         if skipped and self._steps_in_backward:
             raise TrainingError(
                 f"step {self.global_step + 1}: the gradient norm is {grad_norm}, and the weights were stepped during "
                 "backward; set training.max_grad_norm, for example to 1.0, and such steps are skipped"
             )
         with label(UPDATE):
-            if not skipped:
+            if not skipped or self.accelerator.scaler is not None:
                 self.optimizer.step()
             self.optimizer.zero_grad()
-        return skipped or bool(self.accelerator.optimizer_step_was_skipped)
+        return skipped
 
     def _gathered(self, loss_sum: torch.Tensor, norm: torch.Tensor, target_tokens: int, tokens: int) -> Step:
         """What the ranks found, before the update. Also takes the counts of the next window."""
@@ -341,14 +346,19 @@ class Trainer:
         if math.isfinite(step.loss) and not step.skipped:
             self.counters.non_finite_in_a_row = 0
             return
-        self.counters.non_finite_in_a_row += 1
         where = f" on rank {', '.join(map(str, step.non_finite_ranks))}" if step.non_finite_ranks else ""
         what = "loss" if not math.isfinite(step.loss) else "gradient norm"
         message = (
             f"step {self.global_step}: non-finite {what}{where} (loss {step.loss}, gradient norm {step.grad_norm}, "
-            f"learning rate {learning_rate:.3e}); the optimizer step was skipped"
+            f"learning rate {learning_rate:.3e}); the optimizer step was skipped, {self.counters.skipped_steps} so far"
         )
+        scaler = self.accelerator.scaler
+        if scaler is not None and math.isfinite(step.loss) and scaler.get_scale() >= 1:
+            # A scale is found by overflows, from 2^16 down: the run is broken where none is left to try.
+            self.metrics.warn(f"{message}; fp16 overflowed, and its loss scale is now {scaler.get_scale():g}")
+            return
         self.metrics.warn(message)
+        self.counters.non_finite_in_a_row += 1
         if self.counters.non_finite_in_a_row >= self.settings.max_non_finite_steps:
             raise TrainingError(
                 f"{message}. That makes {self.counters.non_finite_in_a_row} in a row (training.max_non_finite_steps); "

@@ -1,0 +1,123 @@
+"""toolkit.training.trainer: steps that are skipped, and what the ranks exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from toolkit.errors import TrainingError
+from toolkit.recipe.schema import TrainingSection
+from toolkit.sharding.plugin import reset_accelerate
+from toolkit.training.trainer import RankStep, Trainer
+
+HUGE = 1e36
+"""Times a scale of 2^16 it is infinite in float32; alone it is not."""
+
+
+class Told:
+    """Keeps what a trainer tells."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.warnings: list[str] = []
+
+    def train(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
+
+
+class Product:
+    """The weight times the batch: a gradient is what the batch holds; of 0, the loss is finite and the gradient not."""
+
+    def count_targets(self, batch: dict[str, torch.Tensor]) -> int:
+        return 1
+
+    def loss_sum(self, model: nn.Linear, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        product = model(batch["input_ids"]).sum()
+        return product.sqrt() if product == 0 else product
+
+
+class Steps:
+    """A window of one number for each step."""
+
+    samples_per_step = 1
+
+    def __init__(self, gradients: list[float]) -> None:
+        self.gradients = gradients
+
+    def __iter__(self) -> Iterator[list[dict[str, torch.Tensor]]]:
+        return iter([[{"input_ids": torch.tensor([[value]])}] for value in self.gradients])
+
+    def epoch_at(self, step: int) -> float:
+        return 0.0
+
+    def samples_at(self, step: int) -> int:
+        return step
+
+
+def trained(gradients: list[float], fused: bool, scale: float | None) -> tuple[Trainer, Told, torch.Tensor]:
+    """A run of one weight, which starts at 0.01; with fp16's scaler, which a CPU run of Accelerate has not."""
+    reset_accelerate()
+    accelerator = Accelerator(cpu=True)
+    if scale is not None:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        accelerator.native_amp = True
+        accelerator.state._mixed_precision = "fp16"
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=fused)
+    schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    prepared = accelerator.prepare_optimizer(optimizer)
+    accelerator._models.append(model)
+    told: Any = Told()
+    settings = TrainingSection(output_dir="unused", max_steps=len(gradients), max_grad_norm=1.0)
+    objective: Any = Product()
+    windows: Any = Steps(gradients)
+    trainer = Trainer(accelerator, model, prepared, schedule, objective, settings, told, windows)
+    try:
+        trainer.fit()
+    finally:
+        reset_accelerate()
+    return trainer, told, model.weight.detach()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_overflow_of_fp16_is_told_and_counted_and_the_schedule_waits(fused: bool) -> None:
+    """A fused optimizer is called in an overflow, too, so that Accelerate says that nothing was skipped."""
+    trainer, told, weight = trained([1.0, HUGE, 1.0], fused, scale=2.0**16)
+    assert [record["learning_rate"] for record in told.records] == [1e-3, 5e-4, 5e-4]
+    assert trainer.counters.skipped_steps == 1
+    assert trainer.counters.non_finite_in_a_row == 0
+    [message] = told.warnings
+    assert message.startswith("step 2: non-finite gradient norm (loss 8.99"), message
+    assert message.endswith(
+        "the optimizer step was skipped, 1 so far; fp16 overflowed, and its loss scale is now 32768"
+    )
+    # Adam's first two steps on a gradient of 1 are of the learning rate each.
+    assert weight.item() == pytest.approx(0.01 - 1e-3 - 5e-4, abs=1e-8)
+
+
+def test_a_search_for_the_scale_is_no_broken_run_but_one_without_a_scale_left_is() -> None:
+    trainer, told, _ = trained([HUGE] * 8 + [1.0], False, scale=2.0**16)
+    assert trainer.counters.skipped_steps == 8
+    with pytest.raises(TrainingError, match="3 in a row"):
+        trained([0.0] * 9, False, scale=2.0)
+
+
+def test_without_a_scaler_the_schedule_waits_too() -> None:
+    trainer, told, _ = trained([1.0, float("inf"), 1.0], False, None)
+    assert [record["learning_rate"] for record in told.records] == [1e-3, 5e-4, 5e-4]
+    assert trainer.counters.skipped_steps == 1
+
+
+def test_a_row_of_what_ranks_exchange_comes_back_as_it_went() -> None:
+    row = RankStep.pack(torch.tensor(1.5), torch.tensor(2.5), 2**40, 3, True, 5, 2**53)
+    assert RankStep.unpack(row.tolist()) == RankStep(1.5, 2.5, 2**40, 3, True, 5, 2**53)
