@@ -106,7 +106,7 @@ def test_an_overflow_of_fp16_is_told_and_counted_and_the_schedule_waits(fused: b
 
 
 def test_a_search_for_the_scale_is_no_broken_run_but_one_without_a_scale_left_is() -> None:
-    trainer, told, _ = trained([HUGE] * 8 + [1.0], False, scale=2.0**16)
+    trainer, _, _ = trained([HUGE] * 8 + [1.0], False, scale=2.0**16)
     assert trainer.counters.skipped_steps == 8
     with pytest.raises(TrainingError, match="3 in a row"):
         trained([0.0] * 9, False, scale=2.0)
