@@ -161,7 +161,7 @@ def _plan(recipe: Recipe, hardware: Hardware, ranks: int | None, accelerated: Ac
 
 
 def _print_plan(found: Plan, name: str, overrides: list[str], shown: Shown) -> None:
-    from toolkit.pages import plan_console
+    from toolkit.cli import plan_console
     from toolkit.planning.table import launch_of
 
     row = found.recommended or found.asked

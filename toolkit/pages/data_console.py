@@ -38,7 +38,7 @@ INDENT = 12
 
 TARGET_STYLE, CONTEXT_STYLE = "green", "dim"
 
-Segment = tuple[str, bool]
+Stretch = tuple[str, bool]
 """Text, and whether the model is trained to write it."""
 
 _HARMLESS = {
@@ -198,7 +198,7 @@ def _sample_text(console: Console, segments: Iterable[Iterable[Any]]) -> Text:
     return text
 
 
-def shortened(segments: Iterable[Segment], length: int, ellipsis: str = " … ") -> list[Segment]:
+def shortened(segments: Iterable[Stretch], length: int, ellipsis: str = " … ") -> list[Stretch]:
     """The segments cut to about `length` characters.
 
     Long segments lose their middle, those that are no targets first. Where there are too many short ones to help,
@@ -231,7 +231,7 @@ def _without_middle(text: str, limit: int, ellipsis: str) -> str:
     return text[: limit - tail] + ellipsis + text[-tail:]
 
 
-def _both_ends(pieces: list[Segment], length: int, ellipsis: str) -> list[Segment]:
+def _both_ends(pieces: list[Stretch], length: int, ellipsis: str) -> list[Stretch]:
     """The first and the last pieces of about `length` characters; all of them where they are hardly more."""
     if sum(len(text) for text, _ in pieces) <= 1.5 * length:
         return pieces
@@ -239,7 +239,7 @@ def _both_ends(pieces: list[Segment], length: int, ellipsis: str) -> list[Segmen
     return [*pieces[:first], (ellipsis, False), *pieces[len(pieces) - last :]]
 
 
-def _num_within(pieces: list[Segment], length: int) -> int:
+def _num_within(pieces: list[Stretch], length: int) -> int:
     """How many of the first pieces fit into `length` characters (pieces)."""
     for index, (text, _) in enumerate(pieces):
         length -= len(text)

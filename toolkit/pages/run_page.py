@@ -10,34 +10,28 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.pages.charts import Chart, Series, chart_card, drawable, smoothed
 from toolkit.pages.data_page import DATA_PAGE, SUMMARY_FACTS, dropped_table, split_table, window_remark
 from toolkit.pages.page import (
-    COLOR_OF,
     MISSING,
     NARROW_PX,
-    SMALL_PX,
     WIDE_PX,
     card,
     card_head,
-    draw_marks,
-    draw_svg,
     escaped,
     finite,
     format_bytes,
     format_seconds,
     format_short,
-    format_tick,
     grid,
     header,
     heading,
-    legend,
     number,
     render_page,
-    style_axes,
     table_card,
     three_digits,
     tile,
@@ -45,20 +39,7 @@ from toolkit.pages.page import (
     warning,
     write_page,
 )
-
-Metrics = list[dict[str, Any]]
-
-NOT_A_NUMBER_BY_DESIGN = frozenset({"peak_device_bytes", "planned_peak_bytes", "mfu"})
-"""Fields that are null on a healthy run: no device memory on CPU, no known peak FLOP/s."""
-
-MAX_POINTS = 800
-"""A curve keeps at most about so many points; a chart is fewer pixels wide (points)."""
-
-MAX_MARKERS = 40
-"""Evaluations drawn as dots; more of them would run into one thick line (points)."""
-
-LARGEST_DRAWN = 1e60
-"""Values beyond it are drawn there, so that neither a sum nor the margin of an axis overflows."""
+from toolkit.pages.run_metrics import Metrics, NonFinite, column, non_finite, split_lines
 
 MAX_LISTED_STEPS = 20
 """Non-finite steps named in the note before it says how many more there are (steps)."""
@@ -89,54 +70,17 @@ def write_report(path: Path, summary: RunSummary) -> None:
 
 def render_report(summary: RunSummary) -> str:
     """The whole page as HTML text; the same summary always gives the same text."""
-    train, evals = _split_lines(summary.metrics, "train"), _split_lines(summary.metrics, "eval")
+    train, evals = split_lines(summary.metrics, "train"), split_lines(summary.metrics, "eval")
     sections = [
         _header(summary),
         _headline(train, evals, summary.facts),
-        _non_finite_note(_non_finite(train + evals)),
+        _non_finite_note(non_finite(train + evals)),
         _charts_section(train, evals),
         _sample_card(summary.sample),
         _tables_section(summary, evals),
         _recipe_card(summary.recipe_yaml),
     ]
     return render_page(summary.title, sections, _STYLE)
-
-
-# ---- reading the metrics ----
-
-
-def _split_lines(metrics: Metrics, split: str) -> Metrics:
-    """The lines of one split by rising step; of a step that was trained again after a resume, the last."""
-    by_step = {line["step"]: line for line in metrics if line.get("split") == split}
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _column(lines: Metrics, field: str) -> list[float]:
-    return [number(line.get(field)) for line in lines]
-
-
-@dataclass(frozen=True)
-class _NonFinite:
-    """One line of the metrics that held numbers which are not finite."""
-
-    split: str
-    step: int
-    fields: tuple[str, ...]
-
-
-def _non_finite(lines: Metrics) -> list[_NonFinite]:
-    found = []
-    for line in lines:
-        fields = tuple(field for field, value in line.items() if _is_non_finite(line, field, value))
-        if fields or line.get("non_finite"):
-            found.append(_NonFinite(line["split"], line["step"], fields))
-    return sorted(found, key=lambda item: item.step)
-
-
-def _is_non_finite(line: dict[str, Any], field: str, value: Any) -> bool:
-    if value is None:
-        return (bool(line.get("non_finite")) or field == "loss") and field not in NOT_A_NUMBER_BY_DESIGN
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 # ---- header and headline ----
@@ -161,14 +105,14 @@ def _headline(train: Metrics, evals: Metrics, facts: dict[str, str]) -> str:
 
 
 def _eval_loss_tile(evals: Metrics) -> str:
-    losses = _column(evals, "loss")
+    losses = column(evals, "loss")
     value = _before_after(losses, _format_loss)
     return tile("tile-loss", "Held-out loss", value, _eval_note(evals, losses), _delta(losses))
 
 
 def _train_loss_tile(train: Metrics) -> str:
     """Without held-out data the training loss stands in; single steps are noise, so ends are medians."""
-    losses = finite(_column(train, "loss"))
+    losses = finite(column(train, "loss"))
     if not losses:
         return tile("tile-loss", "Training loss", MISSING, "no finite value logged")
     width = max(1, len(losses) // 10)
@@ -180,7 +124,7 @@ def _train_loss_tile(train: Metrics) -> str:
 def _perplexity_tile(evals: Metrics) -> str:
     if not any("perplexity" in line for line in evals):
         return _accuracy_tile(evals)
-    value = _before_after(_column(evals, "perplexity"), _format_perplexity)
+    value = _before_after(column(evals, "perplexity"), _format_perplexity)
     return tile("tile-perplexity", "Perplexity", value, "on held-out data")
 
 
@@ -218,8 +162,8 @@ def _delta(values: Sequence[float]) -> str:
 def _accuracy_tile(evals: Metrics) -> str:
     if not any("accuracy" in line for line in evals):
         return ""
-    value = _before_after(_column(evals, "accuracy"), lambda share: f"{share:.1%}")
-    f1 = finite(_column(evals, "f1_macro"))
+    value = _before_after(column(evals, "accuracy"), lambda share: f"{share:.1%}")
+    f1 = finite(column(evals, "f1_macro"))
     return tile("tile-accuracy", "Accuracy", value, f"on held-out data; F1 {f1[-1]:.1%}" if f1 else "on held-out data")
 
 
@@ -237,27 +181,27 @@ def _duration_tile(train: Metrics, facts: dict[str, str]) -> str:
     steps = f"{last_step:,} step{'' if last_step == 1 else 's'}"
     if stated is not None:
         return tile("tile-duration", "Duration", escaped(stated), steps)
-    seconds = finite(_column(train, "step_seconds"))
+    seconds = finite(column(train, "step_seconds"))
     value = format_seconds(sum(seconds)) if seconds else MISSING
     return tile("tile-duration", "Duration", value, f"{steps}; sum of the logged ones")
 
 
 def _throughput_tile(train: Metrics) -> str:
-    rates, mfu = finite(_column(train, "tokens_per_second")), finite(_column(train, "mfu"))
+    rates, mfu = finite(column(train, "tokens_per_second")), finite(column(train, "mfu"))
     note = f"median; MFU {100 * statistics.median(mfu):.1f} %" if mfu else "median over the run"
     value = format_short(statistics.median(rates)) if rates else MISSING
     return tile("tile-throughput", "Tokens per second", value, note)
 
 
 def _memory_tile(train: Metrics) -> str:
-    device, host = finite(_column(train, "peak_device_bytes")), finite(_column(train, "peak_host_bytes"))
+    device, host = finite(column(train, "peak_device_bytes")), finite(column(train, "peak_host_bytes"))
     if device:
         note = f"on the device; host {format_bytes(max(host))}" if host else "on the device"
         return tile("tile-memory", "Peak memory", format_bytes(max(device)), note)
     return tile("tile-memory", "Peak memory", format_bytes(max(host)) if host else MISSING, "on the host")
 
 
-def _non_finite_note(found: list[_NonFinite]) -> str:
+def _non_finite_note(found: list[NonFinite]) -> str:
     if not found:
         return ""
     listed = [_describe_non_finite(item) for item in found[:MAX_LISTED_STEPS]]
@@ -272,45 +216,13 @@ def _non_finite_note(found: list[_NonFinite]) -> str:
     )
 
 
-def _describe_non_finite(item: _NonFinite) -> str:
+def _describe_non_finite(item: NonFinite) -> str:
     where = f"step {item.step:,}" if item.split == "train" else f"evaluation at step {item.step:,}"
     what = ", ".join(item.fields).replace("_", " ")
     return f"{where}: {what}" if what else where
 
 
 # ---- charts ----
-
-
-@dataclass(frozen=True)
-class _Series:
-    """One curve; `ys` has NaN where there is a gap. `kind` is line, faint or points."""
-
-    name: str
-    xs: list[int]
-    ys: list[float]
-    variable: str
-    kind: str = "line"
-
-
-@dataclass(frozen=True)
-class _Chart:
-    """What `_draw` needs; `gaps` are the steps at which a dashed line stands for a missing value."""
-
-    name: str
-    title: str
-    series: list[_Series]
-    gaps: list[int]
-    x_range: tuple[int, int]
-    from_zero: bool = True
-    sizes: tuple[tuple[int, int], ...] = (SMALL_PX,)
-
-    def values(self) -> list[float]:
-        return finite(value for series in self.series for value in series.ys)
-
-    def is_logarithmic(self) -> bool:
-        """One spike of a loss or a gradient norm must not flatten the rest of its curve."""
-        values = self.values()
-        return not self.from_zero and bool(values) and min(values) > 0 and max(values) > 20 * statistics.median(values)
 
 
 def _charts_section(train: Metrics, evals: Metrics) -> str:
@@ -324,17 +236,17 @@ def _charts_section(train: Metrics, evals: Metrics) -> str:
         _train_chart("throughput", "Tokens per second", train, "tokens_per_second", x_range, smooth=True),
         _memory_chart(train, x_range),
     ]
-    cards = [_chart_card(chart) for chart in small if chart.values()]
-    return f"{_chart_card(_loss_chart(train, evals, x_range))}\n{grid(cards)}"
+    cards = [chart_card(chart) for chart in small if chart.values()]
+    return f"{chart_card(_loss_chart(train, evals, x_range))}\n{grid(cards)}"
 
 
-def _loss_chart(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> _Chart:
+def _loss_chart(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> Chart:
     eval_steps = [line["step"] for line in evals]
-    held_out = _Series("held-out", eval_steps, _drawable(_column(evals, "loss")), "chart-2", "points")
-    return _Chart(
+    held_out = Series("held-out", eval_steps, drawable(column(evals, "loss")), "chart-2", "points")
+    return Chart(
         "loss",
         "Loss",
-        [*_smoothed(_train_series("training", train, "loss")), *([held_out] if evals else [])],
+        [*smoothed(_train_series("training", train, "loss")), *([held_out] if evals else [])],
         _gaps(train + evals, "loss"),
         x_range,
         from_zero=False,
@@ -351,154 +263,27 @@ def _train_chart(
     *,
     smooth: bool = False,
     from_zero: bool = True,
-) -> _Chart:
+) -> Chart:
     series = _train_series("", train, field)
-    return _Chart(name, title, _smoothed(series) if smooth else [series], _gaps(train, field), x_range, from_zero)
+    return Chart(name, title, smoothed(series) if smooth else [series], _gaps(train, field), x_range, from_zero)
 
 
-def _memory_chart(train: Metrics, x_range: tuple[int, int]) -> _Chart:
+def _memory_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:
     series = [
         _train_series("device", train, "peak_device_bytes", scale=2**-30),
         _train_series("host", train, "peak_host_bytes", scale=2**-30, variable="chart-2"),
         _train_series("device, planned", train, "planned_peak_bytes", scale=2**-30, variable="muted"),
     ]
-    return _Chart("memory", "Peak memory (GiB)", [item for item in series if finite(item.ys)], [], x_range)
+    return Chart("memory", "Peak memory (GiB)", [item for item in series if finite(item.ys)], [], x_range)
 
 
-def _train_series(name: str, train: Metrics, field: str, *, scale: float = 1.0, variable: str = "chart-1") -> _Series:
-    values = [value * scale for value in _column(train, field)]
-    return _Series(name, [line["step"] for line in train], _drawable(values), variable)
-
-
-def _drawable(values: list[float]) -> list[float]:
-    """Values no larger than `LARGEST_DRAWN`; gaps stay gaps."""
-    return [value if math.isnan(value) else max(-LARGEST_DRAWN, min(LARGEST_DRAWN, value)) for value in values]
+def _train_series(name: str, train: Metrics, field: str, *, scale: float = 1.0, variable: str = "chart-1") -> Series:
+    values = [value * scale for value in column(train, field)]
+    return Series(name, [line["step"] for line in train], drawable(values), variable)
 
 
 def _gaps(lines: Metrics, field: str) -> list[int]:
-    return sorted({item.step for item in _non_finite(lines) if field in item.fields})
-
-
-def _smoothed(series: _Series) -> list[_Series]:
-    """The curve made faint with a smooth one on top; a short curve as it is."""
-    count = len(series.ys)
-    if count < 10:
-        return [series]
-    half = max(2, count // 30)
-    xs, ys = _running_midmean(series.xs, series.ys, half)
-    faint = replace(series, name=series.name or "raw", kind="faint")
-    return [faint, replace(series, name=f"smoothed over {2 * half + 1}", xs=xs, ys=ys)]
-
-
-def _running_midmean(xs: list[int], ys: list[float], half: int) -> tuple[list[int], list[float]]:
-    """Centred means over up to `2 * half + 1` values, at about `MAX_POINTS` of the points; gaps stay gaps.
-
-    Of each window the middle half by size is averaged: as smooth as a mean, and one spike does not lift it.
-    The window narrows towards the start, where a loss falls too fast for a wide one to follow.
-    """
-    stride = math.ceil(len(xs) / MAX_POINTS)
-    last = len(ys) - 1
-    centres = [index for index in range(len(ys)) if index in (0, last) or index % stride == 0 or _starts_gap(ys, index)]
-    return [xs[index] for index in centres], [_midmean(ys, index, min(half, index)) for index in centres]
-
-
-def _starts_gap(ys: list[float], index: int) -> bool:
-    return math.isnan(ys[index]) and not math.isnan(ys[index - 1])
-
-
-def _midmean(ys: list[float], index: int, reach: int) -> float:
-    if math.isnan(ys[index]):
-        return math.nan
-    window = sorted(finite(ys[index - reach : index + reach + 1]))
-    cut = len(window) // 4
-    return statistics.fmean(window[cut : len(window) - cut])
-
-
-def _thinned(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
-    """At most about `MAX_POINTS` of the points: the extremes and the first gap of each bucket."""
-    if len(xs) <= MAX_POINTS:
-        return xs, ys
-    width = math.ceil(2 * len(xs) / MAX_POINTS)
-    kept: set[int] = {0, len(xs) - 1}
-    for start in range(0, len(xs), width):
-        bucket = range(start, min(start + width, len(xs)))
-        known = [index for index in bucket if math.isfinite(ys[index])]
-        kept.update({min(known, key=ys.__getitem__), max(known, key=ys.__getitem__)} if known else ())
-        kept.update([index for index in bucket if not math.isfinite(ys[index])][:1])
-    order = sorted(kept)
-    return [xs[index] for index in order], [ys[index] for index in order]
-
-
-def _chart_card(chart: _Chart) -> str:
-    name = f"chart-{chart.name}"
-    head = card_head(chart.title, _legend(chart), "(log)" if chart.is_logarithmic() else "")
-    if not chart.values():
-        return card(name, f'{head}<p class="muted">No finite value.</p>')
-    sizes = ("wide", "narrow") if len(chart.sizes) > 1 else ("any",)
-    drawings = [
-        f'<div class="chart {kind}">{_draw(chart, size)}</div>' for kind, size in zip(sizes, chart.sizes, strict=True)
-    ]
-    return card(name, f"{head}{''.join(drawings)}")
-
-
-def _legend(chart: _Chart) -> str:
-    """Nothing for a nameless curve: the title says what it is."""
-    keys = [(series.kind, series.variable, series.name) for series in chart.series]
-    return legend([*keys, *([("gap", "warn", "not finite")] if chart.gaps else [])])
-
-
-def _draw(chart: _Chart, size: tuple[int, int]) -> str:
-    def paint(axes: Any) -> None:
-        for series in chart.series:
-            _draw_series(axes, series)
-        # More marks would be a solid wall.
-        draw_marks(axes, chart.gaps[:: math.ceil(4 * len(chart.gaps) / MAX_POINTS) or 1])
-        style_axes(axes, "step")
-        _scale_axes(axes, chart, num_x_ticks=10 if size[0] > SMALL_PX[0] else 6)
-
-    return draw_svg(chart.name, f"{chart.title} by step", size, paint)
-
-
-def _draw_series(axes: Any, series: _Series) -> None:
-    xs, ys = _thinned(series.xs, series.ys)
-    is_faint = series.kind == "faint"
-    # Unclipped: a learning rate that ends at zero runs along the lower edge of its axes.
-    style = {"color": COLOR_OF[series.variable], "alpha": 0.45 if is_faint else 1, "clip_on": False}
-    has_dots = series.kind == "points" and len(xs) <= MAX_MARKERS
-    axes.plot(xs, ys, linewidth=1 if is_faint else 2, marker="o" if has_dots else "", markersize=6, **style)
-    axes.plot(*_lone_points(xs, ys), linestyle="none", marker="o", markersize=4, **style)
-
-
-def _lone_points(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
-    """The points with a gap or an end on both sides, which a line does not show."""
-    padded = [math.nan, *ys, math.nan]
-    lone = [
-        index
-        for index, value in enumerate(ys)
-        if math.isfinite(value) and math.isnan(padded[index]) and math.isnan(padded[index + 2])
-    ]
-    return [xs[index] for index in lone], [ys[index] for index in lone]
-
-
-def _scale_axes(axes: Any, chart: _Chart, num_x_ticks: int) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, ScalarFormatter
-
-    first, last = chart.x_range
-    margin = 0.015 * (last - first) or 0.5  # a single step stands in the middle
-    axes.set_xlim(first - margin, last + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(num_x_ticks, integer=True, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(format_tick))
-    if chart.is_logarithmic():
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_formatter(FuncFormatter(format_tick))
-        return
-    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    # A loss of 2.0012 next to one of 2.0014 needs the digits that matplotlib derives from the tick spacing.
-    axes.yaxis.set_major_formatter(FuncFormatter(format_tick) if chart.from_zero else ScalarFormatter(useOffset=False))
-    if chart.from_zero:
-        lowest, highest = min(0, *chart.values()), max(0, *chart.values())
-        axes.set_ylim(1.12 * lowest, 1.12 * highest if highest > lowest else 1)
+    return sorted({item.step for item in non_finite(lines) if field in item.fields})
 
 
 # ---- sample, tables, recipe ----
@@ -555,7 +340,7 @@ def _evaluation_rows(evals: Metrics) -> list[tuple[str, str, str]]:
     last = len(evals) - 1
     shown = min(len(evals), MAX_EVALUATION_ROWS)
     picked = [evals[round(index * last / max(1, shown - 1))] for index in range(shown)]
-    rows = zip(picked, _column(picked, "loss"), _column(picked, "perplexity"), strict=True)
+    rows = zip(picked, column(picked, "loss"), column(picked, "perplexity"), strict=True)
     return [
         (f"{line['step']:,}", _format_loss(loss), _format_perplexity(perplexity)) for line, loss, perplexity in rows
     ]

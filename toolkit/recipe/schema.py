@@ -241,6 +241,11 @@ class ObjectiveSection(Section):
             raise contradiction("objective.labels: needs two names or more, all different")
         return self
 
+    @property
+    def preference_loss(self) -> str:
+        """`loss`, or its default."""
+        return self.loss or "dpo"
+
     def _check_preference(self) -> None:
         settings = ("beta", "label_smoothing", "gamma", "odds_weight")
         if self.kind != "preference":
@@ -248,7 +253,7 @@ class ObjectiveSection(Section):
                 if getattr(self, key) is not None:
                     raise contradiction(f"objective.{key} has no effect with objective.kind {self.kind}; remove it")
             return
-        loss = self.loss or "dpo"
+        loss = self.preference_loss
         for key in settings:
             if getattr(self, key) is not None and key not in PREFERENCE_SETTINGS[loss]:
                 raise contradiction(

@@ -13,10 +13,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from toolkit.cli import plan_console as show
 from toolkit.cli.app import app
 from toolkit.cli.plan import accelerated_by
 from toolkit.errors import BadInputError
-from toolkit.pages import plan_console as show
 from toolkit.places import GIB
 from toolkit.planning import check
 from toolkit.planning.memory.probe import Prober

@@ -1,0 +1,189 @@
+"""Curves over the optimizer steps: what is drawn of them, smoothed, thinned out, and as SVG."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, replace
+from typing import Any
+
+from toolkit.pages.page import (
+    COLOR_OF,
+    SMALL_PX,
+    card,
+    card_head,
+    draw_marks,
+    draw_svg,
+    finite,
+    format_tick,
+    legend,
+    style_axes,
+)
+
+MAX_POINTS = 800
+"""A curve keeps at most about so many points; a chart is fewer pixels wide (points)."""
+
+MAX_MARKERS = 40
+"""Evaluations drawn as dots; more of them would run into one thick line (points)."""
+
+LARGEST_DRAWN = 1e60
+"""Values beyond it are drawn there, so that neither a sum nor the margin of an axis overflows."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve; `ys` has NaN where there is a gap. `kind` is line, faint or points."""
+
+    name: str
+    xs: list[int]
+    ys: list[float]
+    variable: str
+    kind: str = "line"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What `_draw` needs; `gaps` are the steps at which a dashed line stands for a missing value."""
+
+    name: str
+    title: str
+    series: list[Series]
+    gaps: list[int]
+    x_range: tuple[int, int]
+    from_zero: bool = True
+    sizes: tuple[tuple[int, int], ...] = (SMALL_PX,)
+
+    def values(self) -> list[float]:
+        return finite(value for series in self.series for value in series.ys)
+
+    def is_logarithmic(self) -> bool:
+        """One spike of a loss or a gradient norm must not flatten the rest of its curve."""
+        values = self.values()
+        return not self.from_zero and bool(values) and min(values) > 0 and max(values) > 20 * statistics.median(values)
+
+
+def drawable(values: list[float]) -> list[float]:
+    """Values no larger than `LARGEST_DRAWN`; gaps stay gaps."""
+    return [value if math.isnan(value) else max(-LARGEST_DRAWN, min(LARGEST_DRAWN, value)) for value in values]
+
+
+def smoothed(series: Series) -> list[Series]:
+    """The curve made faint with a smooth one on top; a short curve as it is."""
+    count = len(series.ys)
+    if count < 10:
+        return [series]
+    half = max(2, count // 30)
+    xs, ys = _running_midmean(series.xs, series.ys, half)
+    faint = replace(series, name=series.name or "raw", kind="faint")
+    return [faint, replace(series, name=f"smoothed over {2 * half + 1}", xs=xs, ys=ys)]
+
+
+def _running_midmean(xs: list[int], ys: list[float], half: int) -> tuple[list[int], list[float]]:
+    """Centred means over up to `2 * half + 1` values, at about `MAX_POINTS` of the points; gaps stay gaps.
+
+    Of each window the middle half by size is averaged: as smooth as a mean, and one spike does not lift it.
+    The window narrows towards the start, where a loss falls too fast for a wide one to follow.
+    """
+    stride = math.ceil(len(xs) / MAX_POINTS)
+    last = len(ys) - 1
+    centres = [index for index in range(len(ys)) if index in (0, last) or index % stride == 0 or _starts_gap(ys, index)]
+    return [xs[index] for index in centres], [_midmean(ys, index, min(half, index)) for index in centres]
+
+
+def _starts_gap(ys: list[float], index: int) -> bool:
+    return math.isnan(ys[index]) and not math.isnan(ys[index - 1])
+
+
+def _midmean(ys: list[float], index: int, reach: int) -> float:
+    if math.isnan(ys[index]):
+        return math.nan
+    window = sorted(finite(ys[index - reach : index + reach + 1]))
+    cut = len(window) // 4
+    return statistics.fmean(window[cut : len(window) - cut])
+
+
+def _thinned(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
+    """At most about `MAX_POINTS` of the points: the extremes and the first gap of each bucket."""
+    if len(xs) <= MAX_POINTS:
+        return xs, ys
+    width = math.ceil(2 * len(xs) / MAX_POINTS)
+    kept: set[int] = {0, len(xs) - 1}
+    for start in range(0, len(xs), width):
+        bucket = range(start, min(start + width, len(xs)))
+        known = [index for index in bucket if math.isfinite(ys[index])]
+        kept.update({min(known, key=ys.__getitem__), max(known, key=ys.__getitem__)} if known else ())
+        kept.update([index for index in bucket if not math.isfinite(ys[index])][:1])
+    order = sorted(kept)
+    return [xs[index] for index in order], [ys[index] for index in order]
+
+
+def chart_card(chart: Chart) -> str:
+    name = f"chart-{chart.name}"
+    head = card_head(chart.title, _legend(chart), "(log)" if chart.is_logarithmic() else "")
+    if not chart.values():
+        return card(name, f'{head}<p class="muted">No finite value.</p>')
+    sizes = ("wide", "narrow") if len(chart.sizes) > 1 else ("any",)
+    drawings = [
+        f'<div class="chart {kind}">{_draw(chart, size)}</div>' for kind, size in zip(sizes, chart.sizes, strict=True)
+    ]
+    return card(name, f"{head}{''.join(drawings)}")
+
+
+def _legend(chart: Chart) -> str:
+    """Nothing for a nameless curve: the title says what it is."""
+    keys = [(series.kind, series.variable, series.name) for series in chart.series]
+    return legend([*keys, *([("gap", "warn", "not finite")] if chart.gaps else [])])
+
+
+def _draw(chart: Chart, size: tuple[int, int]) -> str:
+    def paint(axes: Any) -> None:
+        for series in chart.series:
+            _draw_series(axes, series)
+        # More marks would be a solid wall.
+        draw_marks(axes, chart.gaps[:: math.ceil(4 * len(chart.gaps) / MAX_POINTS) or 1])
+        style_axes(axes, "step")
+        _scale_axes(axes, chart, num_x_ticks=10 if size[0] > SMALL_PX[0] else 6)
+
+    return draw_svg(chart.name, f"{chart.title} by step", size, paint)
+
+
+def _draw_series(axes: Any, series: Series) -> None:
+    xs, ys = _thinned(series.xs, series.ys)
+    is_faint = series.kind == "faint"
+    # Unclipped: a learning rate that ends at zero runs along the lower edge of its axes.
+    style = {"color": COLOR_OF[series.variable], "alpha": 0.45 if is_faint else 1, "clip_on": False}
+    has_dots = series.kind == "points" and len(xs) <= MAX_MARKERS
+    axes.plot(xs, ys, linewidth=1 if is_faint else 2, marker="o" if has_dots else "", markersize=6, **style)
+    axes.plot(*_lone_points(xs, ys), linestyle="none", marker="o", markersize=4, **style)
+
+
+def _lone_points(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
+    """The points with a gap or an end on both sides, which a line does not show."""
+    padded = [math.nan, *ys, math.nan]
+    lone = [
+        index
+        for index, value in enumerate(ys)
+        if math.isfinite(value) and math.isnan(padded[index]) and math.isnan(padded[index + 2])
+    ]
+    return [xs[index] for index in lone], [ys[index] for index in lone]
+
+
+def _scale_axes(axes: Any, chart: Chart, num_x_ticks: int) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, ScalarFormatter
+
+    first, last = chart.x_range
+    margin = 0.015 * (last - first) or 0.5  # a single step stands in the middle
+    axes.set_xlim(first - margin, last + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(num_x_ticks, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(format_tick))
+    if chart.is_logarithmic():
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(format_tick))
+        return
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    # A loss of 2.0012 next to one of 2.0014 needs the digits that matplotlib derives from the tick spacing.
+    axes.yaxis.set_major_formatter(FuncFormatter(format_tick) if chart.from_zero else ScalarFormatter(useOffset=False))
+    if chart.from_zero:
+        lowest, highest = min(0, *chart.values()), max(0, *chart.values())
+        axes.set_ylim(1.12 * lowest, 1.12 * highest if highest > lowest else 1)
