@@ -18,11 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from ranks import meet
+from tiny import llama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
 
 STEPS = 6
 VOCABULARY = 199  # odd: no dimension of the embeddings divides by 2
@@ -68,18 +68,8 @@ def blocks_of(model: Any) -> list[Any]:
 
 
 def make_model(case: Case) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=case.tied,
-    )
-    config.use_cache = False
-    model: Any = LlamaForCausalLM(config)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
+    model: Any = llama(**sizes, tie_word_embeddings=case.tied, use_cache=False)
     if case.unused:
         for block in model.model.layers:
             block.self_attn.unused = nn.Linear(16, 24)

@@ -6,18 +6,13 @@ from typing import Any
 
 import numpy as np
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from toolkit.data.packing import best_fit, whole
 from toolkit.data.samples import TextSamples
 
 VOCABULARY = 90
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
-
-
-def llama(attention: str) -> nn.Module:
-    config = LlamaConfig(**SIZES, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=64)
-    return LlamaForCausalLM._from_config(config, attn_implementation=attention)
 
 
 def qwen(attention: str) -> nn.Module:

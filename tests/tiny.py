@@ -1,4 +1,4 @@
-"""Tiny models and recipes for tests, saved as a user would have them: in a folder."""
+"""The tiny Llama of the tests, in memory or in a folder as a user would have it, and a recipe that trains it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from toolkit.data.tokenizer import _train_byte_pairs
 VOCAB_SIZE = 320
 
 
+def llama(*, seed: int = 0, attention: str | None = None, **fields: Any) -> LlamaForCausalLM:
+    """A float32 Llama of about 28,000 parameters: two blocks, heads of width 8, an odd vocabulary, untied.
+
+    Args:
+        attention: transformers' name of the implementation; None leaves the choice to transformers.
+        fields: of its configuration, where a test needs others.
+    """
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    sizes |= {"vocab_size": 131, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**{**sizes, **fields})
+    return LlamaForCausalLM._from_config(config, attn_implementation=attention)  # type: ignore[no-any-return]
+
+
 def save_llama(folder: Path, texts: list[str], *, tied: bool, layers: int = 2, seed: int = 0) -> Path:
     """A Llama of about 50,000 parameters with its own tokenizer, saved by transformers."""
     tokenizer: PreTrainedTokenizerFast = _train_byte_pairs(iter(texts), VOCAB_SIZE)
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": layers}
+    llama(seed=seed, **sizes, **special, tie_word_embeddings=tied).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

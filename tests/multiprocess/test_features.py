@@ -6,27 +6,26 @@ Each case is compared with a plain model on one process; all cases of a number o
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 from ranks import meet, run_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 STEPS = 4
 ROWS = 8
 
 
-def llama(**fields: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=131, num_key_value_heads=2, **{**sizes, **fields}))
+llama = functools.partial(tiny.llama, num_hidden_layers=4)
 
 
 def gpt2_with_dropout() -> GPT2LMHeadModel:

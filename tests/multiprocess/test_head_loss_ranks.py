@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import meet, run_on_ranks
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from tiny import llama
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 K, VOCABULARY, T = 2, 96, 24
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -21,11 +22,11 @@ CASES += [(strategy, "tied and capped", "bf16") for strategy in ("ddp", "zero3")
 
 
 def make_model(kind: str) -> Any:
+    if kind == "untied":
+        return llama(vocab_size=VOCABULARY)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    if kind == "untied":
-        return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
     config = Gemma2Config(**sizes, head_dim=8, final_logit_softcapping=0.5, attention_dropout=0.0)
     return Gemma2ForCausalLM._from_config(config, attn_implementation="eager")
 

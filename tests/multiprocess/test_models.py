@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_on_ranks
 from safetensors.torch import load_file, save_file
-from tiny import save_llama
+from tiny import llama, save_llama
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 TEXTS = ["a king and a queen walked by the river"]
@@ -125,10 +125,8 @@ def peak_while_loading(folder: str, tokenizer_folder: str) -> tuple[int, int]:
 
 def test_loading_holds_no_whole_copy_on_any_rank(tmp_path: Path) -> None:
     tokenizer = save_llama(tmp_path / "tokenizer", TEXTS, tied=True)
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=5, num_attention_heads=8
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 5}
+    model = llama(**sizes, num_attention_heads=8, num_key_value_heads=8)
     whole = sum(p.numel() * 4 for p in model.parameters())
     model.save_pretrained(tmp_path / "model")
     del model

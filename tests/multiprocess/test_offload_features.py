@@ -14,8 +14,7 @@ from conftest import make_texts
 from offload_loops import STEPS, Case, Found, differences, loss_of, masters, ordinary, prepare, train
 from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import llama, recipe_values, save_llama
 
 from toolkit.errors import BadInputError, ToolkitError, TrainingError
 
@@ -331,9 +330,7 @@ def run_out_of_memory(how: str) -> str:
 
     from toolkit.sharding.offload import host
 
-    large = LlamaForCausalLM(
-        LlamaConfig(vocab_size=100_000, hidden_size=256, intermediate_size=64, num_hidden_layers=1)
-    )
+    large = llama(vocab_size=100_000, hidden_size=256, num_hidden_layers=1)
     if dist.get_rank() == 1:
         if how == "limit":
             used = psutil.Process().memory_info().data

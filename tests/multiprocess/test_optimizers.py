@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from importlib.util import find_spec
@@ -9,23 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 from ranks import meet, run_on_ranks
 from tiny import recipe_values, save_llama
-from transformers import LlamaConfig, LlamaForCausalLM
 
 STEPS = 6
 ROWS = 8
+# Three blocks: with 7 matrices each, the last round of dealing is not full on 2 ranks.
+llama = functools.partial(tiny.llama, num_hidden_layers=3, hidden_size=48, intermediate_size=99)
 LEARNING_RATE, DECAY, BETAS, EPS, MOMENTUM = 5e-4, 0.1, (0.8, 0.9), 1e-6, 0.9
 QUANTISED = ("adamw_8bit", "adamw_4bit", "adamw_fp8") if find_spec("torchao") else ()
-
-
-def llama() -> LlamaForCausalLM:
-    """Three blocks: with 7 matrices each, the last round of dealing is not full on 2 ranks."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 48, "intermediate_size": 99, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=131, num_key_value_heads=2, tie_word_embeddings=False, **sizes))
 
 
 def loss_of(model: Any, step: int, mine: slice) -> torch.Tensor:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import meet, run_on_ranks
+from tiny import llama
 from torch import nn
 from traffic import Traffic
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.time.traffic import traffic
@@ -28,17 +28,8 @@ CASES += [("zero3", 1, True, "last", "no"), ("zero3", 3, False, "last", "bf16"),
 
 def make_model(tied: bool, trained: str) -> nn.Module:
     """Odd sizes: on 4 ranks, rows are padded and the LoRA matrices' shards of 2 rows are partly empty."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=510,
-        hidden_size=56,
-        intermediate_size=98,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    model: Any = LlamaForCausalLM(config)
+    sizes = {"vocab_size": 510, "hidden_size": 56, "intermediate_size": 98, "num_hidden_layers": 3}
+    model: Any = llama(**sizes, tie_word_embeddings=tied)
     if trained == "lora":
         targets = ["q_proj", "down_proj"]
         return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets))

@@ -5,6 +5,7 @@ P parameters, W ranks, F = shard group, k micro-batches. ZeRO: arXiv 1910.02054,
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from typing import Any
@@ -13,9 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import meet, run_on_ranks
+from tiny import llama
 from torch import nn
 from traffic import Traffic
-from transformers import LlamaConfig, LlamaForCausalLM
 
 K = 3
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hybrid")
@@ -23,19 +24,9 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hybrid")
 MEASURED = [pair for pair in itertools.product(STRATEGIES, ("no", "bf16")) if pair != ("ddp", "bf16")]
 
 
-def make_model(tied: bool = False) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=512,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=tied,
-        )
-    )
+make_model = functools.partial(
+    llama, vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4, tie_word_embeddings=False
+)
 
 
 def tokens(step: int, micro: int, rank: int, rows: int = 2) -> torch.Tensor:

@@ -18,12 +18,11 @@ import pytest
 import torch
 from chat_templates import CHAT_TEMPLATES, LLAMA_31, MISTRAL_V1, ZEPHYR, ChatTemplate, tokenizer_for
 from conftest import make_texts
-from tiny import save_llama
+from tiny import llama, save_llama
 from tokenizers import decoders
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
@@ -78,18 +77,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.eos_token = "<|endoftext|>"
     use_template(tokenizer, "chatml")
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 48, "intermediate_size": 96, "max_position_embeddings": 128}
+    model = llama(**sizes, num_key_value_heads=4, bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
     _learn(model, [_turns(tokenizer, question, answer) for question, answer in FACTS.items()])
     model.save_pretrained(folder)
     return folder

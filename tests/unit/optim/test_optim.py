@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from packed_rows import llama
+from tiny import llama
 from torch import nn
 
 from toolkit.errors import BadInputError
@@ -86,7 +86,7 @@ def test_moments_of_few_bits(kind: str) -> None:
 
 
 def test_muon_takes_the_matrices_of_the_blocks() -> None:
-    model = llama("sdpa")
+    model = llama(attention="sdpa")
     optimizer = build_optimizer(model, OptimizerSection(kind="muon", learning_rate=1.0, weight_decay=0.1))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [(g["muon"], g["weight_decay"], {names[id(p)] for p in g["params"]}) for g in optimizer.param_groups]
@@ -99,7 +99,7 @@ def test_muon_takes_the_matrices_of_the_blocks() -> None:
 
 def test_a_gradient_scaler_skips_the_whole_step_of_muon() -> None:
     """Torch gives fused optimizers the decision; a name of torch's that moves would make Muon step on infinities."""
-    model = llama("sdpa")
+    model = llama(attention="sdpa")
     assert build_optimizer(model, OptimizerSection(learning_rate=1.0))._step_supports_amp_scaling is True
     muon = build_optimizer(model, OptimizerSection(kind="muon", learning_rate=1.0))
     assert muon._step_supports_amp_scaling is False

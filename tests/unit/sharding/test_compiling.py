@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from packed_rows import VOCABULARY, llama
+from packed_rows import VOCABULARY
+from tiny import llama
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -31,7 +32,7 @@ def _fresh() -> Iterator[None]:
 
 def compiled(backend: Any, checkpointed: bool = False) -> tuple[nn.Module, Compilation]:
     torch.manual_seed(0)
-    model = llama("sdpa")
+    model = llama(attention="sdpa")
     compilation = Compilation(backend)
     plan = plan_units(model)
     compile_blocks(model, plan, compilation)
@@ -52,7 +53,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 def eager() -> list[torch.Tensor]:
     torch.manual_seed(0)
-    return gradients(llama("sdpa"))
+    return gradients(llama(attention="sdpa"))
 
 
 def num_graphs() -> int:
