@@ -28,6 +28,8 @@ PRELOADED = [
     "datasets.packaged_modules.generator.generator",
     "matplotlib.backends.backend_agg",
     "matplotlib.pyplot",
+    "peft.tuners.lora.torchao",
+    "torchao.optim",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 ]

@@ -13,7 +13,7 @@ from toolkit.data.tokenizer import _train_byte_pairs
 VOCAB_SIZE = 320
 
 
-def llama(*, seed: int = 0, attention: str | None = None, **fields: Any) -> LlamaForCausalLM:
+def llama(attention: str | None = None, *, seed: int = 0, **fields: Any) -> LlamaForCausalLM:
     """A float32 Llama of about 28,000 parameters: two blocks, heads of width 8, an odd vocabulary, untied.
 
     Args:

@@ -29,7 +29,7 @@ def test_rows_that_share_a_sample_do_not_see_each_other(attention: str) -> None:
     if attention == "flash_attention_2":
         pytest.importorskip("flash_attn")
     torch.manual_seed(0)
-    model = llama(attention=attention).to("cuda", torch.bfloat16)
+    model = llama(attention).to("cuda", torch.bfloat16)
     found = check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cuda"), True)
     assert found is not None
 
@@ -40,7 +40,7 @@ def test_auto_takes_an_attention_that_keeps_packed_rows_apart() -> None:
     from toolkit.run.leaks import check_leaks
 
     torch.manual_seed(0)
-    model: Any = llama(attention="sdpa")
+    model: Any = llama("sdpa")
     found = settle_attention(model, "auto", torch.device("cuda"), in_16_bits=True, packed=True, compiled=False)
     assert found.startswith(("sdpa (neither", "flash_attention_2 (installed", "flash_attention_3 (installed"))
     model.to("cuda", torch.bfloat16)

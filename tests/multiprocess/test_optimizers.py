@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ ROWS = 8
 # Three blocks: with 7 matrices each, the last round of dealing is not full on 2 ranks.
 llama = functools.partial(tiny.llama, num_hidden_layers=3, hidden_size=48, intermediate_size=99)
 LEARNING_RATE, DECAY, BETAS, EPS, MOMENTUM = 5e-4, 0.1, (0.8, 0.9), 1e-6, 0.9
-QUANTISED = ("adamw_8bit", "adamw_4bit", "adamw_fp8") if find_spec("torchao") else ()
+QUANTISED = ("adamw_8bit", "adamw_4bit", "adamw_fp8")
 
 
 def loss_of(model: Any, step: int, mine: slice) -> torch.Tensor:

@@ -55,7 +55,7 @@ def prepared(
         gradient_accumulation_plugin=accumulation_plugin(accumulation),
         **sharding_kwargs(strategy, **sizes, **kwargs),
     )
-    model = make_model(tied)
+    model = make_model(tie_word_embeddings=tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     return accelerator, *accelerator.prepare(model, optimizer)
 

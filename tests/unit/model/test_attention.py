@@ -47,12 +47,12 @@ def test_the_newest_flash_attention_that_runs_on_the_gpu(
     machine: Any, major: int, installed: tuple[int, ...], expected: str | None
 ) -> None:
     machine(major, *installed)
-    assert attention.best_flash(llama(attention="sdpa"), GPU, in_16_bits=True)[0] == expected  # type: ignore[arg-type]
+    assert attention.best_flash(llama("sdpa"), GPU, in_16_bits=True)[0] == expected  # type: ignore[arg-type]
 
 
 def test_the_choice_is_made_and_named(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(9, 3)
-    model: Any = llama(attention="sdpa")
+    model: Any = llama("sdpa")
     monkeypatch.setattr(
         model, "set_attn_implementation", lambda name: setattr(model.config, "_attn_implementation_internal", name)
     )
@@ -62,7 +62,7 @@ def test_the_choice_is_made_and_named(machine: Any, monkeypatch: pytest.MonkeyPa
 
 def test_where_it_is_refused_the_run_keeps_what_it_has(machine: Any) -> None:
     machine(9, 3)  # which transformers does not find here
-    model: Any = llama(attention="sdpa")
+    model: Any = llama("sdpa")
     found = settle(model, GPU)
     assert found.startswith("sdpa (flash_attention_3 refused: ")
 
@@ -78,7 +78,7 @@ def test_where_it_is_refused_the_run_keeps_what_it_has(machine: Any) -> None:
 )
 def test_sdpa_otherwise(machine: Any, asked: str, device: str, in_16_bits: bool, expected: str) -> None:
     machine(9)
-    assert settle(llama(attention="sdpa"), torch.device(device), asked, in_16_bits) == expected
+    assert settle(llama("sdpa"), torch.device(device), asked, in_16_bits) == expected
 
 
 @pytest.mark.parametrize(("packed", "compiled"), [(False, False), (False, True), (True, True)])
@@ -86,8 +86,8 @@ def test_documents_are_seen_by_themselves_where_there_are_several_and_shapes_are
     packed: bool, compiled: bool
 ) -> None:
     cpu = torch.device("cpu")
-    assert attention.settle_attention(llama(attention="sdpa"), "auto", cpu, False, packed, compiled) == "sdpa (no GPU)"
-    assert attention.settle_attention(llama(attention="eager"), "auto", cpu, False, True, False) == "eager (no GPU)"
+    assert attention.settle_attention(llama("sdpa"), "auto", cpu, False, packed, compiled) == "sdpa (no GPU)"
+    assert attention.settle_attention(llama("eager"), "auto", cpu, False, True, False) == "eager (no GPU)"
 
 
 def test_asked_for_but_not_installed() -> None:

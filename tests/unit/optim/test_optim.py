@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 
@@ -76,7 +77,7 @@ def test_moments_of_few_bits_without_torchao(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_moments_of_few_bits(kind: str) -> None:
-    optim = pytest.importorskip("torchao.optim")
+    optim = importlib.import_module("torchao.optim")
     section = OptimizerSection(kind=kind, learning_rate=0.5, weight_decay=0.25, beta1=0.5, beta2=0.75, eps=1e-3)  # type: ignore[arg-type]
     optimizer = build_optimizer(nn.Linear(2, 2), section)
     assert type(optimizer) is getattr(optim, QUANTISED[kind])
@@ -86,7 +87,7 @@ def test_moments_of_few_bits(kind: str) -> None:
 
 
 def test_muon_takes_the_matrices_of_the_blocks() -> None:
-    model = llama(attention="sdpa")
+    model = llama("sdpa")
     optimizer = build_optimizer(model, OptimizerSection(kind="muon", learning_rate=1.0, weight_decay=0.1))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [(g["muon"], g["weight_decay"], {names[id(p)] for p in g["params"]}) for g in optimizer.param_groups]
@@ -99,7 +100,7 @@ def test_muon_takes_the_matrices_of_the_blocks() -> None:
 
 def test_a_gradient_scaler_skips_the_whole_step_of_muon() -> None:
     """Torch gives fused optimizers the decision; a name of torch's that moves would make Muon step on infinities."""
-    model = llama(attention="sdpa")
+    model = llama("sdpa")
     assert build_optimizer(model, OptimizerSection(learning_rate=1.0))._step_supports_amp_scaling is True
     muon = build_optimizer(model, OptimizerSection(kind="muon", learning_rate=1.0))
     assert muon._step_supports_amp_scaling is False

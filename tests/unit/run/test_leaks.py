@@ -64,7 +64,7 @@ class Leaky(nn.Module):
     def __init__(self, mask: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model = llama(attention="sdpa")
+        self.model = llama("sdpa")
         self.config = self.model.config
         self.mask = mask
 
@@ -116,7 +116,7 @@ def test_a_leak_is_refused_before_the_first_step(make: Callable[[], nn.Module], 
 
 
 def test_without_rows_that_share_a_sample_there_is_nothing_to_check() -> None:
-    model = llama(attention="sdpa")
+    model = llama("sdpa")
     rows = Documents(3)
     rows.rows = [np.arange(1, 30)] * 3
     rows.targets = [np.arange(29) > 0] * 3
@@ -134,7 +134,7 @@ def test_a_model_without_positions_can_only_be_padded() -> None:
 
 def test_padded_rows_have_the_gradients_of_the_rows_alone() -> None:
     torch.manual_seed(0)
-    model = llama(attention="sdpa")
+    model = llama("sdpa")
     rows = Documents(6)
     lengths = np.array([len(row) for row in rows.rows])
     samples = TextSamples(rows, whole(np.arange(6), lengths, 32), [1, 2, 3, 4, 5, 6], 32, False, 0)

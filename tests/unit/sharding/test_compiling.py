@@ -32,7 +32,7 @@ def _fresh() -> Iterator[None]:
 
 def compiled(backend: Any, checkpointed: bool = False) -> tuple[nn.Module, Compilation]:
     torch.manual_seed(0)
-    model = llama(attention="sdpa")
+    model = llama("sdpa")
     compilation = Compilation(backend)
     plan = plan_units(model)
     compile_blocks(model, plan, compilation)
@@ -53,7 +53,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 def eager() -> list[torch.Tensor]:
     torch.manual_seed(0)
-    return gradients(llama(attention="sdpa"))
+    return gradients(llama("sdpa"))
 
 
 def num_graphs() -> int:
