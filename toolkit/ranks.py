@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from toolkit.errors import ToolkitError, first_line
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=7)
@@ -31,6 +33,22 @@ def rank() -> int:
 def local_rank() -> int:
     """This process's rank on its host, as the launcher told it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def on_this_device(action: Callable[P, T]) -> Callable[P, T]:
+    """`action` for another thread, begun on the GPU that the calling thread uses.
+
+    A new thread starts on GPU 0, where the first thing that it does would make a context of some 500 MiB, once for
+    every rank of the host.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def begun(*args: P.args, **kwargs: P.kwargs) -> T:
+        if device is not None:
+            torch.cuda.set_device(device)
+        return action(*args, **kwargs)
+
+    return begun
 
 
 def on_first_rank(action: Callable[[], T]) -> T:

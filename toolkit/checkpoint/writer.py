@@ -79,7 +79,9 @@ class Checkpointer:
         whole = self.wait()
         if self._settings.asynchronous and not wait:
             job = replace(job, tensors=host_copy(job.tensors), records=list(job.records))
-            self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
+            self._thread = threading.Thread(
+                target=ranks.on_this_device(self._write), args=(job,), name="checkpoint", daemon=True
+            )
             self._thread.start()
             return whole
         self._write(job)

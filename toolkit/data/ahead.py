@@ -6,6 +6,8 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from toolkit import ranks
+
 T = TypeVar("T")
 
 
@@ -14,7 +16,7 @@ def ahead(items: Iterator[T], name: str = "data") -> Generator[T, None, None]:
 
     Closed early, it waits for the item that is being made, and closes `items`.
     """
-    with ThreadPoolExecutor(1, name) as thread:
+    with ThreadPoolExecutor(1, name, initializer=ranks.on_this_device(lambda: None)) as thread:
         try:
             coming = thread.submit(next, items, None)
             while (item := coming.result()) is not None:

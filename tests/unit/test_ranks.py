@@ -1,0 +1,83 @@
+"""toolkit.ranks: threads begin on this rank's GPU."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import toolkit
+from toolkit.checkpoint.writer import Checkpointer
+from toolkit.data.ahead import ahead
+from toolkit.recipe.schema import CheckpointSection
+from toolkit.sharding.offload.worker import Worker
+
+STARTERS = {
+    "checkpoint/writer.py": "on_this_device",
+    "data/ahead.py": "on_this_device",
+    "sharding/offload/worker.py": "set_device",  # told its device, which need not be the current one
+    "verify/__main__.py": "_end_with_parent",  # reads a pipe and ends the process; knows no torch
+}
+"""File that starts a thread -> what in it sees to the thread's device. Each is run below."""
+
+
+class Devices:
+    """CUDA as `toolkit.ranks` sees it, with GPU 3 in use; thread's name -> what it did, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: dict[str, list[Any]] = {}
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "set_device", self.note)
+
+    def note(self, what: Any) -> None:
+        device = what.index if isinstance(what, torch.device) else what
+        self.done.setdefault(threading.current_thread().name, []).append(device)
+
+
+def test_every_place_that_starts_a_thread_is_known() -> None:
+    package = Path(toolkit.__file__).parent
+    found = set()
+    for path in package.rglob("*.py"):
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        names = {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in calls}
+        if names & {"Thread", "ThreadPoolExecutor", "start_new_thread"}:
+            found.add(path.relative_to(package).as_posix())
+            assert STARTERS[path.relative_to(package).as_posix()] in path.read_text()
+    assert found == STARTERS.keys()
+
+
+def test_data_is_made_ahead_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices(monkeypatch)
+
+    def items() -> Any:
+        devices.note("item")
+        yield 1
+
+    assert list(ahead(items(), "made")) == [1]
+    [did] = [did for name, did in devices.done.items() if name.startswith("made")]
+    assert did == [3, "item"]
+
+
+def test_a_checkpoint_is_written_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    devices = Devices(monkeypatch)
+    writer = Checkpointer(tmp_path, CheckpointSection(asynchronous=True), lambda text: None)
+    monkeypatch.setattr(writer, "_write", lambda job: devices.note("written"))
+    monkeypatch.setattr("toolkit.checkpoint.writer.replace", lambda job, **changes: job)
+    monkeypatch.setattr("toolkit.checkpoint.writer.host_copy", lambda tensors: tensors)
+    job: Any = type("Job", (), {"tensors": {}, "records": []})()
+    writer.save(job)
+    writer.wait()
+    assert devices.done == {"checkpoint": [3, "written"]}
+
+
+def test_offload_steps_on_the_engines_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices(monkeypatch)
+    worker = Worker(torch.device("cuda", 2), threads=1)
+    worker.submit(lambda: devices.note("stepped"), lambda: None)
+    worker.close()
+    assert devices.done == {"offload-step": [2, "stepped"]}
