@@ -22,7 +22,7 @@ from toolkit.cli.validate import validate
 from toolkit.cli.verify import verify
 from toolkit.errors import ToolkitError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fine-tune Hugging Face models by recipe.")
+app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 app.add_typer(recipes_app, name="recipes")
 for command in (validate, data, verify, plan, checkpoints, export, generate):
     app.command()(command)

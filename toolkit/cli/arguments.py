@@ -2,13 +2,73 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-RecipeName = Annotated[str, typer.Argument(help="Name or path of a recipe.")]
-RecipeOption = Annotated[str, typer.Option("--recipe", help="Name or path of a recipe.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Replaced values.")]
+from toolkit.errors import BadInputError
+from toolkit.recipe.load import shipped_recipes
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import Section
+
+DEFAULT_RECIPE = "quickstart"
+
+DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
+"""What --dtype takes -> torch's name."""
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Recipes and keys that start with what was typed, for the shell."""
+    if "." in incomplete and "/" not in incomplete:
+        section, _, start = incomplete.partition(".")
+        field = Recipe.model_fields.get(section)
+        kind = field.annotation if field is not None else None
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return [f"{section}.{key}=" for key in kind.model_fields if key.startswith(start)]
+    sections = [f"{name}." for name in Recipe.model_fields if name.startswith(incomplete) and name != "description"]
+    files = [str(path) for path in Path().glob(f"{incomplete}*.yaml")] if not Path(incomplete).is_absolute() else []
+    return [name for name in shipped_recipes() if name.startswith(incomplete)] + files + sections
+
+
+RecipeArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE section.key=value",
+        help=f"Name or path of a recipe (default: {DEFAULT_RECIPE}), and values that replace the recipe's.",
+        show_default=False,
+        autocompletion=complete_recipe,
+    ),
+]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option("--recipe", help="Another way to give RECIPE.", show_default=False, autocompletion=complete_recipe),
+]
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def split_arguments(arguments: Sequence[str] | None, option: str | None) -> tuple[str, list[str]]:
+    """The recipe's name or path, and the overrides. Raises BadInputError where two recipes are given."""
+    overrides = list(arguments or [])
+    named = overrides.pop(0) if overrides and "=" not in overrides[0] else None
+    if named is not None and option is not None:
+        raise BadInputError(f"two recipes are given: {named!r} and --recipe {option}; leave one of them out")
+    return named or option or DEFAULT_RECIPE, overrides
+
+
+def load_recipe(arguments: Sequence[str] | None, option: str | None) -> Recipe:
+    """The recipe that a command's arguments name; tells on stderr which settings an override replaces."""
+    recipe = Recipe.load(*split_arguments(arguments, option))
+    for note in recipe.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return recipe
+
+
+def parse_dtype(text: str) -> str:
+    """torch's name of a type. Raises BadInputError that lists the names."""
+    if text not in DTYPES:
+        raise BadInputError(f"--dtype: unknown {text!r}; allowed: {', '.join(DTYPES)}")
+    return DTYPES[text]

@@ -9,13 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from toolkit.cli.arguments import AsJson, Overrides, RecipeName
-from toolkit.recipe.recipe import Recipe
+from toolkit.cli.arguments import AsJson, RecipeArguments, RecipeOption, load_recipe
 
 
 def data(
-    recipe: RecipeName,
-    overrides: Overrides = None,
+    arguments: RecipeArguments = None,
+    recipe: RecipeOption = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Folder for data_report.json and the page data_report.html.", show_default=False),
@@ -23,7 +22,7 @@ def data(
     as_json: AsJson = False,
 ) -> None:
     """Read and tokenise a recipe's data, and show what a run would train on; nothing is trained."""
-    loaded = Recipe.load(recipe, overrides or [])
+    loaded = load_recipe(arguments, recipe)
     # torch is imported only for a recipe that is right
     from toolkit.data import build, tokenizer
     from toolkit.pages.data_console import show_report

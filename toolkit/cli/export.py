@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.arguments import RunFolder
+from toolkit.cli.arguments import RunFolder, parse_dtype
 from toolkit.errors import BadInputError
 from toolkit.places import GIB
+from toolkit.recipe.schema import ExportSection
 
-DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16"}
-"""What --dtype takes -> torch's name."""
+MAX_SHARD_GIB = ExportSection().max_shard_gib
+"""The same default as in a recipe (GiB)."""
 
 
 def export(
@@ -23,11 +24,10 @@ def export(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Type of the weights: float32, bfloat16 (bf16) or float16.")] = "float32",
     check: Annotated[bool, typer.Option("--verify/--no-verify", help="Reload it and compare logits.")] = True,
-    max_shard_gib: Annotated[float, typer.Option(help="Largest safetensors file (GiB).")] = 5.0,
+    max_shard_gib: Annotated[float, typer.Option(help="Largest safetensors file (GiB).")] = MAX_SHARD_GIB,
 ) -> None:
     """Make a Hugging Face folder of a checkpoint: on one process, with one of its files in memory at a time."""
-    if dtype not in DTYPES:
-        raise BadInputError(f"--dtype: unknown {dtype!r}; allowed: {', '.join(DTYPES)}")
+    type_name = parse_dtype(dtype)
     from toolkit.checkpoint.manifest import read_checkpoint
 
     folder = _folder_of(run, checkpoint)
@@ -37,10 +37,10 @@ def export(
     from toolkit.checkpoint.consolidate import export_checkpoint
     from toolkit.checkpoint.export import ExportSettings
 
-    settings = ExportSettings(getattr(torch, DTYPES[dtype]), int(max_shard_gib * GIB))
+    settings = ExportSettings(getattr(torch, type_name), int(max_shard_gib * GIB))
     difference = export_checkpoint(run, folder, manifest, to, settings, check)
     checked = "" if difference is None else f"; logits differ by {difference:.1e} of the largest"
-    print(f"{to}: step {manifest.step} in {DTYPES[dtype]}{checked}")
+    print(f"{to}: step {manifest.step} in {type_name}{checked}")
 
 
 def _folder_of(run: Path, step: int | None) -> Path:

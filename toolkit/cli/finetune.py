@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from toolkit.cli.arguments import DEFAULT_RECIPE, split_arguments
 from toolkit.cli.console import print_error
 from toolkit.cli.recipes import recipe_rows
 from toolkit.errors import ToolkitError
@@ -11,10 +12,10 @@ from toolkit.recipe.recipe import Recipe
 
 
 def finetune_command(arguments: list[str]) -> int:
-    """`recipes/finetune.py [--recipe NAME_OR_PATH] [section.key=value ...]`; returns the exit code."""
+    """`recipes/finetune.py [RECIPE] [section.key=value ...]`; returns the exit code."""
     options = _parser().parse_intermixed_args(arguments)
     try:
-        recipe = Recipe.load(options.recipe, options.overrides)
+        recipe = Recipe.load(*split_arguments(options.arguments, options.recipe))
         from toolkit.run.run import finetune  # torch is imported only for a recipe that is right
 
         finetune(recipe)
@@ -30,11 +31,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="recipes:\n" + "\n".join(f"  {row['name']:<16} {row['description']}" for row in recipe_rows()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--recipe", default="quickstart", metavar="NAME_OR_PATH", help="default: quickstart")
     parser.add_argument(
-        "overrides",
+        "arguments",
         nargs="*",
-        metavar="section.key=value",
-        help="replaces a value of the recipe, for example training.max_steps=50",
+        metavar="RECIPE section.key=value",
+        help=f"name or path of a recipe (default: {DEFAULT_RECIPE}), and values that replace the recipe's, "
+        "for example training.max_steps=50",
     )
+    parser.add_argument("--recipe", metavar="RECIPE", help="another way to give RECIPE")
     return parser

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from toolkit.cli.arguments import AsJson, Overrides, RecipeOption
+from toolkit.cli.arguments import AsJson, RecipeArguments, RecipeOption, load_recipe, split_arguments
 from toolkit.cli.console import print_table
 from toolkit.errors import BadInputError
 from toolkit.places import GIB
@@ -58,8 +58,8 @@ ListHardware = Annotated[bool, typer.Option("--list-hardware", help="List the pr
 
 
 def plan(
-    overrides: Overrides = None,
-    recipe: RecipeOption = "quickstart",
+    arguments: RecipeArguments = None,
+    recipe: RecipeOption = None,
     gpus: Gpus = None,
     hardware: HardwareName = "h100_sxm",
     accelerate_config: AccelerateConfigPath = None,
@@ -89,7 +89,7 @@ def plan(
     if calibrate:
         _calibrate(gpus or 1)
         return
-    loaded = Recipe.load(recipe, overrides or [])
+    loaded = load_recipe(arguments, recipe)
     device = hardware_of(
         hardware,
         device_memory_gib=device_memory_gib,
@@ -102,7 +102,7 @@ def plan(
     )
     accelerated = Accelerated() if accelerate_config is None else accelerated_by(accelerate_config)
     found = _plan(loaded, device, gpus, accelerated)
-    _print_plan(found, recipe, overrides or [], Shown(every_row, explain, trace, plot, as_json))
+    _print_plan(found, *split_arguments(arguments, recipe), Shown(every_row, explain, trace, plot, as_json))
     if found.recommended is None:
         raise typer.Exit(1)
 

@@ -15,14 +15,19 @@ from toolkit.places import DATA_SUFFIXES
 from toolkit.recipe.load import find_recipe, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 
-recipes_app = typer.Typer(invoke_without_command=True, help="List the shipped recipes, or copy one.")
+recipes_app = typer.Typer(invoke_without_command=True)
 
 
 @recipes_app.callback()
-def list_recipes(context: typer.Context, as_json: AsJson = False) -> None:
+def recipes(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the shipped recipes, or copy one."""
+    if context.invoked_subcommand is None:
+        list_recipes(as_json)
+
+
+@recipes_app.command("list")
+def list_recipes(as_json: AsJson = False) -> None:
     """List the shipped recipes with one line each."""
-    if context.invoked_subcommand is not None:
-        return
     rows = recipe_rows()
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -49,7 +54,7 @@ def copy_recipe(
         raise BadInputError(f"{str(target)!r} exists; name another file or delete it")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(_with_absolute_files(source), encoding="utf-8")
-    print(f"{target}: a copy of {name}. Run it with --recipe {target}")
+    print(f"{target}: a copy of {name}. Train it: toolkit train {target}")
 
 
 def _with_absolute_files(source: Path) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 
-from toolkit.cli.arguments import AsJson, Overrides, RecipeName
+from toolkit.cli.arguments import AsJson, RecipeArguments, RecipeOption, load_recipe
 from toolkit.cli.console import print_table
-from toolkit.recipe.recipe import Recipe
 
 
-def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def validate(arguments: RecipeArguments = None, recipe: RecipeOption = None, as_json: AsJson = False) -> None:
     """Check a recipe and print it resolved, with where each value came from."""
-    origins = Recipe.load(recipe, overrides or []).origins()
+    origins = load_recipe(arguments, recipe).origins()
     if as_json:
         print(json.dumps({key: {"value": value, "from": origin} for key, (value, origin) in origins.items()}, indent=2))
         return

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from toolkit.cli.arguments import AsJson, Overrides, RecipeOption
+from toolkit.cli.arguments import AsJson, RecipeArguments, RecipeOption, load_recipe
 from toolkit.cli.console import print_table
-from toolkit.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from toolkit.verify import Report
 
 
 def verify(
-    overrides: Overrides = None,
-    recipe: RecipeOption = "quickstart",
+    arguments: RecipeArguments = None,
+    recipe: RecipeOption = None,
     accelerate_config: Annotated[
         Path | None,
         typer.Option(
@@ -42,7 +41,7 @@ def verify(
     The ranks run on this machine, on the CPU where it has too few GPUs; dropout is off, and no output
     folder is touched. Exit codes: 0 all checks hold, 1 one failed, 2 bad input.
     """
-    loaded = Recipe.load(recipe, overrides or [])
+    loaded = load_recipe(arguments, recipe)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clears up, as after Ctrl-C
     from toolkit import verify as verification  # torch is imported only for a recipe that is right
 

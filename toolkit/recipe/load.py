@@ -11,6 +11,10 @@ import yaml
 
 from toolkit.errors import BadInputError, RecipeError, did_you_mean
 from toolkit.places import DATA_SUFFIXES
+from toolkit.recipe.schema import RIVALS
+
+OVERRIDE = "override"
+"""Origin of a value that an override has set."""
 
 
 def recipe_folder() -> Path:
@@ -118,7 +122,7 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str], origins: d
         problems += _set_path(values, key, value)
         for stale in [known for known in origins if known == key or known.startswith(f"{key}.")]:
             del origins[stale]
-        origins[key] = "override"
+        origins[key] = OVERRIDE
     return problems
 
 
@@ -133,6 +137,48 @@ def _set_path(values: dict[str, Any], key: str, value: Any) -> list[str]:
             return [f"override {key}: {parent} is no section and has no key {last}"]
     node[last] = value
     return []
+
+
+def replace_rivals(values: dict[str, Any], origins: dict[str, str]) -> list[str]:
+    """Drops the settings of the file whose rival (`schema.RIVALS`) an override sets; a line for each rival.
+
+    Two rivals that stand in the same place stay: they are an error.
+    """
+    notes = []
+    for group in RIVALS:
+        chosen = [member for member in group if _is_overridden(values, origins, member[0])]
+        if len(chosen) != 1:
+            continue
+        replaced = [key for member in group if member not in chosen for key in member if _drop(values, origins, key)]
+        for key in replaced:
+            origins[key] = f"replaced by {chosen[0][0]}"
+        if replaced:
+            verb = "are" if len(replaced) > 1 else "is"
+            notes.append(f"{' and '.join(replaced)} of the recipe {verb} replaced by {chosen[0][0]}")
+    return notes
+
+
+def _is_overridden(values: dict[str, Any], origins: dict[str, str], key: str) -> bool:
+    told = any(origin == OVERRIDE and (known + ".").startswith(key + ".") for known, origin in origins.items())
+    return told and _value_at(values, key) is not None
+
+
+def _value_at(values: dict[str, Any], key: str) -> Any:
+    node: Any = values
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
+def _drop(values: dict[str, Any], origins: dict[str, str], key: str) -> bool:
+    """Takes out a setting of the file; False where there is none, or an override has set it."""
+    if _value_at(values, key) is None or _is_overridden(values, origins, key):
+        return False
+    section, name = key.split(".")
+    del values[section][name]
+    for known in [known for known in origins if (known + ".").startswith(key + ".")]:
+        del origins[known]
+    return True
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ import yaml
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from toolkit.errors import RecipeError
-from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, find_recipe, read_yaml
+from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, find_recipe, read_yaml, replace_rivals
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
     AdapterSection,
@@ -51,6 +51,7 @@ class Recipe(Section):
     export: ExportSection = ExportSection()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notes: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -122,7 +123,8 @@ class Recipe(Section):
 
         Args:
             name_or_path: `quickstart`, or the path of a YAML file.
-            overrides: `section.key=value` texts; the value is YAML.
+            overrides: `section.key=value` texts; the value is YAML. One that sets `model.name_or_path` replaces
+                the `model.config` of the file, and so on for settings that exclude each other (`schema.RIVALS`).
 
         Raises:
             RecipeError: with every wrong field, or where the file is no mapping.
@@ -133,8 +135,10 @@ class Recipe(Section):
         origins = dict.fromkeys(dotted(values), str(path))
         anchor_paths(values, path.parent)
         problems = apply_overrides(values, overrides, origins)
+        notes = replace_rivals(values, origins)
         recipe = cls._checked(values, str(path), problems)
         recipe._origins.update(origins)
+        recipe._notes.extend(notes)
         return recipe
 
     @classmethod
@@ -151,6 +155,11 @@ class Recipe(Section):
         if problems:
             raise RecipeError(origin, problems)
         return recipe
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line for each setting of the file that an override has replaced by its rival."""
+        return tuple(self._notes)
 
     def origins(self) -> dict[str, tuple[Any, str]]:
         """Dotted path -> (value, where it came from): a file, `override` or `default`."""

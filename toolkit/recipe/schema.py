@@ -31,6 +31,33 @@ def contradiction(message: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", "{message}", {"message": message})
 
 
+RIVALS = (
+    (("model.name_or_path", "model.revision"), ("model.config", "model.train_tokenizer_vocab_size")),
+    (("model.tokenizer",), ("model.train_tokenizer_vocab_size",)),
+    (("data.validation",), ("data.validation_fraction",)),
+    (("training.max_steps",), ("training.num_epochs",)),
+    (("schedule.warmup_steps",), ("schedule.warmup_fraction",)),
+)
+"""Groups of settings that exclude each other. An override of the first setting of one member replaces the other
+member, with the settings that belong to it."""
+
+
+def _require_one(section: Section, first: str, second: str, where: str) -> None:
+    """Raises a contradiction unless exactly one of two settings of the section is set."""
+    if getattr(section, first) is None and getattr(section, second) is None:
+        raise contradiction(f"{where}.{first} or {where}.{second} must be set")
+    _forbid_both(section, first, second, where)
+
+
+def _forbid_both(section: Section, first: str, second: str, where: str) -> None:
+    """Raises a contradiction where both of two settings that exclude each other are set."""
+    if getattr(section, first) is not None and getattr(section, second) is not None:
+        raise contradiction(
+            f"{where}.{first} and {where}.{second} are both set and exclude each other; remove one of them, "
+            f"or set it to null"
+        )
+
+
 class ModelSection(Section):
     """Where the model and its tokenizer come from. Exactly one of `name_or_path` and `config`."""
 
@@ -59,14 +86,12 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSection:
-        if (self.name_or_path is None) == (self.config is None):
-            raise contradiction("exactly one of model.name_or_path and model.config must be set")
+        _require_one(self, "name_or_path", "config", "model")
         if self.config is not None and "model_type" not in self.config:
             raise contradiction("model.config needs the key model_type, for example model_type: llama")
         if self.config is not None and self.revision is not None:
             raise contradiction("model.revision has no effect with model.config; remove one of them")
-        if self.tokenizer is not None and self.train_tokenizer_vocab_size is not None:
-            raise contradiction("model.tokenizer and model.train_tokenizer_vocab_size contradict each other; set one")
+        _forbid_both(self, "tokenizer", "train_tokenizer_vocab_size", "model")
         if self.add_tokens is not None and self.train_tokenizer_vocab_size is not None:
             raise contradiction("model.add_tokens has no effect with model.train_tokenizer_vocab_size; remove it")
         if self.config is not None and self.tokenizer is None and self.train_tokenizer_vocab_size is None:
@@ -164,8 +189,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> DataSection:
-        if self.validation is not None and self.validation_fraction is not None:
-            raise contradiction("data.validation and data.validation_fraction contradict each other; set one")
+        _forbid_both(self, "validation", "validation_fraction", "data")
         if self.max_validation_samples is not None and not self.has_validation:
             raise contradiction(
                 "data.max_validation_samples has no effect without data.validation or data.validation_fraction"
@@ -373,8 +397,7 @@ class ScheduleSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ScheduleSection:
-        if self.warmup_steps is not None and self.warmup_fraction is not None:
-            raise contradiction("schedule.warmup_steps and schedule.warmup_fraction contradict each other; set one")
+        _forbid_both(self, "warmup_steps", "warmup_fraction", "schedule")
         if self.kind != "warmup_stable_decay" and self.decay_fraction is not None:
             raise contradiction(f"schedule.decay_fraction has no effect with schedule.kind {self.kind}")
         if self.kind == "constant" and self.min_factor != 0.0:
@@ -416,8 +439,7 @@ class TrainingSection(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainingSection:
-        if (self.max_steps is None) == (self.num_epochs is None):
-            raise contradiction("exactly one of training.max_steps and training.num_epochs must be set")
+        _require_one(self, "max_steps", "num_epochs", "training")
         self._check_profile()
         return self
 

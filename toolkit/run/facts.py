@@ -24,6 +24,8 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
         "steps": f"{parts.num_steps} of {parts.windows.samples_per_step} samples of {recipe.data.max_length} tokens",
         "memory": parts.planned.describe(),
     }
+    if recipe.notes:
+        facts["recipe"] = "; ".join(recipe.notes)
     if recipe.sharding.activation_checkpointing == "auto":
         every = parts.planned.checkpointing and parts.planned.checkpointing.every
         facts["checkpoints"] = f"auto: {f'every {every}. block' if every else 'none'}"

@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 from launches import clean_environment
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from toolkit.cli.app import app
+from toolkit.cli.arguments import complete_recipe, load_recipe, split_arguments
 
 ROOT = Path(__file__).parents[3]
 TOOLKIT = str(Path(sys.executable).with_name("toolkit"))
@@ -69,12 +74,39 @@ def test_the_script_lists_the_recipes_and_their_errors() -> None:
     for arguments, message in (
         (["--recipe", "nothing"], "there is no recipe of that name"),
         (["training.max_step=3"], "did you mean 'max_steps'"),
-        (["nonsense"], "expected key.sub=value"),
+        (["nothing"], "there is no recipe of that name"),
+        (["sft", "nonsense"], "expected key.sub=value"),
+        (["sft", "--recipe", "dpo"], "two recipes are given: 'sft' and --recipe dpo"),
     ):
         failed = run(sys.executable, script, *arguments)
         assert failed.returncode == 2, failed
         assert message in failed.stderr
         assert "Traceback" not in failed.stderr
+
+
+def test_every_command_takes_the_recipe_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    """By position or by --recipe; without one it is the quickstart."""
+    assert split_arguments(["sft", "training.seed=7"], None) == ("sft", ["training.seed=7"])
+    assert split_arguments(["training.seed=7"], "sft") == ("sft", ["training.seed=7"])
+    assert split_arguments(["training.seed=7"], None) == ("quickstart", ["training.seed=7"])
+    for command in ("validate", "data", "plan", "verify"):
+        options = get_command(app).commands[command].params  # type: ignore[attr-defined]
+        assert {"arguments", "recipe", "as_json"} <= {option.name for option in options}, command
+    load_recipe(["sft", "training.max_steps=3"], None)
+    assert capsys.readouterr().err == "note: training.num_epochs of the recipe is replaced by training.max_steps\n"
+
+
+def test_short_help_list_and_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in (["-h"], ["plan", "-h"], ["recipes", "copy", "-h"]):
+        assert "Usage:" in CliRunner().invoke(app, arguments).output
+    listed = CliRunner().invoke(app, ["recipes", "list", "--json"])
+    assert json.loads(listed.output) == json.loads(CliRunner().invoke(app, ["recipes", "--json"]).output)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
+    assert complete_recipe("mi") == ["mine.yaml"]
+    assert complete_recipe("quick") == ["quickstart"]
+    assert complete_recipe("training.max_s") == ["training.max_steps="]
+    assert complete_recipe("trai") == ["training."]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

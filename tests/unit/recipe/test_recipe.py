@@ -48,6 +48,78 @@ def test_overrides_replace_and_are_named_as_origin(tmp_path: Path) -> None:
     assert recipe.origins()["optimizer.learning_rate"] == (3e-4, "override")
 
 
+OWN_MODEL = {**MINIMAL, "model": {"config": {"model_type": "llama"}, "train_tokenizer_vocab_size": 500}}
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "left", "note"),
+    [
+        (
+            OWN_MODEL,
+            ["model.name_or_path=someone/model"],
+            {"model.config": None, "model.train_tokenizer_vocab_size": None},
+            "model.config and model.train_tokenizer_vocab_size of the recipe are replaced by model.name_or_path",
+        ),
+        (
+            OWN_MODEL,
+            ["model.name_or_path=someone/model", "model.train_tokenizer_vocab_size=400"],
+            {"model.config": None, "model.train_tokenizer_vocab_size": 400},
+            "model.config of the recipe is replaced by model.name_or_path",
+        ),
+        (
+            {**MINIMAL, "model": {"name_or_path": "someone/model", "revision": "v2"}},
+            ["model.config={model_type: llama}", "model.tokenizer=someone/model"],
+            {"model.name_or_path": None, "model.revision": None},
+            "model.name_or_path and model.revision of the recipe are replaced by model.config",
+        ),
+        (
+            OWN_MODEL,
+            ["model.tokenizer=someone/model"],
+            {"model.train_tokenizer_vocab_size": None, "model.config.model_type": "llama"},
+            "model.train_tokenizer_vocab_size of the recipe is replaced by model.tokenizer",
+        ),
+        (
+            {**MINIMAL, "data": {**MINIMAL["data"], "validation_fraction": 0.1}},
+            ["data.validation=held_out.jsonl"],
+            {"data.validation_fraction": None},
+            "data.validation_fraction of the recipe is replaced by data.validation",
+        ),
+        (
+            MINIMAL,
+            ["training.num_epochs=2"],
+            {"training.max_steps": None},
+            "training.max_steps of the recipe is replaced by training.num_epochs",
+        ),
+        (
+            {**MINIMAL, "schedule": {"warmup_steps": 5}},
+            ["schedule.warmup_fraction=0.1"],
+            {"schedule.warmup_steps": None},
+            "schedule.warmup_steps of the recipe is replaced by schedule.warmup_fraction",
+        ),
+    ],
+)
+def test_an_override_replaces_its_rival(
+    tmp_path: Path, values: object, overrides: list[str], left: dict[str, object], note: str
+) -> None:
+    recipe = Recipe.load(write(tmp_path / "r.yaml", values), overrides)
+    assert recipe.notes == (note,)
+    origins = recipe.origins()
+    assert {key: origins[key][0] for key in left} == left
+    for key, value in left.items():
+        if value is None:
+            assert origins[key][1].startswith("replaced by "), key
+
+
+def test_rivals_in_one_place_are_an_error(tmp_path: Path) -> None:
+    both = {**MINIMAL, "training": {**MINIMAL["training"], "num_epochs": 2}}
+    (problem,) = problems(tmp_path, both)
+    assert problem == (
+        "training.max_steps and training.num_epochs are both set and exclude each other; remove one of them, "
+        "or set it to null"
+    )
+    assert Recipe.load(write(tmp_path / "r.yaml", MINIMAL), ["training.num_epochs=null"]).notes == ()
+
+
 def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -> None:
     values = yaml.safe_load(yaml.safe_dump(MINIMAL))
     values["training"]["max_step"] = 3
@@ -69,11 +141,12 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["training.num_epochs=1"], "exactly one of training.max_steps and training.num_epochs"),
-        (["model.config={model_type: llama}"], "exactly one of model.name_or_path and model.config"),
+        (["training.num_epochs=1", "training.max_steps=5"], "training.max_steps and training.num_epochs are both set"),
+        (["training.max_steps=null"], "training.max_steps or training.num_epochs must be set"),
+        (["model.config={model_type: llama}", "model.name_or_path=x"], "model.name_or_path and model.config are both"),
         (["training.eval_every_steps=5"], "training.eval_every_steps has no effect"),
         (["data.max_validation_samples=5"], "data.max_validation_samples has no effect"),
-        (["schedule.warmup_steps=1", "schedule.warmup_fraction=0.1"], "contradict each other"),
+        (["schedule.warmup_steps=1", "schedule.warmup_fraction=0.1"], "are both set and exclude each other"),
         (["schedule.decay_fraction=0.1"], "schedule.decay_fraction has no effect with schedule.kind cosine"),
         (["logging.sample_max_new_tokens=5"], "logging.sample_max_new_tokens has no effect"),
         (["data.train={path: a.jsonl, split: train}"], "no effect on the files"),
@@ -110,7 +183,7 @@ def test_contradictions_and_settings_without_effect(tmp_path: Path, overrides: l
 
 
 def test_a_contradiction_is_reported_beside_an_unknown_key(tmp_path: Path) -> None:
-    found = problems(tmp_path, MINIMAL, "training.num_epochs=1", "training.sed=1")
+    found = problems(tmp_path, MINIMAL, "training.max_steps=null", "training.sed=1")
     assert len(found) == 2
 
 
