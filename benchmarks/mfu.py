@@ -152,7 +152,7 @@ def batches(case: Case, device: torch.device) -> Iterator[dict[str, torch.Tensor
 
 def flops_per_token(case: Case, model: Any) -> float:
     """Forward and backward; of packed rows a token sees its own document alone."""
-    from toolkit.training.metrics import flops_per_token
+    from toolkit.training.usage import flops_per_token
 
     lengths = documents(case)
     return flops_per_token(model, round(sum(length**2 for length in lengths) / sum(lengths)))
@@ -188,9 +188,10 @@ def planned_bytes(case: Case) -> int | None:
 def measure(case: Case, steps: int) -> dict[str, Any]:
     from accelerate import Accelerator
 
+    from toolkit.planning.time.hardware import peak_flops_of
     from toolkit.sharding import Checkpointing, sharding_kwargs
     from toolkit.sharding.plugin import reset_accelerate
-    from toolkit.training.metrics import peak_device_bytes, peak_flops
+    from toolkit.training.usage import peak_device_bytes
 
     plugins = sharding_kwargs(
         "zero3",
@@ -220,7 +221,7 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
         seconds = seconds_of(step, steps, device) / steps
         loss = float(step())
         tokens_per_second = max(1, case.tokens // case.row) * case.row / seconds
-        peak = peak_flops(device, "bf16")
+        peak = peak_flops_of(torch.cuda.get_device_name(), "bf16") if device.type == "cuda" else None
         return {
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "step_seconds": round(seconds, 4),

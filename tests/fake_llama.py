@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.planning.memory.units import ParameterShape, UnitShape
 from toolkit.planning.time.roofline import Operator, Work, record
-from toolkit.planning.time.speed import Segment
+from toolkit.planning.time.speed import ModelSegment
 from toolkit.sharding.units import UnitKind
 
 
@@ -67,11 +68,11 @@ def work_of(function: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> tup
     seed = torch.empty_like(out)
     with Recorder() as backward:
         torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], seed)
-    return Work.of(forward.operators), Work.of(backward.operators)
+    return Work(Counter(forward.operators)), Work(Counter(backward.operators))
 
 
 @functools.cache
-def segments(name: str, micro_batch: int, length: int, checkpointing: bool) -> tuple[Segment, ...]:
+def segments(name: str, micro_batch: int, length: int, checkpointing: bool) -> tuple[ModelSegment, ...]:
     shape = SHAPES[name]
     with FakeTensorMode():
         hidden = leaf(micro_batch, length, shape.width)
@@ -80,9 +81,9 @@ def segments(name: str, micro_batch: int, length: int, checkpointing: bool) -> t
         forward, backward = work_of(functools.partial(block, shape), hidden, *block_weights(shape))
         head = work_of(functools.partial(loss, labels), hidden, leaf(shape.width), leaf(shape.vocabulary, shape.width))
     return (
-        Segment("embeddings", *embeddings),
-        Segment("block", forward, forward + backward if checkpointing else backward, shape.layers),
-        Segment("head", *head),
+        ModelSegment("embeddings", *embeddings),
+        ModelSegment("block", forward, forward + backward if checkpointing else backward, shape.layers),
+        ModelSegment("head", *head),
     )
 
 

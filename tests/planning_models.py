@@ -25,7 +25,7 @@ from transformers import (
 from toolkit.model.adapters import add_adapter
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
-from toolkit.planning.workload import UNMASKED, Workload
+from toolkit.planning.workload import UNMASKED, Workload, register_unmasked
 from toolkit.recipe.schema import AdapterSection
 
 ROPE = {"num_attention_heads": 8, "num_key_value_heads": 2}
@@ -85,6 +85,7 @@ def build(config: Any, *, meta: bool = True, dtype: torch.dtype = torch.float32,
     auto = {"bert": AutoModelForSequenceClassification, "t5": AutoModelForSeq2SeqLM}.get(
         config.model_type, AutoModelForCausalLM
     )
+    register_unmasked()
     own = "sdpa" if config.model_type in ("bert", "t5") else UNMASKED
     make = partial(auto.from_config, config, dtype=dtype, attn_implementation=attention or own)
     if not meta:

@@ -19,7 +19,7 @@ from ranks import meet, run_on_ranks
 
 from toolkit.planning.memory.fake import Ledger
 from toolkit.planning.memory.probe import Prober
-from toolkit.planning.memory.replay import Layout, Memory, replay
+from toolkit.planning.memory.replay import Memory, MemoryLayout, replay
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload
@@ -161,7 +161,7 @@ def planned(case: Case) -> Memory:
     probe = prober.probe(ROWS, case.checkpointed)
     units = unit_shapes(work.model, prober.plan, case.precision)
     compute = 2 if case.precision == "bf16" else None
-    layout = Layout(1 if whole else RANKS, compute, 4, optimizer=0, offload=case.offload)
+    layout = MemoryLayout(1 if whole else RANKS, compute, 4, optimizer=0, offload=case.offload)
     found = replay(units, probe, STRATEGIES[case.strategy], layout, case.accumulation)
     return max(found, key=lambda memory: memory.total - memory.optimizer)
 

@@ -23,7 +23,8 @@ from toolkit.planning.time.hardware import Hardware, hardware_of, presets, profi
 from toolkit.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from toolkit.planning.table import Plan, Row
+    from toolkit.planning.planner import PlanRow
+    from toolkit.planning.table import Plan
 
 IN_A_FILE = 400
 """Characters of a line that goes to a file or a pipe; 80 would cost columns."""
@@ -162,7 +163,7 @@ def _plan(recipe: Recipe, hardware: Hardware, ranks: int | None, accelerated: Ac
 
 def _print_plan(found: Plan, name: str, overrides: list[str], shown: Shown) -> None:
     from toolkit.cli import plan_console
-    from toolkit.planning.table import launch_of
+    from toolkit.planning.launch import launch_of
 
     row = found.recommended or found.asked
     launch = None if found.recommended is None else launch_of(found, found.recommended, name, overrides)
@@ -184,7 +185,7 @@ def _print_plan(found: Plan, name: str, overrides: list[str], shown: Shown) -> N
         console.print(_told(traced), markup=False)
 
 
-def _trace(found: Plan, row: Row) -> dict[str, Any]:
+def _trace(found: Plan, row: PlanRow) -> dict[str, Any]:
     """Runs the real FSDP2 on ranks that are not there, in a process of its own: a process group is global."""
     if not row.setup.strategy.sharded or row.setup.offload:
         raise BadInputError(

@@ -12,7 +12,9 @@ from rich.table import Table
 
 from toolkit.errors import BadInputError
 from toolkit.places import GIB
-from toolkit.planning.table import CONTEXT_BYTES, HEADROOM, Launch, Plan, Row
+from toolkit.planning.launch import LaunchCommand
+from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, PlanRow
+from toolkit.planning.table import Plan
 
 SHOWN = 24
 """Rows of a table on the console."""
@@ -45,7 +47,7 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB else f"{num_bytes / GIB:.3g}"
 
 
-def show(console: Console, plan: Plan, launch: Launch | None, every_row: bool) -> None:
+def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: bool) -> None:
     """Prints the table, the row to pick, and what would help where nothing fits."""
     hardware = plan.hardware
     trained = "" if plan.num_trained == plan.num_parameters else f", {plan.num_trained:,} trained"
@@ -86,13 +88,13 @@ def show(console: Console, plan: Plan, launch: Launch | None, every_row: bool) -
         console.print(f"  ({note})", markup=False)
 
 
-def said(row: Row) -> str:
+def said(row: PlanRow) -> str:
     """The moment of the peak, with what is largest in it."""
     kind, num_bytes = row.peak.largest
     return f"{row.peak.moment}: {kind} {gib(num_bytes)} GiB"
 
 
-def _table(rows: Sequence[Row], plan: Plan, width: int) -> Table:
+def _table(rows: Sequence[PlanRow], plan: Plan, width: int) -> Table:
     cells = [_cells(row, plan) for row in rows]
     names = _fitting(cells, width)
     table = Table(box=None, pad_edge=False, padding=(0, GAP // 2))
@@ -110,7 +112,7 @@ def _table(rows: Sequence[Row], plan: Plan, width: int) -> Table:
     return table
 
 
-def _cells(row: Row, plan: Plan) -> dict[str, str]:
+def _cells(row: PlanRow, plan: Plan) -> dict[str, str]:
     """What a table says of a row, by column."""
     setup, parts, speed = row.setup, row.peak.parts(), row.tokens_per_second
     return {
@@ -147,7 +149,7 @@ def _fitting(cells: Sequence[dict[str, str]], width: int) -> list[str]:
     return names
 
 
-def explain(console: Console, plan: Plan, row: Row) -> None:
+def explain(console: Console, plan: Plan, row: PlanRow) -> None:
     """Prints how a row's figures come about."""
     setup, hardware = row.setup, plan.hardware
     total, trained, shard = plan.num_parameters, plan.num_trained, setup.mesh.shard
@@ -192,11 +194,11 @@ def explain(console: Console, plan: Plan, row: Row) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _largest(row: Row) -> list[Any]:
+def _largest(row: PlanRow) -> list[Any]:
     return sorted(row.moments, key=lambda moment: -moment.total)[:12]
 
 
-def as_json(plan: Plan, launch: Launch | None) -> dict[str, Any]:
+def as_json(plan: Plan, launch: LaunchCommand | None) -> dict[str, Any]:
     """Everything, in bytes and seconds."""
     return {
         "parameters": plan.num_parameters,
@@ -213,7 +215,7 @@ def as_json(plan: Plan, launch: Launch | None) -> dict[str, Any]:
     }
 
 
-def row_as_json(row: Row) -> dict[str, Any]:
+def row_as_json(row: PlanRow) -> dict[str, Any]:
     setup = row.setup
     return {
         "strategy": setup.strategy.name,

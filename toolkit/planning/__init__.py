@@ -12,19 +12,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.planning.table import Plan, Row, Setup, plan
+    from toolkit.planning.planner import PlanRow
+    from toolkit.planning.setup import Setup
+    from toolkit.planning.table import Plan, plan
     from toolkit.planning.time.hardware import Hardware, hardware_of
 
 _HOMES = {
     "Hardware": "toolkit.planning.time.hardware",
     "hardware_of": "toolkit.planning.time.hardware",
     "Plan": "toolkit.planning.table",
-    "Row": "toolkit.planning.table",
-    "Setup": "toolkit.planning.table",
+    "PlanRow": "toolkit.planning.planner",
+    "Setup": "toolkit.planning.setup",
     "plan": "toolkit.planning.table",
 }
 
-__all__ = ["Hardware", "Plan", "Row", "Setup", "hardware_of", "plan"]
+__all__ = ["Hardware", "Plan", "PlanRow", "Setup", "hardware_of", "plan"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,8 @@ from torch import nn
 from toolkit.errors import BadInputError, UnplannableError, first_line
 from toolkit.places import GIB
 from toolkit.planning.memory.replay import Memory
-from toolkit.planning.table import CONTEXT_BYTES, HEADROOM, Planner, Setup, smaller_setups
+from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, Planner
+from toolkit.planning.setup import Setup, smaller_setups
 from toolkit.planning.time.hardware import Hardware, preset_of_device, presets
 from toolkit.planning.workload import workload_of_model
 from toolkit.recipe.recipe import Recipe
@@ -111,7 +112,7 @@ def _room(device: torch.device) -> int:
 
 def _advice(planner: Planner, setup: Setup, room: int) -> str:
     """The single changes after which it would fit."""
-    changes = smaller_setups(planner, setup)
+    changes = smaller_setups(planner.recipe, setup, planner.workload.mixed_precision)
     fitting = [change for change, changed in changes if planner.peak(changed).total <= room]
     if fitting:
         return f"It would with: {', or '.join(fitting)}; `toolkit plan` shows all ways"

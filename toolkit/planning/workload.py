@@ -60,6 +60,7 @@ class Workload:
         model = copy.deepcopy(self.model)
         model.__dict__.pop("materialize_weights", None)
         if self.attention is not None:
+            register_unmasked()
             with contextlib.suppress(ValueError):  # a model that knows its own kernels alone keeps what it has
                 base_of(model).set_attn_implementation(self.attention)
         return model.train()
@@ -72,7 +73,9 @@ def _unmasked(
     return sdpa_attention_forward(module, query, key, value, *args, **{**kwargs, "dropout": 0.0})
 
 
-AttentionInterface.register(UNMASKED, _unmasked)
+def register_unmasked() -> None:
+    """Makes UNMASKED known to transformers. Done again it changes nothing."""
+    AttentionInterface.register(UNMASKED, _unmasked)
 
 
 @dataclass

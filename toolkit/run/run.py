@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
@@ -19,6 +20,7 @@ from toolkit.checkpoint.session import RunCheckpoints
 from toolkit.data.samples import TextSamples
 from toolkit.data.stream import describe_stream
 from toolkit.optim.build import build_schedule
+from toolkit.planning.time.hardware import peak_flops_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import (
     build_accelerator,
@@ -35,10 +37,11 @@ from toolkit.run.parts import Parts, build_evaluation, build_parts
 from toolkit.sharding.plugin import (
     ShardingPlugin,
 )
-from toolkit.training.metrics import Metrics, flops_per_token, peak_flops
+from toolkit.training.metrics import Metrics
 from toolkit.training.profile import StepProfile
 from toolkit.training.stop import StopRequests
 from toolkit.training.trainer import Trainer
+from toolkit.training.usage import flops_per_token
 
 
 def finetune(recipe: Recipe) -> FinetuneResult:
@@ -209,7 +212,9 @@ def _tracker_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _flops(accelerator: Accelerator, recipe: Recipe, model: nn.Module) -> tuple[float, float] | None:
-    peak = peak_flops(accelerator.device, accelerator.mixed_precision)
+    if accelerator.device.type != "cuda":
+        return None
+    peak = peak_flops_of(torch.cuda.get_device_name(accelerator.device), accelerator.mixed_precision)
     if peak is None:
         return None
     return flops_per_token(accelerator.unwrap_model(model), recipe.data.max_length), peak

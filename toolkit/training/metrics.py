@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import resource
-import sys
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import PreTrainedModel
 
 from toolkit.places import GIB
-from toolkit.planning.time.hardware import preset_of_device
-
-if TYPE_CHECKING:  # peaks and FLOPs are of use without a recipe, and without what reads one
-    from toolkit.recipe.schema import LoggingSection
+from toolkit.recipe.schema import LoggingSection
 
 SHARES = {"accuracy": "accuracy", "f1_macro": "F1"}
 """Figures of an evaluation that are shares -> their name on the console."""
@@ -133,40 +126,3 @@ def _train_facts(record: dict[str, Any], unit: str) -> str:
         f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
         f"{record['tokens_per_second']:,.0f} {unit}/s  peak {memory}{mfu}"
     )
-
-
-def peak_device_bytes(device: torch.device) -> int:
-    """Most bytes ever allocated on this rank's device; 0 on the CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def peak_host_bytes() -> int:
-    """Largest resident set of this process so far."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def peak_flops(device: torch.device, mixed_precision: str) -> float | None:
-    """The device's dense 16-bit peak (FLOP/s); None where unknown or where compute is not in 16 bits."""
-    if device.type != "cuda" or mixed_precision == "no":
-        return None
-    preset = preset_of_device(torch.cuda.get_device_name(device))
-    return preset.peak_flops["bfloat16"] if preset is not None else None
-
-
-def flops_per_token(model: PreTrainedModel, max_length: int) -> float:
-    """Forward and backward of one token: 6 N + 12 L H T (PaLM, arXiv 2204.02311, appendix B).
-
-    N are the parameters of matrix products: all but input embeddings that are not also the head. Backward
-    makes no gradient of frozen ones: 4 N.
-    """
-    config = getattr(model, "config", None)
-    flops: float = sum(
-        (6.0 if parameter.requires_grad else 4.0) * parameter.numel() for parameter in model.parameters()
-    )
-    if not getattr(config, "tie_word_embeddings", False):
-        for parameter in model.get_input_embeddings().parameters():
-            flops -= (6.0 if parameter.requires_grad else 4.0) * parameter.numel()
-    layers = int(getattr(config, "num_hidden_layers", 0))
-    width = int(getattr(config, "hidden_size", 0))
-    return flops + 12.0 * layers * width * max_length

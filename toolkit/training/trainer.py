@@ -23,8 +23,9 @@ from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.apply import whole_tensor
 from toolkit.sharding.offload import engine_of
 from toolkit.training.garbage import collect_at, collected_by_step
-from toolkit.training.metrics import Metrics, peak_device_bytes, peak_host_bytes
+from toolkit.training.metrics import Metrics
 from toolkit.training.profile import DATA, UPDATE, StepProfile, label
+from toolkit.training.usage import peak_device_bytes, peak_host_bytes
 
 
 class Windows(Protocol):

@@ -19,8 +19,10 @@ from toolkit.cli.plan import accelerated_by
 from toolkit.errors import BadInputError
 from toolkit.places import GIB
 from toolkit.planning import check
+from toolkit.planning.launch import launch_of
 from toolkit.planning.memory.probe import Prober
-from toolkit.planning.table import Plan, Planner, Row, launch_of, plan, verdict_of
+from toolkit.planning.planner import Planner, PlanRow, verdict_of
+from toolkit.planning.table import Plan, plan
 from toolkit.planning.time.hardware import Hardware, hardware_of
 from toolkit.planning.workload import workload_of
 from toolkit.recipe.recipe import Recipe
@@ -65,7 +67,7 @@ def found() -> Plan:
     return plan(recipe(), hardware_of("h100_sxm"), 8)
 
 
-def row_of(found: Plan, strategy: str, *, offload: bool = False, shard: int | None = None, size: int = 2) -> Row:
+def row_of(found: Plan, strategy: str, *, offload: bool = False, shard: int | None = None, size: int = 2) -> PlanRow:
     """The row of a strategy without checkpointing."""
     return next(
         row
@@ -287,7 +289,7 @@ def test_nothing_fits_is_exit_code_1(file: str) -> None:
     ("arguments", "said"),
     [
         (["--gpus", "0"], "--gpus: 0"),
-        (["--gpus", "12"], "no whole nodes of 8"),
+        (["--gpus", "12"], "not a multiple of the 8 devices per node"),
         (["--hardware", "h100"], "unknown 'h100' (did you mean"),
         (["--device-memory-gib", "0"], "device_memory_gib: 0"),
         (["--gpus-per-node", "-1"], "gpus_per_node: -1"),
@@ -362,6 +364,6 @@ def test_a_model_that_cannot_be_probed_is_trained_all_the_same(monkeypatch: pyte
 
 
 def _asked() -> Any:
-    from toolkit.planning.table import asked_setup
+    from toolkit.planning.setup import asked_setup
 
     return asked_setup(recipe(), 2, hardware_of("cpu"), "zero3", False, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny import llama
 
-from toolkit.training.metrics import flops_per_token
+from toolkit.training.usage import flops_per_token
 
 
 @pytest.mark.parametrize("tied", [True, False])

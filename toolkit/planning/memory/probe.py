@@ -30,11 +30,11 @@ from toolkit.sharding.units import UnitPlan, owned_parameters, plan_units
 
 NO_WORK = Work()
 
-EventKind = Literal["enter", "exit", "loss", "pre_backward", "post_backward", "end"]
+MomentKind = Literal["enter", "exit", "loss", "pre_backward", "post_backward", "end"]
 
 
 @dataclass(frozen=True)
-class Event:
+class ProbeEvent:
     """A moment at which FSDP2 does something, and what the model held up to it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Event:
         work: of the operators since the moment before.
     """
 
-    kind: EventKind
+    kind: MomentKind
     unit: int
     level: int
     peak: int
@@ -64,7 +64,7 @@ class Probe:
         buffers: of the model, and the batch, bytes.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[ProbeEvent, ...]
     buffers: int
 
     @functools.cached_property
@@ -153,7 +153,7 @@ class _Run:
         self, model: nn.Module, plan: UnitPlan, dtype: torch.dtype | None, output_dtype: torch.dtype | None
     ) -> None:
         self.model = model
-        self.events: list[Event] = []
+        self.events: list[ProbeEvent] = []
         self.ledger = Ledger(on_operator=self._on_operator)
         self.stands_in: dict[int, int] = {}
         self.outputs: dict[int, Any] = {}
@@ -200,7 +200,7 @@ class _Run:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _record(self, kind: EventKind, unit: int) -> None:
+    def _record(self, kind: MomentKind, unit: int) -> None:
         ledger = self.ledger
         gradients = 0
         peak, level = ledger.peak - self._base, ledger.current - self._base
@@ -210,7 +210,7 @@ class _Run:
                 parameter.grad = None
             gradients = level - (ledger.current - self._base)
             level -= gradients
-        self.events.append(Event(kind, unit, level, peak, gradients, ledger.host_peak, Work(self._operators)))
+        self.events.append(ProbeEvent(kind, unit, level, peak, gradients, ledger.host_peak, Work(self._operators)))
         self._operators = Counter()
         ledger.restart()
         ledger.host_peak = ledger.host
@@ -396,7 +396,7 @@ NUMBERS = ("layer_idx", "layer_id", "layer_number", "training")
 """Settings of a module in which blocks that do the same work differ."""
 
 
-def _filled_in(events: Sequence[Event], stands_in: dict[int, int]) -> Iterator[Event]:
+def _filled_in(events: Sequence[ProbeEvent], stands_in: dict[int, int]) -> Iterator[ProbeEvent]:
     """The events with those of blocks that stood aside replaced by the ones of the block they are like."""
     forward, backward = _costs(events)
     offset = 0
@@ -406,7 +406,7 @@ def _filled_in(events: Sequence[Event], stands_in: dict[int, int]) -> Iterator[E
         if entered is None or event.kind in ("enter", "pre_backward"):
             yield replace(event, level=event.level + offset, peak=event.peak + offset)
             continue
-        yield Event(
+        yield ProbeEvent(
             event.kind,
             event.unit,
             event.level + offset + entered.level,
@@ -435,7 +435,7 @@ class _Cost:
     work: Work
 
 
-def _costs(events: Sequence[Event]) -> tuple[dict[int, _Cost], dict[int, _Cost]]:
+def _costs(events: Sequence[ProbeEvent]) -> tuple[dict[int, _Cost], dict[int, _Cost]]:
     """Of each unit's forward and backward, those that nothing interrupts."""
     forward: dict[int, _Cost] = {}
     backward: dict[int, _Cost] = {}

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from toolkit.planning.memory.fake import GRANULE
-from toolkit.planning.memory.probe import Event, Probe
+from toolkit.planning.memory.probe import Probe, ProbeEvent
 from toolkit.planning.memory.units import ParameterShape, UnitShape
 from toolkit.sharding.offload.capture import MAX_IN_FLIGHT
 from toolkit.sharding.strategy import Strategy
@@ -68,7 +68,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MemoryLayout:
     """How a rank holds things.
 
     Attributes:
@@ -89,7 +89,7 @@ class Layout:
 
 
 def replay(
-    units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout, accumulation: int
+    units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: MemoryLayout, accumulation: int
 ) -> list[Memory]:
     """The moments of an optimizer step, each by its name; the peak is the largest.
 
@@ -118,7 +118,7 @@ class _Rank:
         held: bytes by kind, without activations.
     """
 
-    def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout) -> None:
+    def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: MemoryLayout) -> None:
         self.units, self.probe, self.strategy, self.layout = units, probe, strategy, layout
         self._best: dict[str, Memory] = {}
         self._totals: dict[str, int] = {}
@@ -139,7 +139,7 @@ class _Rank:
         """Each by its name, when most was held."""
         return list(self._best.values())
 
-    def on(self, event: Event, is_first: bool, is_last: bool) -> None:
+    def on(self, event: ProbeEvent, is_first: bool, is_last: bool) -> None:
         raise NotImplementedError
 
     def snap(
@@ -168,7 +168,7 @@ HEAD = ("forward of the head", "loss", "backward of the loss", "backward of the 
 """Moments in which what is live beyond the blocks' activations belongs to the logits."""
 
 
-def _moments(events: Sequence[Event], units: Sequence[UnitShape]) -> list[str]:
+def _moments(events: Sequence[ProbeEvent], units: Sequence[UnitShape]) -> list[str]:
     """What goes on before each event."""
     in_blocks = [i for i, event in enumerate(events) if units[event.unit].kind == "block"]
     exits = [i for i in in_blocks if events[i].kind == "exit"]
@@ -193,7 +193,7 @@ def _moments(events: Sequence[Event], units: Sequence[UnitShape]) -> list[str]:
     return names
 
 
-def _level_before_head(events: Sequence[Event], units: Sequence[UnitShape]) -> int:
+def _level_before_head(events: Sequence[ProbeEvent], units: Sequence[UnitShape]) -> int:
     """Live activations when the last block's forward is done."""
     exits = [event for event in events if event.kind == "exit" and units[event.unit].kind == "block"]
     return exits[-1].level if exits else 0
@@ -203,7 +203,7 @@ def _level_before_head(events: Sequence[Event], units: Sequence[UnitShape]) -> i
 
 
 @dataclass
-class _Unit:
+class _HeldUnit:
     """Bytes of one unit's tensors, and what FSDP2 holds of it right now.
 
     Attributes:
@@ -237,7 +237,7 @@ class _Unit:
     whole_gradients: int = 0
 
 
-def _unit(shape: UnitShape, layout: Layout, resident: bool) -> _Unit:
+def _held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> _HeldUnit:
     f, trainable = layout.shard, shape.trainable
     computed = [layout.compute or p.held for p in shape.parameters]
     kept = [_held(p, layout) for p in shape.parameters]
@@ -246,7 +246,7 @@ def _unit(shape: UnitShape, layout: Layout, resident: bool) -> _Unit:
     cast = sum(p.shard_numel(f) * _held(p, layout) for p in trainable)
     casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
     last = trainable[-1].numel * (layout.compute or trainable[-1].held) if trainable and f > 1 else 0
-    return _Unit(
+    return _HeldUnit(
         sharded=sum(rounded(p.shard_numel(f) * size) for p, size in zip(shape.parameters, kept, strict=True)),
         whole=sum(map(rounded, whole)),
         gather_input=rounded(sum(whole) / f) if layout.compute is not None else 0,
@@ -261,12 +261,12 @@ def _unit(shape: UnitShape, layout: Layout, resident: bool) -> _Unit:
     )
 
 
-def _held(parameter: ParameterShape, layout: Layout) -> int:
+def _held(parameter: ParameterShape, layout: MemoryLayout) -> int:
     """Bytes of an element between steps."""
     return (layout.compute or parameter.held) if layout.offload and parameter.trainable else parameter.held
 
 
-def _optimizer_bytes(trainable: Sequence[ParameterShape], layout: Layout, resident: bool) -> int:
+def _optimizer_bytes(trainable: Sequence[ParameterShape], layout: MemoryLayout, resident: bool) -> int:
     own = [parameter.shard_numel(layout.shard) for parameter in trainable]
     if layout.offload:  # master, two moments and the gradient's landing place, flat
         return (3 * rounded(4 * sum(own)) + rounded(layout.reduce * sum(own))) if resident else 0
@@ -277,9 +277,9 @@ def _optimizer_bytes(trainable: Sequence[ParameterShape], layout: Layout, reside
 class _ShardedRank(_Rank):
     """FSDP2's lifetimes."""
 
-    def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout) -> None:
+    def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: MemoryLayout) -> None:
         super().__init__(units, probe, strategy, layout)
-        self._now = [_unit(shape, layout, i in layout.residents) for i, shape in enumerate(units)]
+        self._now = [_held_unit(shape, layout, i in layout.residents) for i, shape in enumerate(units)]
         reshards = strategy.reshard_each_micro_batch
         self._reshards = [reshards and shape.reshard_after_forward for shape in units]
         self.held["parameters"] = sum(unit.sharded for unit in self._now) + probe.buffers
@@ -290,7 +290,7 @@ class _ShardedRank(_Rank):
         self._last: int | None = None  # whose forward was the last
         self._before: dict[int, list[int | None]] = {}  # whose forward was the one before each of a unit's
 
-    def on(self, event: Event, is_first: bool, is_last: bool) -> None:
+    def on(self, event: ProbeEvent, is_first: bool, is_last: bool) -> None:
         if event.kind == "enter":
             self._gather(event, in_forward=True)
         elif event.kind == "exit":
@@ -306,11 +306,11 @@ class _ShardedRank(_Rank):
 
     # Each changes what is held.
 
-    def _hold_whole(self, unit: _Unit, gathered: bool) -> None:
+    def _hold_whole(self, unit: _HeldUnit, gathered: bool) -> None:
         self.held["gathered"] += unit.whole * (gathered - unit.is_gathered)
         unit.is_gathered = gathered
 
-    def _hold_gather(self, unit: _Unit, prefetched: bool) -> None:
+    def _hold_gather(self, unit: _HeldUnit, prefetched: bool) -> None:
         self.held["communication"] += unit.gather_output * (prefetched - unit.is_prefetched)
         unit.is_prefetched = prefetched
 
@@ -322,17 +322,17 @@ class _ShardedRank(_Rank):
         self.held["communication"] += num_bytes - self._reduce_input
         self._reduce_input = num_bytes
 
-    def _hold_sharded_gradients(self, unit: _Unit, num_bytes: int) -> None:
+    def _hold_sharded_gradients(self, unit: _HeldUnit, num_bytes: int) -> None:
         self.held["gradients"] += num_bytes - unit.sharded_gradients
         unit.sharded_gradients = num_bytes
 
-    def _hold_whole_gradients(self, unit: _Unit, num_bytes: int) -> None:
+    def _hold_whole_gradients(self, unit: _HeldUnit, num_bytes: int) -> None:
         self.held["gradients"] += num_bytes - unit.whole_gradients
         unit.whole_gradients = num_bytes
 
     # What FSDP2 does
 
-    def _gather(self, event: Event, in_forward: bool) -> None:
+    def _gather(self, event: ProbeEvent, in_forward: bool) -> None:
         """`unshard` and `wait_for_unshard`."""
         unit = self._now[event.unit]
         if unit.is_gathered:
@@ -363,14 +363,14 @@ class _ShardedRank(_Rank):
         if index == len(self.units) - 1:
             self._hold_forward_gather(0)
 
-    def _prefetch(self, event: Event) -> None:
+    def _prefetch(self, event: ProbeEvent) -> None:
         """Of the unit whose forward was the one before, if it is not there."""
         uses = self._before.get(event.unit)
         before = uses.pop() if uses else None
         if before is not None and self.layout.shard > 1 and not self._now[before].is_gathered:
             self._start_gather(before, event.level)
 
-    def _after_backward(self, event: Event, is_last: bool) -> None:
+    def _after_backward(self, event: ProbeEvent, is_last: bool) -> None:
         """`post_backward`."""
         unit, level, gradients = self._now[event.unit], event.level, event.gradients
         what = f"reduction of {self.units[event.unit].name}"
@@ -394,7 +394,7 @@ class _ShardedRank(_Rank):
         self.snap(what, level, gradients=min(whole, unit.last_gradient) + unit.reduce_output)
         self._keep(unit, what, level, is_last)
 
-    def _keep(self, unit: _Unit, what: str, level: int, is_last: bool) -> None:
+    def _keep(self, unit: _HeldUnit, what: str, level: int, is_last: bool) -> None:
         """What becomes of the reduced gradient."""
         self.snap(what, level, gradients=unit.reduce_output + unit.cast_gradient)
         if not self.layout.offload:
@@ -419,7 +419,7 @@ class _WholeRank(_Rank):
     Its gradients are let go of at once by the probe: they are copied into the buckets as they come.
     """
 
-    def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: Layout) -> None:
+    def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: MemoryLayout) -> None:
         super().__init__(units, probe, strategy, layout)
         parameters = [parameter for shape in units for parameter in shape.parameters]
         trainable = [parameter for parameter in parameters if parameter.trainable]
@@ -428,6 +428,6 @@ class _WholeRank(_Rank):
         self.held["optimizer"] = _optimizer_bytes(trainable, layout, resident=False)
         self.held["gradients"] = self._buckets
 
-    def on(self, event: Event, is_first: bool, is_last: bool) -> None:
+    def on(self, event: ProbeEvent, is_first: bool, is_last: bool) -> None:
         if event.kind == "end" and is_first and not is_last:  # summed beside the buckets until the last micro-batch
             self.held["gradients"] += self._buckets

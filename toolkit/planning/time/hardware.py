@@ -200,6 +200,13 @@ def preset_of_device(device_name: str) -> Hardware | None:
     return None
 
 
+def peak_flops_of(device_name: str, mixed_precision: str) -> float | None:
+    """The dense 16-bit peak of a device (FLOP/s); None where unknown or where compute is not in 16 bits."""
+    preset = preset_of_device(device_name)
+    # In float32 GPUs multiply on other units, or in TF32 if asked: no figure of the data sheet is the bound.
+    return None if preset is None or mixed_precision == "no" else preset.peak_flops["bfloat16"]
+
+
 # Profiles
 
 

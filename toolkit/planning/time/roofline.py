@@ -34,18 +34,10 @@ class Work:
 
     operators: Mapping[Operator, int] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, operators: Iterable[Operator]) -> Work:
-        return cls(Counter(operators))
-
     def __add__(self, other: Work) -> Work:
         total = Counter(self.operators)
         total.update(other.operators)
         return Work(total)
-
-    def scaled(self, times: int) -> Work:
-        """The same work that many times."""
-        return Work({operator: count * times for operator, count in self.operators.items()})
 
     @property
     def flops(self) -> int:

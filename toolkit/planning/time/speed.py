@@ -30,7 +30,7 @@ Bound = Literal["compute", "network", "PCIe", "host"]
 
 
 @dataclass(frozen=True)
-class Segment:
+class ModelSegment:
     """A part of the model that is run `count` times per micro-batch.
 
     With activation checkpointing, `backward` holds the second forward.
@@ -43,7 +43,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepParts:
     """Seconds of one optimizer step that add up to its time.
 
     Attributes:
@@ -76,12 +76,12 @@ class StepTime:
     low: float
     mid: float
     high: float
-    parts: Parts
+    parts: StepParts
     bound_by: Bound
 
 
 def step_time(
-    segments: Sequence[Segment],
+    segments: Sequence[ModelSegment],
     traffic: Traffic,
     strategy: Strategy,
     mesh: MeshShape,
@@ -193,7 +193,7 @@ class _Host:
 
 @dataclass(frozen=True)
 class _Job:
-    segments: tuple[Segment, ...]
+    segments: tuple[ModelSegment, ...]
     traffic: Traffic
     strategy: Strategy
     mesh: MeshShape
@@ -202,10 +202,10 @@ class _Job:
     dtype: str
     offload: OffloadPlan | None
 
-    def parts(self, quantile: Quantile) -> Parts:
+    def parts(self, quantile: Quantile) -> StepParts:
         """All `accumulation` micro-batches and the optimizer's step."""
         forward, backward = self.compute(quantile)
-        return Parts(
+        return StepParts(
             compute_forward=self.accumulation * forward,
             compute_backward=self.accumulation * backward,
             communication=self.exposed_communication(forward, backward, quantile),

@@ -140,7 +140,7 @@ def traffic(
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _SentUnit:
     """What a unit's collectives carry, over all ranks of a shard group, rows padded to a multiple of them.
 
     Attributes:
@@ -154,10 +154,10 @@ class _Unit:
     reshard_after_forward: bool
 
 
-def _sized(unit: UnitShape, shard: int, compute_bytes: int | None) -> _Unit:
+def _sized(unit: UnitShape, shard: int, compute_bytes: int | None) -> _SentUnit:
     gathered = sum(p.shard_numel(shard) * (compute_bytes or p.held) for p in unit.parameters)
     trainable = shard * unit.trainable_numel(shard)
-    return _Unit(unit.kind, shard * gathered, trainable, unit.reshard_after_forward)
+    return _SentUnit(unit.kind, shard * gathered, trainable, unit.reshard_after_forward)
 
 
 # All-gathers
@@ -177,7 +177,7 @@ class _Gathers:
     calls: int
 
 
-def _gathers(units: Sequence[_Unit], strategy: Strategy, accumulation: int) -> _Gathers:
+def _gathers(units: Sequence[_SentUnit], strategy: Strategy, accumulation: int) -> _Gathers:
     """`accumulation` 0: nothing is sharded."""
     passes = accumulation if strategy.reshard_each_micro_batch else min(accumulation, 1)
     forward = [unit for unit in units if unit.gathered]
@@ -190,21 +190,21 @@ def _gathers(units: Sequence[_Unit], strategy: Strategy, accumulation: int) -> _
     )
 
 
-def _gathered_in_backward(units: Sequence[_Unit]) -> list[_Unit]:
+def _gathered_in_backward(units: Sequence[_SentUnit]) -> list[_SentUnit]:
     """The resharded units that backward comes to, and the one before them, which FSDP2 prefetches for nothing."""
     order = _forward_order(units)
     first = next((i for i, unit in enumerate(order) if unit.trainable), len(order))
     return [unit for unit in order[max(0, first - 1) :] if unit.reshard_after_forward]
 
 
-def _forward_order(units: Sequence[_Unit]) -> list[_Unit]:
+def _forward_order(units: Sequence[_SentUnit]) -> list[_SentUnit]:
     """Units as the forward uses them: a tied tail holds the embeddings; the root's own parameters come last."""
     edge = _edge(units)
     first = [unit for unit in edge if unit.kind != "root"]
     return [*first, *(unit for unit in units if unit not in first)]
 
 
-def _edge(units: Sequence[_Unit]) -> list[_Unit]:
+def _edge(units: Sequence[_SentUnit]) -> list[_SentUnit]:
     """The units that a forward needs first and whose gradients a backward gives last."""
     first: UnitKind = "embeddings" if any(unit.kind == "embeddings" for unit in units) else "tail"
     return [unit for unit in units if unit.kind in (first, "root")]
@@ -214,7 +214,7 @@ def _edge(units: Sequence[_Unit]) -> list[_Unit]:
 
 
 def _calls(
-    units: Sequence[_Unit], strategy: Strategy, gathers: _Gathers, reduce_passes: int, all_reduce: int
+    units: Sequence[_SentUnit], strategy: Strategy, gathers: _Gathers, reduce_passes: int, all_reduce: int
 ) -> dict[str, int]:
     reducing = sum(unit.trainable > 0 for unit in units)
     buckets = math.ceil(all_reduce / DDP_BUCKET_BYTES)

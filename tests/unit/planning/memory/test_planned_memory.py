@@ -12,7 +12,7 @@ from planning_models import DECODERS, KINDS, workload
 from ranks import PRELOADED
 
 from toolkit.planning.memory.probe import Prober
-from toolkit.planning.memory.replay import Layout, Memory, replay
+from toolkit.planning.memory.replay import Memory, MemoryLayout, replay
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload
@@ -123,7 +123,7 @@ def planned(c: Configuration) -> list[Memory]:
     prober = Prober(work)
     probe = prober.probe(c.micro_batch, c.checkpointed)
     units = unit_shapes(work.model, prober.plan, c.precision)
-    layout = Layout(c.mesh.shard, 2 if c.precision == "bf16" else None, 4, optimizer=8)
+    layout = MemoryLayout(c.mesh.shard, 2 if c.precision == "bf16" else None, 4, optimizer=8)
     return replay(units, probe, STRATEGIES[c.strategy], layout, c.accumulation)
 
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from toolkit.model.fake_tensors import FakeTensorMode
 from toolkit.planning.memory.fake import Ledger, cuda_dropout
 from toolkit.planning.memory.probe import Probe, Prober
-from toolkit.planning.memory.replay import Layout, replay
+from toolkit.planning.memory.replay import MemoryLayout, replay
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import UNMASKED, Workload
@@ -208,6 +208,6 @@ def test_a_plan_costs_seconds_and_no_memory(name: str) -> None:
     costs = {}
     for ranks in (2, 4096):
         start = time.process_time()
-        replay(units, probe, ZERO3, Layout(ranks, 2, 4, 8), 4)
+        replay(units, probe, ZERO3, MemoryLayout(ranks, 2, 4, 8), 4)
         costs[ranks] = time.process_time() - start
     assert costs[4096] < 3 * costs[2] + 0.01

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from toolkit.planning.memory import probe
 from toolkit.planning.memory import trace as traces
 from toolkit.planning.memory.probe import Prober
-from toolkit.planning.memory.replay import Layout, Memory, replay
+from toolkit.planning.memory.replay import Memory, MemoryLayout, replay
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload
 from toolkit.sharding import apply
@@ -149,7 +149,7 @@ def planned(row: Published) -> Memory:
     work = workload(row)
     prober = Prober(work)
     units = unit_shapes(work.model, resharding(prober.plan), "no")
-    layout = Layout(row.ranks, None, reduce=4, optimizer=4)
+    layout = MemoryLayout(row.ranks, None, reduce=4, optimizer=4)
     found = replay(units, prober.probe(row.rows, Checkpointing(1)), SUMMED_WHOLE, layout, row.accumulation)
     return max(found, key=lambda memory: memory.total)
 
@@ -200,7 +200,7 @@ def states(name: str, shard: int) -> dict[str, int]:
     prober = Prober(work)
     units = unit_shapes(work.model, prober.plan, "bf16")
     strategy = STRATEGIES[name]
-    found = replay(units, prober.probe(1, Checkpointing(1)), strategy, Layout(shard, 2, 4, 8), 1)
+    found = replay(units, prober.probe(1, Checkpointing(1)), strategy, MemoryLayout(shard, 2, 4, 8), 1)
     step = next(memory for memory in found if memory.moment == "optimizer step")
     return step.parts() | {"whole": 2 * sum(parameter.numel for shape in units for parameter in shape.parameters)}
 

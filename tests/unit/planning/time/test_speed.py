@@ -10,7 +10,7 @@ from fake_llama import SHAPES, segments, unit
 
 from toolkit.planning.time.hardware import ADAM_BYTES, Hardware, hardware_of
 from toolkit.planning.time.roofline import Work
-from toolkit.planning.time.speed import Segment, StepTime, step_time
+from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
 from toolkit.planning.time.traffic import HostExecutor, OffloadPlan, traffic
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
@@ -80,8 +80,8 @@ UNITS = (
 P = 4 * 400 + 160
 
 
-def segments_of(forward: int, backward: int) -> list[Segment]:
-    return [Segment("block", Work.of([("matmul", forward, 0)]), Work.of([("matmul", backward, 0)]), 4)]
+def segments_of(forward: int, backward: int) -> list[ModelSegment]:
+    return [ModelSegment("block", Work({("matmul", forward, 0): 1}), Work({("matmul", backward, 0): 1}), 4)]
 
 
 def planned(
@@ -235,7 +235,7 @@ def test_offload_is_as_fast_as_its_schedule_unit_by_unit(
     )
     # The first block stands for the embeddings, which have no work of their own here but are needed first.
     units = [unit("embeddings", 100_000_000), *[unit("block", 100_000_000)] * 27]
-    work = [Segment("block", Work.of([("matmul", 1, 0)]), Work.of([("matmul", 2, 0)]))]
+    work = [ModelSegment("block", Work({("matmul", 1, 0): 1}), Work({("matmul", 2, 0): 1}))]
     hardware = dataclasses.replace(hardware, peak_flops=dict.fromkeys(UNIT.peak_flops, 1 / forward))
     offload = OffloadPlan(device_share=resident / 28, during_backward=not clip)
     kind, mesh = STRATEGIES["zero3"], MeshShape(1, 1)

@@ -1,0 +1,71 @@
+"""The command that runs a row of the plan."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+
+from toolkit.planning.planner import PlanRow
+from toolkit.planning.setup import Setup
+from toolkit.planning.table import Plan
+from toolkit.planning.time.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class LaunchCommand:
+    """What starts a setup."""
+
+    command: str
+    notes: tuple[str, ...] = field(default=())
+
+
+def launch_of(found: Plan, row: PlanRow, recipe_name: str, overrides: list[str]) -> LaunchCommand:
+    """The command that runs a row."""
+    setup, hardware = row.setup, found.hardware
+    words = [
+        f"accelerate launch --config_file accelerate_configs/{_config(setup, hardware)}.yaml",
+        f"--num_processes {setup.ranks}",
+    ]
+    notes = []
+    nodes = -(-setup.ranks // hardware.devices_per_node)
+    if nodes > 1:
+        words.append(f"--num_machines {nodes} --machine_rank $NODE --main_process_ip $HEAD --main_process_port 29500")
+        notes.append("on every node, with its number as NODE and the first node's address as HEAD")
+    if setup.strategy.replicated:
+        sizes = {"replicate": setup.mesh.replicate, "shard": setup.mesh.shard}
+        words += [f"--parallelism_config_dp_{axis}_size {size}" for axis, size in sizes.items()]
+    words.append(f"recipes/finetune.py --recipe {recipe_name}")
+    # The row's own settings come last: they win over what was typed for the plan.
+    settings = dict(text.partition("=")[::2] for text in overrides) | _settings(found, setup)
+    quoted = [shlex.quote(f"{key}={value}") for key, value in settings.items()]
+    return LaunchCommand(" ".join([*words, *quoted]), tuple(notes))
+
+
+def _settings(found: Plan, setup: Setup) -> dict[str, str]:
+    """What the recipe has to say for this row."""
+    section = found.recipe.sharding
+    settings = {
+        "training.micro_batch_size": str(setup.micro_batch_size),
+        "training.gradient_accumulation_steps": str(setup.accumulation),
+    }
+    if setup.checkpointing is not None:
+        settings["sharding.activation_checkpointing"] = str(setup.checkpointing.every)
+        if setup.checkpointing.offload:
+            settings["sharding.offload_checkpoints"] = "true"
+    elif section.activation_checkpointing is not None:
+        settings["sharding.activation_checkpointing"] = "null"
+    # The recipe and the Accelerate config may both name a strategy, but must not differ.
+    if section.strategy is not None:
+        settings["sharding.strategy"] = setup.strategy.name
+    if setup.offload and not _config(setup, found.hardware).endswith("offload"):
+        settings["sharding.offload"] = "optimizer"
+    return settings
+
+
+def _config(setup: Setup, hardware: Hardware) -> str:
+    """Name of the Accelerate config that a setup starts from."""
+    if hardware.device_type == "cpu":
+        return "cpu_2"
+    if setup.ranks == 1:
+        return "gpu_1_offload" if setup.offload else "gpu_1"
+    return "zero3_offload" if setup.offload and setup.strategy.name == "zero3" else setup.strategy.name

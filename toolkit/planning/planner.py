@@ -1,0 +1,234 @@
+"""What a setup holds, sends and takes, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from toolkit.errors import UnplannableError, first_line
+from toolkit.places import GIB
+from toolkit.planning.memory.probe import Probe, Prober
+from toolkit.planning.memory.replay import Memory, MemoryLayout, replay
+from toolkit.planning.memory.units import UnitShape, unit_shapes
+from toolkit.planning.setup import Setup
+from toolkit.planning.time.hardware import Hardware
+from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
+from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic
+from toolkit.planning.workload import Workload
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.apply import Checkpointing
+from toolkit.sharding.offload.host import plan_host
+from toolkit.sharding.offload.state import STAGING_BUFFERS
+
+Verdict = Literal["fits", "tight", "no"]
+
+HEADROOM: dict[Verdict, float] = {"fits": 1.25, "tight": 1.05}
+"""Times the peak: what CUDA's allocator has reserved was 1.19 to 1.23 times what was allocated in published runs of
+eager training, and little more than it with expandable segments, which the toolkit asks for."""
+
+CONTEXT_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}
+"""Of a rank before it holds anything: CUDA's context and NCCL's buffers; Python and its libraries."""
+
+DTYPES = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+COMPUTE_BYTES = {"no": None, "bf16": 2, "fp16": 2}
+
+MOMENTS = 2
+"""Of AdamW, which alone can be offloaded by a recipe."""
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What a setup needs and does.
+
+    Attributes:
+        peak: the moment in which a rank holds most on its device.
+        moments: all of them, in the order of a step.
+        need: bytes of the device's memory that the peak asks for, with headroom and context.
+        host_bytes: of offloaded state and checkpoints, of all ranks of a node.
+        traffic: of one optimizer step.
+        time: of one optimizer step.
+        tokens: of one optimizer step of all ranks.
+        problem: why it does not fit; empty where it does.
+    """
+
+    setup: Setup
+    peak: Memory
+    moments: tuple[Memory, ...]
+    need: int
+    host_bytes: int
+    traffic: Traffic
+    time: StepTime
+    tokens: int
+    verdict: Verdict
+    problem: str
+
+    @property
+    def tokens_per_second(self) -> tuple[float, float, float]:
+        """Of all ranks: low, mid, high."""
+        return tuple(self.tokens / seconds for seconds in (self.time.high, self.time.mid, self.time.low))  # type: ignore[return-value]
+
+
+class Planner:
+    """Rows of one workload; what they share is probed once."""
+
+    def __init__(self, recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
+        self.recipe, self.workload, self.hardware = recipe, workload, hardware
+        self._probes: dict[tuple[bool, int, Checkpointing | None], Probe] = {}
+
+    @cached_property
+    def units(self) -> list[UnitShape]:
+        return unit_shapes(self.workload.model, self._sharded.plan, self.workload.mixed_precision)
+
+    @cached_property
+    def _sharded(self) -> Prober:
+        return Prober(self.workload)
+
+    @cached_property
+    def _whole(self) -> Prober:
+        return Prober(self.workload, whole=True)
+
+    def probe(self, setup: Setup) -> Probe:
+        """Of one micro-batch."""
+        key = self._key(setup)
+        if key not in self._probes:
+            prober = self._whole if key[0] else self._sharded
+            try:
+                self._probes[key] = prober.probe(setup.micro_batch_size, setup.checkpointing)
+            except Exception as error:  # a model may do anything
+                raise UnplannableError(
+                    f"{type(self.workload.model).__name__} does not run without values, so it cannot be planned: "
+                    f"{type(error).__name__}: {first_line(error)}. Experts in float32 are such a case: plan them with "
+                    "training.mixed_precision=bf16"
+                ) from error
+        return self._probes[key]
+
+    def _key(self, setup: Setup) -> tuple[bool, int, Checkpointing | None]:
+        """What a probe depends on: whether the model is whole, as DDP has it, the micro-batch, the checkpoints."""
+        # Where its states alone do not fit, DDP's activations, a little larger, need no probe of their own.
+        whole = not setup.strategy.sharded and self._states <= self.hardware.memory_bytes
+        return whole, setup.micro_batch_size, setup.checkpointing
+
+    @cached_property
+    def _states(self) -> int:
+        """Bytes of a whole model's parameters, gradients and optimizer state."""
+        each = 4 + OPTIMIZER_BYTES[self.recipe.optimizer.kind]
+        return sum(int(p.numel * (p.held + each * p.trainable)) for unit in self.units for p in unit.parameters)
+
+    def moments(self, setup: Setup) -> list[Memory]:
+        """What a rank holds during a step."""
+        return replay(self.units, self.probe(setup), setup.strategy, self.layout(setup), setup.accumulation)
+
+    def peak(self, setup: Setup) -> Memory:
+        """The moment in which a rank holds most."""
+        return max(self.moments(setup), key=lambda moment: moment.total)
+
+    def layout(self, setup: Setup) -> MemoryLayout:
+        compute = COMPUTE_BYTES[self.workload.mixed_precision] if setup.strategy.sharded else None
+        alone = setup.offload and setup.ranks == 1 and setup.strategy.reduce_each_micro_batch
+        return MemoryLayout(
+            shard=setup.mesh.shard,
+            compute=compute,
+            reduce=compute if alone and compute is not None else 4,
+            optimizer=OPTIMIZER_BYTES[self.recipe.optimizer.kind],
+            offload=setup.offload,
+            residents=self.residents(setup),
+        )
+
+    def residents(self, setup: Setup) -> frozenset[int]:
+        """Units whose offloaded state `sharding.device_state_gib` keeps on the device: the root's, then the first."""
+        size = self.recipe.sharding.device_state_gib
+        if not setup.offload or size is None or size == "auto":
+            return frozenset()
+        room, found = int(size * GIB), set()
+        order = [len(self.units) - 1, *range(len(self.units) - 1)]
+        for index in order:
+            numel = self.units[index].trainable_numel(setup.mesh.shard)
+            if not numel:
+                continue
+            room -= numel * (12 + self._landing_bytes(setup))
+            if room < 0:
+                break
+            found.add(index)
+        return frozenset(found)
+
+    def _landing_bytes(self, setup: Setup) -> int:
+        """Of a gradient that lands on the host: one backward of one rank is not summed with anything."""
+        compute = COMPUTE_BYTES[self.workload.mixed_precision]
+        return compute if compute is not None and setup.ranks == 1 and setup.accumulation == 1 else 4
+
+    def host_bytes(self, setup: Setup) -> int:
+        """Of the ranks of one node: masters, moments, landing places and staging; checkpoints."""
+        ranks = min(setup.ranks, self.hardware.devices_per_node)
+        return ranks * (self._offloaded_bytes(setup) + self.probe(setup).host_peak)
+
+    def _offloaded_bytes(self, setup: Setup) -> int:
+        if not setup.offload:
+            return 0
+        residents = self.residents(setup)
+        hosted = [unit.trainable_numel(setup.mesh.shard) for i, unit in enumerate(self.units) if i not in residents]
+        staged = STAGING_BUFFERS * (COMPUTE_BYTES[self.workload.mixed_precision] or 4)
+        return plan_host(hosted, MOMENTS, self._landing_bytes(setup), staged).total
+
+    def offload_plan(self, setup: Setup) -> OffloadPlan | None:
+        if not setup.offload:
+            return None
+        residents = self.residents(setup)
+        own = [unit.trainable_numel(setup.mesh.shard) for unit in self.units]
+        kept = sum(own[index] for index in residents)
+        during_backward = self.recipe.training.max_grad_norm is None
+        return OffloadPlan(device_share=kept / max(1, sum(own)), during_backward=during_backward)
+
+    def row(self, setup: Setup) -> PlanRow:
+        moments = self.moments(setup)
+        peak = max(moments, key=lambda moment: moment.total)
+        layout, offload = self.layout(setup), self.offload_plan(setup)
+        sent = traffic(
+            self.units,
+            setup.strategy,
+            setup.mesh,
+            accumulation=setup.accumulation,
+            compute_bytes=layout.compute,
+            reduce_bytes=layout.reduce,
+            offload=offload,
+        )
+        probe = self.probe(setup)
+        time = step_time(
+            [ModelSegment("model", probe.forward, probe.backward)],
+            sent,
+            setup.strategy,
+            setup.mesh,
+            self.hardware,
+            accumulation=setup.accumulation,
+            dtype=DTYPES[self.workload.mixed_precision],
+            offload=offload,
+        )
+        host = self.host_bytes(setup)
+        verdict, need, problem = verdict_of(peak.total, host, setup.ranks, self.hardware)
+        tokens = setup.micro_batch_size * setup.accumulation * setup.ranks * self.workload.tokens
+        return PlanRow(setup, peak, tuple(moments), need, host, sent, time, tokens, verdict, problem)
+
+
+OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0625, "adamw_4bit": 1.0625, "adamw_fp8": 2.0156, "muon": 8.0}
+"""State of a trainable element on the device: two moments, with torchao's scales of a block of 256 or 128; for muon,
+which has one moment for the matrices of the blocks, an upper bound."""
+
+
+def verdict_of(peak: int, host_bytes: int, ranks: int, hardware: Hardware) -> tuple[Verdict, int, str]:
+    """Whether a peak fits, what it needs, and what is wrong if it does not."""
+    on_node = min(ranks, hardware.devices_per_node)
+    context = CONTEXT_BYTES[hardware.device_type]
+    # A CPU rank's device is its host.
+    beside = host_bytes // on_node if hardware.device_type == "cpu" else 0
+    needs = {verdict: int(peak * factor) + context + beside for verdict, factor in HEADROOM.items()}
+    if (
+        hardware.device_type == "cuda"
+        and hardware.host_memory_bytes is not None
+        and host_bytes > hardware.host_memory_bytes
+    ):
+        found = f"{host_bytes / GIB:.0f} GiB of host memory a node, of {hardware.host_memory_bytes / GIB:.0f}"
+        return "no", needs["fits"], found
+    for verdict, need in needs.items():
+        if need <= hardware.memory_bytes:
+            return verdict, need, ""
+    return "no", needs["tight"], f"{needs['tight'] / GIB:.1f} GiB of {hardware.memory_bytes / GIB:.0f}"

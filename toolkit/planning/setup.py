@@ -1,0 +1,123 @@
+"""One way to run a recipe: strategy, ranks, offload, checkpoints and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from toolkit.errors import BadInputError
+from toolkit.planning.time.hardware import Hardware
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.apply import Checkpointing
+from toolkit.sharding.strategy import OFFLOAD, STRATEGIES, MeshShape, Strategy
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to run a recipe."""
+
+    strategy: Strategy
+    mesh: MeshShape
+    offload: bool
+    checkpointing: Checkpointing | None
+    micro_batch_size: int
+    accumulation: int
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.replicate * self.mesh.shard
+
+    @property
+    def name(self) -> str:
+        """The strategy as an Accelerate config would say it, with the groups of hybrid."""
+        groups = f" {self.mesh.replicate}x{self.mesh.shard}" if self.strategy.replicated else ""
+        return self.strategy.name + (OFFLOAD if self.offload else "") + groups
+
+    @property
+    def checkpoints(self) -> str:
+        """Which activations are checkpointed, in a word or two."""
+        if self.checkpointing is None:
+            return "none"
+        every = "all" if self.checkpointing.every == 1 else f"every {self.checkpointing.every}"
+        return f"{every}, offloaded" if self.checkpointing.offload else every
+
+    @property
+    def num_levers(self) -> int:
+        """How many things it does to save memory, for a choice between equals."""
+        return self.offload + (self.checkpointing is not None)
+
+
+def asked_setup(
+    recipe: Recipe, ranks: int, hardware: Hardware, strategy: str | None, offload: bool, shard_size: int | None
+) -> Setup:
+    """The recipe as it stands."""
+    name = recipe.sharding.strategy or strategy or "zero3"
+    section, training = recipe.sharding, recipe.training
+    every = section.activation_checkpointing
+    every = None if every == "auto" else every  # chosen by the memory when the run starts
+    return Setup(
+        STRATEGIES[name],
+        mesh_of(STRATEGIES[name], ranks, shard_size or hardware.devices_per_node),
+        section.offload == "optimizer" or (section.offload is None and offload),
+        None if every is None else Checkpointing(every, section.offload_checkpoints),
+        training.micro_batch_size,
+        training.gradient_accumulation_steps,
+    )
+
+
+def mesh_of(strategy: Strategy, ranks: int, shard: int) -> MeshShape:
+    """How many replicas of groups of how many ranks; `shard` counts for hybrid alone.
+
+    Raises:
+        BadInputError: hybrid, where groups of `shard` ranks don't fill the ranks, or one group does.
+    """
+    if not strategy.replicated:
+        return MeshShape(1, ranks) if strategy.sharded else MeshShape(ranks, 1)
+    if ranks % shard or not 1 < shard < ranks:
+        raise BadInputError(
+            f"strategy hybrid: {ranks} ranks cannot be parted into groups of {shard}; give --shard-size one of "
+            f"{', '.join(map(str, factors(ranks))) or 'none: there are too few ranks'}"
+        )
+    return MeshShape(ranks // shard, shard)
+
+
+def factors(ranks: int) -> list[int]:
+    """Sizes of equal groups of ranks, without one rank alone and without all of them."""
+    return [size for size in range(2, ranks) if ranks % size == 0]
+
+
+def require_ranks(ranks: int, hardware: Hardware) -> None:
+    """Raises BadInputError where the ranks don't fill whole nodes."""
+    if ranks < 1:
+        raise BadInputError(f"--gpus: {ranks}; allowed: 1 or more")
+    if ranks > hardware.devices_per_node and ranks % hardware.devices_per_node:
+        raise BadInputError(
+            f"--gpus: {ranks} is not a multiple of the {hardware.devices_per_node} devices per node; give a multiple, "
+            "or another --gpus-per-node"
+        )
+
+
+def can_offload(recipe: Recipe, mixed_precision: str) -> bool:
+    """Whether optimizer state of this recipe can be offloaded."""
+    is_plain = mixed_precision != "fp16" and recipe.optimizer.kind == "adamw"
+    return is_plain and recipe.sharding.offload != "none"
+
+
+def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str) -> Iterator[tuple[str, Setup]]:
+    """Setups of the same recipe that hold less, one change each, in the recipe's words."""
+    if setup.checkpointing is None:
+        yield "sharding.activation_checkpointing=1", replace(setup, checkpointing=Checkpointing(1))
+    elif not setup.checkpointing.offload:
+        offloaded = replace(setup.checkpointing, offload=True)
+        yield "sharding.offload_checkpoints=true", replace(setup, checkpointing=offloaded)
+    if setup.micro_batch_size > 1:
+        samples = setup.micro_batch_size * setup.accumulation
+        change = f"training.micro_batch_size=1 training.gradient_accumulation_steps={samples}"
+        yield change, replace(setup, micro_batch_size=1, accumulation=samples)
+    zero3 = STRATEGIES["zero3"]
+    if setup.strategy != zero3 and setup.ranks > 1:
+        yield "strategy zero3", replace(setup, strategy=zero3, mesh=mesh_of(zero3, setup.ranks, 1))
+    if not setup.offload and setup.strategy.sharded and can_offload(recipe, mixed_precision):
+        yield "sharding.offload=optimizer", replace(setup, offload=True)
+    if setup.strategy == zero3:
+        yield f"{2 * setup.ranks} devices", replace(setup, mesh=MeshShape(1, 2 * setup.ranks))
