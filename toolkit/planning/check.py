@@ -74,6 +74,7 @@ def plan_run(
     Raises:
         BadInputError: where the peak alone is more than the memory there is: it cannot fit.
     """
+    # The run's own model on the meta device: nothing is loaded twice, and what is planned is what is trained.
     workload = workload_of_model(recipe, model, mixed_precision, label_counts)
     planner = Planner(recipe, workload, _hardware(device))
     training = recipe.training
@@ -81,6 +82,7 @@ def plan_run(
     setup = Setup(strategy, mesh, offload, last, training.micro_batch_size, training.gradient_accumulation_steps)
     room = _room(device)
     try:
+        # From the fastest: with each n-th block checkpointed a step takes up to 1 / 3n longer.
         for checkpointing in others:
             peak = planner.peak(replace(setup, checkpointing=checkpointing))
             if _fits_well(peak, room, device):
@@ -89,6 +91,7 @@ def plan_run(
     except UnplannableError as error:  # no reason not to train it
         return Planned(None, room, last, first_line(error))
     planned = Planned(peak, room, last)
+    # Without headroom: this refuses only what is impossible; what is tight is told and tried.
     if peak.total > room:
         raise BadInputError(f"this run cannot fit: {planned.describe()}. {_advice(planner, setup, planned.room)}")
     return planned
@@ -100,6 +103,7 @@ def _fits_well(peak: Memory, room: int, device: torch.device) -> bool:
 
 
 def _hardware(device: torch.device) -> Hardware:
+    # Only the memory of the plan is shown here; an unknown GPU's times don't matter.
     known = preset_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else presets()["cpu"]
     return known or presets()["h100_sxm"]
 
@@ -107,6 +111,7 @@ def _hardware(device: torch.device) -> Hardware:
 def _room(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
+    # CPU ranks of a machine share what it has.
     return free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

@@ -66,6 +66,7 @@ def _config(setup: Setup, hardware: Hardware) -> str:
     """Name of the Accelerate config that a setup starts from."""
     if hardware.device_type == "cpu":
         return "cpu_2"
+    # One rank holds every shard, so the strategies don't differ.
     if setup.ranks == 1:
         return "gpu_1_offload" if setup.offload else "gpu_1"
     return "zero3_offload" if setup.offload and setup.strategy.name == "zero3" else setup.strategy.name

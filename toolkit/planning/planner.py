@@ -125,6 +125,7 @@ class Planner:
 
     def layout(self, setup: Setup) -> MemoryLayout:
         compute = COMPUTE_BYTES[self.workload.mixed_precision] if setup.strategy.sharded else None
+        # One rank reduces nothing: the capture takes the gradient as backward made it.
         alone = setup.offload and setup.ranks == 1 and setup.strategy.reduce_each_micro_batch
         return MemoryLayout(
             shard=setup.mesh.shard,
@@ -138,15 +139,18 @@ class Planner:
     def residents(self, setup: Setup) -> frozenset[int]:
         """Units whose offloaded state `sharding.device_state_gib` keeps on the device: the root's, then the first."""
         size = self.recipe.sharding.device_state_gib
+        # `auto` is chosen by what is free when the run starts. The plan counts none, the least that it may hold.
         if not setup.offload or size is None or size == "auto":
             return frozenset()
         room, found = int(size * GIB), set()
+        # As the engine does: the units with no time to hide come first in the forward.
         order = [len(self.units) - 1, *range(len(self.units) - 1)]
         for index in order:
             numel = self.units[index].trainable_numel(setup.mesh.shard)
             if not numel:
                 continue
             room -= numel * (12 + self._landing_bytes(setup))
+            # In order and without gaps: a later, smaller unit is not taken instead.
             if room < 0:
                 break
             found.add(index)
@@ -159,6 +163,7 @@ class Planner:
 
     def host_bytes(self, setup: Setup) -> int:
         """Of the ranks of one node: masters, moments, landing places and staging; checkpoints."""
+        # Each rank pins its own; nothing is shared between processes.
         ranks = min(setup.ranks, self.hardware.devices_per_node)
         return ranks * (self._offloaded_bytes(setup) + self.probe(setup).host_peak)
 
@@ -194,6 +199,7 @@ class Planner:
         )
         probe = self.probe(setup)
         time = step_time(
+            # One segment: which unit an operator belongs to makes no difference to a sum.
             [ModelSegment("model", probe.forward, probe.backward)],
             sent,
             setup.strategy,
@@ -217,6 +223,7 @@ which has one moment for the matrices of the blocks, an upper bound."""
 def verdict_of(peak: int, host_bytes: int, ranks: int, hardware: Hardware) -> tuple[Verdict, int, str]:
     """Whether a peak fits, what it needs, and what is wrong if it does not."""
     on_node = min(ranks, hardware.devices_per_node)
+    # Fragments grow with the peak, the context does not: hence a factor and a sum.
     context = CONTEXT_BYTES[hardware.device_type]
     # A CPU rank's device is its host.
     beside = host_bytes // on_node if hardware.device_type == "cpu" else 0

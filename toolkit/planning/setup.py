@@ -71,6 +71,7 @@ def mesh_of(strategy: Strategy, ranks: int, shard: int) -> MeshShape:
     Raises:
         BadInputError: hybrid, where groups of `shard` ranks don't fill the ranks, or one group does.
     """
+    # ddp is all replicas and no shards; zero1 to zero3 shard over all ranks.
     if not strategy.replicated:
         return MeshShape(1, ranks) if strategy.sharded else MeshShape(ranks, 1)
     if ranks % shard or not 1 < shard < ranks:
@@ -99,6 +100,7 @@ def require_ranks(ranks: int, hardware: Hardware) -> None:
 
 def can_offload(recipe: Recipe, mixed_precision: str) -> bool:
     """Whether optimizer state of this recipe can be offloaded."""
+    # The engine refuses fp16, whose scaler wants to see all gradients, and has AdamW alone.
     is_plain = mixed_precision != "fp16" and recipe.optimizer.kind == "adamw"
     return is_plain and recipe.sharding.offload != "none"
 
@@ -110,11 +112,13 @@ def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str) -> Iterat
     elif not setup.checkpointing.offload:
         offloaded = replace(setup.checkpointing, offload=True)
         yield "sharding.offload_checkpoints=true", replace(setup, checkpointing=offloaded)
+    # As many samples a step, so that what is learned stays the same.
     if setup.micro_batch_size > 1:
         samples = setup.micro_batch_size * setup.accumulation
         change = f"training.micro_batch_size=1 training.gradient_accumulation_steps={samples}"
         yield change, replace(setup, micro_batch_size=1, accumulation=samples)
     zero3 = STRATEGIES["zero3"]
+    # The launch names the strategy, not the recipe, so this is no override.
     if setup.strategy != zero3 and setup.ranks > 1:
         yield "strategy zero3", replace(setup, strategy=zero3, mesh=mesh_of(zero3, setup.ranks, 1))
     if not setup.offload and setup.strategy.sharded and can_offload(recipe, mixed_precision):

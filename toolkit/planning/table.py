@@ -89,6 +89,7 @@ def plan(
     rows.sort(key=_rank_of)
     asked_row = planner.row(asked)
     recommended, reason = _recommended(rows, hardware)
+    # Each takes a probe or a model of its own.
     levers = () if asked_row.verdict == "fits" else tuple(_levers(planner, asked_row))
     shapes = planner.units
     return Plan(
@@ -111,6 +112,7 @@ def plan(
 
 def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Iterator[Setup]:
     """Every strategy with and without offload, every checkpointing, several micro-batches of the same step."""
+    # `dict.fromkeys` and not a set: rows that tie keep this order.
     checkpointings = list(dict.fromkeys([None, Checkpointing(1), asked.checkpointing]))
     offloads = can_offload(recipe, planner.workload.mixed_precision)
     for strategy, mesh in _strategies(ranks, asked):
@@ -128,6 +130,7 @@ def _strategies(ranks: int, asked: Setup) -> Iterator[tuple[Strategy, MeshShape]
         return
     for name in ("ddp", "zero1", "zero2", "zero3"):
         yield STRATEGIES[name], mesh_of(STRATEGIES[name], ranks, 1)
+    # Groups that NVLink and nodes come in; others only where there is no such one, or the recipe asks.
     sizes = {2**power for power in range(1, 14)} & set(factors(ranks))
     for shard in sorted(
         sizes | ({asked.mesh.shard} if asked.strategy.replicated else set()) or set(factors(ranks)[:3])
@@ -139,6 +142,7 @@ def _micro_batches(asked: Setup) -> list[tuple[int, int]]:
     """Micro-batch sizes and accumulations of as many samples a step: 1, 2, 4 ... and the recipe's own."""
     samples = asked.micro_batch_size * asked.accumulation
     sizes = [size for size in (2**power for power in range(12)) if samples % size == 0]
+    # Each size is another probe.
     nearest = sorted(sizes, key=lambda size: abs(size - asked.micro_batch_size))[: MICRO_BATCHES - 1]
     return [(size, samples // size) for size in sorted({*nearest, asked.micro_batch_size})]
 
@@ -149,11 +153,13 @@ def _rank_of(row: PlanRow) -> tuple[int, float]:
 
 def _recommended(rows: list[PlanRow], hardware: Hardware) -> tuple[PlanRow | None, str]:
     """The fastest that fits; among those as fast, the one that does least to save memory and then holds least."""
+    # A fast row that may run out of memory is worth less than a slower one that won't.
     for verdict in ("fits", "tight"):
         fitting = [row for row in rows if row.verdict == verdict]
         if not fitting:
             continue
         fastest = min(row.time.mid for row in fitting)
+        # Times are estimates: within 1 % none is faster, and the simpler setup wins.
         best = min(
             (row for row in fitting if row.time.mid <= AS_FAST * fastest),
             key=lambda row: (row.setup.num_levers, row.peak.total),
@@ -172,6 +178,7 @@ def _recommended(rows: list[PlanRow], hardware: Hardware) -> tuple[PlanRow | Non
 def _levers(planner: Planner, asked: PlanRow) -> list[Lever]:
     """Single changes of the recipe as it stands that make it hold less; those that fit first, the fastest first."""
     found = [Lever(change, make()) for change, make in _changes(planner, asked.setup)]
+    # By time per token: a lever may change how many tokens a step has.
     useful = [lever for lever in found if lever.row.need < asked.need or asked.verdict == "no" != lever.row.verdict]
     return sorted(useful, key=lambda lever: (*_rank_of(lever.row)[:1], lever.row.time.mid / lever.row.tokens))
 

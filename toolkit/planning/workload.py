@@ -58,6 +58,7 @@ class Workload:
     def model_copy(self) -> nn.Module:
         """A model of its own for who hooks into it, in training mode."""
         model = copy.deepcopy(self.model)
+        # It loads weights, which a copy on the meta device must never do.
         model.__dict__.pop("materialize_weights", None)
         if self.attention is not None:
             register_unmasked()
@@ -137,6 +138,7 @@ def _tokenizer(recipe: Recipe) -> SpecialTokens:
     section = recipe.model
     if section.train_tokenizer_vocab_size is not None:
         return PlannedTokenizer(section.train_tokenizer_vocab_size)
+    # Read nothing that is not needed: a tokenizer may lie on the hub.
     if section.name_or_path is not None and section.add_tokens is None:
         return PlannedTokenizer(0)  # the configuration says it all
     loaded: SpecialTokens = tokenizer.load(section, recipe.data, recipe.objective.kind)
@@ -147,6 +149,7 @@ def _attention(recipe: Recipe, chosen: str, packed: bool) -> str | None:
     """Rows that share a sample need a mask from sdpa; flash attention and flex tell them apart without."""
     if recipe.objective.kind == "sequence_classification" or chosen == "eager":
         return None
+    # sdpa with a mask of packed rows uses the memory-efficient kernel and keeps (B, 1, T, T).
     return None if chosen in ("sdpa", BY_DOCUMENT) and packed else UNMASKED
 
 

@@ -60,12 +60,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def see(self, tensor: torch.Tensor) -> None:
         """Counts a tensor that was there before the ledger was opened."""
+        # A DTensor has no storage of its own.
         local = getattr(tensor, "_local_tensor", tensor)
         if local.device.type == "meta":
             return
         storage = local.untyped_storage()
+        # The address of the C++ storage, which all views share.
         key = storage._cdata
         if key not in self._sizes:
+            # Views share a storage, so it is the storage's end that frees the bytes, not the tensor's.
             self._references[key] = weakref.ref(storage, functools.partial(self._forget, key))
             self._sizes[key] = 0
         self._resize(key, storage.nbytes())
@@ -88,6 +91,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and not has_values(args[0]):
             return args[0].fake_device  # autograd asks twice as often as it calls operators
+        # Counting both would count each shard twice.
         if any(issubclass(cls, torch.distributed.tensor.DTensor) for cls in types):
             return NotImplemented  # its local operators come next
         out = func(*args, **(kwargs or {}))
@@ -99,6 +103,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def __enter__(self) -> Ledger:
+        # FSDP2 frees a gathered parameter by `resize_(0)` on its storage, which is no operator and is not dispatched.
         original = self._original = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -149,6 +154,7 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        # No values are drawn: what is kept matters, not what.
         ctx.save_for_backward(torch.empty_like(tensor, dtype=torch.bool))
         return torch.empty_like(tensor)
 
@@ -168,6 +174,7 @@ def host_copies(ledger: Ledger) -> Iterator[None]:
             def pack(tensor: torch.Tensor) -> torch.Tensor:
                 num_bytes = tensor.numel() * tensor.element_size()
                 ledger.keep_on_host(num_bytes)
+                # The host is a CPU here and the device, too: a copy would stay in the ledger as if on the device.
                 kept = torch.empty_like(tensor, device="meta")
                 weakref.finalize(kept, ledger.keep_on_host, -num_bytes)
                 return kept

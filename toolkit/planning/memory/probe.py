@@ -96,8 +96,11 @@ class Prober:
 
     def __init__(self, workload: Workload, whole: bool = False) -> None:
         self._workload = workload
+        # FSDP2 gathers in the type of compute; DDP keeps float32 parameters and Accelerate wraps the forward in
+        # autocast, whose cast copies of the weights are activations.
         self._autocast = whole and workload.mixed_precision != "no"
         self.plan = plan_units(workload.model, workload.unit_classes)
+        # Buffers, as the frequencies of rotary embeddings, are real: models compute them as they are built.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._dtype = None if self._autocast else PRECISIONS[workload.mixed_precision]
         self._output_dtype = None if whole else precision_policies(workload.mixed_precision)[1].output_dtype
@@ -107,6 +110,7 @@ class Prober:
         self._objective = workload.objective(self._model)
         if self._autocast:
             self._model.forward = _autocast(self._model.forward, PRECISIONS[workload.mixed_precision])
+        # Under FSDP2 the gradients of a unit go when it is reduced, which `_record` does.
         if whole:  # DDP takes gradients as they come
             for parameter in self._model.parameters():
                 if parameter.requires_grad:
@@ -117,6 +121,7 @@ class Prober:
         run = _Run(self._model, self.plan, self._dtype, self._output_dtype)
         with ExitStack() as stack:
             stack.enter_context(self._mode)
+            # The process is on a CPU; what is counted is a GPU's.
             stack.enter_context(cuda_dropout())
             stack.enter_context(host_copies(run.ledger))
             stack.enter_context(self._checkpointed(checkpointing))
@@ -143,6 +148,7 @@ class Prober:
             yield
         finally:
             for block in blocks:
+                # Checkpoints are put on as an attribute of the block that hides the method of its class.
                 block.__dict__.pop("forward", None)
 
 
@@ -171,6 +177,8 @@ class _Run:
         for unit, modules in enumerate(self._units):
             for module in modules:
                 enter, leave = self._before_forward(unit), self._after_forward(unit)
+                # With keyword arguments: transformers calls blocks with the hidden states by position and the rest by
+                # name.
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(leave))
         self._stand_aside()
@@ -182,6 +190,7 @@ class _Run:
         before = self.ledger.current
         for tensor in (*self.model.buffers(), *batch.values()):
             self.ledger.see(tensor)
+        # Levels are told from here on: parameters are added by the replay, as each strategy holds them.
         self._base = self.ledger.current
         self.ledger.restart()
         return self._base - before
@@ -191,6 +200,8 @@ class _Run:
 
     def finish(self) -> None:
         """After backward: what has not been reduced yet, FSDP2 reduces now, the root first."""
+        # A unit whose inputs need no gradient, as the embeddings, has no hook that fires: FSDP2 ends it in the
+        # callback that it queues for the end of backward.
         left = [unit for unit in range(len(self._units)) if unit in self._in_backward]
         for unit in sorted(left, key=lambda unit: (unit != len(self._units) - 1, unit)):
             self._record("post_backward", unit)
@@ -206,6 +217,7 @@ class _Run:
         peak, level = ledger.peak - self._base, ledger.current - self._base
         if kind == "post_backward":
             self._in_backward.discard(unit)
+            # What this frees are the gradients; activations that backward has used up went before.
             for parameter in self._parameters[unit]:
                 parameter.grad = None
             gradients = level - (ledger.current - self._base)
@@ -223,6 +235,7 @@ class _Run:
     def _before_forward(self, unit: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             args, kwargs = self._cast((args, kwargs), self._dtype)
+            # A unit of several modules is gathered by the first that runs and let go of after the last.
             running = self._running.get(unit)
             if running is None:
                 self._running[unit] = running = {id(own) for own in self._units[unit]}
@@ -245,6 +258,7 @@ class _Run:
         tree_map_only(torch.Tensor, collect, (args, kwargs))
         if not found:
             return args, kwargs
+        # One node for all inputs, so that it is called once and after the last of them.
         watched = iter(_Watch.apply(lambda: self._record("post_backward", unit), *found))  # type: ignore[no-untyped-call]
         return tree_map_only(torch.Tensor, lambda t: next(watched) if t.requires_grad else t, (args, kwargs))
 
@@ -273,6 +287,7 @@ class _Run:
 
     def _watch_output(self, unit: int, tensor: torch.Tensor) -> torch.Tensor:
         def hook(_gradient: torch.Tensor) -> None:
+            # A module with several outputs gathers at the first gradient that arrives.
             if unit not in self._in_backward:
                 self._in_backward.add(unit)
                 self._record("pre_backward", unit)
@@ -293,10 +308,13 @@ class _Run:
             if self._is_block[unit] and len(modules) == 1:
                 alike.setdefault(_signature(modules[0]), []).append(unit)
         for units in alike.values():
+            # The first differs, as nothing before it keeps its input; the last, as its output goes to the head. The
+            # second stands for those between.
             for unit in units[2:-1]:
                 self.stands_in[unit] = units[1]
                 (module,) = self._units[unit]
                 module.forward = _Aside(self, units[1])
+        # With three or fewer nobody stands aside, and nobody asks what the second returned.
         for unit in {units[1] for units in alike.values() if len(units) > 3}:
             (module,) = self._units[unit]
             self._handles.append(module.register_forward_hook(self._keep_output(unit), with_kwargs=True))
@@ -321,6 +339,7 @@ class _Aside:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Tensor))
+        # The hooks on outputs sit on tensors: passed on as it is, one tensor would have those of every block.
         hidden = hidden.view_as(hidden)  # another tensor, as a block's output is
         others = self._run.outputs.get(self._like)
         if others is None:
@@ -348,6 +367,7 @@ def _autocast(forward: Callable[..., Any], dtype: torch.dtype | None) -> Callabl
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        # autocast for CUDA is off in a process without CUDA.
         with torch.autocast("cpu", dtype=dtype):
             output = forward(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, output)
@@ -371,6 +391,7 @@ def _empty_parameters(model: nn.Module, dtype: torch.dtype | None) -> dict[str, 
     made: dict[int, nn.Parameter] = {}
     state = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        # In the type of compute, as FSDP2 gathers them. Their own float32 shards are the replay's.
         if id(parameter) not in made:
             own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
             empty = torch.empty(parameter.shape, dtype=own)
@@ -399,6 +420,7 @@ NUMBERS = ("layer_idx", "layer_id", "layer_number", "training")
 def _filled_in(events: Sequence[ProbeEvent], stands_in: dict[int, int]) -> Iterator[ProbeEvent]:
     """The events with those of blocks that stood aside replaced by the ones of the block they are like."""
     forward, backward = _costs(events)
+    # Each block that stood aside adds what it would have kept to all levels after it, and takes it away in backward.
     offset = 0
     for position, event in enumerate(events):
         like = stands_in.get(event.unit)
@@ -440,6 +462,7 @@ def _costs(events: Sequence[ProbeEvent]) -> tuple[dict[int, _Cost], dict[int, _C
     forward: dict[int, _Cost] = {}
     backward: dict[int, _Cost] = {}
     for before, event, after in zip(events, events[1:], events[2:], strict=False):
+        # Another unit's event between the two: units are nested, and what lies between is not this block's alone.
         if before.unit == event.unit and (before.kind, event.kind) in PAIRS:
             start = before.level
             change, peak = after.level - start, event.peak - start

@@ -99,9 +99,11 @@ def replay(
         accumulation: micro-batches of a step.
     """
     rank = (_ShardedRank if strategy.sharded else _WholeRank)(units, probe, strategy, layout)
+    # Between the first, which finds no sums, and the last, which reduces, all are alike.
     micro_batches = min(accumulation, REPLAYED)
     for micro_batch in range(micro_batches):
         rank.run(is_first=micro_batch == 0, is_last=micro_batch == micro_batches - 1)
+    # The fused optimizers make no temporaries of the size of a parameter.
     rank.snap("optimizer step", 0)
     return rank.moments
 
@@ -148,9 +150,11 @@ class _Rank:
         """Adds a moment; the numbers are bytes beyond what is held."""
         held = self.held
         total = sum(held.values()) + activations + gathered + gradients + communication
+        # Moments of the same name come once a micro-batch; the table shows the worst of them.
         if total <= self._totals.get(moment, -1):
             return
         self._totals[moment] = total
+        # The blocks' activations are the same before and after the head: what is beyond them is the head's.
         logits = max(0, activations - self._before_head) if self._moment in HEAD else 0
         self._best[moment] = Memory(
             moment,
@@ -239,23 +243,29 @@ class _HeldUnit:
 
 def _held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> _HeldUnit:
     f, trainable = layout.shard, shape.trainable
+    # FSDP2 pads each parameter to F equal shards of whole rows; a table of 3 rows on 8 ranks takes 8 rows.
     computed = [layout.compute or p.held for p in shape.parameters]
     kept = [_held(p, layout) for p in shape.parameters]
     whole = [p.shard_numel(f) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
     own = shape.trainable_numel(f)
     cast = sum(p.shard_numel(f) * _held(p, layout) for p in trainable)
+    # One rank gathers nothing: FSDP2 casts parameter after parameter, so one copy is alive beside its source.
     casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
+    # `foreach_reduce` frees its list of gradients, but the name of its loop still holds the last.
     last = trainable[-1].numel * (layout.compute or trainable[-1].held) if trainable and f > 1 else 0
     return _HeldUnit(
         sharded=sum(rounded(p.shard_numel(f) * size) for p, size in zip(shape.parameters, kept, strict=True)),
         whole=sum(map(rounded, whole)),
+        # Without mixed precision the shards are gathered from where they are.
         gather_input=rounded(sum(whole) / f) if layout.compute is not None else 0,
         gather_output=rounded(sum(whole)) if f > 1 else 0,
         cast_alone=rounded(max(casts, default=0)),
         reduce_input=rounded(layout.reduce * own * f),
         reduce_output=rounded(layout.reduce * own),
         last_gradient=rounded(last),
+        # FSDP2 sums whole gradients of several micro-batches in the type of the reduction, not of compute.
         whole_sums=sum(rounded(p.numel * layout.reduce) for p in trainable),
+        # FSDP2 reduces in float32 and hands the optimizer the shard's own type.
         cast_gradient=rounded(cast) if cast != layout.reduce * own else 0,
         optimizer=_optimizer_bytes(trainable, layout, resident),
     )
@@ -267,6 +277,7 @@ def _held(parameter: ParameterShape, layout: MemoryLayout) -> int:
 
 
 def _optimizer_bytes(trainable: Sequence[ParameterShape], layout: MemoryLayout, resident: bool) -> int:
+    # With padding: the optimizer steps the local shards as they are.
     own = [parameter.shard_numel(layout.shard) for parameter in trainable]
     if layout.offload:  # master, two moments and the gradient's landing place, flat
         return (3 * rounded(4 * sum(own)) + rounded(layout.reduce * sum(own))) if resident else 0
@@ -281,6 +292,7 @@ class _ShardedRank(_Rank):
         super().__init__(units, probe, strategy, layout)
         self._now = [_held_unit(shape, layout, i in layout.residents) for i, shape in enumerate(units)]
         reshards = strategy.reshard_each_micro_batch
+        # The tail and the root are needed again at once by backward and stay gathered.
         self._reshards = [reshards and shape.reshard_after_forward for shape in units]
         self.held["parameters"] = sum(unit.sharded for unit in self._now) + probe.buffers
         self.held["optimizer"] = sum(unit.optimizer for unit in self._now)
@@ -301,6 +313,7 @@ class _ShardedRank(_Rank):
         elif event.kind == "post_backward":
             self._after_backward(event, is_last)
         elif event.kind == "end":
+            # FSDP2's callback at the end of backward waits for the last reduction and lets its buffer go.
             self._hold_reduce_input(0)
             self._last = None
 
@@ -341,8 +354,10 @@ class _ShardedRank(_Rank):
         if self.layout.shard == 1:
             self.snap(what, event.level, gathered=unit.whole, communication=unit.cast_alone)
         else:
+            # The copy out of the gather's output into parameters: both are whole at this moment.
             self._start_gather(event.unit, event.level)
             self.snap(what, event.level, gathered=unit.whole)  # a local name still holds the last output
+            # The default stream may still copy out of it; FSDP2 keeps it until the next unit waits for that.
             if in_forward:
                 self._hold_forward_gather(unit.gather_output)
         self._hold_gather(unit, False)
@@ -350,6 +365,7 @@ class _ShardedRank(_Rank):
 
     def _start_gather(self, index: int, level: int) -> None:
         unit = self._now[index]
+        # Input and output are allocated together; the input goes when the collective is done.
         if not unit.is_prefetched:
             more = unit.gather_input + unit.gather_output
             self.snap(f"gather of {self.units[index].name}", level, communication=more)
@@ -360,11 +376,13 @@ class _ShardedRank(_Rank):
         self._last = index
         if self._reshards[index]:
             self._hold_whole(self._now[index], False)
+        # The root's forward ends the pass.
         if index == len(self.units) - 1:
             self._hold_forward_gather(0)
 
     def _prefetch(self, event: ProbeEvent) -> None:
         """Of the unit whose forward was the one before, if it is not there."""
+        # A unit that runs twice (tied layers) has two predecessors, in reverse order.
         uses = self._before.get(event.unit)
         before = uses.pop() if uses else None
         if before is not None and self.layout.shard > 1 and not self._now[before].is_gathered:
@@ -374,9 +392,11 @@ class _ShardedRank(_Rank):
         """`post_backward`."""
         unit, level, gradients = self._now[event.unit], event.level, event.gradients
         what = f"reduction of {self.units[event.unit].name}"
+        # The new gradients are alive until they are added.
         if unit.whole_gradients:  # added to the sums
             self.snap(what, level, gradients=gradients)
             gradients = 0
+        # Before the reduction, so that parameters and the reduction's buffer are never both there.
         if self.strategy.reshard_each_micro_batch or is_last:
             self._hold_whole(unit, False)
         if not self.strategy.reduce_each_micro_batch and not is_last:
@@ -388,6 +408,7 @@ class _ShardedRank(_Rank):
         self._hold_whole_gradients(unit, 0)
         if not whole:
             return
+        # FSDP2 waits for the reduction before this one and frees its input, then allocates its own.
         self._hold_reduce_input(0)
         self.snap(what, level, gradients=whole, communication=unit.reduce_input)
         self._hold_reduce_input(unit.reduce_input)
@@ -403,6 +424,7 @@ class _ShardedRank(_Rank):
         if not is_last:  # summed on the device in float32
             self._hold_sharded_gradients(unit, rounded(unit.reduce_output * 4 / self.layout.reduce))
             return
+        # The copy to the host is asynchronous: its source lives until the event behind it, at most MAX_IN_FLIGHT units.
         leaving = unit.sharded_gradients or unit.reduce_output
         self._hold_sharded_gradients(unit, 0)
         self.held["gradients"] -= sum(self._leaving)
@@ -423,6 +445,7 @@ class _WholeRank(_Rank):
         super().__init__(units, probe, strategy, layout)
         parameters = [parameter for shape in units for parameter in shape.parameters]
         trainable = [parameter for parameter in parameters if parameter.trainable]
+        # `gradient_as_bucket_view`: gradients are views into the buckets, and there is no second copy.
         self._buckets = sum(rounded(p.numel * p.held) for p in trainable)
         self.held["parameters"] = sum(rounded(p.numel * p.held) for p in parameters) + probe.buffers
         self.held["optimizer"] = _optimizer_bytes(trainable, layout, resident=False)

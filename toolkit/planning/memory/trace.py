@@ -73,11 +73,13 @@ def trace(
         model = workload.model_copy()
         with FakeTensorMode(allow_non_fake_inputs=True), cuda_dropout(), host_copies(ledger):
             apply(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
+            # After `apply`: each rank makes its own shards alone.
             model.to_empty(device="cpu")
             objective = workload.objective(model)
             batch = workload.batch(micro_batch_size)
             for tensor in (*model.parameters(), *model.buffers(), *batch.values()):
                 ledger.see(tensor)
+            # Before the ledger opens, so that making the shards is not part of the peak.
             between = ledger.current
             _label_units(model, [path for unit in plan.blocks for path in unit.modules], ledger)
             with ledger:
@@ -86,6 +88,7 @@ def trace(
                     ledger.label = "forward"
                     loss = objective.loss_sum(model, batch)
                     ledger.label = "backward"
+                    # As Accelerate scales it: one more node above the loss.
                     torch.autograd.backward(loss * 1.0)
                     del loss
     return Traced(between, ledger.peak, ledger.peak_label, dict(counted), ledger.host_peak)
@@ -120,6 +123,7 @@ def _label_units(model: nn.Module, paths: list[str], ledger: Ledger) -> None:
 
 def _count(counted: Counter[str], func: Any, args: Any) -> None:
     namespace, _, name = func._schema.name.partition("::")
+    # The largest argument is the whole tensor: an all-gather's output, a reduce-scatter's input.
     if namespace in ("c10d", "_c10d_functional"):
         counted[COLLECTIVES.get(name, name)] += max((_bytes(value) for value in args), default=0)
 

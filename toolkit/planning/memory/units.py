@@ -58,7 +58,9 @@ def unit_shapes(model: nn.Module, plan: UnitPlan, mixed_precision: str) -> list[
 
 
 def _shape(parameter: torch.Tensor, mixed_precision: str) -> ParameterShape:
+    # FSDP2 shards along the first dimension; a scalar is one row.
     rows = parameter.shape[0] if parameter.ndim else 1
+    # `apply` makes float32 masters of what is trained; what is frozen stays as it was loaded.
     is_low = parameter.dtype in (torch.bfloat16, torch.float16)
     held = 4 if mixed_precision != "no" and parameter.requires_grad and is_low else parameter.element_size()
     return ParameterShape(rows, parameter.numel() // max(1, rows), parameter.requires_grad, held)

@@ -66,12 +66,14 @@ def _gpu(each: float) -> Hardware:
     device = torch.device("cuda")
     name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
     known = _as_reached(preset_of_device(name) or presets()["h100_sxm"])
+    # One GPU has nobody to gather from: the data sheet's figure stays.
     link = _all_gather_rate("cuda", count) if count > 1 else None
     peak = {dtype: _matmul_rate(device, dtype, each) for dtype in DTYPES}
     return _profile(
         known,
         name=f"{CALIBRATED} {name}",
         memory_bytes=torch.cuda.mem_get_info()[1],
+        # The tensor cores of every GPU since Ampere take both at the same rate.
         peak_flops=peak | {"float16": peak["bfloat16"]},
         memory_bandwidth=_copy_rate(torch.empty(COPY_BYTES["cuda"], dtype=torch.uint8, device=device), None, each),
         host_link_bandwidth=_host_link_rate(device, each),
@@ -89,6 +91,7 @@ def _cpu(each: float, ranks: int, cores: int) -> Hardware:
     adam = _adam_rate(each)
     link = _all_gather_rate("cpu", max(2, ranks)) if cores > 1 else known.link_bandwidth
     before = torch.get_num_threads()
+    # As the launcher gives each rank its share of the cores.
     torch.set_num_threads(cores // ranks)
     try:
         peak = {dtype: _matmul_rate(device, dtype, each) for dtype in DTYPES}
@@ -99,6 +102,7 @@ def _cpu(each: float, ranks: int, cores: int) -> Hardware:
         name=f"{CALIBRATED} {platform.processor() or platform.machine()}, {cores // ranks} of {cores} cores",
         memory_bytes=psutil.virtual_memory().total // ranks,
         peak_flops=known.peak_flops | peak,
+        # All ranks draw on the same DRAM at the same time, and "PCIe" is a copy inside it.
         memory_bandwidth=copies / ranks,
         link_bandwidth=link,
         host_link_bandwidth=copies / ranks,
@@ -135,6 +139,7 @@ def _profile(known: Hardware, **measured: object) -> Hardware:
 def _best(run: Callable[[], object], seconds: float) -> float:
     """Seconds of the fastest of the runs; others only show what else the machine does."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    # The minimum, as noise on a shared machine only ever adds.
     return min(timer.blocked_autorange(min_run_time=seconds).times)
 
 
@@ -175,6 +180,7 @@ def _adam_rate(seconds: float, numel: int = 2**23) -> float:
 def _all_gather_rate(device_type: str, ranks: int) -> float | None:
     """Bytes that a rank sends per second in an all-gather of ranks on this machine; None where it fails."""
     with tempfile.TemporaryDirectory() as folder:
+        # A file to meet at needs no free port.
         command = [sys.executable, "-m", "toolkit.planning.time.collectives", device_type, str(ranks), folder]
         processes = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # noqa: S603

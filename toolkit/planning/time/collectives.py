@@ -27,9 +27,11 @@ def all_gather_rate(device_type: str, ranks: int, folder: Path, rank: int) -> fl
         torch.cuda.set_device(rank)
     backend = "nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
+    # One buffer for all timings: allocating is no part of a collective.
     mine = torch.empty(GATHERED_BYTES[device_type] // ranks, dtype=torch.uint8, device=device_type)
     whole = torch.empty(mine.numel() * ranks, dtype=torch.uint8, device=device_type)
     timer = Timer("run()", globals={"run": lambda: dist.all_gather_into_tensor(whole, mine)})
+    # The first call builds the communicator.
     timer.timeit(2)
     best = min(timer.timeit(1).mean for _ in range(5))
     dist.destroy_process_group()

@@ -87,6 +87,7 @@ class Hardware:
 
 
 def _reached(efficiency: Efficiency, quantile: Quantile) -> float:
+    # A low time is what a high efficiency gives.
     low, mid, high = efficiency
     return {"low": high, "mid": mid, "high": low}[quantile]
 
@@ -132,6 +133,7 @@ def hardware_of(
             continue
         if not (math.isfinite(value) and value > 0):
             raise BadInputError(f"{option}: {value}; allowed: a number above 0")
+        # GiB and counts are whole, GB/s are not.
         changes[attribute] = int(value * unit) if isinstance(unit, int) else value * unit
     return dataclasses.replace(_named(name), **changes)
 
@@ -195,6 +197,7 @@ def _preset(name: str, values: dict[str, Any], efficiencies: dict[str, Any]) -> 
 def preset_of_device(device_name: str) -> Hardware | None:
     """The preset of a device by the name that `torch.cuda.get_device_name` gives; None: there is none."""
     for name, values in _data()["presets"].items():
+        # In the order of the file: A100-SXM4-40GB stands before A100, which is part of its name.
         if any(part in device_name for part in values["device_names"]):
             return presets()[name]
     return None

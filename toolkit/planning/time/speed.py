@@ -122,6 +122,8 @@ class _Group:
 
     def seconds(self, size: float, hardware: Hardware, quantile: Quantile) -> float:
         """One pass of `size` bytes, all tensors whole, around the group: an all-gather or a reduce-scatter."""
+        # Each of N ranks sends (N - 1) / N of the whole around a ring. Of n nodes each passes on (n - 1) / n, and the
+        # groups that begin on a node share its cards; both go on at once, so the slower bounds.
         link = hardware.transfer(hardware.link_bandwidth, quantile)
         network = hardware.transfer(hardware.network_bandwidth, quantile)
         nodes = -(-self.ranks // self.local)
@@ -132,6 +134,7 @@ class _Group:
 
 def shard_group(mesh: MeshShape, devices_per_node: int) -> _Group:
     """Ranks that follow each other."""
+    # Shard groups are the inner axis of the mesh: neighbours, on one node as far as it goes.
     local = min(mesh.shard, devices_per_node)
     on_node = min(mesh.shard * mesh.replicate, devices_per_node)
     return _Group(mesh.shard, local, max(1, on_node // local))
@@ -139,6 +142,7 @@ def shard_group(mesh: MeshShape, devices_per_node: int) -> _Group:
 
 def replica_group(mesh: MeshShape, devices_per_node: int) -> _Group:
     """Ranks that are `mesh.shard` apart."""
+    # One of each shard group: on one node only where a node holds several groups.
     local = max(1, min(mesh.replicate, devices_per_node // mesh.shard))
     on_node = min(mesh.shard * mesh.replicate, devices_per_node)
     return _Group(mesh.replicate, local, max(1, on_node // local))
@@ -227,6 +231,7 @@ class _Job:
         in_backward = whole["all_gather"] - traffic.forward_all_gather
         last = shard.seconds(traffic.last_reduce, hardware, quantile) if traffic.reduce_passes else 0.0
         if whole["all_reduce"] and not self.strategy.sharded:
+            # An all-reduce is a reduce-scatter and an all-gather.
             last = 2 * replica.seconds(traffic.last_reduce, hardware, quantile)
         return _Communication(
             forward=shard.seconds(traffic.forward_all_gather, hardware, quantile),
@@ -243,8 +248,10 @@ class _Job:
         gathers = self.traffic.gather_passes
         exposed = 0.0
         if gathers:
+            # The first gather has nothing to hide behind; of the others, what takes longer than the forward.
             exposed += gathers * (sent.first + _excess(sent.forward / gathers - sent.first, forward))
         gathers_again = gathers if sent.backward else 0
+        # Backwards that reduce are the last ones: of zero1 the last alone.
         for i in range(1, self.accumulation + 1):  # from the last micro-batch
             is_reduced = i <= self.traffic.reduce_passes
             busy = sent.backward / gathers_again if i <= gathers_again else 0.0
@@ -257,11 +264,13 @@ class _Job:
     def device_step(self, quantile: Quantile) -> float:
         """Adam over the state that is on the device."""
         share = 1.0 if self.offload is None else self.offload.device_share
+        # Adam does a dozen FLOPs per 28 bytes: memory bounds it on every device.
         return ADAM_BYTES * share * self.traffic.trainable / self.hardware.memory(quantile)
 
     def host(self, offload: OffloadPlan, quantile: Quantile) -> _Host:
         hardware, traffic = self.hardware, self.traffic
         ranks_on_node = min(self.mesh.shard * self.mesh.replicate, hardware.devices_per_node)
+        # The ranks of a node step at the same time, out of the same DRAM.
         dram = hardware.transfer(hardware.host_memory_bandwidth, quantile) / ranks_on_node
         pcie = hardware.transfer(hardware.host_link_bandwidth, quantile)
         in_16_bits = self.mesh.shard * self.mesh.replicate == 1 and self.accumulation == 1 and self.dtype != "float32"
@@ -285,9 +294,11 @@ class _Job:
         if self.offload is None:
             return 0.0
         host = self.host(self.offload, quantile)
+        # The next forward cannot start before its first unit has been stepped and copied back.
         first = host.edge * (host.step + host.to_device)
         if self.offload.during_backward:
             return max(first, max(host.busy, host.to_host) - backward)
+        # The gradient that comes last leaves after the end of backward.
         last_copy = host.edge * host.gradients
         return last_copy + _excess(host.gradients - last_copy, backward) + max(first, host.busy - forward)
 

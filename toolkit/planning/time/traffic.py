@@ -105,6 +105,7 @@ def traffic(
         reduce_bytes: of an element as it is reduced.
         offload: None: optimizer state is on the device.
     """
+    # Numbers alone, so that the tests can compare with counts of the real collectives, byte by byte.
     shard, replicate = mesh.shard, mesh.replicate
     sizes = [_sized(unit, shard, compute_bytes) for unit in units]
     trainable = sum(unit.trainable for unit in sizes)
@@ -117,6 +118,7 @@ def traffic(
         "all_reduce": reduce_bytes * trainable // shard if replicate > 1 else 0,
     }
     is_reduced = shard * replicate > 1
+    # After a reduction, or summed over micro-batches, a gradient is float32; alone it is as backward made it.
     to_device, to_host = _host_link(trainable // shard, compute_bytes or 4, is_reduced or accumulation > 1, offload)
     return Traffic(
         all_gather=whole["all_gather"] * (shard - 1) // shard,
@@ -179,6 +181,7 @@ class _Gathers:
 
 def _gathers(units: Sequence[_SentUnit], strategy: Strategy, accumulation: int) -> _Gathers:
     """`accumulation` 0: nothing is sharded."""
+    # zero1 and zero2 keep what the first micro-batch has gathered until the step.
     passes = accumulation if strategy.reshard_each_micro_batch else min(accumulation, 1)
     forward = [unit for unit in units if unit.gathered]
     again = _gathered_in_backward(forward) if strategy.reshard_each_micro_batch else []
@@ -193,6 +196,7 @@ def _gathers(units: Sequence[_SentUnit], strategy: Strategy, accumulation: int) 
 def _gathered_in_backward(units: Sequence[_SentUnit]) -> list[_SentUnit]:
     """The resharded units that backward comes to, and the one before them, which FSDP2 prefetches for nothing."""
     order = _forward_order(units)
+    # Backward ends at the first unit that is trained: with LoRA or frozen layers the ones before it are not gathered.
     first = next((i for i, unit in enumerate(order) if unit.trainable), len(order))
     return [unit for unit in order[max(0, first - 1) :] if unit.reshard_after_forward]
 
@@ -217,6 +221,7 @@ def _calls(
     units: Sequence[_SentUnit], strategy: Strategy, gathers: _Gathers, reduce_passes: int, all_reduce: int
 ) -> dict[str, int]:
     reducing = sum(unit.trainable > 0 for unit in units)
+    # DDP reduces by buckets, FSDP2 a replica group's shards by units.
     buckets = math.ceil(all_reduce / DDP_BUCKET_BYTES)
     return {
         "all_gather": gathers.calls,
