@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toolkit.planning.memory.units import ParameterShape, UnitShape
 from toolkit.planning.time.roofline import Operator, Work, record
 from toolkit.planning.time.speed import ModelSegment
-from toolkit.sharding.units import UnitKind
+from toolkit.sharding.unit_plan import UnitKind
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,9 @@ def toolkit(strategy: str, kind: str, precision: str) -> tuple[list[float], dict
     from toolkit import sharding_kwargs
     from toolkit.objectives import head_loss
     from toolkit.objectives.causal_lm import CausalLM
-    from toolkit.sharding.apply import Checkpointing, whole_tensor
+    from toolkit.sharding.checkpointing import Checkpointing
     from toolkit.sharding.plugin import accumulation_plugin, reset_accelerate
+    from toolkit.sharding.shards import whole_tensor
 
     meet()
     reset_accelerate()

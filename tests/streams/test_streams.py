@@ -93,7 +93,7 @@ def reduced_gradients(accumulation: int) -> set[str]:
     fakes = {"Stream": Stream, "Event": Event, "stream": entered, "current_stream": lambda *_: Stream.current}
     for name, fake in fakes.items():
         setattr(torch.cpu, name, fake)
-    from toolkit.sharding.apply import _ReduceScatter
+    from toolkit.sharding.gloo import _ReduceScatter
 
     mode, allocate = Reuse(), _ReduceScatter.allocate
 

@@ -37,7 +37,7 @@ from toolkit.model.adapters import (
 )
 from toolkit.model.load import auto_class
 from toolkit.places import GIB
-from toolkit.sharding.apply import shard_chunk, shard_group, state_once
+from toolkit.sharding.shards import shard_chunk, shard_group, state_once
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of logits after reloading, as a share of the largest logit, by exported type."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import first_line
 from toolkit.model.adapters import has_adapter, trained_names
-from toolkit.sharding.apply import beside, local_tensor, state_once
+from toolkit.sharding.shards import beside, local_tensor, state_once
 
 MODEL = "model."
 """Before the names of the model's tensors; the optimizer's begin with `optimizer.`"""

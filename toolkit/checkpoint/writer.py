@@ -38,7 +38,7 @@ from toolkit.checkpoint.manifest import (
 from toolkit.checkpoint.state import described, first_failure, host_copy
 from toolkit.errors import ToolkitError, first_line
 from toolkit.recipe.schema import CheckpointSection
-from toolkit.sharding.apply import local_tensor
+from toolkit.sharding.shards import local_tensor
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import BadInputError, first_line
 from toolkit.recipe.schema import AdapterSection
-from toolkit.sharding.apply import state_once
+from toolkit.sharding.shards import state_once
 
 PREFIX = "base_model.model."
 """What peft puts before the names of the model's parameters."""

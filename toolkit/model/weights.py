@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
-from toolkit.sharding.apply import KeepsMasters, shard_rows
+from toolkit.sharding.apply import KeepsMasters
+from toolkit.sharding.shards import shard_rows
 
 Rows = slice
 """Rows of a tensor's first dimension."""

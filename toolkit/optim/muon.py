@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.sharding.apply import local_tensor, row_counts, shard_group
+from toolkit.sharding.shards import local_tensor, row_counts, shard_group
 
 
 class Muon(torch.optim.AdamW):

@@ -17,7 +17,7 @@ from toolkit.planning.setup import Setup, smaller_setups
 from toolkit.planning.time.hardware import Hardware, preset_of_device, presets
 from toolkit.planning.workload import workload_of_model
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.apply import Checkpointing
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.offload.host import free_host_bytes
 from toolkit.sharding.strategy import MeshShape, Strategy
 

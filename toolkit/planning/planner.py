@@ -17,7 +17,7 @@ from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
 from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic
 from toolkit.planning.workload import Workload
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.apply import Checkpointing
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.offload.host import plan_host
 from toolkit.sharding.offload.state import STAGING_BUFFERS
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from toolkit.errors import BadInputError
 from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.apply import Checkpointing
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import OFFLOAD, STRATEGIES, MeshShape, Strategy
 
 

@@ -13,7 +13,7 @@ from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.workload import workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AdapterSection
-from toolkit.sharding.apply import Checkpointing
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy
 
 MICRO_BATCHES = 4

@@ -18,7 +18,8 @@ from accelerate.tracking import get_available_trackers
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import OFFLOAD_DETAILS
-from toolkit.sharding.apply import PRECISIONS, Checkpointing
+from toolkit.sharding.apply import PRECISIONS
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.offload import OffloadSettings
 from toolkit.sharding.plugin import (

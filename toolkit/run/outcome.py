@@ -26,7 +26,7 @@ from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.plugin import (
     ShardingPlugin,
 )
-from toolkit.sharding.units import UnitPlan
+from toolkit.sharding.unit_plan import UnitPlan
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.accelerator import checkpointing_of, compilation_of
 from toolkit.run.leaks import check_leaks
-from toolkit.sharding.apply import Checkpointing, prepare_blocks
+from toolkit.sharding.apply import prepare_blocks
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.plugin import (
     ShardingPlugin,

@@ -1,6 +1,6 @@
 """The sharding backend: strategy, units, and what Accelerate sees of them."""
 
-from toolkit.sharding.apply import Checkpointing, checkpoint_blocks
+from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
 from toolkit.sharding.memory import MemoryReport, memory_report
 from toolkit.sharding.offload import OffloadSettings

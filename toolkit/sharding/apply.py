@@ -5,27 +5,22 @@ Reference: torch.distributed.fsdp.fully_shard (FSDP2, per-parameter sharding).
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor
 
-from toolkit.sharding import gloo as pairwise
+from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
 from toolkit.sharding.fsdp import forget_uncalled_modules, sharded_modules
+from toolkit.sharding.gloo import communicate
+from toolkit.sharding.shards import shard_rows
 from toolkit.sharding.strategy import Strategy
-from toolkit.sharding.units import UnitPlan
+from toolkit.sharding.unit_plan import UnitPlan
 
 PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,34 +48,6 @@ def precision_policies(
     return unit, root
 
 
-@dataclass(frozen=True)
-class Checkpointing:
-    """Activation checkpointing of the blocks (Chen et al., arXiv 1604.06174).
-
-    Attributes:
-        every: checkpoint every n-th block; 1: all.
-        offload: keep the checkpointed inputs in host memory.
-    """
-
-    every: int
-    offload: bool = False
-
-
-def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpointing) -> None:
-    """Makes blocks keep their inputs alone and run again in backward, with the same random numbers.
-
-    The forward itself is wrapped, below FSDP2's hooks: the unit's parameters are gathered once for the
-    second forward and the backward, and no parameter changes its name.
-    """
-    paths = [path for unit in plan.blocks for path in unit.modules]
-    for path in paths[:: checkpointing.every]:
-        block = model.get_submodule(path)
-        block.forward = _checkpointed(block.forward, checkpointing.offload)
-    config: Any = getattr(model, "config", None)
-    if config is not None:
-        config.use_cache = False  # the second forward would append to the cache again
-
-
 def prepare_blocks(
     model: nn.Module, plan: UnitPlan, checkpointing: Checkpointing | None, compilation: Compilation | None
 ) -> None:
@@ -89,18 +56,6 @@ def prepare_blocks(
         compile_blocks(model, plan, compilation)
     if checkpointing is not None:
         checkpoint_blocks(model, plan, checkpointing)
-
-
-def _checkpointed(forward: Callable[..., Any], offload: bool) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        pin = torch.cuda.is_available()
-        with torch.autograd.graph.save_on_cpu(pin_memory=pin) if offload else contextlib.nullcontext():
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
-
-    return run
 
 
 def apply(
@@ -152,7 +107,7 @@ def apply(
             mp_policy=root_policy if unit.kind == "root" else unit_policy,
             reshard_after_forward=strategy.reshard_each_micro_batch and unit.reshard_after_forward,
         )
-        _communicate(model.get_submodule(unit.modules[0]))
+        communicate(model.get_submodule(unit.modules[0]))
     keep_master = offload(model) if offload is not None else None
     if keep_master is not None:
         _hand_over(model, originals, keep_master)
@@ -173,26 +128,6 @@ def _prefetch(model: nn.Module, plan: UnitPlan, depth: int) -> None:
     for number, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + depth])
         block.set_modules_to_backward_prefetch(blocks[max(0, number - depth) : number][::-1])
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def state_once(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state, every parameter once, under its first name, then the persistent buffers.
-
-    Holds the float32 masters where the optimizer state is offloaded.
-    """
-    state = model.state_dict()
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    return {name: state[name] for name in names if name in state}
-
-
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full value of a DTensor, gathered on every rank; a plain tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _hold_masters_in_float32(model: nn.Module) -> None:
@@ -223,48 +158,6 @@ def _hand_over(model: nn.Module, originals: dict[str, torch.Tensor], keep_master
         if original is not None and not original.is_meta:
             assert isinstance(parameter, DTensor)
             keep_master(name, original[shard_rows(parameter)] if original.ndim else original)
-
-
-def shard_chunk(parameter: DTensor) -> int:
-    """Rows of dimension 0 in one shard, padding included: ceil(rows / F)."""
-    return -(-parameter.shape[0] // parameter.device_mesh.size(_shard_axis(parameter)))
-
-
-def shard_rows(parameter: DTensor) -> slice:
-    """The rows of dimension 0 that this rank holds: chunks of ceil(rows / F), as `torch.chunk` cuts them."""
-    position = parameter.device_mesh.get_local_rank(_shard_axis(parameter))
-    chunk, num_rows = shard_chunk(parameter), parameter.shape[0]
-    return slice(min(position * chunk, num_rows), min((position + 1) * chunk, num_rows))
-
-
-def row_counts(parameter: DTensor) -> list[int]:
-    """The rows of dimension 0 that each rank of the shard group holds."""
-    chunk, num_rows = shard_chunk(parameter), parameter.shape[0]
-    num_shards = parameter.device_mesh.size(_shard_axis(parameter))
-    return [min(chunk, max(0, num_rows - position * chunk)) for position in range(num_shards)]
-
-
-def shard_group(parameter: DTensor) -> dist.ProcessGroup:
-    """The ranks that hold the shards of one copy of the parameter."""
-    return parameter.device_mesh.get_group(_shard_axis(parameter))
-
-
-def _shard_axis(parameter: DTensor) -> int:
-    return next(i for i, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
-
-
-def beside(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """`local` as this rank's part of a tensor that is sharded as `parameter` is, wherever `local` lies.
-
-    `DTensor.from_local` would move it to the mesh's device; FSDP2's own host offload holds such tensors
-    too, and torch's state dict functions gather them.
-    """
-    spec = DTensorSpec(
-        parameter.device_mesh,
-        parameter.placements,
-        tensor_meta=TensorMeta(parameter.shape, parameter.stride(), local.dtype),
-    )
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _follow_accumulation(model: nn.Module, strategy: Strategy, is_last_micro_batch: Callable[[], bool]) -> None:
@@ -301,62 +194,3 @@ def _reshard_after_evaluation(model: nn.Module) -> None:
                 forget_uncalled_modules(unit)
 
     model.register_forward_hook(after_forward)
-
-
-class _AllGather(DefaultAllGather):
-    """FSDP2's, but over gloo from each rank to each; may be held up before it reads the shards.
-
-    `allocate` runs on the stream that copies the shards in, just before it does, whoever asked for the
-    gather: the unit's own forward, a prefetch, backward or `unshard`.
-    """
-
-    def __init__(self, wait: Callable[[], None] | None = None) -> None:
-        self._wait = wait
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self._wait is not None:
-            self._wait()
-        return super().allocate(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        if not _over_gloo(output_tensor, group):
-            return super().__call__(output_tensor, input_tensor, group, async_op)
-        pairwise.all_gather(output_tensor, input_tensor, group)
-        return None
-
-
-class _ReduceScatter(DefaultReduceScatter):
-    """FSDP2's, but over gloo from each rank to each."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        if not _over_gloo(output_tensor, group) or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        pairwise.reduce_scatter(output_tensor, input_tensor, group)
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())
-        return None
-
-
-def _over_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    return tensor.device.type == "cpu" and dist.get_backend(group) == dist.Backend.GLOO
-
-
-def _communicate(module: nn.Module) -> None:
-    """Has the module's unit communicate by the classes above."""
-    assert isinstance(module, FSDPModule)
-    module.set_custom_all_gather(_AllGather())
-    module.set_custom_reduce_scatter(_ReduceScatter())
-
-
-def gate_all_gather(module: FSDPModule, wait: Callable[[], None]) -> None:
-    """Calls `wait` before every all-gather of the module's unit reads the shards."""
-    module.set_custom_all_gather(_AllGather(wait))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.sharding.units import UnitPlan
+from toolkit.sharding.unit_plan import UnitPlan
 
 
 @dataclass

@@ -8,8 +8,14 @@ Optimization of Collective Communication Operations in MPICH). docs/log.md has t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 
 def all_gather(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -53,3 +59,62 @@ def _exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], group:
     for work in pending:
         assert work is not None  # this rank is in the group
         work.wait()
+
+
+class _AllGather(DefaultAllGather):
+    """FSDP2's, but over gloo from each rank to each; may be held up before it reads the shards.
+
+    `allocate` runs on the stream that copies the shards in, just before it does, whoever asked for the
+    gather: the unit's own forward, a prefetch, backward or `unshard`.
+    """
+
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = wait
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._wait is not None:
+            self._wait()
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if not _over_gloo(output_tensor, group):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        all_gather(output_tensor, input_tensor, group)
+        return None
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    """FSDP2's, but over gloo from each rank to each."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        if not _over_gloo(output_tensor, group) or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        reduce_scatter(output_tensor, input_tensor, group)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+        return None
+
+
+def _over_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    return tensor.device.type == "cpu" and dist.get_backend(group) == dist.Backend.GLOO
+
+
+def communicate(module: nn.Module) -> None:
+    """Has the module's unit communicate by the classes above."""
+    assert isinstance(module, FSDPModule)
+    module.set_custom_all_gather(_AllGather())
+    module.set_custom_reduce_scatter(_ReduceScatter())
+
+
+def gate_all_gather(module: FSDPModule, wait: Callable[[], None]) -> None:
+    """Calls `wait` before every all-gather of the module's unit reads the shards."""
+    module.set_custom_all_gather(_AllGather(wait))

@@ -41,7 +41,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.errors import BadInputError
-from toolkit.sharding.apply import Checkpointing, KeepsMasters, apply, precision_policies
+from toolkit.sharding.apply import KeepsMasters, apply, precision_policies
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect, parse_offload
 from toolkit.sharding.strategy import (
@@ -53,7 +54,8 @@ from toolkit.sharding.strategy import (
     mesh_shape,
     parse_strategy,
 )
-from toolkit.sharding.units import UnitPlan, plan_units
+from toolkit.sharding.unit_plan import UnitPlan
+from toolkit.sharding.units import plan_units
 from toolkit.sharding.unused import UsedParameters, drop_unused_gradients
 
 SUPPORTED_VERSIONS = {"torch": ">=2.11,<2.14", "accelerate": ">=1.13,<1.16"}

@@ -29,73 +29,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import groupby
-from typing import Literal
 
 from torch import nn
 
 from toolkit.errors import UnitError
-
-UnitKind = Literal["block", "embeddings", "tail", "root"]
+from toolkit.sharding.unit_plan import Unit, UnitKind, UnitPlan
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 BLOCK_BASE = "GradientCheckpointingLayer"  # compared by name: transformers is not imported here
 MIN_SHARE = 0.2  # of the parameters outside the vocabulary; a smaller list may stay in the root
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one `fully_shard` call groups and gathers together.
-
-    Attributes:
-        name: dotted path of a block (the first, where several share parameters), or the kind.
-        modules: dotted paths handed to the call, in this order; the root's is `("",)`.
-        class_name: the classes of these modules, each once, joined with `+`.
-        num_parameters: parameters that no earlier unit owns, shared ones counted once.
-        num_bytes: their size in the types they have now.
-        reshard_after_forward: False for tail and root, which backward needs again at once.
-    """
-
-    name: str
-    kind: UnitKind
-    modules: tuple[str, ...]
-    class_name: str
-    num_parameters: int
-    num_bytes: int
-    reshard_after_forward: bool
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """The units of a model in the order in which `fully_shard` is applied; the root is the last."""
-
-    units: tuple[Unit, ...]
-
-    @property
-    def blocks(self) -> tuple[Unit, ...]:
-        return tuple(unit for unit in self.units if unit.kind == "block")
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(unit.num_parameters for unit in self.units)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(unit.num_bytes for unit in self.units)
-
-    def groups(self) -> list[tuple[str, list[Unit]]]:
-        """Units under a name; blocks of one class that follow each other go together: `model.layers.0..31`."""
-        runs = groupby(enumerate(self.units), key=lambda numbered: _run_key(*numbered))
-        groups = [[unit for _, unit in run] for _, run in runs]
-        return [(_pattern(group), group) for group in groups]
-
-    def table(self) -> str:
-        """The plan as text, a row for each of `groups`."""
-        rows = [("unit", "class", "count", "parameters", "bytes")]
-        rows += [_row(name, units[0].class_name, units) for name, units in self.groups()]
-        rows.append(_row("total", "", self.units))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        return "\n".join(_aligned(row, widths) for row in rows)
 
 
 def plan_units(model: nn.Module, unit_classes: Sequence[str] | None = None) -> UnitPlan:
@@ -447,41 +389,6 @@ def _measured(tree: _Tree, drafts: Sequence[_Draft]) -> Iterator[Unit]:
             num_bytes=sum(p.numel() * p.element_size() for p in own),
             reshard_after_forward=draft.kind in ("block", "embeddings"),
         )
-
-
-def _run_key(position: int, unit: Unit) -> tuple[object, ...]:
-    """Equal for blocks of one class and one list whose numbers follow each other."""
-    prefix, _, number = unit.name.rpartition(".")
-    is_numbered = unit.kind == "block" and number.isdecimal() and len(unit.modules) == 1
-    return (prefix, unit.class_name, position - int(number)) if is_numbered else (unit.name,)
-
-
-def _pattern(group: Sequence[Unit]) -> str:
-    first, last = group[0], group[-1]
-    if len(group) > 1:
-        return f"{first.name}..{last.name.rpartition('.')[2]}"
-    more = len(first.modules) - 1 if first.kind == "block" else 0
-    return f"{first.name} (+{more} sharing)" if more else first.name
-
-
-def _row(name: str, class_name: str, units: Sequence[Unit]) -> tuple[str, str, str, str, str]:
-    num_parameters = sum(unit.num_parameters for unit in units)
-    num_bytes = sum(unit.num_bytes for unit in units)
-    return name, class_name, str(len(units)), f"{num_parameters:,}", _readable(num_bytes)
-
-
-def _readable(num_bytes: int) -> str:
-    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{num_bytes} B" if units[0] == "B" else f"{size:.2f} {units[0]}"
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    texts = [text.ljust(width) for text, width in zip(row[:2], widths[:2], strict=True)]
-    numbers = [text.rjust(width) for text, width in zip(row[2:], widths[2:], strict=True)]
-    return "  ".join([*texts, *numbers])
 
 
 def _no_block_message(tree: _Tree) -> str:

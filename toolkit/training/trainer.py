@@ -20,8 +20,8 @@ from toolkit.data.samples import Batch
 from toolkit.errors import StoppedError, TrainingError
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.schema import TrainingSection
-from toolkit.sharding.apply import whole_tensor
 from toolkit.sharding.offload import engine_of
+from toolkit.sharding.shards import whole_tensor
 from toolkit.training.garbage import collect_at, collected_by_step
 from toolkit.training.metrics import Metrics
 from toolkit.training.profile import DATA, UPDATE, StepProfile, label

@@ -28,8 +28,8 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries, release
 from toolkit.run.facts import facts_of
 from toolkit.run.parts import Parts, build_parts
-from toolkit.sharding import apply
-from toolkit.sharding.apply import local_tensor, state_once
+from toolkit.sharding import checkpointing
+from toolkit.sharding.shards import local_tensor, state_once
 from toolkit.training.metrics import Metrics
 from toolkit.training.trainer import Trainer
 from toolkit.verify.plain import is_felt, set_dropout
@@ -140,12 +140,12 @@ def _direct_blocks() -> Iterator[list[str]]:
         del kwargs["use_reentrant"], kwargs["preserve_rng_state"]
         return forward(*args, **kwargs)
 
-    stock = vars(apply)["checkpoint"]
-    vars(apply)["checkpoint"] = direct  # what `checkpoint_blocks` has the blocks call
+    stock = vars(checkpointing)["checkpoint"]
+    vars(checkpointing)["checkpoint"] = direct  # what `checkpoint_blocks` has the blocks call
     try:
         yield calls
     finally:
-        vars(apply)["checkpoint"] = stock
+        vars(checkpointing)["checkpoint"] = stock
 
 
 def _gradients(accelerator: Accelerator, parts: Parts, batch: Batch, seed: int) -> list[torch.Tensor]:

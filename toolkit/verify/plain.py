@@ -20,7 +20,7 @@ from toolkit.optim.build import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.parts import build_windows, require_room
-from toolkit.sharding.apply import local_tensor
+from toolkit.sharding.shards import local_tensor
 from toolkit.verify.launch import Launch
 from toolkit.verify.packing import packing_row
 from toolkit.verify.results import Outcome, PlainRun, Row

@@ -26,7 +26,7 @@ from toolkit.planning.table import Plan, plan
 from toolkit.planning.time.hardware import Hardware, hardware_of
 from toolkit.planning.workload import workload_of
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.apply import Checkpointing
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 LAYERS, HIDDEN, INNER, VOCABULARY, LENGTH = 6, 64, 160, 2048, 128

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import build_plugins
-from toolkit.sharding.apply import Checkpointing, checkpoint_blocks
+from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
 from toolkit.sharding.plugin import ShardingPlugin
 from toolkit.sharding.units import plan_units

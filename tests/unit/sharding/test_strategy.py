@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.errors import BadInputError
 from toolkit.sharding import plugin
-from toolkit.sharding.apply import Checkpointing
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, accumulation_plugin, resolve_strategy, sharding_kwargs
 from toolkit.sharding.strategy import STRATEGIES, mesh_shape, parse_strategy
 

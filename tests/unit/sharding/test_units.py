@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UnitError
-from toolkit.sharding.units import UnitPlan, plan_units
+from toolkit.sharding.unit_plan import UnitPlan
+from toolkit.sharding.units import plan_units
 
 VOCABULARY = 64
 DECODER = {

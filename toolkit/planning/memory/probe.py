@@ -25,8 +25,10 @@ from toolkit.model.fake_tensors import FakeTensorMode
 from toolkit.planning.memory.fake import Ledger, cuda_dropout, host_copies, tree_map_only
 from toolkit.planning.time.roofline import Operator, Work, record
 from toolkit.planning.workload import Workload
-from toolkit.sharding.apply import PRECISIONS, Checkpointing, checkpoint_blocks, precision_policies
-from toolkit.sharding.units import UnitPlan, owned_parameters, plan_units
+from toolkit.sharding.apply import PRECISIONS, precision_policies
+from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
+from toolkit.sharding.unit_plan import UnitPlan
+from toolkit.sharding.units import owned_parameters, plan_units
 
 NO_WORK = Work()
 

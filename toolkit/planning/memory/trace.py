@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from toolkit.model.fake_tensors import FakeTensorMode
 from toolkit.planning.memory.fake import Ledger, cuda_dropout, fake_ranks, host_copies, tree_map_only
 from toolkit.planning.workload import Workload
-from toolkit.sharding.apply import Checkpointing, apply
+from toolkit.sharding.apply import apply
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import MeshShape, Strategy
 from toolkit.sharding.units import plan_units
 

@@ -9,7 +9,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from toolkit.sharding.units import UnitKind, UnitPlan, owned_parameters
+from toolkit.sharding.unit_plan import UnitKind, UnitPlan
+from toolkit.sharding.units import owned_parameters
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Literal
 
 from toolkit.planning.memory.units import UnitShape
 from toolkit.sharding.strategy import MeshShape, Strategy
-from toolkit.sharding.units import UnitKind
+from toolkit.sharding.unit_plan import UnitKind
 
 HostExecutor = Literal["cpu_fused", "cpu_torch", "device_stream"]
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, TrainingError, first_line
-from toolkit.sharding.apply import gate_all_gather, local_tensor, shard_group
+from toolkit.sharding.gloo import gate_all_gather
 from toolkit.sharding.offload.capture import Capture, wait_for_landing
 from toolkit.sharding.offload.executors import Executor, Resident, Staging, UnitStep
 from toolkit.sharding.offload.probe import choose, default_threads, make_executor
@@ -29,6 +29,7 @@ from toolkit.sharding.offload.settings import OffloadSettings, hyper_parameters,
 from toolkit.sharding.offload.state import OffloadedState, require_types
 from toolkit.sharding.offload.units import OffloadedUnit, read_units
 from toolkit.sharding.offload.worker import Worker
+from toolkit.sharding.shards import local_tensor, shard_group
 from toolkit.sharding.unused import UsedParameters
 
 CHECK_SECONDS = 1.0

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.sharding.apply import local_tensor, shard_chunk
 from toolkit.sharding.fsdp import fsdp_units
+from toolkit.sharding.shards import local_tensor, shard_chunk
 
 
 @dataclass(eq=False)

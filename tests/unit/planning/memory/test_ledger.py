@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from toolkit.planning.memory.fake import Ledger
 from toolkit.planning.workload import Workload
-from toolkit.sharding.apply import Checkpointing, checkpoint_blocks
+from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.units import plan_units
 
 KINDS = ("llama", "qwen2", "qwen3", "gpt2", "t5", "mixtral", "bert")

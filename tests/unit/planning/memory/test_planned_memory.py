@@ -16,7 +16,7 @@ from toolkit.planning.memory.replay import Memory, MemoryLayout, replay
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload
-from toolkit.sharding.apply import Checkpointing
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 CONFIGURATIONS = 60

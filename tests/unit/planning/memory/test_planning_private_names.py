@@ -28,7 +28,7 @@ def test_private_modules_are_named_in_few_files() -> None:
     assert naming == {
         "model/fake_tensors.py",
         "planning/memory/fake.py",
-        "sharding/apply.py",
+        "sharding/gloo.py",
         "sharding/compiling.py",
     }
 

@@ -24,7 +24,7 @@ from toolkit.planning.memory.replay import MemoryLayout, replay
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import UNMASKED, Workload
-from toolkit.sharding.apply import Checkpointing
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 from toolkit.sharding.units import plan_units
 

@@ -26,9 +26,10 @@ from toolkit.planning.memory.replay import Memory, MemoryLayout, replay
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload
 from toolkit.sharding import apply
-from toolkit.sharding.apply import Checkpointing
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy
-from toolkit.sharding.units import UnitPlan, plan_units
+from toolkit.sharding.unit_plan import UnitPlan
+from toolkit.sharding.units import plan_units
 
 GIB = 2**30
 VOCABULARY, TOKENS, HEADS, GROUPS = 128256, 4096, 32, 8

@@ -1,0 +1,55 @@
+"""Activation checkpointing of the blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from toolkit.sharding.unit_plan import UnitPlan
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Activation checkpointing of the blocks (Chen et al., arXiv 1604.06174).
+
+    Attributes:
+        every: checkpoint every n-th block; 1: all.
+        offload: keep the checkpointed inputs in host memory.
+    """
+
+    every: int
+    offload: bool = False
+
+
+def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpointing) -> None:
+    """Makes blocks keep their inputs alone and run again in backward, with the same random numbers.
+
+    The forward itself is wrapped, below FSDP2's hooks: the unit's parameters are gathered once for the
+    second forward and the backward, and no parameter changes its name.
+    """
+    paths = [path for unit in plan.blocks for path in unit.modules]
+    for path in paths[:: checkpointing.every]:
+        block = model.get_submodule(path)
+        block.forward = _checkpointed(block.forward, checkpointing.offload)
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        config.use_cache = False  # the second forward would append to the cache again
+
+
+def _checkpointed(forward: Callable[..., Any], offload: bool) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        pin = torch.cuda.is_available()
+        with torch.autograd.graph.save_on_cpu(pin_memory=pin) if offload else contextlib.nullcontext():
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+
+    return run
