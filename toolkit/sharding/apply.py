@@ -108,12 +108,7 @@ def apply(
             reshard_after_forward=strategy.reshard_each_micro_batch and unit.reshard_after_forward,
         )
         communicate(model.get_submodule(unit.modules[0]))
-    keep_master = offload(model) if offload is not None else None
-    if keep_master is not None:
-        _hand_over(model, originals, keep_master)
-    materialize = getattr(model, "materialize_weights", None)
-    if materialize is not None:
-        materialize(keep_master)
+    _give_weights(model, originals, offload(model) if offload is not None else None)
     if prefetch is not None:
         _prefetch(model, plan, prefetch)
     _follow_accumulation(model, strategy, is_last_micro_batch)
@@ -149,6 +144,15 @@ def _hold_in_compute_type(
                 originals[name] = parameter.data
                 parameter.data = parameter.data.to(dtype or parameter.dtype)
     return originals
+
+
+def _give_weights(model: nn.Module, originals: dict[str, torch.Tensor], keep_master: KeepsMasters | None) -> None:
+    """Hands masters over, and has a model that was built without weights read its own slices."""
+    if keep_master is not None:
+        _hand_over(model, originals, keep_master)
+    materialize = getattr(model, "materialize_weights", None)
+    if materialize is not None:
+        materialize(keep_master)
 
 
 def _hand_over(model: nn.Module, originals: dict[str, torch.Tensor], keep_master: KeepsMasters) -> None:
