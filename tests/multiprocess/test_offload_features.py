@@ -124,9 +124,7 @@ def other_ways_to_step() -> dict[str, Any]:
     case = Case(poison=2)
     accelerator, model, optimizer = prepare(case, settings)
     train(case, accelerator, model, optimizer)
-    engine = accelerator.state.fsdp_plugin.engine
-    engine.flush()
-    found["skipped"] = engine.num_skipped
+    accelerator.state.fsdp_plugin.engine.flush()
     found["steps"] = {int(state["step"]) for state in optimizer.state.values()}
     close(accelerator)
     return found
@@ -136,7 +134,6 @@ def test_other_ways_to_step() -> None:
     for rank in run_on_ranks(other_ways_to_step, 2):
         assert rank["summed by hand"] == []
         assert rank["discarded"] == []
-        assert rank["skipped"] == 1
         assert rank["steps"] == {STEPS - 1}
 
 

@@ -60,7 +60,6 @@ class OffloadEngine:
         optimizer: whose settings are read at every step.
         executor: of the units that are not resident.
         reason: why this executor.
-        num_skipped: steps not taken because the gradient's norm was not finite.
         on_moved: called when state has moved to the device.
     """
 
@@ -76,7 +75,6 @@ class OffloadEngine:
         self.model = model
         self.optimizer = optimizer
         self.settings = settings
-        self.num_skipped = 0
         self.on_moved: Callable[[], None] = _nothing
         self._is_last = is_last_micro_batch
         units = read_units(model)
@@ -173,7 +171,7 @@ class OffloadEngine:
         order = [*self._seen, *(unit for unit in self.state.units if unit not in self._seen)]
         self._seen = []
         if clip is not None:
-            self._worker.submit(functools.partial(self._decide, clip), _nothing)
+            self._worker.submit(clip.decide, _nothing)  # before the units of the step: it waits for the norm
         after = self._handle.current_stream().record_event()
         settings = hyper_parameters(self.optimizer)
         for unit in order:
@@ -235,11 +233,6 @@ class OffloadEngine:
         unit.published.clear()
         task = functools.partial(self._run, unit, unit.gradient, unit.present, settings, clip, after)
         self._worker.submit(task, unit.published.set)
-
-    def _decide(self, clip: _Clip) -> None:
-        """On the worker, before the units of a step: waits for the norm."""
-        clip.decide()
-        self.num_skipped += clip.skip
 
     def _run(
         self,
