@@ -1,7 +1,6 @@
 """FSDP2's record of its units: the only place that reads torch's private names of it.
 
-They are those of torch 2.13, and of 2.11 where a state has one group; tests/unit/sharding/test_private_names.py
-says when one of them moves.
+They are those of torch 2.13 and later, and of 2.11 where a state has one group; versions.py says when one moves.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ stock Accelerate drops an FSDP plugin without a word. `ShardingPlugin` is a
 `FullyShardedDataParallelPlugin`: `Accelerator.prepare` calls its `set_auto_wrap_policy(model)` first
 thing, and there the model is sharded; Accelerate's own wrapping then finds it done.
 
-Private names of Accelerate stand in this file alone; tests/unit/sharding/test_private_names.py says
-when one of them moves.
+Private names of Accelerate are used in this file; versions.py lists them with those of torch, and says when one moves.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version as installed_version
 from typing import Any
 
 import torch
@@ -34,8 +32,6 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
 )
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -57,9 +53,7 @@ from toolkit.sharding.strategy import (
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import plan_units
 from toolkit.sharding.unused import UsedParameters, drop_unused_gradients
-
-SUPPORTED_VERSIONS = {"torch": ">=2.11,<2.14", "accelerate": ">=1.13,<1.16"}
-"""What this file and apply.py were tested with; pyproject.toml says the same."""
+from toolkit.sharding.versions import check_versions
 
 STRATEGY_VARIABLE = "FSDP_SHARDING_STRATEGY"
 """Carries `fsdp_config.fsdp_sharding_strategy` of the Accelerate config, unread, under FSDP version 2."""
@@ -92,7 +86,7 @@ def sharding_kwargs(
 
     Raises:
         BadInputError: an unknown strategy, one that the Accelerate config contradicts, or an
-            untested version of torch or Accelerate.
+            version of torch or Accelerate that is too old, or newer and without a private name that is needed.
     """
     plugin = ShardingPlugin(strategy, unit_classes, checkpointing, offload, compilation, prefetch)
     mesh = ShardingMesh(plugin=plugin, dp_replicate_size=replicate_size, dp_shard_size=shard_size)
@@ -134,14 +128,6 @@ def resolve_offload(strategy: str | None, offload: str | OffloadSettings | None)
             f"zero3{OFFLOAD}, which on one rank shards nothing either"
         )
     return settings
-
-
-def check_versions() -> None:
-    """Raises BadInputError where torch or Accelerate is not of a tested version."""
-    for package, allowed in SUPPORTED_VERSIONS.items():
-        found = installed_version(package)
-        if not SpecifierSet(allowed).contains(Version(found).base_version):
-            raise BadInputError(f"{package} {found} is installed, but the sharding backend needs {package}{allowed}")
 
 
 class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]

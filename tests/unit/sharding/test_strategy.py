@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from toolkit.errors import BadInputError
-from toolkit.sharding import plugin
+from toolkit.sharding import versions
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, accumulation_plugin, resolve_strategy, sharding_kwargs
 from toolkit.sharding.strategy import STRATEGIES, mesh_shape, parse_strategy
@@ -40,9 +40,19 @@ def test_where_the_strategy_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_strategy("zero3")
 
 
-def test_an_untested_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "SUPPORTED_VERSIONS", {"torch": ">=99"})
+def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "SUPPORTED_VERSIONS", {"torch": ">=99,<100"})
     with pytest.raises(BadInputError, match=r"torch .* is installed, but the sharding backend needs torch>=99"):
+        sharding_kwargs("zero3")
+
+
+def test_a_newer_version_is_tried_if_every_private_name_is_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "SUPPORTED_VERSIONS", {"torch": ">=2.0,<2.1"})
+    with pytest.warns(UserWarning, match=r"torch .* is newer than the tested torch>=2.0,<2.1; all private names"):
+        sharding_kwargs("zero3")
+    moved = versions.PrivateName("torch:nowhere")
+    monkeypatch.setattr(versions, "PRIVATE_NAMES", (*versions.PRIVATE_NAMES, moved))
+    with pytest.raises(BadInputError, match=r"is newer .* has moved: torch:nowhere: .*; install a tested version"):
         sharding_kwargs("zero3")
 
 

@@ -1,0 +1,176 @@
+"""The versions of torch and Accelerate that the backend is tested with, and the private names that it leans on.
+
+An untested newer version is tried, not refused: a warning says so, and every private name is looked for first, so
+that a release that moved one stops at once and by name, not in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+import warnings
+from dataclasses import dataclass
+from importlib.metadata import version as installed_version
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from toolkit.errors import BadInputError
+from toolkit.ranks import rank
+
+SUPPORTED_VERSIONS = {"torch": ">=2.11,<2.16", "accelerate": ">=1.13,<1.16"}
+"""What this package is tested with; pyproject.toml says the same."""
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """Something private of torch or Accelerate, and what its source must hold for us to be right.
+
+    Attributes:
+        place: "module:qualified.name".
+        holds: texts of its source in this order; of several in a tuple, one by version.
+    """
+
+    place: str
+    holds: tuple[str | tuple[str, ...], ...] = ()
+
+    def problem(self) -> str | None:
+        """What has moved, or None."""
+        module, _, name = self.place.partition(":")
+        try:
+            found = importlib.import_module(module)
+            text = inspect.getsource(operator.attrgetter(name)(found) if name else found)
+        except (ImportError, AttributeError) as error:
+            return f"{self.place}: {error}"
+        start = 0
+        for wanted in self.holds:
+            spellings = (wanted,) if isinstance(wanted, str) else wanted
+            places = [place for spelling in spellings if (place := text.find(spelling, start)) >= 0]
+            if not places:
+                return f"{self.place} holds no {' or '.join(map(repr, spellings))} where it is expected"
+            start = min(places)
+        return None
+
+
+_FSDP = "torch.distributed.fsdp._fully_shard."
+_COLLECTIVES, _GROUP, _STATE = f"{_FSDP}_fsdp_collectives:", f"{_FSDP}_fsdp_param_group", f"{_FSDP}_fsdp_state"
+
+PRIVATE_NAMES = (
+    # plugin.py: the mesh is asked for, and ShardingMesh enters the state, before precision is decided.
+    PrivateName(
+        "accelerate:Accelerator.__init__",
+        (
+            "self.parallelism_config.get_device_mesh(self.device.type)",
+            "self.parallelism_config._validate_accelerator(self)",
+            "self.native_amp = False",
+        ),
+    ),
+    PrivateName("accelerate:Accelerator.__init__", ("self._optimizers = []",)),
+    PrivateName("accelerate:Accelerator.__init__", ("self.ddp_handler = None",)),
+    PrivateName("accelerate:ParallelismConfig._validate_accelerator"),
+    PrivateName("accelerate.state:AcceleratorState._reset_state"),
+    PrivateName("accelerate.state:GradientState._reset_state"),
+    PrivateName("accelerate.state:PartialState.__init__", ("distributed_type",)),
+    PrivateName("accelerate.utils:FullyShardedDataParallelPlugin.__post_init__", ("VERSION",)),
+    # plugin.py: prepare shards through set_auto_wrap_policy before it wraps, and leaves a sharded model alone.
+    PrivateName(
+        "accelerate:Accelerator._prepare_fsdp2",
+        (
+            "self._prepare_one(obj, first_pass=True)",
+            "self.state.fsdp_plugin.set_auto_wrap_policy(model)",
+            "fsdp2_prepare_model",
+        ),
+    ),
+    PrivateName("accelerate.utils.fsdp_utils:fsdp2_prepare_model", ("isinstance(model, FSDPModule)",)),
+    # Why empty shards need a pointer of their own; when this goes, `_tell_empty_shards_apart` can go.
+    PrivateName(
+        "accelerate:Accelerator._prepare_fsdp2",
+        ("p._local_tensor.data_ptr() if isinstance(p, DTensor) else p.data_ptr()",),
+    ),
+    # The engine's step hook is reached through Accelerate's optimizer.
+    PrivateName("accelerate.optimizer:AcceleratedOptimizer.step", ("self.optimizer.step(closure)",)),
+    PrivateName(
+        "accelerate.optimizer:AcceleratedOptimizer.zero_grad", ("self.optimizer.zero_grad(set_to_none=set_to_none)",)
+    ),
+    # fsdp.py: the record of the units.
+    PrivateName(f"{_STATE}:FSDPState.__init__", ("_modules_to_run_forward: set",)),
+    PrivateName(_STATE, ("_fsdp_param_group",)),
+    PrivateName(f"{_GROUP}:FSDPParamGroup.post_backward"),
+    # memory.py: what a unit holds.
+    PrivateName(_GROUP, ("_partial_reduce_output",)),
+    *(
+        PrivateName(f"{_FSDP}_fsdp_param", (name,))
+        for name in (
+            "self._sharded_param_data",
+            "self.sharded_param",
+            "self._unsharded_param",
+            "self.all_gather_outputs",
+            "unsharded_accumulated_grad",
+        )
+    ),
+    # apply.py: our collectives take the place of FSDP2's own.
+    PrivateName(
+        f"{_COLLECTIVES}DefaultAllGather.__call__", ("output_tensor", "input_tensor", "group", "async_op", ") ->")
+    ),
+    PrivateName(
+        f"{_COLLECTIVES}DefaultReduceScatter.__call__",
+        ("output_tensor", "input_tensor", "group", "op", "async_op", ") ->"),
+    ),
+    PrivateName(f"{_COLLECTIVES}DefaultAllGather.allocate", ("size", "dtype", "device")),
+    # offload: the gate closes before the shards are read; gradients are taken before they are rounded.
+    PrivateName(
+        f"{_COLLECTIVES}foreach_all_gather",
+        ("all_gather_comm.allocate(", "dtype=dtype, device=device", "all_gather_copy_in("),
+    ),
+    PrivateName(
+        f"{_COLLECTIVES}foreach_reduce",
+        (
+            "with device_handle.stream(reduce_scatter_stream):",
+            "reduce_output = reduce_scatter_comm.allocate(",
+            "all_reduce_hook(reduce_output)",
+            # 2.15 casts each parameter's gradient to the parameter's own type, in a function of its own.
+            ("_to_dtype_if_needed(reduce_output, orig_dtype)", "_cast_and_view_sharded_grads("),
+            "hook(fsdp_param.sharded_param)",
+        ),
+    ),
+    # fsdp.reduce_again_after: the stream, and what is held of a reduction across replicas.
+    PrivateName(f"{_GROUP}:FSDPParamGroup", ("def _is_hsdp(self)",)),
+    PrivateName(f"{_GROUP}:FSDPParamGroup", ("self.comm_ctx.reduce_scatter_stream,",)),
+    PrivateName(f"{_GROUP}:FSDPParamGroup", ("self._all_reduce_state = AllReduceState(",)),
+    # shards.beside: a DTensor whose local part lies on the host.
+    PrivateName(
+        "torch.distributed.tensor._dtensor_spec:DTensorSpec", ("mesh: DeviceMesh", "placements:", "tensor_meta:")
+    ),
+    PrivateName("torch.distributed.tensor._dtensor_spec:TensorMeta", ("shape:", "stride:", "dtype:")),
+)
+
+
+def check_versions() -> None:
+    """Looks at the installed torch and Accelerate.
+
+    Warns of a version newer than those tested, on the first rank.
+
+    Raises:
+        BadInputError: an older version, or a newer one in which a private name has moved.
+    """
+    newer = []
+    for package, allowed in SUPPORTED_VERSIONS.items():
+        found, (oldest, _) = installed_version(package), allowed.split(",")
+        plain = Version(found).base_version
+        if not SpecifierSet(oldest).contains(plain):
+            raise BadInputError(f"{package} {found} is installed, but the sharding backend needs {package}{allowed}")
+        if not SpecifierSet(allowed).contains(plain):
+            newer.append(f"{package} {found} is newer than the tested {package}{allowed}")
+    if newer:
+        _try_newer("; ".join(newer))
+
+
+def _try_newer(told: str) -> None:
+    moved = [problem for name in PRIVATE_NAMES if (problem := name.problem()) is not None]
+    if moved:
+        raise BadInputError(
+            f"{told}, and what the sharding backend leans on has moved: {'; '.join(moved)}; install a tested version"
+        )
+    if rank() == 0:
+        warnings.warn(f"{told}; all private names are in place, so it is tried", stacklevel=3)
