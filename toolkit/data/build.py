@@ -243,6 +243,7 @@ class Builder:
         return SplitReport(
             **reports.count_rows(rows, chosen.kept, chosen.dropped),
             **described,
+            **({"noted": noted} if (noted := reports.notes(rows, chosen.kept)) else {}),
             duplicates=reports.named(rows, reports.duplicates(rows, chosen.kept)),
             sources=reports.describe_sources(rows, chosen.kept, chosen.dropped, order),
             long=Found(count=len(chosen.long), rows=reports.names_of(rows, chosen.long), cut_tokens=cut_tokens),

@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.places import user_cache
 from toolkit.recipe.schema import DataSection
 
-FORMAT = 2
+FORMAT = 3
 """Part of every digest; raised when what is stored changes."""
 
 

@@ -29,6 +29,7 @@ Span = tuple[int, int]
 
 NO_WAY = "the chat template gives no way to find the assistant's words"
 NO_TURN = "no assistant turn"
+ALL_UNLEARNED = "weight 0 on every turn that would be learned"
 NO_FUNCTION = "a tool call names no function"
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -46,7 +47,11 @@ class Rendered:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None, targets: Targets
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    targets: Targets,
+    unlearned: frozenset[int] = frozenset(),
 ) -> Rendered:
     """The conversation by the tokenizer's chat template, and what of it the model learns to write.
 
@@ -56,20 +61,32 @@ def render(
     Args:
         messages: each with a `role` (system, user, assistant or tool) and `content` (text or None); an assistant's
             may have `tool_calls`.
+        unlearned: indices of the messages that are no targets.
 
     Raises:
         RowProblem: the template refuses the conversation, there is no assistant turn, or its words cannot be found.
     """
     assert tokenizer.chat_template is not None, "the caller sees to it that there is a chat template"
     row = _Conversation(tokenizer, messages, tools)
-    if targets == "all":
-        return Rendered(row.text, [(0, len(row.text))] if row.text else [])
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    skipped = [i for i in turns if i in unlearned]
+    if targets == "all":
+        spans = _spans(row, turns, skipped) if skipped else []
+        return Rendered(row.text, _gaps(spans, len(row.text)))
     if not turns:
         raise RowProblem(NO_TURN)
     for i in turns:
         _called(messages[i])
-    return Rendered(row.text, _spans(row, turns, turns[-1:] if targets == "last_turn" else turns))
+    wanted = [i for i in (turns[-1:] if targets == "last_turn" else turns) if i not in unlearned]
+    if not wanted:
+        raise RowProblem(ALL_UNLEARNED)
+    return Rendered(row.text, _spans(row, turns, wanted))
+
+
+def _gaps(spans: list[Span], length: int) -> list[Span]:
+    """What of a text the spans leave over."""
+    edges = [0, *(edge for span in spans for edge in span), length]
+    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 
 
 def target_mask(spans: list[Span], offsets: list[Span]) -> list[bool]:
@@ -202,7 +219,7 @@ def _spans_by_template(row: _Conversation, turns: list[int], wanted: list[int]) 
     if len(wanted) < len(turns):
         if len(spans) != len(turns):
             return None  # which of the spans are of the turns wanted?
-        spans = spans[-len(wanted) :]
+        spans = [spans[turns.index(i)] for i in wanted]
     if row.closes(turns[-1]):
         spans = [(start, _with_closing(row, start, end)) for start, end in spans]
     spans = [(start, row.closed_end(start, end)) for start, end in spans]

@@ -31,6 +31,7 @@ FEATURES = datasets.Features(
         "length": datasets.Value("int32"),
         "num_targets": datasets.Value("int32"),
         "problem": datasets.Value("string"),
+        "note": datasets.Value("string"),
         "digest": datasets.Value("int64"),
         "label": datasets.Value("string"),
         "split": datasets.Value("int32"),
@@ -74,6 +75,11 @@ class Documents:
         problems = self.table.column("problem")
         rows = np.flatnonzero(pc.is_valid(problems).to_numpy())
         return {int(row): problems[int(row)].as_py() for row in rows}
+
+    def notes(self) -> dict[int, str]:
+        """Row -> what of it is not learned, though the row is."""
+        notes = self.table.column("note")
+        return {int(row): notes[int(row)].as_py() for row in np.flatnonzero(pc.is_valid(notes).to_numpy())}
 
     def row_name(self, row: int) -> str:
         """`chat.jsonl:12`: the file, and the line or row in it."""

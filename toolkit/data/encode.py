@@ -11,12 +11,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat import Targets, render, target_mask
-from toolkit.data.layouts import Answer, Conversation, Example, Labelled, Layout, Text
+from toolkit.data.examples import Answer, Conversation, Example, Labelled, Text
+from toolkit.data.layouts import Layout
+from toolkit.data.pairs import SIDES
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row
 from toolkit.errors import DataError
 
-SIDES = ("chosen", "rejected")
+REASONING_LEFT_OUT = "the chat template leaves out reasoning_content"
 
 Document = dict[str, Any]
 """A row of `toolkit.data.documents.FEATURES`, but for its shard."""
@@ -24,11 +26,12 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Text about to be tokenised: what of it is learned, and whether begin and end of text are added."""
+    """Text about to be tokenised: what is learned, whether begin and end of text are added, what was left out."""
 
     text: str
     spans: list[tuple[int, int]]
     whole: bool
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,10 @@ class Encoder:
     def _rendered(self, example: Conversation) -> _Prepared:
         if not getattr(self.tokenizer, "chat_template", None):
             raise RowProblem("a conversation, and the tokenizer has no chat template (data.chat_template)")
-        rendered = render(self.tokenizer, example.messages, example.tools, self.targets)
-        return _Prepared(rendered.text, rendered.spans, whole=False)
+        rendered = render(self.tokenizer, example.messages, example.tools, self.targets, example.unlearned)
+        thoughts = [message.get("reasoning_content") or "" for message in example.messages]
+        left_out = any(thought.strip() not in rendered.text for thought in thoughts)
+        return _Prepared(rendered.text, rendered.spans, False, REASONING_LEFT_OUT if left_out else None)
 
     def _encode(self, prepared: list[_Prepared]) -> list[Document]:
         if not prepared:
@@ -101,7 +106,8 @@ class Encoder:
             ids, targets = [bos, *ids], [False, *targets]
         if item.whole and eos is not None and ids[-1:] != [eos]:
             ids, targets = [*ids, eos], [*targets, True]
-        return document_of(ids, [False, *targets[1:]])  # nothing precedes the first token
+        # Nothing precedes the first token.
+        return {**document_of(ids, [False, *targets[1:]]), "note": item.note}
 
     def _compared(self, examples: list[Example | RowProblem]) -> list[Document]:
         """A document for each pair: the chosen one's tokens, and after `split` of them the rejected one's."""
@@ -150,6 +156,7 @@ def document_of(ids: list[int], targets: list[bool], label: str | None = None) -
         "length": len(ids),
         "num_targets": num_targets,
         "problem": None if num_targets else "nothing to learn",
+        "note": None,
         "digest": int.from_bytes(content.digest(), signed=True),
         "label": label,
         "split": 0,
@@ -161,7 +168,7 @@ def _joined(chosen: Document, rejected: Document) -> Document:
     if problem is not None:
         return _unusable(RowProblem(problem))
     both = [chosen[key] + rejected[key] for key in ("input_ids", "targets")]
-    return {**document_of(*both), "split": chosen["length"]}
+    return {**document_of(*both), "note": chosen["note"] or rejected["note"], "split": chosen["length"]}
 
 
 def _unusable(problem: RowProblem) -> Document:

@@ -77,6 +77,7 @@ class SplitReport(_Part):
         lengths: min, median, mean, p90, p99 and max (tokens).
         length_histogram: `edges` (tokens) and `counts` (rows).
         longest: the `row` and its `tokens`.
+        noted: what of kept rows is not learned -> the rows.
         duplicates: rows equal to an earlier one; not known of a stream.
         also_in_train: rows of validation that are trained on, too.
         sources: not known of a stream.
@@ -96,6 +97,7 @@ class SplitReport(_Part):
     length_histogram: dict[str, list[int | float]]
     target_share_histogram: dict[str, list[int | float]] | None = None
     longest: dict[str, int | str]
+    noted: dict[str, Found] = {}
     duplicates: Found | None = None
     sources: list[SourceReport] = []
     long: Found
@@ -147,6 +149,18 @@ def count_rows(rows: Rows, kept: Any, dropped: dict[int, str]) -> dict[str, Any]
         "num_dropped": len(dropped),
         "dropped": {reason: named(rows, found) for reason, found in by_reason(dropped).items()},
     }
+
+
+def notes(rows: Rows, kept: Any) -> dict[str, Found]:
+    """What of the kept rows is not learned -> the rows."""
+    is_kept = set(kept.tolist())
+    found = {
+        start + row: note
+        for source, start in zip(rows.sources, rows.starts, strict=False)
+        for row, note in source.notes().items()
+        if start + row in is_kept
+    }
+    return {note: named(rows, numbers) for note, numbers in by_reason(found).items()}
 
 
 def by_reason(dropped: dict[int, str]) -> dict[str, list[int]]:
@@ -298,6 +312,7 @@ def warnings(splits: dict[str, SplitReport]) -> list[str]:
     for name, split in splits.items():
         if split.num_dropped > MANY_DROPPED * split.read:
             found.append(f"{name}: {split.num_dropped:,} of {split.read:,} rows were dropped")
+        found += [f"{name}: {noted.count:,} rows: {what}" for what, noted in split.noted.items()]
         if split.duplicates is not None and split.duplicates.count:
             found.append(f"{name}: {split.duplicates.count:,} rows repeat an earlier one")
         if split.also_in_train:

@@ -47,6 +47,7 @@ class StreamCounts:
 
     Attributes:
         dropped: reason -> how many, and the names of the first.
+        noted: what of kept rows is not learned -> likewise.
         long: rows longer than the limit, whatever became of them.
         lengths, targets: tokens and target tokens of the first usable rows.
     """
@@ -54,6 +55,7 @@ class StreamCounts:
     read: int = 0
     num_dropped: int = 0
     dropped: dict[str, dict[str, Any]] = field(default_factory=dict)
+    noted: dict[str, dict[str, Any]] = field(default_factory=dict)
     long: int = 0
     cut_tokens: int = 0
     tokens: int = 0
@@ -69,19 +71,25 @@ class StreamCounts:
             self.lengths.append(document["length"])
             self.targets.append(document["num_targets"])
         self.longest = max(self.longest, (document["length"], document["row"]))
+        if document["note"] is not None:
+            _count_row(self.noted, document["note"], document["row"])
 
     def drop(self, reason: str, row: str) -> None:
         self.num_dropped += 1
-        entry = self.dropped.setdefault(reason, {"count": 0, "rows": []})
-        entry["count"] += 1
-        if len(entry["rows"]) < ROWS_NAMED and row not in entry["rows"]:
-            entry["rows"].append(row)
+        _count_row(self.dropped, reason, row)
 
     @property
     def good(self) -> int:
         """Rows that are right, too long ones included."""
         too_long = self.dropped.get(TOO_LONG, {"count": 0})
         return self.read - self.num_dropped + int(too_long["count"])
+
+
+def _count_row(found: dict[str, dict[str, Any]], what: str, row: str) -> None:
+    entry = found.setdefault(what, {"count": 0, "rows": []})
+    entry["count"] += 1
+    if len(entry["rows"]) < ROWS_NAMED and row not in entry["rows"]:
+        entry["rows"].append(row)
 
 
 class WindowRows:
@@ -383,12 +391,14 @@ def describe_stream(
     lengths, targets = np.array(counts.lengths), np.array(counts.targets)
     used = int(samples.pieces.lengths().sum())
     described = reports.describe_lengths(lengths, targets)
+    noted = {what: Found(**found) for what, found in counts.noted.items()}
     train = SplitReport(
         read=counts.read,
         kept=counts.read - counts.num_dropped,
         num_dropped=counts.num_dropped,
         dropped={reason: Found(**found) for reason, found in counts.dropped.items()},
         long=Found(count=counts.long, rows=[], cut_tokens=counts.cut_tokens),
+        **({"noted": noted} if noted else {}),
         **{**described, "tokens": counts.tokens, "target_tokens": counts.target_tokens},
         longest={"row": counts.longest[1], "tokens": counts.longest[0]},
         samples=len(samples),

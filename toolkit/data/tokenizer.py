@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from toolkit import ranks
 from toolkit.data.cache import cache_folder, digest, kept
-from toolkit.data.layouts import recognise, texts_of
+from toolkit.data.examples import texts_of
+from toolkit.data.layouts import recognise
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import read
 from toolkit.data.sources import identify_rows, open_source

@@ -111,7 +111,8 @@ def _json_row(place: str, line: bytes, with_answers: bool) -> PromptRow:
 
 def _asked(column: str, value: Any, tools: Any) -> tuple[str | list[Message], list[dict[str, Any]] | None]:
     """A text or messages, checked as training's rows are, and the messages' tools. Raises BadInputError."""
-    from toolkit.data.layouts import Conversation, Layout
+    from toolkit.data.examples import Conversation
+    from toolkit.data.layouts import Layout
     from toolkit.data.problem import RowProblem
 
     layout = Layout("prompt and completion", {"prompt": column, "completion": "completion", "tools": "tools"})

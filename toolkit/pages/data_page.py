@@ -408,9 +408,12 @@ def _dropped_rows(report: Report) -> list[tuple[str, ...]]:
 
 
 def _noted_rows(report: Report) -> list[tuple[str, ...]]:
-    """Duplicates and rows that are too long, whatever became of them."""
+    """Rows of which something is left out, duplicates and rows that are too long, whatever became of them."""
     long = "longer than max_length"
-    return [
+    noted = [
+        _found_row(what, name, found) for name, split in splits(report) for what, found in by_count(split.get("noted"))
+    ]
+    return noted + [
         _found_row(what, name, split[key])
         for name, split in splits(report)
         for key, what in (("duplicates", "duplicate of an earlier row"), ("long", long))

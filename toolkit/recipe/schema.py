@@ -126,6 +126,7 @@ class ColumnsSection(Section):
     completion: str | None = Field(None, description="The answer: text or messages (`completion`).")
     instruction: str | None = Field(None, description="Task, answered by `output` (`instruction`).")
     input: str | None = Field(None, description="What the instruction is about, if anything (`input`).")
+    history: str | None = Field(None, description="Earlier turns: pairs of question and answer (`history`).")
     output: str | None = Field(None, description="Answer to the instruction (`output`).")
     chosen: str | None = Field(None, description="Preferred completion: text or messages (`chosen`).")
     rejected: str | None = Field(None, description="The other completion: text or messages (`rejected`).")

@@ -648,7 +648,11 @@ FINE: dict[str, tuple[str, str | bytes, str]] = {
         as_line(calls({"name": "f", "arguments": '{"city": "Paris"}'})),
         '{"name": "f", "arguments": {"city": "Paris"}}',
     ),
-    "tools in JSON": ("a.jsonl", as_line(chat(ASKED, ANSWERED, tools='[{"name": "f"}]')), '{"name": "f"}\n</tools>'),
+    "tools in JSON": (
+        "a.jsonl",
+        as_line(chat(ASKED, ANSWERED, tools='[{"name": "f"}]')),
+        '{"type": "function", "function": {"name": "f"}}\n</tools>',
+    ),
     "columns that nobody asked for": (
         "a.jsonl",
         as_line({"text": "question 1", "n": nested(300), LONE: 1}),

@@ -1,0 +1,263 @@
+"""Layouts as others write them: what is learned of each row, written out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.data import build, tokenizer
+from toolkit.data.templates import MARKERS, use_template
+from toolkit.errors import DataError
+from toolkit.recipe.schema import DataSection, ObjectiveSection
+
+QWEN_THINKS = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
+{%- if message.role == 'assistant' and loop.last and message.reasoning_content %}
+{{- '<think>' + message.reasoning_content + '</think>' }}{% endif %}{{ message.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+"""Shows thoughts in the last turn alone, as Qwen 3 does."""
+
+
+@pytest.fixture(scope="module")
+def chatml() -> Any:
+    made = tokenizer._train_byte_pairs(iter(["the fox asks the king"] * 5), 300, MARKERS["chatml"])
+    use_template(made, "chatml")
+    return made
+
+
+def built(folder: Path, tokens: Any, rows: list[Any], kind: str = "causal_lm", **settings: Any) -> build.TokenisedData:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"max_length": 1024, "packing": False, "cache_dir": str(folder / "cache"), **settings}
+    return build.build(DataSection(train=str(path), **given), tokens, 0, ObjectiveSection(kind=kind))
+
+
+def learned(data: build.TokenisedData, tokens: Any, number: int = 0) -> list[tuple[str, str]]:
+    """Of each piece of a sample: its text, and the text of its targets."""
+    found = []
+    for ids, targets in data.train.tokens(number):
+        mine = [token for token, target in zip(ids.tolist(), targets.tolist(), strict=True) if target]
+        found.append((tokens.decode(ids.tolist()), tokens.decode(mine)))
+    return found
+
+
+def turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+MORE, LAST = {"role": "user", "content": "and"}, {"role": "assistant", "content": "bye"}
+DIALOGUE = turn("user", "hi") + turn("assistant", "hello") + turn("user", "and") + turn("assistant", "bye")
+CALL = '<tool_call>\n{"name": "sum", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("row", "targets", "text", "words"),
+    [
+        ({"messages": [USER, ANSWER, MORE, LAST]}, "assistant", DIALOGUE, "hello<|im_end|>bye<|im_end|>"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}, MORE, LAST]}, "assistant", DIALOGUE, "bye<|im_end|>"),
+        ({"messages": [USER, ANSWER, MORE, {**LAST, "weight": 0}]}, "assistant", DIALOGUE, "hello<|im_end|>"),
+        (
+            {"messages": [USER, {**ANSWER, "weight": 1}, MORE, LAST]},
+            "assistant",
+            DIALOGUE,
+            "hello<|im_end|>bye<|im_end|>",
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "weight": 0}, MORE, LAST], "system": "be"},
+            "assistant",
+            turn("system", "be") + DIALOGUE,
+            "bye<|im_end|>",
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "weight": 0}, MORE, LAST]},
+            "all",
+            DIALOGUE,
+            DIALOGUE.replace("hello<|im_end|>", "", 1).removeprefix("<|im_start|>"),
+        ),
+        (
+            {"instruction": "and", "output": "bye", "history": [["hi", "hello"]]},
+            "assistant",
+            DIALOGUE,
+            "hello<|im_end|>bye<|im_end|>",
+        ),
+    ],
+)
+def test_what_is_learned_of_a_row(
+    tmp_path: Path, chatml: Any, row: dict[str, Any], targets: str, text: str, words: str
+) -> None:
+    assert learned(built(tmp_path, chatml, [row], targets=targets), chatml) == [(text, words)]
+
+
+def test_calls_of_a_tool_are_the_same_tokens_in_either_layout(tmp_path: Path, chatml: Any) -> None:
+    function = {"name": "sum", "description": "adds", "parameters": {"type": "object"}}
+    call = {"id": "1", "type": "function", "function": {"name": "sum", "arguments": '{"a": 1}'}}
+    openai = {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "2"},
+            LAST,
+        ],
+        "tools": [{"type": "function", "function": function}],
+    }
+    older = {
+        **openai,
+        "messages": [
+            USER,
+            {"role": "assistant", "content": None, "function_call": {"name": "sum", "arguments": '{"a": 1}'}},
+            {"role": "function", "name": "sum", "content": "2"},
+            LAST,
+        ],
+    }
+    sharegpt = {
+        "conversations": [
+            {"from": "human", "value": "hi"},
+            {"from": "function_call", "value": '{"name": "sum", "arguments": {"a": 1}}'},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "bye"},
+        ],
+        "tools": json.dumps([function]),
+    }
+    found = []
+    for number, row in enumerate((openai, older, sharegpt)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found += learned(built(folder, chatml, [row]), chatml)
+    text, words = found[0]
+    assert found == [(text, words)] * 3
+    assert words == f"{CALL}<|im_end|>bye<|im_end|>"
+    assert text.endswith(
+        turn("user", "hi")
+        + turn("assistant", CALL)
+        + turn("user", "\n<tool_response>\n2\n</tool_response>").replace("user\n\n", "user\n")
+        + turn("assistant", "bye")
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "weight 0 on every turn that would be learned"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "a message's weight is neither 0 nor 1"),
+        (
+            {"messages": [USER, {"from": "function_call", "value": "sum(1)"}]},
+            "a function_call is not JSON",
+        ),
+    ],
+)
+def test_rows_that_are_named(tmp_path: Path, chatml: Any, row: dict[str, Any], reason: str) -> None:
+    report = built(tmp_path, chatml, [{"messages": [USER, ANSWER]}, row]).report
+    assert report.train is not None
+    assert {why: found.rows for why, found in report.train.dropped.items()} == {reason: ["rows.jsonl:2"]}
+
+
+def test_a_history_that_is_none(tmp_path: Path, chatml: Any) -> None:
+    rows = [{"instruction": "and", "output": "bye", "history": history} for history in ([], None, "hi", [["hi"]])]
+    report = built(tmp_path, chatml, rows).report
+    assert report.train is not None
+    assert {why: found.rows for why, found in report.train.dropped.items()} == {
+        "history is no list of pairs: what was asked, and the answer": ["rows.jsonl:3", "rows.jsonl:4"]
+    }
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_thoughts_are_learned_or_noted(tmp_path: Path, chatml: Any, shown: bool) -> None:
+    template, chatml.chat_template = chatml.chat_template, QWEN_THINKS if shown else chatml.chat_template
+    try:
+        rows = [{"messages": [USER, {**ANSWER, "reasoning_content": "a greeting"}]}, {"messages": [USER, LAST]}]
+        data = built(tmp_path, chatml, rows)
+    finally:
+        chatml.chat_template = template
+    words = "<think>a greeting</think>hello<|im_end|>" if shown else "hello<|im_end|>"
+    assert learned(data, chatml)[0][1] == words
+    assert data.report.train is not None
+    noted = {what: found.rows for what, found in data.report.train.noted.items()}
+    assert noted == ({} if shown else {"the chat template leaves out reasoning_content": ["rows.jsonl:1"]})
+    assert shown == (not any("reasoning_content" in warning for warning in data.report.warnings))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "completion": "hello", "label": False},
+        {"prompt": [USER], "completion": [ANSWER], "label": True},
+        {"messages": [USER, ANSWER], "label": "False"},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "kto_tag": False},
+        {"instruction": "hi", "output": "hello", "kto_tag": True},
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_answers_that_are_judged_are_refused(tmp_path: Path, chatml: Any, row: dict[str, Any], streaming: bool) -> None:
+    with pytest.raises(DataError, match=r"judged good or bad one by one .* as for KTO"):
+        built(tmp_path, chatml, [row], streaming=streaming)
+    topic = {**{key: value for key, value in row.items() if key != "kto_tag"}, "label": "greetings"}
+    assert len(built(tmp_path, chatml, [topic]).train) == 1
+
+
+PAIR = (
+    (turn("user", "hi") + turn("assistant", "hello"), "hello<|im_end|>"),
+    (
+        turn("user", "hi") + turn("assistant", "go"),
+        "go<|im_end|>",
+    ),
+)
+WORSE = {"role": "assistant", "content": "go"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER, WORSE]},  # UltraFeedback
+        {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, WORSE], "messages": [MORE, LAST]},
+        {"prompt": "hi", "chosen": [ANSWER], "rejected": [WORSE]},
+        {"chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
+        {"chosen": "\n\nHuman: hi\n\nAssistant: hello", "rejected": "\n\nHuman: hi\n\nAssistant: go"},  # hh-rlhf
+        {"instruction": "hi", "chosen": "hello", "rejected": "go"},  # LLaMA-Factory, Alpaca
+        {
+            "conversations": [{"from": "human", "value": "hi"}],  # LLaMA-Factory, ShareGPT
+            "chosen": {"from": "gpt", "value": "hello"},
+            "rejected": {"from": "gpt", "value": "go"},
+        },
+        {"messages": [USER], "chosen": ANSWER, "rejected": WORSE},
+    ],
+)
+def test_pairs_in_any_layout_are_the_same_tokens(tmp_path: Path, chatml: Any, row: dict[str, Any]) -> None:
+    assert tuple(learned(built(tmp_path, chatml, [row], "preference"), chatml)) == PAIR
+
+
+def test_pairs_of_several_turns_hold_the_prompt_once(tmp_path: Path, chatml: Any) -> None:
+    said = [USER, ANSWER, MORE]
+    rows = [
+        {"prompt": "hi", "chosen": [*said, LAST], "rejected": [*said, WORSE]},
+        {
+            "chosen": "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: and\n\nAssistant: bye",
+            "rejected": "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: and\n\nAssistant: go",
+        },
+        {"instruction": "and", "history": [["hi", "hello"]], "chosen": "bye", "rejected": "go"},
+    ]
+    data = built(tmp_path, chatml, rows, "preference")
+    for number in range(3):
+        assert learned(data, chatml, number) == [
+            (DIALOGUE, "bye<|im_end|>"),
+            (DIALOGUE.replace("bye", "go"), "go<|im_end|>"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            {"prompt": "who", "chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
+            "chosen is a whole conversation that does not begin with the prompt",
+        ),
+        ({"chosen": "hello", "rejected": "go"}, "prompt is missing or null"),
+    ],
+)
+def test_pairs_that_are_named(tmp_path: Path, chatml: Any, row: dict[str, Any], reason: str) -> None:
+    good = {"prompt": "hi", "chosen": [ANSWER], "rejected": [WORSE]}
+    report = built(tmp_path, chatml, [good, row], "preference").report
+    assert report.train is not None
+    assert {why: found.rows for why, found in report.train.dropped.items()} == {reason: ["rows.jsonl:2"]}

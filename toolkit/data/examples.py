@@ -1,0 +1,69 @@
+"""What is learned from a row: a text, an answer, a conversation, a class, or one completion over another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Text:
+    """All of it is learned."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion is learned, given a prompt; both as they are, without a chat template."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The assistant's turns are learned. Messages have `role` and `content`.
+
+    Attributes:
+        unlearned: numbers of the messages that are read only, whoever speaks (`weight: 0`).
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    unlearned: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """The class of a text, or of a pair of texts; a number that names a class comes as text."""
+
+    text: str
+    text_pair: str | None
+    label: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One completion preferred over the other; what comes before them is the same."""
+
+    chosen: Answer | Conversation
+    rejected: Answer | Conversation
+
+
+Example = Text | Answer | Conversation | Labelled | Pair
+
+
+def texts_of(example: Example) -> list[str]:
+    """The words of a row, for a tokenizer to be trained on."""
+    if isinstance(example, Text):
+        return [example.text]
+    if isinstance(example, Answer):
+        return [example.prompt + example.completion]
+    if isinstance(example, Labelled):
+        return [example.text, *([example.text_pair] if example.text_pair is not None else [])]
+    if isinstance(example, Pair):
+        return [*texts_of(example.chosen), *texts_of(example.rejected)]
+    return [message["content"] for message in example.messages if message["content"]]

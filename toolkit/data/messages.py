@@ -1,0 +1,171 @@
+"""Messages of a conversation, of whatever names and shapes, as chat templates take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.data.examples import Conversation, Message
+from toolkit.data.problem import RowProblem
+from toolkit.data.values import encodable, parsed, text_of, type_of, writable
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+}
+"""Role's name in a row -> its name in a chat template."""
+
+KNOWN = ("name", "tool_call_id", "reasoning_content", "weight")
+"""What else is read of a message."""
+
+
+def asked_of(values: dict[str, Any], columns: dict[str, str]) -> list[Message]:
+    """What Alpaca's columns ask: earlier turns (`history`), then the instruction with its input. Raises RowProblem."""
+    asked = text_of(values["instruction"], columns["instruction"])
+    about = values.get("input")
+    if about is not None and not isinstance(about, str):
+        raise RowProblem(f"{columns['input']} is no text but {type_of(about)}")
+    if about and about.strip():
+        asked = f"{asked}\n\n{encodable(about, columns['input'])}"
+    return [*_history(values.get("history"), columns["history"]), {"role": "user", "content": asked}]
+
+
+def _history(value: Any, column: str) -> list[Message]:
+    turns = value if value is not None else []
+    is_list = isinstance(turns, list)
+    if not is_list or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        raise RowProblem(f"{column} is no list of pairs: what was asked, and the answer")
+    return [
+        {"role": role, "content": text_of(text, column)}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+
+
+def with_system(messages: list[Message], system: Any) -> list[Message]:
+    """The messages after a system prompt, where there is one and they bring none."""
+    if system is None or system == "" or (messages and messages[0]["role"] == "system"):
+        return messages
+    return [{"role": "system", "content": text_of(system, "system")}, *messages]
+
+
+def messages_of(value: Any, column: str) -> list[Message]:
+    """Messages with `role` and `content`. Raises RowProblem."""
+    if value is None:
+        raise RowProblem(f"{column} is missing or null")
+    if not isinstance(value, list):
+        raise RowProblem(f"{column} is no list of messages but {'text' if isinstance(value, str) else type_of(value)}")
+    if not value:
+        raise RowProblem(f"{column} is empty")
+    return [_message(item) for item in value]
+
+
+def _message(item: Any) -> Message:
+    if not isinstance(item, dict):
+        raise RowProblem("a message is no object")
+    fields = {key: value for key, value in item.items() if value is not None}  # parquet fills up with nulls
+    named = fields.pop("role", None) or fields.pop("from", None)
+    if named is None:
+        raise RowProblem("a message has no role")
+    if not isinstance(named, str) or named.lower() not in ROLES:
+        raise RowProblem("a message has an unknown role")
+    role = ROLES[named.lower()]
+    content = fields.pop("content", None)
+    content = fields.pop("value", None) if content is None else content
+    calls = _tool_calls(fields.get("tool_calls"))
+    if named.lower() == "function_call":  # ShareGPT's: the text is the call, or a list of calls
+        content, calls = None, _calls_in_text(content)
+    elif isinstance(fields.get("function_call"), dict):  # OpenAI's, from before there were tools
+        calls = [*calls, _tool_call(fields["function_call"])]
+    if content is None and not calls:
+        raise RowProblem("a message has no content")
+    known = {key: value for key, value in fields.items() if key in KNOWN}
+    _check_weight(known)
+    writable(known, "a message")
+    message = {"role": role, "content": None if content is None else _content(content, role), **known}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _check_weight(fields: dict[str, Any]) -> None:
+    if "weight" in fields and fields["weight"] not in (0, 1):
+        raise RowProblem("a message's weight is neither 0 nor 1")
+
+
+def _calls_in_text(value: Any) -> list[dict[str, Any]]:
+    calls = parsed(value, "a function_call")
+    return _tool_calls(calls if isinstance(calls, list) else [calls])
+
+
+def _content(content: Any, role: str) -> str:
+    """The words of a message: text, or parts of text. The assistant's may be empty."""
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise RowProblem("a message's content holds more than text")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise RowProblem(f"a message's content is no text but {type_of(content)}")
+    if not content.strip() and role == "user":
+        raise RowProblem("a user's message is empty")
+    return encodable(content, "a message")
+
+
+def _tool_calls(value: Any) -> list[dict[str, Any]]:
+    if value in (None, []):
+        return []
+    calls = parsed(value, "tool_calls")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RowProblem("tool_calls is no list of calls")
+    writable(calls, "tool_calls")
+    return [_tool_call(call) for call in calls]
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object, as chat templates want it, and not JSON in a string."""
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowProblem("a tool call names no function")
+    arguments = parsed(function.get("arguments") or {}, "a tool call's arguments")
+    if not isinstance(arguments, dict):
+        raise RowProblem(f"a tool call's arguments are no object but {type_of(arguments)}")
+    writable(arguments, "tool_calls")
+    return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def tools_of(value: Any) -> list[dict[str, Any]] | None:
+    """Tools in OpenAI's form; None where there are none. Raises RowProblem."""
+    if value in (None, "", []):
+        return None
+    tools = parsed(value, "tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowProblem("tools is no list of tools")
+    writable(tools, "tools")
+    # ShareGPT names the function alone; templates were written for OpenAI's form.
+    return [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
+
+
+def conversation(messages: list[Message], tools: list[dict[str, Any]] | None) -> Conversation:
+    """Checked for what no template makes sense of; what else a template refuses, it says itself."""
+    roles = [message["role"] for message in messages]
+    if "system" in roles[1:]:
+        raise RowProblem("roles out of order: system is not the first message")
+    if "assistant" not in roles:
+        raise RowProblem("no assistant turn")
+    if "tool" in roles[: roles.index("assistant")]:
+        raise RowProblem("roles out of order: tool before any assistant turn")
+    if roles[0] == "assistant" and len(roles) == 1:
+        raise RowProblem("nothing is asked")
+    unlearned = frozenset(number for number, message in enumerate(messages) if message.get("weight") == 0)
+    # A template that writes whole messages would write the weight, too.
+    plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    return Conversation(plain, tools, unlearned)
