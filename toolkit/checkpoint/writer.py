@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import shutil
 import threading
 from collections.abc import Callable
@@ -128,6 +129,7 @@ class Checkpointer:
 
     def _publish(self, manifest: Manifest, unfinished: Path, folder: Path) -> None:
         """Rank 0: names the files, moves the folder to its place, marks it, and clears old ones away."""
+        _require_files(manifest, unfinished)
         text = manifest.to_json()
         write_synced(unfinished / MANIFEST, text)
         sync(unfinished)
@@ -163,6 +165,23 @@ def remove(folder: Path) -> None:
     """Deletes a checkpoint, its marker first, so that half of it never counts."""
     (folder / COMPLETE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_files(manifest: Manifest, folder: Path) -> None:
+    """Raises ToolkitError where rank 0 lacks a file that another rank has written, as on a disk of its own."""
+    missing = [name for name, entry in manifest.files.items() if not _has_size(folder / name, entry.bytes)]
+    if missing:
+        raise ToolkitError(
+            f"rank 0 on {platform.node()} does not see {len(missing)} of the {len(manifest.files)} files that the ranks "
+            f"have written (first: {missing[0]}); the output folder must be one that all hosts share"
+        )
+
+
+def _has_size(path: Path, num_bytes: int) -> bool:
+    try:
+        return path.stat().st_size == num_bytes
+    except OSError:
+        return False
 
 
 def _begin(unfinished: Path) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import platform
 import shutil
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +47,10 @@ RUN_FILES = (
 """What a run leaves in its output folder."""
 
 
+LISTING_SECONDS = 10.0
+"""Longest time for a file of another host to appear, as network file systems cache listings."""
+
+
 @contextmanager
 def claimed(output_dir: Path, recipe: Recipe, resumed: tuple[Path, Manifest] | None) -> Iterator[None]:
     """Makes the output folder and writes the resolved recipe; takes both back if what follows fails.
@@ -50,31 +59,90 @@ def claimed(output_dir: Path, recipe: Recipe, resumed: tuple[Path, Manifest] | N
     Raises BadInputError where the folder already holds a run that this one does not go on.
     """
     goes_on = resumed is not None and resumed[0].is_relative_to(output_dir)
-
-    def claim() -> bool:
-        if output_dir.exists() and not output_dir.is_dir():
-            raise BadInputError(f"training.output_dir: {str(output_dir)!r} is a file; name a folder")
-        _require_unfinished(output_dir, recipe, goes_on)
-        made = not output_dir.exists()
-        try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            # Whole or not at all: a run that was killed just then is known again by its recipe.
-            atomic_write(output_dir / "recipe.yaml", recipe.to_yaml())
-        except OSError as error:
-            raise BadInputError(
-                f"training.output_dir: {str(output_dir)!r} cannot be written: {error.strerror}; name another folder"
-            ) from error
-        return made
-
-    made = ranks.on_first_rank(claim)
+    made = ranks.on_first_rank(lambda: _make(output_dir))
+    is_ours = False
     try:
+        _require_one_folder(output_dir)
+        ranks.on_first_rank(lambda: _claim(output_dir, recipe, goes_on))
+        is_ours = True
         yield
     except BaseException:
-        if ranks.rank() == 0 and not goes_on and _run_files(output_dir) == ["recipe.yaml"]:
-            (output_dir / "recipe.yaml").unlink(missing_ok=True)
+        if ranks.rank() == 0 and not goes_on:
+            if is_ours and _run_files(output_dir) == ["recipe.yaml"]:
+                (output_dir / "recipe.yaml").unlink(missing_ok=True)
             if made and not any(output_dir.iterdir()):
                 output_dir.rmdir()
         raise
+
+
+def _make(output_dir: Path) -> bool:
+    """Makes the folder; whether it was not there."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise BadInputError(f"training.output_dir: {str(output_dir)!r} is a file; name a folder")
+    made = not output_dir.exists()
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(output_dir, error) from error
+    return made
+
+
+def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
+    _require_unfinished(output_dir, recipe, goes_on)
+    try:
+        # Whole or not at all: a run that was killed just then is known again by its recipe.
+        atomic_write(output_dir / "recipe.yaml", recipe.to_yaml())
+    except OSError as error:
+        raise _unwritable(output_dir, error) from error
+
+
+def _unwritable(output_dir: Path, error: OSError) -> BadInputError:
+    return BadInputError(
+        f"training.output_dir: {str(output_dir)!r} cannot be written: {error.strerror}; name another folder"
+    )
+
+
+def _require_one_folder(output_dir: Path) -> None:
+    """Raises BadInputError where ranks see different folders under this name, as hosts with disks of their own do.
+
+    Every rank writes its shards of a checkpoint there: on two disks no checkpoint would ever be whole.
+    """
+    if ranks.world_size() == 1:
+        return
+    token = uuid.uuid4().hex
+    name, token = ranks.gather_objects((f".token-{os.getpid()}", token))[0]
+    path = output_dir / name
+
+    def write() -> None:
+        try:
+            path.write_text(token, encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(output_dir, error) from error
+
+    ranks.on_first_rank(write)
+    try:
+        seen = ranks.gather_objects((platform.node(), _appears(path, token)))
+    finally:
+        if ranks.rank() == 0:
+            path.unlink(missing_ok=True)
+    blind = [f"rank {rank} on {host}" for rank, (host, found) in enumerate(seen) if not found]
+    if blind:
+        raise BadInputError(
+            f"training.output_dir: {str(output_dir)!r} is not the same folder on every rank: {', '.join(blind)} "
+            f"cannot see what rank 0 on {seen[0][0]} writes; name a folder on a file system that all hosts share"
+        )
+
+
+def _appears(path: Path, text: str) -> bool:
+    """Whether the file holds `text` within the time that network file systems cache a folder's listing."""
+    deadline = time.monotonic() + LISTING_SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            if path.read_text(encoding="utf-8") == text:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
 
 
 def _run_files(output_dir: Path) -> list[str]:
