@@ -18,6 +18,24 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune-toolkit"
 
 
+def shipped_folder(name: str) -> Path:
+    """`recipes` or `accelerate_configs`: beside the package in a checkout, inside it when installed."""
+    package = Path(__file__).resolve().parent
+    installed = package / f"_{name}"
+    return installed if installed.is_dir() else package.parent / name
+
+
+def shipped_files(name: str) -> dict[str, Path]:
+    """Name -> path of the YAML files that are shipped in a folder."""
+    return {path.stem: path for path in sorted(shipped_folder(name).glob("*.yaml"))}
+
+
+def shown_path(path: Path) -> str:
+    """The path as a command line would name it here: relative inside the working folder, absolute elsewhere."""
+    path, here = path.absolute(), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def atomic_write(path: Path, text: str, errors: str = "strict") -> None:
     """Write `text` to `path`; a reader sees the old file or the new one, never a part.
 

@@ -96,7 +96,7 @@ def break_ranks(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_command_passes_on_two_ranks(folder: Path) -> None:
     done = command(
-        *("--recipe", str(folder / "recipe.yaml"), "--accelerate-config", str(folder / "zero3.yaml"), "--json"),
+        *("--recipe", str(folder / "recipe.yaml"), "--config", str(folder / "zero3.yaml"), "--json"),
         *("--steps", "4", "sharding.activation_checkpointing=1"),
     )
     assert done.returncode == 0, done.stderr
@@ -186,9 +186,9 @@ def test_ranks_that_hang_are_ended(folder: Path, tmp_path: Path, monkeypatch: py
 
 def test_hybrid_on_two_ranks_is_bad_input(folder: Path, main: Main) -> None:
     config = str(folder / "hybrid.yaml")
-    code, _, told = main("--recipe", str(folder / "recipe.yaml"), "--accelerate-config", config)
+    code, _, told = main("--recipe", str(folder / "recipe.yaml"), "--config", config)
     assert code == 2
-    assert f"--accelerate-config: {config}: strategy hybrid needs equal groups" in told
+    assert f"--config: {config}: strategy hybrid needs equal groups" in told
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_hybrid_on_two_ranks_is_bad_input(folder: Path, main: Main) -> None:
         (["--steps", "0"], "--steps: found 0"),
         (["--layers", "0"], "--layers: found 0"),
         (["--layers", "9"], "--layers: found 9, but the model has 3 blocks"),
-        (["--accelerate-config", "nowhere.yaml"], "--accelerate-config: there is no file 'nowhere.yaml'"),
+        (["--config", "nowhere.yaml"], "--config: there is no file 'nowhere.yaml'"),
         (["training.max_step=3"], "did you mean 'max_steps'"),
     ],
 )

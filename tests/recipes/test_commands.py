@@ -166,6 +166,16 @@ def test_bad_input_under_a_launcher(tmp_path: Path, cache: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_bad_input_under_toolkit_train(tmp_path: Path, cache: Path) -> None:
+    """One paragraph after the line that is launched, and the ranks' own exit code."""
+    out = f"training.output_dir={tmp_path / 'run'}"
+    done = start(["toolkit", "train", "quickstart", "data.train=nowhere.jsonl", out, "--cpu", "2"], cache)
+    assert done.returncode == 2, done.stderr
+    launched, *rest = done.stderr.splitlines()
+    assert launched.startswith("ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/cpu_2.yaml")
+    assert [line for line in rest if "torch" not in line] == ["error: data.train: there is no file 'nowhere.jsonl'"]
+
+
 def test_the_notebook(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment(cache).items():
         monkeypatch.setenv(name, value)

@@ -12,20 +12,23 @@ import typer
 
 import toolkit
 from toolkit.cli.checkpoints import checkpoints
+from toolkit.cli.configs import configs_app
 from toolkit.cli.console import print_error
 from toolkit.cli.data import data
 from toolkit.cli.export import export
 from toolkit.cli.generate import generate
 from toolkit.cli.plan import plan
 from toolkit.cli.recipes import recipes_app
+from toolkit.cli.train import train
 from toolkit.cli.validate import validate
 from toolkit.cli.verify import verify
 from toolkit.errors import ToolkitError
 
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
-app.add_typer(recipes_app, name="recipes")
-for command in (validate, data, verify, plan, checkpoints, export, generate):
+for command in (train, plan, data, validate, verify, generate, checkpoints, export):
     app.command()(command)
+app.add_typer(recipes_app, name="recipes")
+app.add_typer(configs_app, name="configs")
 
 
 def main() -> None:

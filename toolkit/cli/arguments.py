@@ -16,6 +16,9 @@ from toolkit.recipe.schema import Section
 
 DEFAULT_RECIPE = "quickstart"
 
+DEFAULT_GPU_CONFIG, DEFAULT_CPU_CONFIG = "zero3", "cpu_2"
+"""Accelerate configs that `toolkit train` starts from where none is named."""
+
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
 """What --dtype takes -> torch's name."""
 
@@ -46,7 +49,17 @@ RecipeOption = Annotated[
     str | None,
     typer.Option("--recipe", help="Another way to give RECIPE.", show_default=False, autocompletion=complete_recipe),
 ]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        "--accelerate-config",
+        help="Accelerate config: the name of a shipped one (`toolkit configs`) or a path.",
+        show_default=False,
+    ),
+]
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
+NewFile = Annotated[Path, typer.Argument(help="New file, or a folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from toolkit.cli.arguments import parse_dtype
+
 Prompt = Annotated[str | None, typer.Option(help="Write what follows this text.", show_default=False)]
 PromptFile = Annotated[
     Path | None, typer.Option(help="Complete the prompts of a .txt or .jsonl file.", show_default=False)
@@ -62,7 +64,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         batch_size=batch_size,
-        dtype=dtype,
+        dtype=dtype if dtype == "auto" else parse_dtype(dtype),
         device=device,
     )
     run(options)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from toolkit.cli.arguments import AsJson, RecipeArguments, RecipeOption, load_recipe, split_arguments
+from toolkit.cli.arguments import AsJson, ConfigOption, RecipeArguments, RecipeOption, load_recipe, split_arguments
+from toolkit.cli.configs import find_config
 from toolkit.cli.console import print_table
 from toolkit.errors import BadInputError
 from toolkit.places import GIB
@@ -33,10 +34,6 @@ Gpus = Annotated[
     int | None, typer.Option(help="Devices, one rank each; by default the config's, or 1.", show_default=False)
 ]
 HardwareName = Annotated[str, typer.Option(help="Preset, `calibrated`, or a profile's path; presets: --list-hardware.")]
-AccelerateConfigPath = Annotated[
-    Path | None,
-    typer.Option(help="Accelerate config: ranks, strategy, precision as the recipe stands.", show_default=False),
-]
 GpusPerNode = Annotated[int | None, typer.Option(help="Devices of a node.", show_default="preset's")]
 DeviceMemory = Annotated[float | None, typer.Option(help="Of one device.", show_default="preset's")]
 HostMemory = Annotated[float | None, typer.Option(help="Of one node.", show_default="preset's")]
@@ -63,7 +60,7 @@ def plan(
     recipe: RecipeOption = None,
     gpus: Gpus = None,
     hardware: HardwareName = "h100_sxm",
-    accelerate_config: AccelerateConfigPath = None,
+    config: ConfigOption = None,
     gpus_per_node: GpusPerNode = None,
     device_memory_gib: DeviceMemory = None,
     host_memory_gib: HostMemory = None,
@@ -101,7 +98,7 @@ def plan(
         pcie_gbs=pcie_gbs,
         dram_gbs=dram_gbs,
     )
-    accelerated = Accelerated() if accelerate_config is None else accelerated_by(accelerate_config)
+    accelerated = Accelerated() if config is None else accelerated_by(find_config(config))
     found = _plan(loaded, device, gpus, accelerated)
     _print_plan(found, *split_arguments(arguments, recipe), Shown(every_row, explain, trace, plot, as_json))
     if found.recommended is None:
@@ -136,7 +133,7 @@ def accelerated_by(path: Path) -> Accelerated:
     from toolkit.sharding.strategy import asks_for_offload, parse_strategy
 
     config = read_accelerate_config(path)
-    where = f"--accelerate-config: {path}: fsdp_config.fsdp_sharding_strategy"
+    where = f"--config: {path}: fsdp_config.fsdp_sharding_strategy"
     return Accelerated(
         strategy=None if config.strategy is None else parse_strategy(config.strategy, where).name,
         offload=asks_for_offload(config.strategy),

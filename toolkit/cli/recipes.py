@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.arguments import AsJson
+from toolkit.cli.arguments import AsJson, NewFile
 from toolkit.cli.console import print_table
 from toolkit.errors import BadInputError
 from toolkit.places import DATA_SUFFIXES
@@ -43,18 +43,24 @@ def recipe_rows() -> list[dict[str, str]]:
 @recipes_app.command("copy")
 def copy_recipe(
     name: Annotated[str, typer.Argument(help="Name of a shipped recipe.")],
-    path: Annotated[Path, typer.Argument(help="New file, or a folder.")],
+    path: NewFile,
 ) -> None:
     """Copy a shipped recipe, to make it yours; files that it names keep being found."""
     source = find_recipe(name)
+    target = new_yaml(path, source)
+    target.write_text(_with_absolute_files(source), encoding="utf-8")
+    print(f"{target}: a copy of {name}. Train it: toolkit train {target}")
+
+
+def new_yaml(path: Path, source: Path) -> Path:
+    """The file that a copy of `source` is written to; its folder is made. Raises BadInputError where it exists."""
     target = path / source.name if path.is_dir() else path
     if target.suffix not in (".yaml", ".yml"):
-        raise BadInputError(f"{str(target)!r}: a recipe's file ends in .yaml")
+        raise BadInputError(f"{str(target)!r}: the name of a YAML file ends in .yaml or .yml")
     if target.exists():
         raise BadInputError(f"{str(target)!r} exists; name another file or delete it")
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(_with_absolute_files(source), encoding="utf-8")
-    print(f"{target}: a copy of {name}. Train it: toolkit train {target}")
+    return target
 
 
 def _with_absolute_files(source: Path) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from toolkit.cli.arguments import AsJson, RecipeArguments, RecipeOption, load_recipe
+from toolkit.cli.arguments import AsJson, ConfigOption, RecipeArguments, RecipeOption, load_recipe
+from toolkit.cli.configs import find_config
 from toolkit.cli.console import print_table
 
 if TYPE_CHECKING:
@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 def verify(
     arguments: RecipeArguments = None,
     recipe: RecipeOption = None,
-    accelerate_config: Annotated[
-        Path | None,
-        typer.Option(
-            help="Accelerate config: strategy, number of processes, precision. By default what `accelerate launch` "
-            "reads, or else two ranks under zero3.",
-            show_default=False,
-        ),
-    ] = None,
+    config: ConfigOption = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 5,
     layers: Annotated[
         int | None,
@@ -39,7 +32,9 @@ def verify(
     """Train a few steps on one process and sharded, and compare losses, gradients and weights.
 
     The ranks run on this machine, on the CPU where it has too few GPUs; dropout is off, and no output
-    folder is touched. Exit codes: 0 all checks hold, 1 one failed, 2 bad input.
+    folder is touched. Without --config: what `accelerate config` has made, or else two ranks under zero3.
+
+    Exit codes: 0 all checks hold, 1 one failed, 2 bad input.
     """
     loaded = load_recipe(arguments, recipe)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clears up, as after Ctrl-C
@@ -48,7 +43,7 @@ def verify(
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
     report = verification.verify(
         loaded,
-        accelerate_config,
+        None if config is None else find_config(config),
         steps=steps,
         layers=layers,
         time_limit_seconds=time_limit,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from toolkit.places import shipped_folder, shown_path
 from toolkit.planning.planner import PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.planning.table import Plan
@@ -20,25 +22,26 @@ class LaunchCommand:
 
 
 def launch_of(found: Plan, row: PlanRow, recipe_name: str, overrides: list[str]) -> LaunchCommand:
-    """The command that runs a row."""
+    """The command that runs a row: `accelerate launch` in a checkout, `toolkit train` elsewhere where it can."""
     setup, hardware = row.setup, found.hardware
-    words = [
-        f"accelerate launch --config_file accelerate_configs/{_config(setup, hardware)}.yaml",
-        f"--num_processes {setup.ranks}",
-    ]
-    notes = []
+    # The row's own settings come last: they win over what was typed for the plan.
+    settings = dict(text.partition("=")[::2] for text in overrides) | _settings(found, setup)
+    work = shlex.join([recipe_name, *(f"{key}={value}" for key, value in settings.items())])
     nodes = -(-setup.ranks // hardware.devices_per_node)
+    config = shown_path(shipped_folder("accelerate_configs") / f"{_config(setup, hardware)}.yaml")
+    if Path(config).is_absolute() and nodes == 1 and not setup.strategy.replicated:  # not in a checkout
+        device = "cpu" if hardware.device_type == "cpu" else "gpus"
+        return LaunchCommand(f"toolkit train {work} --config {_config(setup, hardware)} --{device} {setup.ranks}")
+    words = [f"accelerate launch --config_file {config} --num_processes {setup.ranks}"]
+    notes = []
     if nodes > 1:
         words.append(f"--num_machines {nodes} --machine_rank $NODE --main_process_ip $HEAD --main_process_port 29500")
         notes.append("on every node, with its number as NODE and the first node's address as HEAD")
     if setup.strategy.replicated:
         sizes = {"replicate": setup.mesh.replicate, "shard": setup.mesh.shard}
         words += [f"--parallelism_config_dp_{axis}_size {size}" for axis, size in sizes.items()]
-    words.append(f"recipes/finetune.py --recipe {recipe_name}")
-    # The row's own settings come last: they win over what was typed for the plan.
-    settings = dict(text.partition("=")[::2] for text in overrides) | _settings(found, setup)
-    quoted = [shlex.quote(f"{key}={value}") for key, value in settings.items()]
-    return LaunchCommand(" ".join([*words, *quoted]), tuple(notes))
+    script = shown_path(shipped_folder("recipes") / "finetune.py")
+    return LaunchCommand(" ".join([*words, script, work]), tuple(notes))
 
 
 def _settings(found: Plan, setup: Setup) -> dict[str, str]:

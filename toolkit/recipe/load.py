@@ -10,23 +10,16 @@ from typing import Any
 import yaml
 
 from toolkit.errors import BadInputError, RecipeError, did_you_mean
-from toolkit.places import DATA_SUFFIXES
+from toolkit.places import DATA_SUFFIXES, shipped_files
 from toolkit.recipe.schema import RIVALS
 
 OVERRIDE = "override"
 """Origin of a value that an override has set."""
 
 
-def recipe_folder() -> Path:
-    """The folder of the shipped recipes: beside the package in a checkout, inside it when installed."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "_recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
-
-
 def shipped_recipes() -> dict[str, Path]:
     """Name -> path of every shipped recipe."""
-    return {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}
+    return shipped_files("recipes")
 
 
 def find_recipe(name_or_path: str | Path) -> Path:

@@ -1,4 +1,4 @@
-"""An Accelerate config's file, as far as planning and verifying read it; both name it `--accelerate-config`."""
+"""An Accelerate config's file, as far as planning and verifying read it; both name it `--config`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AccelerateConfig:
         return self._size("shard")
 
     def error(self, problem: str) -> BadInputError:
-        return BadInputError(f"--accelerate-config: {self.origin}: {problem}")
+        return BadInputError(f"--config: {self.origin}: {problem}")
 
     def _size(self, axis: str) -> int | None:
         key = f"parallelism_config_dp_{axis}_size"
@@ -76,12 +76,12 @@ class AccelerateConfig:
 def read_accelerate_config(path: Path) -> AccelerateConfig:
     """Raises BadInputError where there is no file, or where it holds no mapping."""
     if not path.is_file():
-        raise BadInputError(f"--accelerate-config: there is no file {str(path)!r}")
+        raise BadInputError(f"--config: there is no file {str(path)!r}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInputError(f"--accelerate-config: {path} is not readable as YAML: {first_line(error)}") from error
+        raise BadInputError(f"--config: {path} is not readable as YAML: {first_line(error)}") from error
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
-        raise BadInputError(f"--accelerate-config: {path} holds no mapping but {found}; `accelerate config` makes one")
+        raise BadInputError(f"--config: {path} holds no mapping but {found}; `accelerate config` makes one")
     return AccelerateConfig(values, str(path))

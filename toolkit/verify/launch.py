@@ -97,5 +97,5 @@ def _launcher_environment(config: Path, launch: Launch) -> dict[str, str]:
             raise ValueError("its distributed_type is not one that the sharding backend runs under; use FSDP")
         environment: dict[str, str] = prepare_multi_gpu_env(settings)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise BadInputError(f"--accelerate-config: {launch.origin}: {first_line(error)}") from error
+        raise BadInputError(f"--config: {launch.origin}: {first_line(error)}") from error
     return {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(settings.main_process_port)}

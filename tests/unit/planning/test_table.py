@@ -204,12 +204,22 @@ def test_the_command_is_one_that_the_recipe_takes(found: Plan) -> None:
     words = shlex.split(launch.command)
     config = Path(words[words.index("--config_file") + 1])
     assert (Path(__file__).parents[3] / config).is_file()
-    overrides = words[words.index("--recipe") + 2 :]
+    overrides = words[words.index("recipes/finetune.py") + 2 :]
     loaded = Recipe.load("quickstart", overrides)
     assert loaded.training.max_steps == 7
     assert loaded.training.micro_batch_size == row.setup.micro_batch_size
     assert loaded.sharding.activation_checkpointing == 1
     assert "--parallelism_config_dp_shard_size" in words
+
+
+def test_outside_a_checkout_the_command_is_toolkit_train(
+    found: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [row for row in found.rows if row.setup.strategy.name == "zero2" and not row.setup.offload]
+    words = shlex.split(launch_of(found, rows[0], "my recipe.yaml", []).command)
+    assert words[:3] == ["toolkit", "train", "my recipe.yaml"]
+    assert words[-4:] == ["--config", "zero2", "--gpus", str(rows[0].setup.ranks)]
 
 
 def test_settings_with_spaces_are_quoted(found: Plan) -> None:
@@ -296,7 +306,7 @@ def test_nothing_fits_is_exit_code_1(file: str) -> None:
         (["model.config.model_type=nonsense"], "nonsense"),
         (["model.config.hidden_size=63"], "model"),
         (["sharding.strategy=hybrid", "--gpus", "8"], "cannot be parted into groups of 8"),
-        (["--accelerate-config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
 def test_bad_input(file: str, arguments: list[str], said: str) -> None:

@@ -46,6 +46,6 @@ def test_what_it_does_not_say() -> None:
     ],
 )
 def test_what_cannot_be_right(values: dict[str, Any], asked: str, message: str) -> None:
-    with pytest.raises(BadInputError, match="--accelerate-config: here: ") as found:
+    with pytest.raises(BadInputError, match="--config: here: ") as found:
         getattr(AccelerateConfig(values, "here"), asked)
     assert message in str(found.value)

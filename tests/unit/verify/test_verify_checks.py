@@ -316,7 +316,7 @@ def test_a_config_that_cannot_be_used(text: str | None, message: str, tmp_path: 
     path = tmp_path / "config.yaml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(BadInputError, match="--accelerate-config") as found:
+    with pytest.raises(BadInputError, match="--config") as found:
         launch.read_launch(path, recipe)
     assert message in str(found.value)
 

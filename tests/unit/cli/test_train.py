@@ -1,0 +1,110 @@
+"""`toolkit train` and `toolkit configs`: what is handed to Accelerate's launcher, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from toolkit.cli import launcher, train
+from toolkit.cli.app import app
+from toolkit.cli.launcher import run_launcher
+from toolkit.errors import BadInputError, ToolkitError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What the launcher was started with; it does nothing, on a machine with two GPUs."""
+    found: list[list[str]] = []
+
+    def note(words: list[str]) -> int:
+        found.append(words)
+        return 3
+
+    monkeypatch.setattr(launcher, "run_launcher", note)
+    monkeypatch.setattr(train, "_count_gpus", lambda: 2)
+    monkeypatch.setenv(train.ON_CPU, "")
+    monkeypatch.chdir(ROOT)
+    return found
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["train", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ([], "accelerate_configs/zero3.yaml --num_processes 2"),
+        (["--gpus", "1", "--strategy", "zero1+offload"], "accelerate_configs/zero3.yaml --num_processes 1 STRATEGY"),
+        (["--cpu", "4", "--strategy", "zero1+offload"], "accelerate_configs/cpu_2.yaml --num_processes 4 STRATEGY"),
+        (["--config", "zero2"], "accelerate_configs/zero2.yaml"),
+        (["sharding.strategy=zero2"], "accelerate_configs/zero3.yaml --num_processes 2 --fsdp_sharding_strategy zero2"),
+    ],
+)
+def test_it_launches_the_line_that_it_prints(arguments: list[str], options: str, launched: list[list[str]]) -> None:
+    result = run("sft", "training.max_steps=3", *arguments)
+    (words,) = launched
+    overrides = [word for word in arguments if "=" in word]
+    expected = options.replace("STRATEGY", "--fsdp_sharding_strategy zero1+offload").split()
+    assert words == ["--config_file", *expected, "recipes/finetune.py", "sft", "training.max_steps=3", *overrides]
+    *_, line = result.stderr.splitlines()
+    on_cpu = "--cpu" in arguments
+    assert line == ("ACCELERATE_USE_CPU=true " if on_cpu else "") + f"accelerate launch {shlex.join(words)}"
+    assert os.environ[train.ON_CPU] == ("true" if on_cpu else "")
+    assert result.exit_code == 3, "the launcher's own"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "1", "--cpu", "1"], "--gpus and --cpu exclude each other"),
+        (["--gpus", "3"], "--gpus 3: this machine has 2; --cpu 3 runs the same ranks on the CPU"),
+        (["--config", "zero4"], "no config of that name; did you mean 'zero3'?"),
+        (["--config", "two_nodes"], "it is for 2 machines"),
+        (["--strategy", "zero9"], "--strategy: unknown strategy 'zero9'"),
+        (["training.sed=1"], "did you mean 'seed'"),
+    ],
+)
+def test_bad_input_starts_no_rank(arguments: list[str], message: str, launched: list[list[str]]) -> None:
+    result = run("sft", *arguments)
+    assert isinstance(result.exception, BadInputError), result.output
+    assert message in str(result.exception)
+    assert launched == []
+
+
+def test_no_gpu_needs_a_word(launched: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "_count_gpus", lambda: 0)
+    assert "--cpu 2 trains on the CPU" in str(run("sft").exception)
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", None), ("pass", 0)]
+)
+def test_the_exit_code_of_the_rank_that_failed(code: str, exit_code: int | None, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    words = ["--config_file", str(ROOT / "accelerate_configs/gpu_1.yaml"), str(script)]
+    if exit_code is None:
+        with pytest.raises(ToolkitError, match="rank 0 was ended by SIGKILL: the machine may have run out of memory"):
+            run_launcher(words)
+    else:
+        assert run_launcher(words) == exit_code
+
+
+def test_configs_are_listed_and_copied(tmp_path: Path) -> None:
+    rows = json.loads(CliRunner().invoke(app, ["configs", "--json"]).output)
+    assert {row["name"] for row in rows} == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert all(row["description"].endswith(".") for row in rows)
+    copied = CliRunner().invoke(app, ["configs", "copy", "zero2", str(tmp_path / "mine.yaml")])
+    assert copied.exit_code == 0, copied.output
+    assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["fsdp_config"]["fsdp_sharding_strategy"] == "zero2"
+    again = CliRunner().invoke(app, ["configs", "copy", "zero2", str(tmp_path / "mine.yaml")])
+    assert "exists" in str(again.exception)

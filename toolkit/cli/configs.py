@@ -1,0 +1,79 @@
+"""`toolkit configs`: list the shipped Accelerate configs, or copy one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from toolkit.cli.arguments import AsJson, NewFile
+from toolkit.cli.console import print_table
+from toolkit.cli.recipes import new_yaml
+from toolkit.errors import BadInputError, did_you_mean
+from toolkit.places import shipped_files
+
+configs_app = typer.Typer(invoke_without_command=True)
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name -> path of every shipped Accelerate config."""
+    return shipped_files("accelerate_configs")
+
+
+def find_config(name_or_path: str) -> Path:
+    """The file of an Accelerate config. Raises BadInputError that lists the shipped ones."""
+    path, shipped = Path(name_or_path).expanduser(), shipped_configs()
+    if path.is_file():
+        return path
+    if name_or_path in shipped:
+        return shipped[name_or_path]
+    hint = did_you_mean(name_or_path, shipped)
+    raise BadInputError(
+        f"--config: there is no file {name_or_path!r}, and no config of that name{hint}. "
+        f"Shipped configs: {', '.join(shipped)}"
+    )
+
+
+@configs_app.callback()
+def configs(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the shipped Accelerate configs, or copy one."""
+    if context.invoked_subcommand is None:
+        list_configs(as_json)
+
+
+@configs_app.command("list")
+def list_configs(as_json: AsJson = False) -> None:
+    """List the shipped Accelerate configs: processes, strategy, and when to choose them."""
+    rows = [_row(name, path) for name, path in shipped_configs().items()]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    print_table(["config", "processes", "strategy", "what it is for"], [[str(row[key]) for key in row] for row in rows])
+
+
+def _row(name: str, path: Path) -> dict[str, Any]:
+    """What is told of a config; the first sentence of its comment says what it is for."""
+    text = path.read_text(encoding="utf-8")
+    values = yaml.safe_load(text)
+    about = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("#"))
+    return {
+        "name": name,
+        "processes": values["num_processes"],
+        "strategy": values["fsdp_config"]["fsdp_sharding_strategy"],
+        "description": about.split(". ")[0].removesuffix(".") + ".",
+    }
+
+
+@configs_app.command("copy")
+def copy_config(
+    name: Annotated[str, typer.Argument(help="Name of a shipped config.", autocompletion=lambda: [*shipped_configs()])],
+    path: NewFile,
+) -> None:
+    """Copy a shipped Accelerate config to edit it."""
+    target = new_yaml(path, find_config(name))
+    shutil.copyfile(find_config(name), target)
+    print(f"{target}: a copy of {name}. Use it: toolkit train RECIPE --config {target}")

@@ -1,0 +1,105 @@
+"""`toolkit train`: start a recipe on this machine's GPUs or CPU through `accelerate launch`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import Annotated
+
+import typer
+import yaml
+
+from toolkit.cli.arguments import (
+    DEFAULT_CPU_CONFIG,
+    DEFAULT_GPU_CONFIG,
+    ConfigOption,
+    RecipeArguments,
+    RecipeOption,
+    load_recipe,
+    split_arguments,
+)
+from toolkit.cli.configs import find_config
+from toolkit.errors import BadInputError
+from toolkit.places import shipped_folder, shown_path
+from toolkit.recipe.recipe import Recipe
+
+ON_CPU = "ACCELERATE_USE_CPU"
+"""Accelerate's variable: the launcher does not hand `use_cpu` of a config to the ranks."""
+
+
+def train(
+    arguments: RecipeArguments = None,
+    recipe: RecipeOption = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Number of GPUs. By default all of this machine.", show_default=False)
+    ] = None,
+    cpu: Annotated[
+        int | None, typer.Option(min=1, help="Train on the CPU with this many processes.", show_default=False)
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="Sharding strategy: ddp, zero1, zero2, zero3, or one of them with +offload. By default the recipe's, "
+            "or else the config's.",
+            show_default=False,
+        ),
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Train a recipe, and print the `accelerate launch` command that does the same.
+
+    Exit codes: 0 done, 1 failed, 2 bad input, 3 stopped on request with its state saved.
+    """
+    loaded = load_recipe(arguments, recipe)  # a wrong recipe is told before any rank starts
+    name, overrides = split_arguments(arguments, recipe)
+    options = launcher_options(loaded, gpus, cpu, strategy, config)
+    words = [*options, shown_path(shipped_folder("recipes") / "finetune.py"), name, *overrides]
+    environment = f"{ON_CPU}=true " if cpu is not None else ""
+    print(f"{environment}accelerate launch {shlex.join(words)}", file=sys.stderr, flush=True)
+    if cpu is not None:
+        os.environ[ON_CPU] = "true"
+    from toolkit.cli.launcher import run_launcher  # torch is imported only for a recipe that is right
+
+    raise typer.Exit(run_launcher(words))
+
+
+def launcher_options(
+    recipe: Recipe, gpus: int | None, cpu: int | None, strategy: str | None, config: str | None
+) -> list[str]:
+    """Options of `accelerate launch`: config file, number of processes, strategy.
+
+    Raises BadInputError where they contradict each other or this machine has too few GPUs.
+    """
+    if gpus is not None and cpu is not None:
+        raise BadInputError("--gpus and --cpu exclude each other; leave one of them out")
+    if gpus is None and cpu is None and config is None:
+        gpus = _count_gpus() or None
+        if gpus is None:
+            raise BadInputError("this machine has no GPU; --cpu 2 trains on the CPU with two processes")
+    elif gpus is not None and (found := _count_gpus()) < gpus:
+        raise BadInputError(f"--gpus {gpus}: this machine has {found}; --cpu {gpus} runs the same ranks on the CPU")
+    path = find_config(config or (DEFAULT_CPU_CONFIG if cpu is not None else DEFAULT_GPU_CONFIG))
+    machines = yaml.safe_load(path.read_text(encoding="utf-8")).get("num_machines", 1)
+    if machines > 1:
+        raise BadInputError(
+            f"--config {config}: it is for {machines} machines, and toolkit train starts the ranks of one; "
+            f"run accelerate launch on each machine, as docs/multi_node.md shows"
+        )
+    options = ["--config_file", shown_path(path)]
+    processes = cpu if cpu is not None else gpus
+    if processes is not None:
+        options += ["--num_processes", str(processes)]
+    word = strategy or (recipe.sharding.strategy if config is None else None)
+    if word is not None:
+        from toolkit.sharding.strategy import parse_strategy
+
+        parse_strategy(word, "--strategy" if strategy else "sharding.strategy")
+        options += ["--fsdp_sharding_strategy", word]
+    return options
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
