@@ -152,10 +152,11 @@ def batches(case: Case, device: torch.device) -> Iterator[dict[str, torch.Tensor
 
 def flops_per_token(case: Case, model: Any) -> float:
     """Forward and backward; of packed rows a token sees its own document alone."""
-    from toolkit.training.usage import flops_per_token
+    from toolkit.training.usage import Counts, model_flops
 
     lengths = documents(case)
-    return flops_per_token(model, round(sum(length**2 for length in lengths) / sum(lengths)))
+    counts = Counts(tokens=sum(lengths), pairs=sum(length**2 for length in lengths))
+    return model_flops(model).of(counts) / counts.tokens
 
 
 def planned_bytes(case: Case) -> int | None:

@@ -149,7 +149,8 @@ def test_the_run_folder(results: list[dict[str, Any]], folder: Path) -> None:
     lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
     assert lines == result.metrics
     keys = {"split", "step", "epoch", "samples", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate"}
-    keys |= {"tokens_per_second", "step_seconds", "peak_device_bytes", "peak_host_bytes", "mfu", "planned_peak_bytes"}
+    keys |= {f"{what}_per_second" for what in ("tokens", "padded_tokens", "targets", "samples")}
+    keys |= {"step_seconds", "peak_device_bytes", "peak_host_bytes", "mfu", "planned_peak_bytes"}
     assert set(next(line for line in lines if line["split"] == "train")) == keys
     page = (result.output_dir / "report.html").read_text()
     assert result.sample.strip()[:5] in page or not result.sample.strip()

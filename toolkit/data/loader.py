@@ -160,4 +160,9 @@ class _Rows(Dataset[Any]):
 
 def without_targets(batch: Batch) -> Batch:
     """The batch with nothing to learn, for a rank whose turn it is but that has no sample left."""
-    return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+    # It repeats samples: neither its targets nor its tokens count again.
+    return {
+        **batch,
+        "labels": torch.full_like(batch["labels"], IGNORED),
+        "lengths": torch.zeros(len(batch["input_ids"]), dtype=torch.long),
+    }

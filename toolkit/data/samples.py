@@ -77,7 +77,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class TextSamples:
-    """For causal LM: `input_ids`, `labels` and `position_ids`, each (B, T).
+    """For causal LM: `input_ids`, `labels` and `position_ids`, each (B, T), and `lengths` (B,), without padding.
 
     Pieces that share a sample follow each other; positions restart with each, by which transformers keeps
     attention inside them. What is left of a sample is padding, which continues the last piece's positions
@@ -128,7 +128,7 @@ def padded_length(longest: int, max_length: int) -> int:
 
 
 def sample_of(pieces: list[tuple[Any, Any]], length: int, pad_id: int) -> dict[str, Any]:
-    """One sample of `length` tokens from `(input_ids, targets)` of its pieces, as numpy arrays (T,)."""
+    """One sample of `length` tokens from `(input_ids, targets)` of its pieces: arrays (T,), `lengths` a number."""
     input_ids = np.full(length, pad_id, dtype=np.int64)
     labels = np.full(length, IGNORED, dtype=np.int64)
     position_ids = np.arange(length, dtype=np.int64)
@@ -139,7 +139,7 @@ def sample_of(pieces: list[tuple[Any, Any]], length: int, pad_id: int) -> dict[s
         labels[start:end] = np.where(targets, ids, IGNORED)
         labels[start] = IGNORED  # nothing precedes it
         position_ids[start:] = np.arange(length - start)
-    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "lengths": np.int64(end)}
 
 
 def stack(samples: list[dict[str, Any]]) -> Batch:
@@ -193,7 +193,7 @@ class PairSamples(TextSamples):
 
 @dataclass(frozen=True)
 class LabelledSamples:
-    """For classification: `input_ids`, `attention_mask`, `token_type_ids`, each (B, T), and `labels` (B,).
+    """For classification: `input_ids`, `attention_mask`, `token_type_ids`, each (B, T), and `labels`, `lengths` (B,).
 
     Attributes:
         rows: where the tokens are.
@@ -224,4 +224,5 @@ class LabelledSamples:
             batch["input_ids"][i, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
             batch["attention_mask"][i, : len(ids)] = 1
             batch["token_type_ids"][i, : len(ids)] = torch.from_numpy(kinds.astype(np.int64))
+        batch["lengths"] = torch.tensor([len(ids) for ids, _ in tokens])
         return {**batch, "labels": torch.from_numpy(np.asarray(self.labels)[list(numbers)])}

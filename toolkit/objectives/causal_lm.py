@@ -33,7 +33,7 @@ class CausalLM:
         head_loss: what the losses come from; where that is whole logits, the reason.
     """
 
-    unit = "tokens"
+    unit = "targets"
 
     def __init__(self, model: nn.Module, packed: bool = True) -> None:
         self._takes_positions = "position_ids" in inspect.signature(base_of(model).forward).parameters

@@ -189,6 +189,9 @@ def _duration_tile(train: Metrics, facts: dict[str, str]) -> str:
 def _throughput_tile(train: Metrics) -> str:
     rates, mfu = finite(column(train, "tokens_per_second")), finite(column(train, "mfu"))
     note = f"median; MFU {100 * statistics.median(mfu):.1f} %" if mfu else "median over the run"
+    for key, what in (("targets_per_second", "targets/s"), ("samples_per_second", "samples/s")):
+        found = finite(column(train, key))
+        note += f"; {format_short(statistics.median(found))} {what}" if found else ""
     value = format_short(statistics.median(rates)) if rates else MISSING
     return tile("tile-throughput", "Tokens per second", value, note)
 
@@ -233,7 +236,7 @@ def _charts_section(train: Metrics, evals: Metrics) -> str:
     small = [
         _train_chart("learning-rate", "Learning rate", train, "learning_rate", x_range),
         _train_chart("grad-norm", "Gradient norm", train, "grad_norm", x_range, smooth=True, from_zero=False),
-        _train_chart("throughput", "Tokens per second", train, "tokens_per_second", x_range, smooth=True),
+        _throughput_chart(train, x_range),
         _memory_chart(train, x_range),
     ]
     cards = [chart_card(chart) for chart in small if chart.values()]
@@ -266,6 +269,16 @@ def _train_chart(
 ) -> Chart:
     series = _train_series("", train, field)
     return Chart(name, title, smoothed(series) if smooth else [series], _gaps(train, field), x_range, from_zero)
+
+
+def _throughput_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:
+    series = [
+        _train_series("without padding", train, "tokens_per_second"),
+        _train_series("with padding", train, "padded_tokens_per_second", variable="chart-2"),
+        _train_series("targets", train, "targets_per_second", variable="muted"),
+    ]
+    gaps = _gaps(train, "tokens_per_second")
+    return Chart("throughput", "Tokens per second", [item for item in series if finite(item.ys)], gaps, x_range)
 
 
 def _memory_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:

@@ -41,7 +41,7 @@ from toolkit.training.metrics import Metrics
 from toolkit.training.profile import StepProfile
 from toolkit.training.stop import StopRequests
 from toolkit.training.trainer import Trainer
-from toolkit.training.usage import flops_per_token
+from toolkit.training.usage import ModelFlops, model_flops
 
 
 def finetune(recipe: Recipe) -> FinetuneResult:
@@ -158,7 +158,7 @@ def _build_trainer(
         metrics,
         parts.windows,
         evaluation=build_evaluation(accelerator, recipe, parts.data),
-        flops=_flops(accelerator, recipe, parts.model),
+        flops=_flops(accelerator, parts.model),
         stop_reason=lambda: stop.reason,
         checkpoints=checkpoints,
         profile=profile,
@@ -211,10 +211,10 @@ def _tracker_config(recipe: Recipe) -> dict[str, Any]:
     return {key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in plain.items()}
 
 
-def _flops(accelerator: Accelerator, recipe: Recipe, model: nn.Module) -> tuple[float, float] | None:
+def _flops(accelerator: Accelerator, model: nn.Module) -> tuple[ModelFlops, float] | None:
     if accelerator.device.type != "cuda":
         return None
     peak = peak_flops_of(torch.cuda.get_device_name(accelerator.device), accelerator.mixed_precision)
     if peak is None:
         return None
-    return flops_per_token(accelerator.unwrap_model(model), recipe.data.max_length), peak
+    return model_flops(accelerator.unwrap_model(model)), peak

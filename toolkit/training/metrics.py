@@ -35,7 +35,7 @@ class Metrics:
         path: Path,
         logging: LoggingSection,
         num_steps: int,
-        unit: str = "tokens",
+        unit: str = "targets",
         planned_peak_bytes: int | None = None,
     ) -> None:
         self._unit = unit
@@ -124,5 +124,5 @@ def _train_facts(record: dict[str, Any], unit: str) -> str:
     mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
     return (
         f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
-        f"{record['tokens_per_second']:,.0f} {unit}/s  peak {memory}{mfu}"
+        f"{record['tokens_per_second']:,.0f} tokens/s  {record['targets_per_second']:,.0f} {unit}/s  peak {memory}{mfu}"
     )

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from toolkit.sharding.shards import whole_tensor
 from toolkit.training.garbage import collect_at, collected_by_step
 from toolkit.training.metrics import Metrics
 from toolkit.training.profile import DATA, UPDATE, StepProfile, label
-from toolkit.training.usage import peak_device_bytes, peak_host_bytes
+from toolkit.training.usage import Counts, ModelFlops, counts_of, peak_device_bytes, peak_host_bytes
 
 
 class Windows(Protocol):
@@ -54,8 +54,7 @@ class Step:
 
     loss: float
     grad_norm: float
-    target_tokens: int
-    tokens: int
+    counts: Counts
     peak_device_bytes: int
     peak_host_bytes: int
     non_finite_ranks: list[int]
@@ -73,7 +72,7 @@ class RankStep:
         loss_sum: over this rank's targets.
         grad_norm: over all ranks, before clipping.
         wants_to_stop: after this step.
-        next_target_tokens, next_tokens: in this rank's part of the next window; 0 where there is none.
+        next_counts: of this rank's part of the next window; 0 where there is none.
     """
 
     loss_sum: float
@@ -81,12 +80,11 @@ class RankStep:
     peak_device_bytes: int
     peak_host_bytes: int
     wants_to_stop: bool
-    next_target_tokens: int
-    next_tokens: int
+    next_counts: Counts
 
     @staticmethod
     def pack(loss_sum: torch.Tensor, grad_norm: torch.Tensor, *on_host: float) -> torch.Tensor:
-        """The row, (7,): the first two fields, which are on the device, and the others, in their order."""
+        """The row, (9,): the first two fields, which are on the device, and the others, in their order."""
         device = loss_sum.device
         on_device = torch.stack([loss_sum.detach().double(), grad_norm.detach().to(device).double()])
         return torch.cat([on_device, torch.tensor(on_host, dtype=torch.float64, device=device)])
@@ -94,8 +92,9 @@ class RankStep:
     @staticmethod
     def unpack(row: list[float]) -> RankStep:
         """The fields of a row that `pack` made."""
-        loss_sum, grad_norm, device_bytes, host_bytes, stops, targets, tokens = row
-        return RankStep(loss_sum, grad_norm, int(device_bytes), int(host_bytes), stops > 0, int(targets), int(tokens))
+        loss_sum, grad_norm, device_bytes, host_bytes, stops, *counts = row
+        next_counts = Counts(*map(int, counts))
+        return RankStep(loss_sum, grad_norm, int(device_bytes), int(host_bytes), stops > 0, next_counts)
 
 
 @dataclass
@@ -125,7 +124,7 @@ class Trainer:
         accelerator: whose `prepare` has been given `model` and `optimizer`.
         schedule: stepped once per optimizer step.
         evaluation: makes this rank's evaluation batches, equally many on every rank; None: no evaluation.
-        flops: per target token, and the peak of one device, for the MFU; None where unknown.
+        flops: of the model, and the peak of one device (FLOP/s), for the MFU; None where unknown.
         stop_reason: why this rank wants to end, or None; asked once a step.
         checkpoints: None: nothing is saved.
         profile: of some steps; None: nothing is profiled.
@@ -142,7 +141,7 @@ class Trainer:
         metrics: Metrics,
         windows: Windows,
         evaluation: Callable[[], Iterable[Batch]] | None = None,
-        flops: tuple[float, float] | None = None,
+        flops: tuple[ModelFlops, float] | None = None,
         stop_reason: Callable[[], str | None] = lambda: None,
         checkpoints: Checkpoints | None = None,
         profile: StepProfile | None = None,
@@ -162,7 +161,7 @@ class Trainer:
         self.profile = profile
         self.counters = Counters()
         self._upcoming: list[Batch] | None = None
-        self._counted: tuple[int, int] | None = None  # targets and tokens of the next window, over all ranks
+        self._counted: Counts | None = None  # of the next window, over all ranks
         engine = engine_of(accelerator.unwrap_model(model))
         self._steps_in_backward = engine is not None and engine.settings.during_backward
 
@@ -238,9 +237,9 @@ class Trainer:
         Host and device meet once, between backward and update, where the norm decides about the update: the
         loss, the norm, what the ranks have to say and the counts of the next window come in that one transfer.
         """
-        target_tokens, tokens = self._counted or self._total(self._count(window))
+        counts = self._counted or self._total(self._count(window))
         # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks: both are undone.
-        scale = self.accelerator.num_processes * len(window) / max(1, target_tokens)
+        scale = self.accelerator.num_processes * len(window) / max(1, counts.targets)
         loss_sum = torch.zeros((), device=self.accelerator.device)
         for batch in window:
             batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
@@ -250,15 +249,13 @@ class Trainer:
                 self.accelerator.backward(loss * scale)
                 del loss
                 if self.accelerator.sync_gradients:
-                    step = self._gathered(loss_sum, self._clip(), target_tokens, tokens)
+                    step = self._gathered(loss_sum, self._clip(), counts)
                     step = replace(step, skipped=self._update(step.grad_norm))
         return step
 
-    def _count(self, window: list[Batch] | None) -> tuple[int, int]:
-        """This rank's target tokens and tokens of a window; zeros where there is none."""
-        window = window or []
-        targets = sum(self.objective.count_targets(batch) for batch in window)
-        return targets, sum(batch["input_ids"].numel() for batch in window)
+    def _count(self, window: list[Batch] | None) -> Counts:
+        """What this rank's part of a window holds; zeros where there is none."""
+        return Counts.total(counts_of(batch, self.objective.count_targets(batch)) for batch in window or [])
 
     def _clip(self) -> torch.Tensor:
         """Clips to the settings' norm, if any; the global norm before that, on the device."""
@@ -284,7 +281,7 @@ class Trainer:
             self.optimizer.zero_grad()
         return skipped
 
-    def _gathered(self, loss_sum: torch.Tensor, norm: torch.Tensor, target_tokens: int, tokens: int) -> Step:
+    def _gathered(self, loss_sum: torch.Tensor, norm: torch.Tensor, counts: Counts) -> Step:
         """What the ranks found, before the update. Also takes the counts of the next window."""
         reason = self.stop_reason()
         mine = RankStep.pack(
@@ -293,17 +290,16 @@ class Trainer:
             peak_device_bytes(self.accelerator.device),
             peak_host_bytes(),
             reason is not None,
-            *self._count(self._upcoming),
+            *astuple(self._count(self._upcoming)),
         )
         found = [RankStep.unpack(row) for row in self.accelerator.gather(mine[None]).tolist()]
         self._counted = None
         if self._upcoming is not None:
-            self._counted = (sum(rank.next_target_tokens for rank in found), sum(rank.next_tokens for rank in found))
+            self._counted = Counts.total(rank.next_counts for rank in found)
         return Step(
-            loss=sum(rank.loss_sum for rank in found) / max(1, target_tokens),
+            loss=sum(rank.loss_sum for rank in found) / max(1, counts.targets),
             grad_norm=found[self.accelerator.process_index].grad_norm,
-            target_tokens=target_tokens,
-            tokens=tokens,
+            counts=counts,
             peak_device_bytes=max(rank.peak_device_bytes for rank in found),
             peak_host_bytes=max(rank.peak_host_bytes for rank in found),
             non_finite_ranks=[number for number, rank in enumerate(found) if not math.isfinite(rank.loss_sum)],
@@ -311,30 +307,33 @@ class Trainer:
             stop=_stop_reason(reason, [rank.wants_to_stop for rank in found]),
         )
 
-    def _total(self, counts: tuple[int, int]) -> tuple[int, int]:
+    def _total(self, counts: Counts) -> Counts:
         """Sums over ranks; float64 counts exactly up to 2^53."""
-        tensor = torch.tensor(counts, dtype=torch.float64, device=self.accelerator.device)
-        targets, tokens = self.accelerator.reduce(tensor, "sum").tolist()
-        return int(targets), int(tokens)
+        tensor = torch.tensor(astuple(counts), dtype=torch.float64, device=self.accelerator.device)
+        return Counts(*map(int, self.accelerator.reduce(tensor, "sum").tolist()))
 
     def _record(self, step: Step, learning_rate: float, seconds: float) -> None:
-        self.counters.tokens += step.tokens
-        self.counters.target_tokens += step.target_tokens
-        tokens_per_second = step.target_tokens / seconds
+        counts, samples = step.counts, self.windows.samples_at(self.global_step)
+        self.counters.tokens += counts.tokens
+        self.counters.target_tokens += counts.targets
         mfu = None
         if self.flops is not None:
-            mfu = tokens_per_second * self.flops[0] / (self.flops[1] * self.accelerator.num_processes)
+            flops, peak = self.flops
+            mfu = flops.of(counts) / (seconds * peak * self.accelerator.num_processes)
         self.metrics.train(
             {
                 "step": self.global_step,
                 "epoch": self.windows.epoch_at(self.global_step),
-                "samples": self.windows.samples_at(self.global_step),
+                "samples": samples,
                 "tokens": self.counters.tokens,
                 "target_tokens": self.counters.target_tokens,
                 "loss": step.loss,
                 "grad_norm": step.grad_norm,
                 "learning_rate": learning_rate,
-                "tokens_per_second": tokens_per_second,
+                "tokens_per_second": counts.tokens / seconds,
+                "padded_tokens_per_second": counts.padded_tokens / seconds,
+                "targets_per_second": counts.targets / seconds,
+                "samples_per_second": (samples - self.windows.samples_at(self.global_step - 1)) / seconds,
                 "step_seconds": seconds,
                 "peak_device_bytes": step.peak_device_bytes or None,
                 "peak_host_bytes": step.peak_host_bytes,

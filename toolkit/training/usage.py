@@ -1,12 +1,18 @@
-"""What a step takes: peaks of memory, and FLOPs."""
+"""What a step takes: peaks of memory, tokens, and FLOPs."""
 
 from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
+
+from toolkit.data.samples import Batch
 
 
 def peak_device_bytes(device: torch.device) -> int:
@@ -20,19 +26,91 @@ def peak_host_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def flops_per_token(model: PreTrainedModel, max_length: int) -> float:
-    """Forward and backward of one token: 6 N + 12 L H T (PaLM, arXiv 2204.02311, appendix B).
+@dataclass(frozen=True)
+class Counts:
+    """What is in some micro-batches.
 
-    N are the parameters of matrix products: all but input embeddings that are not also the head. Backward
-    makes no gradient of frozen ones: 4 N.
+    Attributes:
+        targets: terms of the loss's sum.
+        tokens: without padding.
+        padded_tokens: with it; all that the model computes.
+        pairs: of tokens of the same document, n^2 for one of n tokens: what attention's work grows with.
     """
-    config = getattr(model, "config", None)
-    flops: float = sum(
-        (6.0 if parameter.requires_grad else 4.0) * parameter.numel() for parameter in model.parameters()
-    )
-    if not getattr(config, "tie_word_embeddings", False):
-        for parameter in model.get_input_embeddings().parameters():
-            flops -= (6.0 if parameter.requires_grad else 4.0) * parameter.numel()
+
+    targets: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    pairs: int = 0
+
+    @staticmethod
+    def total(counts: Iterable[Counts]) -> Counts:
+        """The sum of each field."""
+        listed = list(counts)
+        return Counts(*(sum(getattr(count, field.name) for count in listed) for field in fields(Counts)))
+
+
+def counts_of(batch: Batch, targets: int) -> Counts:
+    """Counts a micro-batch on the CPU. A batch that says no `lengths` has no padding."""
+    ids = batch["input_ids"]
+    lengths = batch.get("lengths", torch.full(ids.shape[:1], ids.shape[-1]))
+    if "position_ids" not in batch:
+        return Counts(targets, int(lengths.sum()), ids.numel(), int((lengths**2).sum()))
+    # Positions restart with each document: 1 + 3 + ... + (2 n - 1) = n^2.
+    real = torch.arange(ids.shape[-1]) < lengths[:, None]
+    pairs = (2 * batch["position_ids"] + 1)[real].sum()
+    return Counts(targets, int(lengths.sum()), ids.numel(), int(pairs))
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of forward and backward, nothing computed twice.
+
+    Attributes:
+        per_token: of matrix products.
+        per_pair: of attention, for each pair of tokens of a document.
+    """
+
+    per_token: float
+    per_pair: float
+
+    def of(self, counts: Counts) -> float:
+        """FLOPs of so many tokens; padding is not what a model is for."""
+        return self.per_token * counts.tokens + self.per_pair * counts.pairs
+
+
+def model_flops(model: PreTrainedModel) -> ModelFlops:
+    """6 N a token and 12 L H a pair (PaLM, arXiv 2204.02311, appendix B), and less where parameters are frozen.
+
+    A matrix is met twice for each parameter in forward, again for the gradient of its input where something before
+    it is trained, and again for its own gradient where it is trained itself. N are the parameters of matrix
+    products: not of embeddings that are not also the head. As in PaLM, causal attention counts like full attention.
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = int(getattr(config, "num_hidden_layers", 0))
-    width = int(getattr(config, "hidden_size", 0))
-    return flops + 12.0 * layers * width * max_length
+    heads = int(getattr(config, "num_attention_heads", 0))
+    width = heads * int(getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(1, heads))
+    forward, to_inputs, to_weights = _matrix_flops(model, config)
+    # Attention has no weights of its own: its backward runs where that of the matrices around it does.
+    backward = 2 * to_inputs / max(1.0, forward)
+    return ModelFlops(forward + to_inputs + to_weights, 4.0 * (1 + backward) * layers * width)
+
+
+def _matrix_flops(model: nn.Module, config: object) -> tuple[float, float, float]:
+    """FLOPs of matrix products for a token: of forward, for the gradients of inputs, and for those of weights."""
+    # A token meets so many of the experts, whose matrices stand in one parameter of three dimensions.
+    num_met = getattr(config, "num_experts_per_tok", None) or 1
+    forward = to_inputs = to_weights = 0.0
+    is_trained_before = False
+    for module in model.modules():  # in the order in which they are registered, which is nearly that of forward
+        own = list(module.parameters(recurse=False))
+        for parameter in own if not isinstance(module, nn.Embedding) else ():
+            if parameter.ndim not in (2, 3):
+                continue  # norms and biases are added or multiplied, element by element
+            share = min(1.0, num_met / parameter.shape[0]) if parameter.ndim == 3 else 1.0
+            flops = 2.0 * parameter.numel() * share
+            forward += flops
+            to_inputs += flops * is_trained_before
+            to_weights += flops * parameter.requires_grad
+        is_trained_before |= any(parameter.requires_grad for parameter in own)
+    return forward, to_inputs, to_weights

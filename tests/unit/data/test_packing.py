@@ -43,7 +43,9 @@ def test_every_token_stands_in_one_place_and_is_a_target_once(seed: int) -> None
     max_length = chance.randint(2, 24)
     samples = pack(rows, max_length, split)
     batch = {name: tensor.numpy() for name, tensor in samples.batch(range(len(samples))).items()}
+    lengths = batch.pop("lengths")
     assert {tensor.shape for tensor in batch.values()} == {(len(samples), max_length)}
+    assert lengths.tolist() == [(ids != 0).sum() for ids in batch["input_ids"]]
     targets = sorted(batch["labels"][batch["labels"] != IGNORED].tolist())
     assert targets == sorted(token for row in rows.rows for token in row[1:].tolist())
     home = {token: number for number, row in enumerate(rows.rows) for token in row.tolist()}

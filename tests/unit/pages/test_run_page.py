@@ -33,6 +33,9 @@ def train_line(step: int, **changes: Any) -> dict[str, Any]:
         "grad_norm": 1 + 0.1 * (step % 5),
         "learning_rate": 1e-4 / step,
         "tokens_per_second": 9000.0 + step,
+        "padded_tokens_per_second": 12000.0,
+        "targets_per_second": 1800.0,
+        "samples_per_second": 24.0,
         "step_seconds": 0.5,
         "peak_device_bytes": 3 * GIB + step * 2**20,
         "peak_host_bytes": GIB,
@@ -121,7 +124,7 @@ def test_headline_numbers() -> None:
     assert "51 s" in text_of["tile-duration"]
     assert "101 steps" in text_of["tile-duration"]
     assert "9,051" in text_of["tile-throughput"]
-    assert "MFU 40.0 %" in text_of["tile-throughput"]
+    assert "MFU 40.0 %; 1,800 targets/s; 24 samples/s" in text_of["tile-throughput"]
     assert "3.10 GiB" in text_of["tile-memory"]
     assert "on the device; host 1.00 GiB" in text_of["tile-memory"]
 

@@ -15,6 +15,7 @@ from toolkit.errors import TrainingError
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.plugin import reset_accelerate
 from toolkit.training.trainer import RankStep, Trainer
+from toolkit.training.usage import Counts
 
 HUGE = 1e36
 """Times a scale of 2^16 it is infinite in float32; alone it is not."""
@@ -119,5 +120,5 @@ def test_without_a_scaler_the_schedule_waits_too() -> None:
 
 
 def test_a_row_of_what_ranks_exchange_comes_back_as_it_went() -> None:
-    row = RankStep.pack(torch.tensor(1.5), torch.tensor(2.5), 2**40, 3, True, 5, 2**53)
-    assert RankStep.unpack(row.tolist()) == RankStep(1.5, 2.5, 2**40, 3, True, 5, 2**53)
+    row = RankStep.pack(torch.tensor(1.5), torch.tensor(2.5), 2**40, 3, True, 5, 2**53, 7, 8)
+    assert RankStep.unpack(row.tolist()) == RankStep(1.5, 2.5, 2**40, 3, True, Counts(5, 2**53, 7, 8))
