@@ -172,8 +172,8 @@ def _require_files(manifest: Manifest, folder: Path) -> None:
     missing = [name for name, entry in manifest.files.items() if not _has_size(folder / name, entry.bytes)]
     if missing:
         raise ToolkitError(
-            f"rank 0 on {platform.node()} does not see {len(missing)} of the {len(manifest.files)} files that the ranks "
-            f"have written (first: {missing[0]}); the output folder must be one that all hosts share"
+            f"rank 0 on {platform.node()} does not see {len(missing)} of the {len(manifest.files)} files that the "
+            f"ranks have written (first: {missing[0]}); the output folder must be one that all hosts share"
         )
 
 

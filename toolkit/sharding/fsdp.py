@@ -75,7 +75,9 @@ def fill_missing_gradients(group: Any) -> list[bool]:
         return present
     for parameter, found in zip(trainable, present, strict=True):
         if not found:
-            parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+            whole = parameter.unsharded_param
+            # torch 2.15 refuses a gradient of another type than the tensor's own or this, which FSDP2 sets there.
+            whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None) or whole.dtype)
     if any(parameter.unsharded_accumulated_grad is not None for parameter in trainable):
         # A window that is reduced once is summed in float32, and FSDP2 reduces gradients of one type alone.
         for parameter in trainable:
