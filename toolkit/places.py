@@ -8,7 +8,7 @@ from pathlib import Path
 from toolkit.errors import BadInputError
 
 GIB = 2**30
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt")
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 """Endings that may follow a data suffix; files are decompressed while they are read."""
 

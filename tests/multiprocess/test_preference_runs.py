@@ -135,7 +135,7 @@ def runs(folder: Path) -> dict[str, Any]:
         validation = {"validation": str(folder / "pairs.jsonl")}
         run(loss, CASES["lora"], validation, {"loss": loss}, micro_batch_size=2)
     run("packed", None, {"validation": str(folder / "pairs.jsonl")}, {"beta": BETA}, micro_batch_size=2)
-    run("bad", CASES["lora"], {"train": str(folder / "bad.jsonl")}, {}, micro_batch_size=1)
+    run("bad", CASES["lora"], {"train": str(folder / "bad.jsonl"), "max_dropped_fraction": 1.0}, {}, micro_batch_size=1)
     run("none", CASES["lora"], {"train": str(folder / "no_rejected.jsonl")}, {})
     return found
 

@@ -23,7 +23,7 @@ from toolkit.data.samples import LabelledSamples, PairSamples, Rows, Samples, Te
 from toolkit.data.selection import Selection, cut, hold_out, nothing_left, one_pass, problems_of, select
 from toolkit.data.sources import Source, glimpse, identify, open_source
 from toolkit.data.stream import Stream, Window, describe_stream
-from toolkit.data.tokenizer import identity, pad_id
+from toolkit.data.tokenizer import bos_of, identity, pad_id
 from toolkit.errors import DataError
 from toolkit.recipe.schema import DataSection, ObjectiveSection, SourceSection
 
@@ -100,7 +100,15 @@ class Builder:
         train = self._tokenised([] if self.data.streaming else self.data.train, "data.train")
         validation = self._tokenised(self.data.validation or [], "data.validation")
         fields = self.data.model_dump(
-            include={"validation_fraction", "max_length", "long_rows", "packing", "targets", "streaming"}
+            include={
+                "validation_fraction",
+                "max_length",
+                "long_rows",
+                "packing",
+                "targets",
+                "streaming",
+                "max_dropped_fraction",
+            }
         )
         names = [[folder.name for folder in folders] for folders in (train, validation)]
         weights = [source.weight for source in self.data.train]
@@ -126,7 +134,7 @@ class Builder:
             identify(section, field),
             identity(self.tokenizer),
             [layout.kind, layout.columns, layout.label_names],
-            [encoder.targets, encoder.truncate_to, encoder.objective],
+            [encoder.targets, encoder.truncate_to, encoder.objective, encoder.bos_id],
         )
         return kept(
             self.cache / f"documents-{key}",
@@ -144,9 +152,14 @@ class Builder:
             raise DataError(
                 f"data.targets: {self.data.targets} has no effect on {source.name!r}, which holds plain text; remove it"
             )
+        if conversation and self.data.add_bos is not None:
+            raise DataError(
+                f"data.add_bos has no effect on {source.name!r}, which holds conversations: the chat template says how "
+                "they begin; remove it"
+            )
         cut = self.data.max_length if self.classification and self.data.long_rows == "truncate" else None
         targets = "last_turn" if self.preference else self.targets
-        return Encoder(self.tokenizer, targets, self.objective.kind, cut)
+        return Encoder(self.tokenizer, targets, self.objective.kind, cut, bos_of(self.tokenizer, self.data.add_bos))
 
     def _rows(self, folders: list[Path], weighted: bool) -> Rows:
         weights = [source.weight for source in self.data.train] if weighted and folders else [None] * len(folders)
@@ -173,7 +186,15 @@ class Builder:
         (folder / "report.json").write_text(json.dumps(facts), encoding="utf-8")
 
     def _select(self, rows: Rows, field: str, policy: str, names: list[str] | None) -> Selection:
-        return select(rows, field, policy, self.data.max_length, names, already_cut=self.classification)
+        return select(
+            rows,
+            field,
+            policy,
+            self.data.max_length,
+            names,
+            already_cut=self.classification,
+            max_dropped=self.data.max_dropped_fraction,
+        )
 
     def _long_rows(self, layouts: set[str]) -> str:
         return self.data.long_rows or ("split" if layouts <= {"text"} else "error")
@@ -282,6 +303,7 @@ class Builder:
             self.packed,
             pad_id(self.tokenizer),
             self.seed if self.data.shuffle else None,
+            self.data.max_dropped_fraction,
         )
         first = next(stream.windows())
         return stream, first
@@ -291,7 +313,9 @@ class Builder:
         return [
             [glimpse(section, "data.train") for section in self.data.train],
             identity(self.tokenizer),
-            self.data.model_dump(include={"columns", "targets", "long_rows", "packing", "max_length", "shuffle"}),
+            self.data.model_dump(
+                include={"columns", "targets", "long_rows", "packing", "max_length", "shuffle", "add_bos"}
+            ),
             self.seed,
         ]
 

@@ -41,6 +41,7 @@ class Encoder:
     Attributes:
         targets: what of a conversation, or of a prompt and its completion, is learned.
         objective: `objective.kind` of the recipe. Texts to classify get the model's own special tokens.
+        bos_id: of the token that begins a plain text; None: none does.
         truncate_to: tokens to which a text to classify is cut, special tokens kept; None: not cut.
     """
 
@@ -48,6 +49,7 @@ class Encoder:
     targets: Targets = "assistant"
     objective: str = "causal_lm"
     truncate_to: int | None = None
+    bos_id: int | None = None
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
         """A document for each row; one without tokens, but with the reason, where a row cannot be used."""
@@ -101,7 +103,7 @@ class Encoder:
 
     def _document(self, item: _Prepared, ids: list[int], offsets: list[tuple[int, int]] | None) -> Document:
         targets = [True] * len(ids) if offsets is None else target_mask(item.spans, offsets)
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        bos, eos = self.bos_id, self.tokenizer.eos_token_id
         if item.whole and bos is not None and ids[:1] != [bos]:
             ids, targets = [bos, *ids], [False, *targets]
         if item.whole and eos is not None and ids[-1:] != [eos]:

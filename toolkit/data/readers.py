@@ -26,6 +26,9 @@ Row = dict[str, Any] | RowProblem
 MAX_ROW_BYTES = 64 * 2**20
 """A longer line is no row: most likely the file has no lines at all."""
 
+WRAPPERS = ("data", "rows", "examples")
+"""Keys under which a JSON file may hold its list of rows."""
+
 COLUMNS_LISTED = 10
 """Columns that an error names."""
 
@@ -38,7 +41,7 @@ class Shard:
     """A part of a source.
 
     Attributes:
-        kind: `lines`, `list`, `csv`, `text`: of a file; `table`: parquet or arrow; `rows`: of `table`.
+        kind: `lines`, `list`, `csv`, `tsv`, `text`: of a file; `table`: parquet or arrow; `rows`: of `table`.
         path: the file; for people where the kind is `rows`.
         start: first byte of a piece of lines, or first row.
         stop: the end; None: of the file.
@@ -148,20 +151,23 @@ def _read_list(shard: Shard) -> Iterator[Row]:
         except (ValueError, RecursionError) as error:
             raise DataError(f"data: {shard.path!r} is not JSON: {first_line(error)}") from error
     if isinstance(values, dict):
+        values = next((values[key] for key in WRAPPERS if isinstance(values.get(key), list)), values)
+    if isinstance(values, dict):
         raise DataError(
             f"data: {shard.path!r} holds one object with the keys {listed(list(values))}; allowed: a list of objects, "
-            "or an object on each line"
+            f"bare or under one of {', '.join(WRAPPERS)}, or an object on each line"
         )
     yield from map(_as_row, values)
 
 
 def _read_csv(shard: Shard) -> Iterator[Row]:
+    """A row for each record of a file of values between commas, or tabs where the kind is `tsv`."""
     csv.field_size_limit(MAX_ROW_BYTES)
     with fsspec.open(
         shard.path, "rt", compression="infer", encoding="utf-8-sig", errors="surrogateescape", newline=""
     ).open() as file:
         lines = _Lines(file)
-        records = csv.reader(lines, strict=True)
+        records = csv.reader(lines, strict=True, delimiter="\t" if shard.kind == "tsv" else ",")
         header = _csv_header(next(records, []), shard.path)
         while True:
             lines.begin()
@@ -253,6 +259,7 @@ _READERS = {
     "lines": _read_lines,
     "list": _read_list,
     "csv": _read_csv,
+    "tsv": _read_csv,
     "text": _read_text,
     "table": _read_table,
     "rows": _read_rows,

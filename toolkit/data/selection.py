@@ -16,6 +16,9 @@ from toolkit.errors import DataError
 LONG_SHARE = 0.01
 """Share of rows longer than `data.max_length` past which they are an error, unless the recipe says otherwise."""
 
+REASONS_TOLD = 5
+"""Reasons of dropping that an error tells."""
+
 TOO_LONG = "longer than data.max_length"
 
 
@@ -37,7 +40,13 @@ class Selection:
 
 
 def select(
-    rows: Rows, field: str, policy: str, max_length: int, label_names: list[str] | None, already_cut: bool
+    rows: Rows,
+    field: str,
+    policy: str,
+    max_length: int,
+    label_names: list[str] | None,
+    already_cut: bool,
+    max_dropped: float,
 ) -> Selection:
     """The rows of a split that can be used.
 
@@ -45,9 +54,10 @@ def select(
         policy: `data.long_rows`.
         label_names: the classes; None: no classification.
         already_cut: long rows were cut when they were tokenised, so that `truncate` finds none.
+        max_dropped: share of the rows that may be dropped, not counting those that are too long.
 
     Raises:
-        DataError: where too many are too long, or none is left.
+        DataError: where too many are too long or cannot be used, or none is left.
     """
     dropped = problems_of(rows)
     if label_names is not None:
@@ -64,6 +74,9 @@ def select(
     kept = np.setdiff1d(good, list(dropped))
     if len(kept) == 0:
         raise DataError(nothing_left(field, rows, dropped))
+    unusable = {row: reason for row, reason in dropped.items() if reason != TOO_LONG}
+    if len(unusable) > max_dropped * len(rows):
+        raise DataError(too_many_dropped(field, len(rows), max_dropped, _listed(rows, unusable)))
     return Selection(rows, kept, dropped, long)
 
 
@@ -106,11 +119,29 @@ def too_many_long(field: str, lengths: Any, num_rows: int, num_long: int, max_le
 
 def nothing_left(field: str, rows: Rows, dropped: dict[int, str]) -> str:
     """The error's text where no row is left: the reasons, and the first rows of each."""
-    listed = "; ".join(
-        f"{reason}: {len(found):,} ({', '.join(rows.name(row) for row in found[:3])})"
-        for reason, found in by_reason(dropped).items()
+    return f"{field}: none of its {len(rows):,} rows can be trained on. {reasons_in_words(_listed(rows, dropped))}"
+
+
+def too_many_dropped(field: str, num_rows: int, allowed: float, reasons: dict[str, tuple[int, list[str]]]) -> str:
+    """The error's text where more rows cannot be used than may be dropped. `reasons`: see `reasons_in_words`."""
+    count = sum(number for number, _ in reasons.values())
+    return (
+        f"{field}: {count:,} of {num_rows:,} rows ({count / num_rows:.1%}) cannot be used, and "
+        f"data.max_dropped_fraction allows {allowed:.1%}. {reasons_in_words(reasons)}. Mend these rows, or raise "
+        "data.max_dropped_fraction where they are meant to be left out"
     )
-    return f"{field}: none of its {len(rows):,} rows can be trained on. {listed}"
+
+
+def reasons_in_words(reasons: dict[str, tuple[int, list[str]]]) -> str:
+    """Each reason with its number of rows and the names of three, the most frequent reasons first."""
+    by_count = sorted(reasons.items(), key=lambda item: -item[1][0])
+    told = [f"{reason}: {count:,} ({', '.join(names[:3])})" for reason, (count, names) in by_count[:REASONS_TOLD]]
+    more = [f"and {len(by_count) - REASONS_TOLD} more reasons"] if len(by_count) > REASONS_TOLD else []
+    return "; ".join([*told, *more])
+
+
+def _listed(rows: Rows, dropped: dict[int, str]) -> dict[str, tuple[int, list[str]]]:
+    return {reason: (len(found), [rows.name(row) for row in found[:3]]) for reason, found in by_reason(dropped).items()}
 
 
 def hold_out(chosen: Selection, fraction: float, seed: int) -> tuple[Selection, Selection]:

@@ -6,6 +6,7 @@ import glob
 import hashlib
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,19 @@ import datasets
 from fsspec.utils import infer_compression
 
 from toolkit.data.problem import RowProblem
-from toolkit.data.readers import Row, Shard, opened, read, unreadable
+from toolkit.data.readers import WRAPPERS, Row, Shard, opened, read, unreadable
 from toolkit.errors import DataError
 from toolkit.places import COMPRESSIONS, DATA_SUFFIXES, is_file_source
 from toolkit.recipe.schema import DataSection, SourceSection
 
 TABLES = (".parquet", ".arrow")
 """Files that `datasets` reads."""
+
+LINES = (".jsonl", ".ndjson")
+"""Files with a row on each line."""
+
+WRAPPED = re.compile(rb'\{\s*"(' + "|".join(WRAPPERS).encode() + rb')"\s*:\s*\[\s*\{')
+"""How a JSON file begins whose rows are a list under a key."""
 
 SHARD_BYTES = 64 * 2**20
 """Size of the pieces of a file of lines that processes tokenise in parallel."""
@@ -199,24 +206,24 @@ def _file_shards(source: str, field: str) -> list[Shard]:
             files = [glob.escape(str(path))]
             table = _load(suffix[1:], field, source, data_files=files, split="train", streaming=True)
             shards.append(Shard("table", str(path), table=table))
-        elif suffix in (".jsonl", ".json") and not _is_list(path, suffix, field):
+        elif suffix in LINES or (suffix == ".json" and not _is_list(path, field)):
             shards += _line_shards(path)
         else:
-            kind = {".jsonl": "list", ".json": "list", ".csv": "csv", ".txt": "text"}[suffix]
+            kind = {".json": "list", ".csv": "csv", ".tsv": "tsv", ".txt": "text"}[suffix]
             shards.append(Shard(kind, str(path)))
     return shards
 
 
-def _is_list(path: Path, suffix: str, field: str) -> bool:
-    """Whether a JSON file is one list of rows, and not a row on each line."""
-    if suffix == ".jsonl":
-        return False
+def _is_list(path: Path, field: str) -> bool:
+    """Whether a JSON file is one list of rows, bare or under a key, and not a row on each line."""
     try:
         with opened(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
     except Exception as error:  # the libraries that unpack files raise a great many kinds
         raise unreadable(field, str(path), error) from error
-    return start.startswith(b"[") or start.partition(b"\n")[0].rstrip() in (b"{", b"")
+    return (
+        start.startswith(b"[") or WRAPPED.match(start) is not None or start.partition(b"\n")[0].rstrip() in (b"{", b"")
+    )
 
 
 def _line_shards(path: Path) -> list[Shard]:

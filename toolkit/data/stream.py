@@ -24,7 +24,7 @@ from toolkit.data.packing import best_fit, by_sample
 from toolkit.data.readers import Row
 from toolkit.data.report import ROWS_NAMED, DataReport, Found, SplitReport
 from toolkit.data.samples import Batch, TextSamples, batch_of
-from toolkit.data.selection import LONG_SHARE, TOO_LONG, cut, nothing_within, too_many_long
+from toolkit.data.selection import LONG_SHARE, TOO_LONG, cut, nothing_within, too_many_dropped, too_many_long
 from toolkit.data.sources import Source, named_rows
 from toolkit.errors import DataError
 
@@ -33,6 +33,9 @@ WINDOW_SAMPLES = 256
 
 BATCH_ROWS = 16
 """Rows read and tokenised at a time."""
+
+ROWS_JUDGED = 1000
+"""After so many rows of a window the share of those that cannot be used is an error before the window is full."""
 
 ROWS_MEASURED = 10_000
 """Rows whose lengths are kept for the report."""
@@ -124,6 +127,7 @@ class Stream:
         packed: whether rows share samples.
         pad_id: of padding.
         seed: of the order of a window's samples; None: the order of the rows.
+        max_dropped: share of the rows that may be dropped, not counting those that are too long.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class Stream:
         packed: bool,
         pad_id: int,
         seed: int | None,
+        max_dropped: float,
     ) -> None:
         self.sources = sources
         self.encoder = encoder
@@ -143,6 +148,7 @@ class Stream:
         self.packed = packed
         self.pad_id = pad_id
         self.seed = seed
+        self.max_dropped = max_dropped
         self.counts = StreamCounts()
 
     def windows(self, state: State | None = None) -> Iterator[Window]:
@@ -174,7 +180,17 @@ class Stream:
                     arrays = {name: np.asarray(document[name]) for name in ("input_ids", "targets")}
                     kept.append({**document, **arrays})
                     tokens += document["length"] if self.policy == "split" else min(document["length"], self.max_length)
+            if self.counts.read >= ROWS_JUDGED:
+                self._check_dropped()
+        self._check_dropped()
         return kept
+
+    def _check_dropped(self) -> None:
+        """Raises DataError where more rows could not be used than may be dropped."""
+        counts = self.counts
+        reasons = {why: (found["count"], found["rows"]) for why, found in counts.dropped.items() if why != TOO_LONG}
+        if sum(number for number, _ in reasons.values()) > self.max_dropped * counts.read:
+            raise DataError(too_many_dropped("data.train", counts.read, self.max_dropped, reasons))
 
     def _read(self, cursors: list[_Cursor]) -> list[Document]:
         """The next rows in the sources' order, tokenised."""

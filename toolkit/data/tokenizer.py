@@ -99,6 +99,22 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"{hashlib.sha256(content.encode()).hexdigest()}:{tokenizer.bos_token_id}:{tokenizer.eos_token_id}"
 
 
+def bos_of(tokenizer: PreTrainedTokenizerBase, wanted: bool | None) -> int | None:
+    """The token that begins a plain text; None where none does.
+
+    Args:
+        wanted: `data.add_bos`; None: as the tokenizer does when it encodes a text.
+
+    Raises:
+        BadInputError: it is wanted, and the tokenizer has none.
+    """
+    bos = tokenizer.bos_token_id
+    if wanted and bos is None:
+        raise BadInputError("data.add_bos: the tokenizer has no begin-of-text token; set it to null or false")
+    adds_it = tokenizer("a", verbose=False)["input_ids"][:1] == [bos] if wanted is None else wanted
+    return int(bos) if adds_it and bos is not None else None
+
+
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """What fills up a block; never a target, so any token does where there is no padding token."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):

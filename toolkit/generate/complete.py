@@ -46,7 +46,7 @@ def encode_prompt(
     """The tokens that a completion follows, as training has them.
 
     A text is a user's turn, unless there is no chat template or it is `raw`; then it is plain text, behind the
-    begin-of-text token if there is one.
+    begin-of-text token where the tokenizer adds it.
 
     Args:
         system: put before messages that have no system text of their own.
@@ -68,8 +68,10 @@ def encode_prompt(
 
 
 def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    from toolkit.data.tokenizer import bos_of
+
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    bos = tokenizer.bos_token_id
+    bos = bos_of(tokenizer, None)
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 

@@ -107,6 +107,10 @@ class Recipe(Section):
         what = "with objective.kind sequence_classification"
         if self.data.packing:
             raise contradiction(f"data.packing is not possible {what}; remove it")
+        if self.data.add_bos is not None:
+            raise contradiction(
+                f"data.add_bos has no effect {what}: texts get the model's own special tokens; remove it"
+            )
         if self.data.streaming:
             raise contradiction(f"data.streaming is not possible {what}; remove it")
         if self.data.long_rows == "split":

@@ -155,7 +155,15 @@ class DataSection(Section):
     targets: Literal["assistant", "last_turn", "all"] | None = Field(
         None, description="What of a conversation or a prompt's answer is learned; null: assistant."
     )
-    max_length: int = Field(ge=8, description="Length of a training sample (tokens).")
+    # The longest contexts that models promise are of 10 million tokens; a batch of a billion would be 8 GB a tensor.
+    max_length: int = Field(ge=8, le=2**24, description="Length of a training sample (tokens).")
+    add_bos: bool | None = Field(
+        None,
+        description="Plain text begins with the tokenizer's begin-of-text token; null: where the tokenizer adds it.",
+    )
+    max_dropped_fraction: Fraction = Field(
+        0.05, description="Share of a split's rows that may be dropped because they cannot be used; more are an error."
+    )
     long_rows: Literal["error", "drop", "truncate", "split"] | None = Field(
         None,
         description="Rows longer than data.max_length. error: dropped, but an error if they are more than 1 %. "

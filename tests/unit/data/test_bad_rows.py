@@ -70,7 +70,8 @@ def chatml() -> Any:
 
 def section(folder: Path, train: str, **settings: Any) -> DataSection:
     return DataSection(
-        train=str(folder / train), **{"max_length": 1024, "cache_dir": str(folder / "cache"), **settings}
+        train=str(folder / train),
+        **{"max_length": 1024, "max_dropped_fraction": 1.0, "cache_dir": str(folder / "cache"), **settings},
     )
 
 
@@ -780,7 +781,9 @@ REFUSED = {
     "folder among files": Refused("*.jsonl", good_and_folder, ("data.train", "is a folder; name files")),
     "empty file": refused("a.jsonl", "", "data.train", "is empty"),
     "empty file among others": Refused("*.jsonl", good_and_empty, ("data.train", "b.jsonl' is empty")),
-    "unknown ending": refused("a.bin", "x", "data.train", "of no known kind; allowed endings: .jsonl, .json, .csv"),
+    "unknown ending": refused(
+        "a.bin", "x", "data.train", "of no known kind; allowed endings: .jsonl, .ndjson, .json, .csv"
+    ),
     "no ending": refused("rows", "x", "data.train", "of no known kind; allowed endings: .jsonl"),
     "only no JSON": refused("a.jsonl", "one\ntwo\n", "not JSON: 2 (a.jsonl:1, a.jsonl:2)", OBJECT_ON_EACH_LINE),
     "binary": refused("a.jsonl", bytes(range(256)) * 50, "not UTF-8", "a.jsonl:1", OBJECT_ON_EACH_LINE),

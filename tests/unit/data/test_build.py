@@ -24,7 +24,13 @@ TEXTS = [f"line number {i} of the story about a fox and a king" for i in range(4
 
 def section(tmp_path: Path, train: str | Path | list[str], **fields: Any) -> DataSection:
     source = [str(item) for item in train] if isinstance(train, list) else str(train)
-    values = {"train": source, "max_length": 16, "cache_dir": str(tmp_path / "cache"), **fields}
+    values = {
+        "train": source,
+        "max_length": 16,
+        "max_dropped_fraction": 1.0,
+        "cache_dir": str(tmp_path / "cache"),
+        **fields,
+    }
     return DataSection.model_validate(values)
 
 
@@ -62,8 +68,15 @@ def test_all_file_kinds_give_the_same_samples(tmp_path: Path, byte_pairs: Any) -
     datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "splits")
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as packed:
         packed.write((tmp_path / "a.jsonl").read_text())
+    (tmp_path / "a.ndjson").write_text((tmp_path / "a.jsonl").read_text())
+    (tmp_path / "wrapped.json").write_text(json.dumps({"data": rows}))
+    (tmp_path / "indented.json").write_text(json.dumps({"version": 1, "data": rows}, indent=1))
+    with (tmp_path / "a.tsv").open("w", newline="") as file:
+        csv.DictWriter(file, ["text"], delimiter="\t").writeheader()
+        csv.DictWriter(file, ["text"], delimiter="\t").writerows(rows)
     shutil.copy(next((tmp_path / "saved").glob("*.arrow")), tmp_path / "a.arrow")
     names = ("a.jsonl", "a.json", "lines.json", "a.csv", "a.parquet", "a.jsonl.gz", "saved", "splits", "a.arrow")
+    names += ("a.ndjson", "wrapped.json", "indented.json", "a.tsv")
     found = [rows_of(build.build(section(tmp_path, tmp_path / name), byte_pairs, seed=0).train) for name in names]
     assert all(other == found[0] for other in found)
     assert len(found[0]) > 10

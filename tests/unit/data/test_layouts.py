@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from toolkit.data import build, tokenizer
 from toolkit.data.templates import MARKERS, use_template
-from toolkit.errors import DataError
+from toolkit.errors import BadInputError, DataError
+from toolkit.generate.complete import _plain
 from toolkit.recipe.schema import DataSection, ObjectiveSection
 
 QWEN_THINKS = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
@@ -30,7 +32,13 @@ def chatml() -> Any:
 def built(folder: Path, tokens: Any, rows: list[Any], kind: str = "causal_lm", **settings: Any) -> build.TokenisedData:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"max_length": 1024, "packing": False, "cache_dir": str(folder / "cache"), **settings}
+    given = {
+        "max_length": 1024,
+        "max_dropped_fraction": 1.0,
+        "packing": False,
+        "cache_dir": str(folder / "cache"),
+        **settings,
+    }
     return build.build(DataSection(train=str(path), **given), tokens, 0, ObjectiveSection(kind=kind))
 
 
@@ -261,3 +269,69 @@ def test_pairs_that_are_named(tmp_path: Path, chatml: Any, row: dict[str, Any], 
     report = built(tmp_path, chatml, [good, row], "preference").report
     assert report.train is not None
     assert {why: found.rows for why, found in report.train.dropped.items()} == {reason: ["rows.jsonl:2"]}
+
+
+@pytest.fixture
+def with_bos(chatml: Any) -> Any:
+    """A tokenizer that has a begin-of-text token and does not add it, as SmolLM2's."""
+    made = tokenizer._train_byte_pairs(iter(["the fox asks the king"] * 5), 300, ["<s>"])
+    made.bos_token = "<s>"
+    return made
+
+
+@pytest.mark.parametrize(
+    ("add_bos", "adds_it", "begins"),
+    [(None, False, False), (None, True, True), (True, False, True), (True, True, True), (False, True, False)],
+)
+@pytest.mark.parametrize("row", [{"text": "the fox"}, {"prompt": "the", "completion": " fox"}])
+def test_plain_text_begins_as_the_tokenizer_does(
+    tmp_path: Path, with_bos: Any, row: dict[str, Any], add_bos: bool | None, adds_it: bool, begins: bool
+) -> None:
+    if adds_it:
+        number = with_bos.bos_token_id
+        with_bos.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", number)])
+    data = built(tmp_path, with_bos, [row], add_bos=add_bos)
+    end = with_bos.eos_token
+    [(text, targets)] = learned(data, with_bos)
+    assert text == ("<s>" if begins else "") + "the fox" + end
+    if "prompt" in row:
+        assert targets == " fox" + end
+    else:  # nothing precedes the first token
+        assert (
+            targets == ("the fox" if begins else text.removeprefix(with_bos.tokenize("the fox")[0])[: -len(end)]) + end
+        )
+    assert (_plain(with_bos, "the fox")[0] == with_bos.bos_token_id) == adds_it, "as generation does"
+
+
+def test_add_bos_without_effect(tmp_path: Path, chatml: Any) -> None:
+    with pytest.raises(DataError, match=r"data.add_bos has no effect on 'rows.jsonl', which holds conversations"):
+        built(tmp_path, chatml, [{"messages": [USER, ANSWER]}], add_bos=True)
+    with pytest.raises(BadInputError, match=r"data.add_bos: the tokenizer has no begin-of-text token"):
+        built(tmp_path, chatml, [{"text": "the fox"}], add_bos=True)
+
+
+def test_half_of_the_rows_dropped_is_an_error(tmp_path: Path, chatml: Any) -> None:
+    rows = [{"text": "the fox"} if number % 2 else {"text": number} for number in range(40)]
+    for streaming in (False, True):
+        with pytest.raises(DataError) as caught:
+            built(tmp_path, chatml, rows, max_dropped_fraction=0.49, streaming=streaming, max_length=16)
+        message = str(caught.value)
+        assert message.startswith("data.train: ")
+        assert "(50.0%) cannot be used, and data.max_dropped_fraction allows 49.0%" in message
+        assert "text is no text but a number: " in message
+        assert "(rows.jsonl:1, rows.jsonl:3, rows.jsonl:5)" in message
+        data = built(tmp_path, chatml, rows, max_dropped_fraction=0.5, streaming=streaming, max_length=16)
+        assert data.report.train is not None
+        assert data.report.train.num_dropped == data.report.train.kept
+
+
+def test_rows_that_are_too_long_and_dropped_on_request_are_no_error(tmp_path: Path, chatml: Any) -> None:
+    rows = [{"text": "the fox " * (1 + 40 * (number % 2))} for number in range(4)]
+    data = built(tmp_path, chatml, rows, max_dropped_fraction=0.0, long_rows="drop", max_length=16)
+    assert data.report.train is not None
+    assert data.report.train.num_dropped == 2
+
+
+def test_a_length_beyond_all_models_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_length"):
+        DataSection(train="a.jsonl", max_length=10**9)

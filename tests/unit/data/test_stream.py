@@ -37,7 +37,14 @@ def rows_file(path: Path, texts: list[str]) -> Path:
 
 def built(tmp_path: Path, byte_pairs: Any, train: Any = None, **fields: Any) -> build.TokenisedData:
     source = train if train is not None else str(rows_file(tmp_path / "a.jsonl", TEXTS))
-    values = {"train": source, "max_length": 32, "cache_dir": str(tmp_path / "cache"), "streaming": True, **fields}
+    values = {
+        "train": source,
+        "max_length": 32,
+        "cache_dir": str(tmp_path / "cache"),
+        "streaming": True,
+        "max_dropped_fraction": 1.0,
+        **fields,
+    }
     return build.build(DataSection.model_validate(values), byte_pairs, seed=3)
 
 
