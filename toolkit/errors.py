@@ -51,6 +51,10 @@ class TrainingError(ToolkitError):
     """Training cannot go on, for example after too many non-finite losses in a row."""
 
 
+class RankError(TrainingError):
+    """One rank alone cannot go on, and the others know nothing of it."""
+
+
 class StoppedError(ToolkitError):
     """The run was asked to end, by a signal or its time limit, and its state is saved."""
 

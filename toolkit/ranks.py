@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from toolkit.errors import ToolkitError, first_line
+from toolkit.errors import RankError, ToolkitError, first_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,6 +49,12 @@ def on_this_device(action: Callable[P, T]) -> Callable[P, T]:
         return action(*args, **kwargs)
 
     return begun
+
+
+def fails_alone(error: BaseException) -> bool:
+    """Whether other ranks go on without knowing of this rank's error, perhaps inside a collective."""
+    shared = isinstance(error, ToolkitError) and not isinstance(error, RankError)
+    return world_size() > 1 and not shared
 
 
 def on_first_rank(action: Callable[[], T]) -> T:

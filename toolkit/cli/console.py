@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
+import traceback
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from toolkit.errors import StoppedError, ToolkitError
+from toolkit.errors import RankError, StoppedError, ToolkitError, first_line
 
 PATIENCE_SECONDS = 20.0
 """How long other ranks stay alive after an error, so that rank 0 gets to print it before a launcher ends it."""
+
+MORE_MEMORY = (
+    "lower training.micro_batch_size or data.max_length, set sharding.activation_checkpointing=1, or see what fits "
+    "with `toolkit plan`"
+)
 
 PATIENCE_WHEN_STOPPED = 2.0
 """The same where all ranks end for one reason at one time."""
@@ -20,12 +27,42 @@ PATIENCE_WHEN_STOPPED = 2.0
 
 def print_error(error: ToolkitError) -> int:
     """Prints the error once for all ranks; returns the exit code."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if int(os.environ.get("RANK", "0")) == 0 or isinstance(error, RankError):
         word = "" if isinstance(error, StoppedError) else "[bold red]error:[/] "
         Console(stderr=True, highlight=False, soft_wrap=True).print(word + escape(str(error)))
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(PATIENCE_WHEN_STOPPED if isinstance(error, StoppedError) else PATIENCE_SECONDS)
     return error.exit_code
+
+
+def print_failure(error: Exception) -> int:
+    """Prints, at once and on the rank that failed, an error that nobody has foreseen; returns the exit code."""
+    if _is_lost_peer(error):
+        time.sleep(PATIENCE_SECONDS)  # the rank that was lost has an error of its own, and the launcher ends this one
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    where = f"rank {rank} of {world_size} on {platform.node()}" if world_size != "1" else "the run"
+    when = "".join(f", {note}" for note in getattr(error, "__notes__", []))
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if _is_out_of_memory(error):
+        what = f"ran out of memory{when}: {first_line(error)}; {MORE_MEMORY}"
+    else:
+        console.print("".join(traceback.format_exception(error)), markup=False, end="")
+        what = f"failed{when}: {type(error).__name__}: {first_line(error)}"
+    console.print(f"[bold red]error:[/] {escape(where)} {escape(what)}")
+    return 1
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of the device (torch.OutOfMemoryError) or of the host, for which torch has a RuntimeError alone."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool({"OutOfMemoryError", "MemoryError"} & names) or "can't allocate memory" in str(error)
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+    return "DistError" in names or any(text in str(error) for text in lost)
 
 
 def print_table(columns: list[str], rows: list[list[str]]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 from toolkit.cli.arguments import DEFAULT_RECIPE, split_arguments
-from toolkit.cli.console import print_error
+from toolkit.cli.console import print_error, print_failure
 from toolkit.cli.recipes import recipe_rows
-from toolkit.errors import ToolkitError
+from toolkit.errors import RankError, ToolkitError
 from toolkit.recipe.recipe import Recipe
 
 
@@ -19,9 +21,23 @@ def finetune_command(arguments: list[str]) -> int:
         from toolkit.run.run import finetune  # torch is imported only for a recipe that is right
 
         finetune(recipe)
+    except RankError as error:
+        return _leave(print_error(error))
     except ToolkitError as error:
         return print_error(error)
+    except Exception as error:
+        return _leave(print_failure(error))
     return 0
+
+
+def _leave(code: int) -> int:
+    """Ends this rank at once, where it fails alone; a single process ends as usual, with `code`."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Python's own end would take the process group down, which waits for ranks that know nothing of the error.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

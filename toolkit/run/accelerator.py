@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
+from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import OFFLOAD_DETAILS
@@ -144,3 +147,19 @@ def release(accelerator: Accelerator, plugin: ShardingPlugin) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     reset_accelerate()
+
+
+@contextmanager
+def released_at_last(accelerator: Accelerator, plugin: ShardingPlugin) -> Iterator[None]:
+    """Releases what the run holds, but for where this rank alone fails.
+
+    The other ranks may be inside a collective then, and NCCL's group waits for them while it is taken down, for ten
+    minutes (torchtitan#1342): the error would be seen after that, or never. The launcher ends them instead.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not ranks.fails_alone(error):
+            release(accelerator, plugin)
+        raise
+    release(accelerator, plugin)

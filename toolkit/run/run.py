@@ -28,7 +28,7 @@ from toolkit.run.accelerator import (
     grow_segments,
     inner_optimizer,
     quiet_libraries,
-    release,
+    released_at_last,
 )
 from toolkit.run.facts import facts_of, introduce
 from toolkit.run.folder import claimed, write_beginning, write_data_report
@@ -58,7 +58,7 @@ def finetune(recipe: Recipe) -> FinetuneResult:
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
     accelerator = build_accelerator(recipe, plugins, output_dir)
     console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
-    try:
+    with released_at_last(accelerator, plugin):
         found = ranks.on_first_rank(lambda: find(output_dir, recipe.checkpoint.resume, recipe.model_dump(mode="json")))
         with claimed(output_dir, recipe, found):
             parts = build_parts(accelerator, recipe, plugin)
@@ -82,8 +82,6 @@ def finetune(recipe: Recipe) -> FinetuneResult:
         conclude(console, recipe, result)
         accelerator.wait_for_everyone()
         return result
-    finally:
-        release(accelerator, plugin)
 
 
 @dataclass(frozen=True)

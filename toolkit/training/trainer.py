@@ -190,7 +190,11 @@ class Trainer:
             contextlib.closing(self.profile or contextlib.ExitStack()),
             contextlib.closing(ahead(iter(self.windows))) as windows,
         ):
-            self._fit(windows)
+            try:
+                self._fit(windows)
+            except Exception as error:
+                error.add_note(f"in optimizer step {self.global_step + 1}")
+                raise
         if not self._evaluation_due():
             self.evaluate()
 

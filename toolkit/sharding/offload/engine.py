@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, TrainingError, first_line
+from toolkit.errors import BadInputError, RankError, first_line
 from toolkit.sharding.gloo import gate_all_gather
 from toolkit.sharding.offload.capture import Capture, wait_for_landing
 from toolkit.sharding.offload.executors import Executor, Resident, Staging, UnitStep
@@ -268,7 +268,7 @@ class OffloadEngine:
         """Returns when the unit's weights are those of the last step, for what runs on the current stream."""
         while not unit.published.wait(CHECK_SECONDS):
             if not self._worker.alive:
-                raise TrainingError(f"offload: the thread that steps the optimizer on rank {ranks.rank()} is gone")
+                raise RankError(f"offload: the thread that steps the optimizer on rank {ranks.rank()} is gone")
         self._raise_error()
         if unit.arrived is not None:
             self._handle.current_stream().wait_event(unit.arrived)
@@ -276,7 +276,7 @@ class OffloadEngine:
     def _raise_error(self) -> None:
         error = self._worker.error
         if error is not None:
-            raise TrainingError(
+            raise RankError(
                 f"offload: the optimizer step failed on rank {ranks.rank()}: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error

@@ -1,0 +1,121 @@
+"""One rank fails: its own error is what the user reads, with the rank and the step, and at once.
+
+A launcher ends the other ranks as soon as one has ended; here the test does that, and looks at what they had said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import yaml
+from tiny import recipe_values, save_llama
+
+TEXTS = ["a king and a queen walked by the river", "the moon was high"]
+POINTS = ("data", "forward", "backward", "optimizer", "export", "memory")
+
+
+class BrokenError(Exception):
+    pass
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise BrokenError("this rank is broken")
+
+
+def eat_memory(*_: Any, **__: Any) -> Any:
+    """Takes more than the process may have, as a micro-batch that is too large does."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.RLIM_INFINITY))
+    return torch.ones(2**31)
+
+
+def arm(point: str) -> None:
+    """Breaks this rank at `point`; in training, in its third optimizer step."""
+    from toolkit.data import samples
+    from toolkit.objectives.causal_lm import CausalLM
+    from toolkit.run import run
+    from toolkit.training.trainer import Trainer
+
+    if point == "data":
+        samples.TextSamples.batch = fail  # type: ignore[method-assign]
+        return
+    if point == "export":
+        run.export_model = fail
+        return
+    train_step = Trainer.train_step
+
+    def third(self: Any, window: Any) -> Any:
+        if self.global_step == 2:
+            if point == "backward":
+                self.accelerator.backward = fail
+            elif point == "optimizer":
+                self.optimizer.step = fail
+            else:
+                CausalLM.loss_sum = fail if point == "forward" else eat_memory  # type: ignore[method-assign]
+        return train_step(self, window)
+
+    Trainer.train_step = third  # type: ignore[method-assign]
+
+
+@ranks.alone
+def run_recipe(recipe: str, point: str, folder: str, address: str) -> None:
+    from toolkit.cli.finetune import finetune_command
+
+    rank = int(os.environ["RANK"])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": address}
+    sys.stderr = open(f"{folder}/{point}-{rank}.txt", "w", buffering=1)  # noqa: SIM115 (it stays open to the end)
+    if rank == 1:
+        arm(point)
+    finetune_command(["--recipe", recipe, "sharding.strategy=zero3", f"training.output_dir={folder}/out-{point}"])
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("failing")
+    save_llama(folder / "model", TEXTS, tied=True)
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 40))
+    values = recipe_values(folder / "model", folder / "rows.jsonl", folder / "out", folder / "cache", max_steps=4)
+    values["checkpoint"] = {"every_steps": 1}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_error_of_the_rank_that_fails_is_told(recipe: Path, point: str) -> None:
+    from torch.distributed.elastic.utils.distributed import get_free_port
+
+    folder = recipe.parent
+    started = time.monotonic()
+    with ranks.started(run_recipe, 2, str(recipe), point, str(folder), str(get_free_port())) as processes:
+        processes[1].join(timeout=60)
+        seconds = time.monotonic() - started
+        code = processes[1].exitcode
+        time.sleep(1)  # the launcher looks every 0.1 s
+        for process in processes:
+            process.kill()
+    told = [(folder / f"{point}-{rank}.txt").read_text() for rank in (0, 1)]
+    assert code == 1, told
+    assert seconds < 60
+    line = told[1].strip().splitlines()[-1]
+    assert line.startswith("error: rank 1 of 2 on "), told[1]
+    if point == "memory":
+        assert "ran out of memory, in optimizer step 3" in line
+        assert "lower training.micro_batch_size" in line
+        assert "Traceback" not in told[1]
+    else:
+        assert line.endswith("BrokenError: this rank is broken")
+        assert "Traceback" in told[1]
+        assert (", in optimizer step 3: " in line) == (point in ("forward", "backward", "optimizer"))
+    assert "error" not in told[0], "the other rank's broken connection is not what the user reads"
+    saved = sorted(path.name for path in (folder / f"out-{point}/checkpoints").glob("step_*"))
+    assert saved[-1:] == {"data": [], "export": ["step_00000004"]}.get(point, ["step_00000002"])
