@@ -8,6 +8,8 @@ from pathlib import Path
 from toolkit.errors import BadInputError
 
 GIB = 2**30
+CHECKPOINT_FILE_BYTES = GIB
+"""Of a file of a checkpoint, about: what saving holds in memory beside the state, which planning counts."""
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 """Endings that may follow a data suffix; files are decompressed while they are read."""

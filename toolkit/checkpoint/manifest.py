@@ -1,7 +1,7 @@
 """What a checkpoint's folder holds and when it counts: files, their checksums, and the marker of completion.
 
     checkpoints/step_00000100/
-        shard-00001-model-00001-of-00001.safetensors   this rank's part of the tensors; one file a rank
+        shard-00001-model-00001-of-00001.safetensors   this rank's part of the tensors, a GiB a file
         rank_00000.json                                random number generators; one file a rank
         metrics.jsonl                                  the run's records so far
         manifest.json                                  everything else: step, data position, recipe, checksums

@@ -38,6 +38,7 @@ from toolkit.checkpoint.manifest import (
 )
 from toolkit.checkpoint.state import described, first_failure, host_copy
 from toolkit.errors import ToolkitError, first_line
+from toolkit.places import CHECKPOINT_FILE_BYTES
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.shards import local_tensor
 
@@ -121,7 +122,7 @@ class Checkpointer:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
     def _save_tensors(self, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        writer = HuggingFaceStorageWriter(str(folder), files_of(tensors, ranks.world_size()), save_distributed=True)
         try:
             save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except CheckpointException as error:  # raised on all ranks
@@ -144,6 +145,21 @@ class Checkpointer:
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
         return ranks.on_every_rank(action, "write a checkpoint", self._group)
+
+
+def files_of(tensors: dict[str, torch.Tensor], num_ranks: int) -> dict[str, int]:
+    """Number of the file, from 1 on, of each tensor: of each rank's parts about `CHECKPOINT_FILE_BYTES` a file.
+
+    The storage writer holds a file's tensors in memory a second time while it writes it, so files are small.
+    """
+    files, number, filled = {}, 1, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size() // num_ranks
+        if filled and filled + size > CHECKPOINT_FILE_BYTES:
+            number, filled = number + 1, 0
+        files[name] = number
+        filled += size
+    return files
 
 
 def superseded(found: list[Checkpoint], settings: CheckpointSection) -> list[Checkpoint]:

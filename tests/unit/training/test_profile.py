@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from toolkit.training.profile import DATA, KINDS, PROFILED, UPDATE, Event, _union, _without, attributed
+from toolkit.training.profile import DATA, KINDS, PROFILED, UPDATE, Event, _events, _union, _without, attributed
 
 CPU = [
     Event(PROFILED, 100, 200),
@@ -33,10 +36,30 @@ def test_on_a_device_kernels_count_and_operators_do_not() -> None:
         Event("ncclDevKernel_AllGather", 115, 135, True),  # 10 exposed
         Event("Memcpy HtoD (Pinned -> Device)", 135, 140, True),
         Event("void adamw_kernel", 182, 187, True),  # 5, inside the update
-        Event(PROFILED, 100, 200, True),  # a label's shadow on the device
     ]
     found = attributed(CPU + kernels)
     assert found == pytest.approx({"compute": 25e-6, "communication": 10e-6, "data": 15e-6, "host": 50e-6})
+
+
+def seen(name: str, start: float, end: float, device: str, is_label: bool = False) -> SimpleNamespace:
+    """An event as torch's profiler tells it."""
+    kind, times = SimpleNamespace(name=device), SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=times, device_type=kind, is_user_annotation=is_label)
+
+
+def test_a_label_on_the_device_is_no_compute_that_hides_communication() -> None:
+    told: Any = SimpleNamespace(
+        events=lambda: [
+            seen(PROFILED, 100, 200, "CPU", True),
+            seen(PROFILED, 100, 200, "CUDA", True),
+            seen("FSDP::all_gather (model.layers.0)", 110, 160, "CUDA", True),
+            seen("ncclDevKernel_AllGather", 110, 150, "CUDA"),  # 30 exposed
+            seen("void gemm_kernel", 140, 160, "CUDA"),  # 20
+        ]
+    )
+    assert attributed(_events(told)) == pytest.approx(
+        {"compute": 20e-6, "communication": 30e-6, "data": 0.0, "host": 50e-6}
+    )
 
 
 def test_intervals() -> None:

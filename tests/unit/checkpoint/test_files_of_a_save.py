@@ -1,0 +1,41 @@
+"""A save holds a file's tensors in memory beside the state, not all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from toolkit.checkpoint import writer
+from toolkit.checkpoint.writer import Checkpointer, files_of
+from toolkit.recipe.schema import CheckpointSection
+
+
+def test_tensors_are_written_a_file_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "CHECKPOINT_FILE_BYTES", 1000)
+    serialised = []
+    original = safetensors.torch.save
+
+    def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
+        serialised.append(sum(tensor.nbytes for tensor in tensors.values()))
+        return original(tensors, metadata)
+
+    monkeypatch.setattr(safetensors.torch, "save", save)
+    state = {f"layer.{i}": torch.full((100,), float(i)) for i in range(7)} | {"large": torch.ones(600)}
+    Checkpointer(tmp_path, CheckpointSection(), pytest.fail)._save_tensors(state, tmp_path)
+    assert sorted(serialised) == [400, 800, 800, 800, 2400], "two tensors a file; one that is larger is alone"
+    assert len(list(tmp_path.glob("shard-00001-*.safetensors"))) == 5
+    read = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    load(read, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
+
+
+def test_of_more_ranks_each_writes_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "CHECKPOINT_FILE_BYTES", 1000)
+    state = {f"layer.{i}": torch.zeros(100) for i in range(10)}
+    assert list(files_of(state, 1).values()) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert list(files_of(state, 4).values()) == [1] * 10
