@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import re
 from pathlib import Path
@@ -39,6 +41,7 @@ def runs(folder: Path, data: Path) -> dict[str, Any]:
     import toolkit.training.trainer
     from toolkit import Recipe, finetune
     from toolkit.errors import ToolkitError
+    from toolkit.run.run import rehearse
 
     results: dict[str, Any] = {}
 
@@ -72,6 +75,15 @@ def runs(folder: Path, data: Path) -> dict[str, Any]:
         toolkit.run.accelerator.Compilation, "aot_eager"
     )  # inductor takes a minute
     run("compiled", training={"max_steps": 2, "compile": True}, sharding={"strategy": "ddp"}, export={"enabled": False})
+    for name in ("dry", "no-export"):
+        meet()
+        recipe = Recipe.from_mapping(recipe_values(folder / "model", data, folder / name, folder / "cache"))
+        with contextlib.redirect_stderr(io.StringIO()) as told:
+            try:
+                rehearse(recipe)
+            except ToolkitError as error:
+                print(error, file=told)
+        results[f"rehearsed-{name}"] = told.getvalue()
     return results
 
 
@@ -260,3 +272,13 @@ def test_embeddings_get_rows_for_added_tokens(tmp_path: Path, text_file: Path) -
             assert float((rows[old:] - first.mean(dim=0)).abs().max()) < float(first.abs().max())
         tied = after.get_input_embeddings().weight is after.get_output_embeddings().weight
         assert tied == (name == "tied")
+
+
+def test_a_dry_run_checks_all_and_leaves_nothing(folder: Path, results: list[dict[str, Any]]) -> None:
+    told = results[0]["rehearsed-dry"]
+    assert re.search(r"^ *memory: .+$", told, re.MULTILINE), told
+    assert re.search(r"^  input_ids \(\d+, \d+\)$", told, re.MULTILINE), told
+    assert "dry run: nothing was trained" in told
+    assert not (folder / "dry").exists()
+    assert results[1]["rehearsed-dry"] == "", "only rank 0 prints"
+    assert all("already holds a finished run" in result["rehearsed-no-export"] for result in results)

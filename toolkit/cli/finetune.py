@@ -18,9 +18,12 @@ def finetune_command(arguments: list[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     try:
         recipe = Recipe.load(*split_arguments(options.arguments, options.recipe))
-        from toolkit.run.run import finetune  # torch is imported only for a recipe that is right
+        from toolkit.run.run import finetune, rehearse  # torch is imported only for a recipe that is right
 
-        finetune(recipe)
+        if options.dry_run:
+            rehearse(recipe)
+        else:
+            finetune(recipe)
     except RankError as error:
         return _leave(print_error(error))
     except ToolkitError as error:
@@ -55,4 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         "for example training.max_steps=50",
     )
     parser.add_argument("--recipe", metavar="RECIPE", help="another way to give RECIPE")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the plan and the first batch, train nothing"
+    )
     return parser

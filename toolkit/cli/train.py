@@ -46,6 +46,9 @@ def train(
         ),
     ] = None,
     config: ConfigOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the plan and the first batch; train nothing.")
+    ] = False,
 ) -> None:
     """Train a recipe, and print the `accelerate launch` command that does the same.
 
@@ -54,7 +57,8 @@ def train(
     loaded = load_recipe(arguments, recipe)  # a wrong recipe is told before any rank starts
     name, overrides = split_arguments(arguments, recipe)
     options = launcher_options(loaded, gpus, cpu, strategy, config)
-    words = [*options, shown_path(shipped_folder("recipes") / "finetune.py"), name, *overrides]
+    script = shown_path(shipped_folder("recipes") / "finetune.py")
+    words = [*options, script, name, *overrides, *(["--dry-run"] if dry_run else [])]
     environment = f"{ON_CPU}=true " if cpu is not None else ""
     print(f"{environment}accelerate launch {shlex.join(words)}", file=sys.stderr, flush=True)
     if cpu is not None:

@@ -58,7 +58,7 @@ def claimed(output_dir: Path, recipe: Recipe, resumed: tuple[Path, Manifest] | N
     Beside what this recipe's run has left before, the recipe stays: by it the next start knows that run again.
     Raises BadInputError where the folder already holds a run that this one does not go on.
     """
-    goes_on = resumed is not None and resumed[0].is_relative_to(output_dir)
+    goes_on = is_inside(resumed, output_dir)
     made = ranks.on_first_rank(lambda: _make(output_dir))
     is_ours = False
     try:
@@ -75,6 +75,11 @@ def claimed(output_dir: Path, recipe: Recipe, resumed: tuple[Path, Manifest] | N
         raise
 
 
+def is_inside(resumed: tuple[Path, Manifest] | None, output_dir: Path) -> bool:
+    """Whether the run goes on from a checkpoint of its own folder."""
+    return resumed is not None and resumed[0].is_relative_to(output_dir)
+
+
 def _make(output_dir: Path) -> bool:
     """Makes the folder; whether it was not there."""
     if output_dir.exists() and not output_dir.is_dir():
@@ -88,7 +93,10 @@ def _make(output_dir: Path) -> bool:
 
 
 def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
-    _require_unfinished(output_dir, recipe, goes_on)
+    if require_unfinished(output_dir, recipe, goes_on):
+        for name in ("metrics.jsonl", "data_report.json", DATA_PAGE):
+            (output_dir / name).unlink(missing_ok=True)
+        shutil.rmtree(output_dir / PROFILE_FOLDER, ignore_errors=True)
     try:
         # Whole or not at all: a run that was killed just then is known again by its recipe.
         atomic_write(output_dir / "recipe.yaml", recipe.to_yaml())
@@ -150,27 +158,25 @@ def _run_files(output_dir: Path) -> list[str]:
     return [name for name in RUN_FILES if (output_dir / name).exists()]
 
 
-def _require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
-    """Raises BadInputError where the output folder holds another run, or one that is done.
+def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
+    """Whether the folder holds what a run of the same recipe has left that was ended before its first checkpoint.
 
-    What a run of the same recipe has left that was ended before its first checkpoint is cleared away.
+    Raises BadInputError where it holds another run, or one that is done and is not the one to go on from.
     """
     found = _run_files(output_dir)
     finished = (output_dir / FINISHED).exists()
     if goes_on and (not finished or recipe.checkpoint.resume != "auto"):
-        return
+        return False
     again = recipe.checkpoint.resume == "auto" and same_run(output_dir / "recipe.yaml", recipe.model_dump(mode="json"))
     if not finished and again and latest(output_dir) is None:
-        for name in ("metrics.jsonl", "data_report.json", DATA_PAGE):
-            (output_dir / name).unlink(missing_ok=True)
-        shutil.rmtree(output_dir / PROFILE_FOLDER, ignore_errors=True)
-        return
+        return True
     if found:
         raise BadInputError(
             f"training.output_dir: {str(output_dir)!r} already holds a {'finished ' if finished else ''}run "
             f"({', '.join(found)}); choose another folder, for example training.output_dir=outputs/second, or delete "
             "this one"
         )
+    return False
 
 
 def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from toolkit.run.accelerator import (
     released_at_last,
 )
 from toolkit.run.facts import facts_of, introduce
-from toolkit.run.folder import claimed, write_beginning, write_data_report
+from toolkit.run.folder import claimed, is_inside, require_unfinished, write_beginning, write_data_report
 from toolkit.run.outcome import FinetuneResult, conclude, export_model, write_pages
 from toolkit.run.parts import Parts, build_evaluation, build_parts
 from toolkit.sharding.plugin import (
@@ -50,16 +52,9 @@ def finetune(recipe: Recipe) -> FinetuneResult:
     Raises:
         ToolkitError: on every rank; with exit code 2 for bad input, before anything is left behind.
     """
-    quiet_libraries()
-    grow_segments()
     started = time.perf_counter()
-    plugins = build_plugins(recipe)
-    plugin: ShardingPlugin = plugins["fsdp_plugin"]
-    output_dir = Path(recipe.training.output_dir).expanduser().resolve()
-    accelerator = build_accelerator(recipe, plugins, output_dir)
-    console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
-    with released_at_last(accelerator, plugin):
-        found = ranks.on_first_rank(lambda: find(output_dir, recipe.checkpoint.resume, recipe.model_dump(mode="json")))
+    with _started(recipe) as (accelerator, plugin, output_dir, console):
+        found = _found(recipe, output_dir)
         with claimed(output_dir, recipe, found):
             parts = build_parts(accelerator, recipe, plugin)
         facts = facts_of(accelerator, recipe, plugin, parts)
@@ -82,6 +77,44 @@ def finetune(recipe: Recipe) -> FinetuneResult:
         conclude(console, recipe, result)
         accelerator.wait_for_everyone()
         return result
+
+
+def rehearse(recipe: Recipe) -> None:
+    """Does all of a run but its training: every check, the plan, and the first batches. Leaves nothing behind.
+
+    Raises:
+        ToolkitError: as `finetune` would.
+    """
+    with _started(recipe) as (accelerator, plugin, output_dir, console):
+        found = _found(recipe, output_dir)
+        ranks.on_first_rank(lambda: require_unfinished(output_dir, recipe, is_inside(found, output_dir)))
+        parts = build_parts(accelerator, recipe, plugin)
+        introduce(console, facts_of(accelerator, recipe, plugin, parts), plugin, parts)
+        window = next(iter(parts.windows))
+        console.print(f"first micro-batch of rank 0, which has {len(window)} in a step:", markup=False)
+        for name, tensor in window[0].items():
+            console.print(f"  {name} {tuple(tensor.shape)}", markup=False)
+        console.print("dry run: nothing was trained, and the output folder is as it was", markup=False)
+        accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _started(recipe: Recipe) -> Iterator[tuple[Accelerator, ShardingPlugin, Path, Console]]:
+    """The accelerator, its plugin, the output folder's path and rank 0's console; released at the end."""
+    quiet_libraries()
+    grow_segments()
+    plugins = build_plugins(recipe)
+    plugin: ShardingPlugin = plugins["fsdp_plugin"]
+    output_dir = Path(recipe.training.output_dir).expanduser().resolve()
+    accelerator = build_accelerator(recipe, plugins, output_dir)
+    console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
+    with released_at_last(accelerator, plugin):
+        yield accelerator, plugin, output_dir, console
+
+
+def _found(recipe: Recipe, output_dir: Path) -> tuple[Path, Manifest] | None:
+    """The checkpoint that the run goes on from, if any."""
+    return ranks.on_first_rank(lambda: find(output_dir, recipe.checkpoint.resume, recipe.model_dump(mode="json")))
 
 
 @dataclass(frozen=True)

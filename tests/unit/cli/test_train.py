@@ -46,6 +46,7 @@ def run(*arguments: str) -> Result:
         (["--gpus", "1", "--strategy", "zero1+offload"], "accelerate_configs/zero3.yaml --num_processes 1 STRATEGY"),
         (["--cpu", "4", "--strategy", "zero1+offload"], "accelerate_configs/cpu_2.yaml --num_processes 4 STRATEGY"),
         (["--config", "zero2"], "accelerate_configs/zero2.yaml"),
+        (["--config", "zero2", "--dry-run"], "accelerate_configs/zero2.yaml"),
         (["sharding.strategy=zero2"], "accelerate_configs/zero3.yaml --num_processes 2 --fsdp_sharding_strategy zero2"),
     ],
 )
@@ -54,7 +55,16 @@ def test_it_launches_the_line_that_it_prints(arguments: list[str], options: str,
     (words,) = launched
     overrides = [word for word in arguments if "=" in word]
     expected = options.replace("STRATEGY", "--fsdp_sharding_strategy zero1+offload").split()
-    assert words == ["--config_file", *expected, "recipes/finetune.py", "sft", "training.max_steps=3", *overrides]
+    last = ["--dry-run"] if "--dry-run" in arguments else []
+    assert words == [
+        "--config_file",
+        *expected,
+        "recipes/finetune.py",
+        "sft",
+        "training.max_steps=3",
+        *overrides,
+        *last,
+    ]
     *_, line = result.stderr.splitlines()
     on_cpu = "--cpu" in arguments
     assert line == ("ACCELERATE_USE_CPU=true " if on_cpu else "") + f"accelerate launch {shlex.join(words)}"
