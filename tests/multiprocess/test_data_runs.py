@@ -237,6 +237,9 @@ def test_a_classifier_trains_as_the_plain_loop(results: tuple[int, dict[str, Any
         assert record["loss"] == pytest.approx(plain["loss"], rel=1e-5)
         assert record["accuracy"] == pytest.approx(plain["accuracy"])
         assert 0.0 <= record["f1_macro"] <= 1.0
+        confusion = record["confusion"]
+        assert sum(map(sum, confusion)) == record["samples"]
+        assert sum(confusion[i][i] for i in range(len(confusion))) == round(record["accuracy"] * record["samples"])
     classify = pipeline("text-classification", model=f"{output}/export", device="cpu")
     assert classify("the king sang")[0]["label"] in LABELS
     assert classify.model.config.id2label == dict(enumerate(LABELS))

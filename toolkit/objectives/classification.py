@@ -12,6 +12,9 @@ from torch import nn
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.model.adapters import base_of
 
+CLASSES_SHOWN = 20
+"""Up to so many classes an evaluation's record has the whole confusion matrix."""
+
 
 class SequenceClassification:
     """Cross-entropy of a text's class, (sum over rows of w[y] * CE) / rows.
@@ -51,7 +54,7 @@ class SequenceClassification:
         return torch.cat([self._loss_sum(logits, labels).double().view(1), confusion])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
-        """Loss, accuracy, and F1 averaged over the classes that occur or are predicted."""
+        """Loss, accuracy, F1 averaged over the classes that occur or are predicted, and `confusion`, as summed."""
         confusion = torch.tensor(sums[1:], dtype=torch.float64).view(self._num_classes, -1)
         rows, hits = confusion.sum().item(), confusion.diagonal()
         support = confusion.sum(dim=0) + confusion.sum(dim=1)
@@ -61,4 +64,5 @@ class SequenceClassification:
             "samples": int(rows),
             "accuracy": hits.sum().item() / max(1.0, rows),
             "f1_macro": f1.mean().item() if len(f1) else 0.0,
+            **({"confusion": confusion.long().tolist()} if self._num_classes <= CLASSES_SHOWN else {}),
         }

@@ -56,7 +56,7 @@ def render_card(
         f"## Data\n\n{_data(data_report)}",
         f"## Training\n\n{_table(['', ''], [[key, value] for key, value in facts.items()])}",
         f"## Versions\n\n{_table(['', ''], [[key, value] for key, value in versions.items()])}",
-        f"## Recipe\n\n````yaml\n{_recipe_without_places(recipe)}````\n",
+        f"## Recipe\n\n````yaml\n{recipe_for_readers(recipe)}````\n",
     ]
     return "\n".join(part for part in parts if part)
 
@@ -86,7 +86,7 @@ def _evaluations(metrics: list[dict[str, Any]]) -> str:
     lines = [record for record in metrics if record["split"] == "eval"]
     if not lines:
         return "No held-out data.\n"
-    columns = [key for key in lines[-1] if key not in ("split", "non_finite")]
+    columns = [key for key in lines[-1] if key not in ("split", "non_finite", "confusion")]
     step = max(1, math.ceil(len(lines) / MAX_EVALUATIONS))
     shown = [*lines[:-1:step], lines[-1]]
     rows = [[_figure(record.get(column)) for column in columns] for record in shown]
@@ -119,8 +119,8 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _recipe_without_places(recipe: Recipe) -> str:
-    """The resolved recipe with the names of files instead of where they lie on this machine."""
+def recipe_for_readers(recipe: Recipe) -> str:
+    """The resolved recipe without fields that are null, and with the names of files instead of their places here."""
     values = yaml.safe_load(recipe.to_yaml())
     for key in ("train", "validation"):
         values["data"][key] = _names(values["data"].get(key))
@@ -128,7 +128,17 @@ def _recipe_without_places(recipe: Recipe) -> str:
         values[section][key] = _names(values[section].get(key))
     values["training"]["output_dir"] = Path(values["training"]["output_dir"]).name
     values["checkpoint"]["resume"] = _names(values["checkpoint"]["resume"])
+    values = _without_nulls(values)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100).replace("````", "'''")
+
+
+def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """The mapping without null values and what they leave empty; its own are kept where the model's config is."""
+    kept = {
+        key: _without_nulls(value) if isinstance(value, dict) and key != "config" else value
+        for key, value in values.items()
+    }
+    return {key: value for key, value in kept.items() if value is not None and value != {}}
 
 
 def _names(value: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 from toolkit.pages.charts import Chart, Series, chart_card, drawable, smoothed
 from toolkit.pages.data_page import DATA_PAGE, SUMMARY_FACTS, dropped_table, split_table, window_remark
+from toolkit.pages.figures import confusion_card, figure_charts, figure_tile, figures_of
 from toolkit.pages.page import (
     MISSING,
     NARROW_PX,
@@ -33,7 +34,6 @@ from toolkit.pages.page import (
     number,
     render_page,
     table_card,
-    three_digits,
     tile,
     tiles,
     warning,
@@ -95,7 +95,7 @@ def _header(summary: RunSummary) -> str:
 def _headline(train: Metrics, evals: Metrics, facts: dict[str, str]) -> str:
     shown = [
         _eval_loss_tile(evals) if evals else _train_loss_tile(train),
-        _perplexity_tile(evals),
+        figure_tile(evals, _before_after),
         _tokens_tile(train),
         _duration_tile(train, facts),
         _throughput_tile(train),
@@ -119,13 +119,6 @@ def _train_loss_tile(train: Metrics) -> str:
     ends = [statistics.median(losses[:width]), statistics.median(losses[-width:])][: len(losses)]
     note = "no held-out data" if width == 1 else f"medians of {width} logged steps; no held-out data"
     return tile("tile-loss", "Training loss", _before_after(ends, _format_loss), note, _delta(ends))
-
-
-def _perplexity_tile(evals: Metrics) -> str:
-    if not any("perplexity" in line for line in evals):
-        return _accuracy_tile(evals)
-    value = _before_after(column(evals, "perplexity"), _format_perplexity)
-    return tile("tile-perplexity", "Perplexity", value, "on held-out data")
 
 
 def _before_after(values: Sequence[float], form: Callable[[float], str]) -> str:
@@ -157,14 +150,6 @@ def _delta(values: Sequence[float]) -> str:
     kind = "good" if percent < 0 else "bad" if percent > 0 else "same"
     sign = {"good": "▼ \N{MINUS SIGN}", "bad": "▲ +", "same": ""}[kind]
     return f' <span class="delta {kind}">{sign}{abs(percent):,.1f} %</span>'
-
-
-def _accuracy_tile(evals: Metrics) -> str:
-    if not any("accuracy" in line for line in evals):
-        return ""
-    value = _before_after(column(evals, "accuracy"), lambda share: f"{share:.1%}")
-    f1 = finite(column(evals, "f1_macro"))
-    return tile("tile-accuracy", "Accuracy", value, f"on held-out data; F1 {f1[-1]:.1%}" if f1 else "on held-out data")
 
 
 def _tokens_tile(train: Metrics) -> str:
@@ -239,6 +224,7 @@ def _charts_section(train: Metrics, evals: Metrics) -> str:
         _throughput_chart(train, x_range),
         _memory_chart(train, x_range),
     ]
+    small = [*figure_charts(train, evals, x_range), *small]
     cards = [chart_card(chart) for chart in small if chart.values()]
     return f"{chart_card(_loss_chart(train, evals, x_range))}\n{grid(cards)}"
 
@@ -282,10 +268,13 @@ def _throughput_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:
 
 
 def _memory_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:
+    # The plan counts tensors; on CPU ranks the process is measured, with Python and its libraries.
+    has_device = bool(finite(column(train, "peak_device_bytes")))
+    planned = _train_series("device, planned", train, "planned_peak_bytes", scale=2**-30, variable="muted")
     series = [
         _train_series("device", train, "peak_device_bytes", scale=2**-30),
         _train_series("host", train, "peak_host_bytes", scale=2**-30, variable="chart-2"),
-        _train_series("device, planned", train, "planned_peak_bytes", scale=2**-30, variable="muted"),
+        *([planned] if has_device else []),
     ]
     return Chart("memory", "Peak memory (GiB)", [item for item in series if finite(item.ys)], [], x_range)
 
@@ -313,7 +302,8 @@ def _sample_card(sample: tuple[str, str] | None) -> str:
 
 def _tables_section(summary: RunSummary, evals: Metrics) -> str:
     left = _data_card(summary.data_report)
-    right = table_card("evaluations", "Evaluations", ("Step", "Loss", "Perplexity"), _evaluation_rows(evals), "numbers")
+    right = _evaluations_card(evals)
+    right += confusion_card(evals, list((summary.data_report.get("train") or {}).get("labels") or {}))
     right += table_card("versions", "Versions and machine", (), list(summary.versions.items()))
     right += _profile_card(summary.step_seconds)
     columns = [f"<div>{column}</div>" for column in (left, right) if column]
@@ -349,14 +339,22 @@ def _data_card(report: dict[str, Any]) -> str:
     return card("data", f"{heading('Data', window_remark(report))}{facts}{dropped}{link}")
 
 
-def _evaluation_rows(evals: Metrics) -> list[tuple[str, str, str]]:
+def _evaluations_card(evals: Metrics) -> str:
+    figures = figures_of(evals)
     last = len(evals) - 1
     shown = min(len(evals), MAX_EVALUATION_ROWS)
     picked = [evals[round(index * last / max(1, shown - 1))] for index in range(shown)]
-    rows = zip(picked, column(picked, "loss"), column(picked, "perplexity"), strict=True)
-    return [
-        (f"{line['step']:,}", _format_loss(loss), _format_perplexity(perplexity)) for line, loss, perplexity in rows
+    rows = [
+        (
+            f"{line['step']:,}",
+            _format_loss(number(line.get("loss"))),
+            *(figure.written(number(line.get(figure.field))) for figure in figures),
+        )
+        for line in picked
     ]
+    return table_card(
+        "evaluations", "Evaluations", ("Step", "Loss", *(figure.title for figure in figures)), rows, "numbers"
+    )
 
 
 def _unit_rows(units: list[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -399,12 +397,6 @@ def _format_loss(value: float) -> str:
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1e4 else f"{value:.3g}"
 
 
-def _format_perplexity(value: float) -> str:
-    if not math.isfinite(value):
-        return "not finite"
-    return three_digits(value) if value < 1000 else format_short(value)
-
-
 _STYLE = """
 .legend i.prompt, .legend i.said { width: 12px; height: 12px; border: 1px solid var(--muted); border-radius: 3px; }
 .legend i.said { background: var(--tint); border-color: var(--chart-1); }
@@ -418,5 +410,5 @@ _STYLE = """
 pre { margin: 10px 0 0; font-size: 13px; line-height: 1.6; }
 pre .key { color: var(--chart-1); }
 pre .comment { color: var(--muted); }
-@media (max-width: 700px) { #tile-loss, #tile-perplexity { flex-basis: 100%; } }
+@media (max-width: 700px) { #tile-loss, #tile-loss + .tile { flex-basis: 100%; } }
 """

@@ -184,7 +184,7 @@ def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "data_report.json").write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
-        write_data_page(folder / DATA_PAGE, recipe.description or "Data of the run", report.to_dict())
+        write_data_page(folder / DATA_PAGE, Path(recipe.training.output_dir).name, report.to_dict())
     except OSError as error:
         raise BadInputError(f"{str(folder)!r} cannot be written: {error.strerror}; name another folder") from error
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from toolkit.checkpoint.export import ExportSettings, export, reload, sample_text, verify
 from toolkit.data.loader import evaluation_batches
 from toolkit.model.load import auto_class
-from toolkit.pages.card import write_card
+from toolkit.pages.card import recipe_for_readers, write_card
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.places import GIB
 from toolkit.recipe.recipe import Recipe
@@ -138,8 +138,8 @@ def _summary(
         machine += f", {torch.cuda.get_device_name()}"
     sample = None if result.sample is None else (recipe.logging.sample_prompt or "", result.sample)
     return RunSummary(
-        title=recipe.description or "Fine-tuning run",
-        recipe_yaml=recipe.to_yaml(),
+        title=result.output_dir.name,
+        recipe_yaml=recipe_for_readers(recipe),
         metrics=result.metrics,
         data_report=parts.data.report.to_dict(),
         units=_unit_rows(plugin.unit_plan),

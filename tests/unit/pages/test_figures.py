@@ -1,0 +1,106 @@
+"""What a report and a card show of each objective's evaluations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from toolkit.pages.card import recipe_for_readers, render_card
+from toolkit.pages.run_page import RunSummary, render_report
+from toolkit.recipe.recipe import Recipe
+
+PREFERENCE = {"accuracy": 0.75, "margin": 1.25, "chosen_reward": 0.5, "rejected_reward": -0.75, "kl": 0.125}
+CLASSES = {"samples": 10, "accuracy": 0.7, "f1_macro": 0.6875, "confusion": [[4, 1], [2, 3]]}
+
+
+def lines(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    train = [
+        {"split": "train", "step": step, "loss": 1 / step, "planned_peak_bytes": 2**30, "peak_host_bytes": 2**31}
+        for step in range(1, 5)
+    ]
+    return [*train, *({"split": "eval", "step": step, "loss": 1.0, **figures} for step in (0, 4))]
+
+
+def page(metrics: list[dict[str, Any]], labels: dict[str, int] | None = None) -> str:
+    report = {"train": {"read": 10, "labels": labels}} if labels else {}
+    return render_report(RunSummary("run", "", metrics, report, [], {}, {}, None))
+
+
+@pytest.mark.parametrize(
+    ("figures", "there", "absent"),
+    [
+        ({"perplexity": math.e}, ["Perplexity", "2.72"], ["Accuracy", "KL", "confusion", "chart-shares"]),
+        (
+            PREFERENCE,
+            [
+                'id="tile-accuracy"',
+                "on held-out data; Margin 1.25; KL 0.125",
+                'id="chart-shares"',
+                'id="chart-margin"',
+                'id="chart-rewards"',
+                'id="chart-kl"',
+                "<th>Chosen reward</th><th>Rejected reward</th><th>KL</th>",
+                "<td>75.0%</td><td>1.25</td><td>0.5</td><td>-0.75</td><td>0.125</td>",
+            ],
+            ["Perplexity", "confusion", "not finite"],
+        ),
+        (
+            CLASSES,
+            [
+                'id="tile-accuracy"',
+                "on held-out data; F1 68.8%",
+                'id="chart-shares"',
+                "<th>Is / taken for</th><th>prose</th><th>verse</th>",
+                "<td>prose</td><td>4</td><td>1</td>",
+                "<td>verse</td><td>2</td><td>3</td>",
+            ],
+            ["Perplexity", "Margin", "not finite"],
+        ),
+        ({}, ['id="tile-loss"'], ["Perplexity", "Accuracy", "not finite"]),
+    ],
+    ids=["causal_lm", "preference", "classification", "loss alone"],
+)
+def test_each_objective_has_its_own_figures(figures: dict[str, Any], there: list[str], absent: list[str]) -> None:
+    text = page(lines(figures), {"prose": 5, "verse": 5} if "confusion" in figures else None)
+    body = text.partition("</style>")[2]
+    assert [words for words in there if words not in body] == []
+    assert [words for words in absent if words in body] == []
+
+
+def test_a_figure_that_is_not_finite_says_so() -> None:
+    assert "not finite" in page(lines({"perplexity": None, "non_finite": True}))
+
+
+@pytest.mark.parametrize("device", [True, False])
+def test_the_plan_of_a_device_stands_beside_a_device_alone(device: bool) -> None:
+    metrics = [{**line, "peak_device_bytes": 2**29 if device else None} for line in lines({})]
+    assert ("device, planned" in page(metrics)) == device
+
+
+def test_curves_of_training_stand_behind_those_of_evaluations() -> None:
+    metrics = [{**line, "accuracy": 0.5} if line["split"] == "train" else line for line in lines(PREFERENCE)]
+    assert "accuracy in training" in page(metrics)
+    assert "accuracy in training" not in page(lines(PREFERENCE))
+
+
+def test_the_recipe_for_readers_has_neither_nulls_nor_places() -> None:
+    recipe = Recipe.from_mapping(
+        {
+            "description": "of somebody else",
+            "model": {"config": {"model_type": "llama", "rope_scaling": None}, "train_tokenizer_vocab_size": 300},
+            "data": {"train": "/home/somebody/private/rows.jsonl", "max_length": 64},
+            "optimizer": {"learning_rate": 1e-3},
+            "training": {"max_steps": 1, "output_dir": "/home/somebody/outputs/mine"},
+        }
+    )
+    text = recipe_for_readers(recipe)
+    assert "somebody/" not in text
+    assert text.count("null") == 1, "the model's own"
+    assert "rope_scaling: null" in text
+    assert "  train:\n  - rows.jsonl\n" in text
+    assert "output_dir: mine" in text
+    card = render_card(recipe, {}, lines(CLASSES), {}, {})
+    assert "confusion" not in card
+    assert "| 0.7 | 0.6875 |" in card

@@ -1,0 +1,103 @@
+"""What an evaluation found beside its loss: which figures there are, as tile, curves and table, and the confusion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.pages.charts import Chart, Series, drawable
+from toolkit.pages.page import finite, format_short, table_card, three_digits, tile
+from toolkit.pages.run_metrics import Metrics, column
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A field of an evaluation: what it is called, and how it is written."""
+
+    field: str
+    title: str
+    written: Callable[[float], str]
+
+
+def format_perplexity(value: float) -> str:
+    """Three digits, or `not finite`."""
+    if not math.isfinite(value):
+        return "not finite"
+    return three_digits(value) if value < 1000 else format_short(value)
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}" if math.isfinite(value) else "not finite"
+
+
+def _signed(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else "not finite"
+
+
+FIGURES = (
+    Figure("perplexity", "Perplexity", format_perplexity),
+    Figure("accuracy", "Accuracy", _share),
+    Figure("f1_macro", "F1", _share),
+    Figure("margin", "Margin", _signed),
+    Figure("chosen_reward", "Chosen reward", _signed),
+    Figure("rejected_reward", "Rejected reward", _signed),
+    Figure("kl", "KL", _signed),
+)
+"""Of all objectives, in the order in which they are shown; an evaluation has those of its own."""
+
+CHARTS = (
+    ("shares", "Accuracy", (("accuracy", "accuracy"), ("f1_macro", "F1"))),
+    ("margin", "Margin of the rewards", (("margin", ""),)),
+    ("rewards", "Rewards", (("chosen_reward", "chosen"), ("rejected_reward", "rejected"))),
+    ("kl", "KL to the reference", (("kl", ""),)),
+)
+"""Name and title of a chart, and its curves: field and name. Perplexity has none: it is the loss once more."""
+
+
+def figures_of(evals: Metrics) -> list[Figure]:
+    """The figures that the evaluations have."""
+    return [figure for figure in FIGURES if any(figure.field in line for line in evals)]
+
+
+def figure_tile(evals: Metrics, before_after: Callable[[Sequence[float], Callable[[float], str]], str]) -> str:
+    """The first figure, with the others' last values below it; nothing where there is none."""
+    figures = figures_of(evals)
+    if not figures:
+        return ""
+    first, *others = figures
+    last = {figure.title: finite(column(evals, figure.field))[-1:] for figure in others if "reward" not in figure.field}
+    notes = [f"{figure.title} {figure.written(*last[figure.title])}" for figure in others if last.get(figure.title)]
+    note = "; ".join(["on held-out data", *notes])
+    return tile(f"tile-{first.field}", first.title, before_after(column(evals, first.field), first.written), note)
+
+
+def figure_charts(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> list[Chart]:
+    """Curves of the figures over the steps: of the evaluations, and faintly of the steps where these have them."""
+    charts = []
+    for name, title, curves in CHARTS:
+        series = []
+        for (field, label), color in zip(curves, ("chart-1", "chart-2"), strict=False):
+            series += _series(train, field, f"{label} in training".strip(), color, "faint")
+            series += _series(evals, field, f"{label} held out".strip(), color, "points")
+        if series:
+            charts.append(Chart(name, title, series, [], x_range))
+    return charts
+
+
+def _series(lines: Metrics, field: str, name: str, color: str, kind: str) -> list[Series]:
+    """The curve of a field; none where no line has it."""
+    having = [line for line in lines if field in line]
+    if not finite(column(having, field)):
+        return []
+    return [Series(name, [line["step"] for line in having], drawable(column(having, field)), color, kind)]
+
+
+def confusion_card(evals: Metrics, labels: Sequence[str]) -> str:
+    """Of the last evaluation: rows of each class by the class that they were taken for; nothing without it."""
+    counts: list[list[Any]] = next((line["confusion"] for line in reversed(evals) if line.get("confusion")), [])
+    names = list(labels) if len(labels) == len(counts) else [str(number) for number in range(len(counts))]
+    rows = [(name, *(f"{count:,}" for count in row)) for name, row in zip(names, counts, strict=True)]
+    head = ("Is / taken for", *names)
+    return table_card("confusion", "Confusion", head, rows, "numbers", "rows of the last evaluation")
