@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 from transformers.utils import import_utils
 
 from toolkit.errors import first_line
@@ -16,6 +19,27 @@ NOT_INSTALLED = "neither flash-attn nor flash-attn-3 is installed for this GPU"
 def attention_of(model: nn.Module) -> str:
     """The attention implementation that transformers has chosen; empty where it does not say."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
+
+
+@contextmanager
+def known_packing(shares_rows: bool) -> Iterator[None]:
+    """A forward whose rows hold several documents, or one each, as the host knows.
+
+    transformers asks the device, in every forward and for each of its masks, and the device is far behind the host:
+    until it has answered, nothing more is handed to it.
+    """
+
+    def indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if not shares_rows:
+            return None
+        return (position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+    own = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = indices
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
 
 
 def settle_attention(

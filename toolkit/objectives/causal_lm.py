@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import nn
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
-from toolkit.model.attention import attention_of
-from toolkit.objectives.head_loss import HeadLoss, find_head_loss
+from toolkit.model.attention import attention_of, known_packing
+from toolkit.model.fake_tensors import has_values
+from toolkit.objectives.head_loss import HeadLoss, find_head_loss, numbers_of_targets
 from toolkit.objectives.preference_losses import predicted, sequence_log_probabilities, summed_by_document
 
 HEAD_LOSS_TOLERANCE = {False: 1e-5, True: 1e-2}
@@ -36,35 +38,63 @@ class CausalLM:
     unit = "targets"
 
     def __init__(self, model: nn.Module, packed: bool = True) -> None:
-        self._takes_positions = "position_ids" in inspect.signature(base_of(model).forward).parameters
-        if packed and not self._takes_positions:
+        self._packed = packed
+        if packed and "position_ids" not in inspect.signature(base_of(model).forward).parameters:
             raise BadInputError(
                 f"data.packing: {type(model).__name__} takes no position_ids, so rows that share a sample would see "
                 "each other; set data.packing=false"
             )
         # Its kernels tell documents apart in a single row only; in several they would leak.
         self._in_one_row = packed and attention_of(model).startswith("flash")
+        self._takes_bounds = self._in_one_row and _takes_anything(base_of(model))
         self.head_loss = find_head_loss(model)
 
     def count_targets(self, batch: Batch) -> int:
         return int((batch["labels"][:, 1:] != IGNORED).sum())
 
+    def on_host(self, batch: Batch) -> dict[str, Any]:
+        """The batch with what the host would otherwise have to ask the device for, and wait.
+
+        Which tokens have targets (`counted`), whether documents share rows (`shared`) and, for flash attention, where
+        they begin (`bounds`) and how long they are at most (`longest`): transformers asks for that in every layer.
+        """
+        if not has_values(batch["input_ids"]):
+            return batch
+        known: dict[str, Any] = dict(batch)
+        if isinstance(self.head_loss, HeadLoss):
+            known["counted"] = numbers_of_targets(_targets(batch))
+        positions = batch["position_ids"]
+        known["shared"] = self._packed and bool((self._in_rows(positions).diff(dim=1) != 1).any())
+        if self._takes_bounds:
+            begins = (positions.flatten() == 0).nonzero().flatten()
+            known["bounds"] = F.pad(begins, (0, 1), value=positions.numel()).int()
+            known["longest"] = int(known["bounds"].diff().max())
+        return known
+
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, T, V)."""
-        logits = model(**self._inputs(batch)).logits
+        with _packing_of(batch):
+            logits = model(**self._inputs(batch)).logits
         return logits.view(*batch["input_ids"].shape, -1)  # type: ignore[no-any-return]
 
+    def _in_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor (B, T) as the model is given it."""
+        return tensor.view(1, -1) if self._in_one_row else tensor
+
     def _inputs(self, batch: Batch) -> dict[str, Any]:
-        # No attention mask and no cache: only then do restarting positions keep documents apart.
-        names = ("input_ids", "position_ids") if self._takes_positions else ("input_ids",)
-        return {name: batch[name].view(1, -1) if self._in_one_row else batch[name] for name in names} | {
-            "use_cache": False
-        }
+        # No attention mask and no cache: only then do restarting positions keep documents apart. Rows of one document
+        # have the model's own positions, and transformers then does not look at them for others.
+        names = ("input_ids", "position_ids") if self._packed else ("input_ids",)
+        inputs: dict[str, Any] = {name: self._in_rows(batch[name]) for name in names}
+        if "bounds" in batch:
+            inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch["bounds"])
+            inputs |= dict.fromkeys(("max_length_q", "max_length_k"), batch["longest"])
+        return {**inputs, "use_cache": False}
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         if isinstance(self.head_loss, HeadLoss):
-            targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-            return self.head_loss.summed(model, self._inputs(batch), targets.flatten())
+            with _packing_of(batch):
+                return self.head_loss.summed(model, self._inputs(batch), _targets(batch), batch.get("counted"))
         return self._sum_of_logits(model, batch)
 
     def _sum_of_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -80,7 +110,8 @@ class CausalLM:
             logits = self.logits(model, batch)
             return sequence_log_probabilities(logits, batch["labels"], batch["segments"], num_segments)
         targets, owners = predicted(batch["labels"], batch["segments"])
-        losses = self.head_loss.by_token(model, self._inputs(batch), targets)
+        with _packing_of(batch):
+            losses = self.head_loss.by_token(model, self._inputs(batch), targets, batch.get("counted"))
         return summed_by_document(-losses, owners, num_segments)
 
     @torch.no_grad()
@@ -104,12 +135,30 @@ class CausalLM:
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         loss = self.loss_sum(model, batch).double()
-        return torch.stack([loss, loss.new_tensor(self.count_targets(batch))])
+        return torch.stack([loss, (batch["labels"][:, 1:] != IGNORED).sum().double()])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
         loss = sums[0] / max(1.0, sums[1])
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return {"loss": loss, "target_tokens": int(sums[1]), "perplexity": perplexity}
+
+
+def _targets(batch: Batch) -> torch.Tensor:
+    """What each position predicts, (B * T,); `IGNORED` for nothing, as across the documents of a preference."""
+    if "segments" in batch:
+        return predicted(batch["labels"], batch["segments"])[0]
+    return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
+
+
+def _packing_of(batch: Batch) -> AbstractContextManager[None]:
+    """What `on_host` has found; the device is asked where it was not called."""
+    return known_packing(bool(batch["shared"])) if "shared" in batch else nullcontext()
+
+
+def _takes_anything(model: nn.Module) -> bool:
+    """Whether the model's forward hands unknown arguments on, as transformers' do to their attention."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _few_tokens(vocabulary: int, device: torch.device) -> Batch:

@@ -34,6 +34,10 @@ class SequenceClassification:
     def count_targets(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum())
 
+    def on_host(self, batch: Batch) -> dict[str, Any]:
+        """The batch: nothing here depends on what it holds."""
+        return batch
+
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, number of classes)."""
         return model(**{name: batch[name] for name in self._inputs}).logits  # type: ignore[no-any-return]
@@ -42,15 +46,16 @@ class SequenceClassification:
         return self._loss_sum(self.logits(model, batch), batch["labels"])
 
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        weights = None if self._weights is None else self._weights.to(logits.device)
+        weights = None if self._weights is None else self._weights.to(logits.device, non_blocking=True)
         return F.cross_entropy(logits.float(), labels, weight=weights, ignore_index=IGNORED, reduction="sum")
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss, and how many rows of each class (major) were taken for each class."""
         logits, labels = self.logits(model, batch), batch["labels"]
-        counted = labels != IGNORED
-        pairs = labels[counted] * self._num_classes + logits.argmax(dim=-1)[counted]
-        confusion = torch.bincount(pairs, minlength=self._num_classes**2).double()
+        # Added, neither picked nor counted by `bincount`: for both of these the device has to be waited for.
+        counted = (labels != IGNORED).double()
+        pairs = labels.clamp_min(0) * self._num_classes + logits.argmax(dim=-1)
+        confusion = counted.new_zeros(self._num_classes**2).index_add_(0, pairs, counted)
         return torch.cat([self._loss_sum(logits, labels).double().view(1), confusion])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:

@@ -295,19 +295,32 @@ class HeadLoss:
         """Tokens whose logits are there at the same time."""
         return _chunk_tokens(self.vocabulary)
 
-    def summed(self, model: nn.Module, inputs: Mapping[str, Any], targets: torch.Tensor) -> torch.Tensor:
+    def summed(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        targets: torch.Tensor,
+        counted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The summed loss, float32, with a graph to the parameters.
 
         Args:
             model: the base, or what wraps it.
             inputs: of the model's forward.
             targets: what each token predicts, (tokens,) in the order of `inputs`; `IGNORED`: nothing.
+            counted: `numbers_of_targets(targets)` where it is known; to find it, a GPU has to be waited for.
         """
-        return self._run(summed_loss, model, inputs, targets)[0].squeeze()
+        return self._run(summed_loss, model, inputs, targets, counted)[0].squeeze()
 
-    def by_token(self, model: nn.Module, inputs: Mapping[str, Any], targets: torch.Tensor) -> torch.Tensor:
+    def by_token(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        targets: torch.Tensor,
+        counted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The loss of each token, (tokens,), float32, 0 where there is no target; arguments as of `summed`."""
-        each, counted = self._run(token_losses, model, inputs, targets)
+        each, counted = self._run(token_losses, model, inputs, targets, counted)
         return each.new_zeros(len(targets)).index_copy(0, counted, each.flatten())
 
     def _run(
@@ -316,9 +329,10 @@ class HeadLoss:
         model: nn.Module,
         inputs: Mapping[str, Any],
         targets: torch.Tensor,
+        known: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `function` gives for the tokens with a target, and which these are."""
-        counted = _counted(targets)
+        counted = numbers_of_targets(targets) if known is None else known
         found: list[torch.Tensor] = []
 
         def losses(hidden: torch.Tensor) -> torch.Tensor:
@@ -346,7 +360,7 @@ class HeadLoss:
         return output, counted
 
 
-def _counted(targets: torch.Tensor) -> torch.Tensor:
+def numbers_of_targets(targets: torch.Tensor) -> torch.Tensor:
     """Numbers of the tokens with a target; of all where nobody can know, in a trace without values."""
     if not has_values(targets):
         return torch.arange(len(targets), device=targets.device)

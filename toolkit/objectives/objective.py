@@ -23,6 +23,9 @@ class Objective(Protocol):
     def count_targets(self, batch: Batch) -> int:
         """Terms of the loss's sum in a micro-batch."""
 
+    def on_host(self, batch: Batch) -> dict[str, Any]:
+        """The micro-batch, still on the host, with what the loss would otherwise have to ask the device for."""
+
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """What the model makes of a micro-batch."""
 

@@ -41,6 +41,10 @@ class Preference:
         """Pairs with something to learn."""
         return int(torch.unique(batch["segments"][batch["labels"] != IGNORED] // 2).numel())
 
+    def on_host(self, batch: Batch) -> dict[str, Any]:
+        """As `CausalLM` does."""
+        return self._causal.on_host(batch)
+
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, T, V)."""
         return self._causal.logits(model, batch)

@@ -58,8 +58,9 @@ def _compute(
     stride = micro_batch_size * accelerator.num_processes
     for round_start in range(0, len(samples), stride):
         start = round_start + accelerator.process_index * micro_batch_size
+        # A rank without samples left takes the first: all ranks run the same collectives.
         numbers = list(range(start, min(start + micro_batch_size, len(samples))))
-        batch = send_to_device(samples.batch(numbers or [0]), accelerator.device)  # all ranks run the same collectives
+        batch = send_to_device(objective.on_host(samples.batch(numbers or [0])), accelerator.device)
         sums, _ = objective.log_probabilities(model, batch)
         rows = [row for number in numbers for row in samples.pairs(number)]
         mine |= dict(zip(rows, sums.tolist(), strict=False))

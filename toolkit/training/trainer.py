@@ -87,7 +87,8 @@ class RankStep:
         """The row, (9,): the first two fields, which are on the device, and the others, in their order."""
         device = loss_sum.device
         on_device = torch.stack([loss_sum.detach().double(), grad_norm.detach().to(device).double()])
-        return torch.cat([on_device, torch.tensor(on_host, dtype=torch.float64, device=device)])
+        # Not made on the device at once: that would wait for all of backward.
+        return torch.cat([on_device, torch.tensor(on_host, dtype=torch.float64).to(device, non_blocking=True)])
 
     @staticmethod
     def unpack(row: list[float]) -> RankStep:
@@ -246,7 +247,7 @@ class Trainer:
         scale = self.accelerator.num_processes * len(window) / max(1, counts.targets)
         loss_sum = torch.zeros((), device=self.accelerator.device)
         for batch in window:
-            batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
+            batch = send_to_device(self.objective.on_host(batch), self.accelerator.device, non_blocking=True)
             with self.accelerator.accumulate(self.model):
                 loss = self.objective.loss_sum(self.model, batch)
                 loss_sum += loss.detach()
@@ -381,7 +382,7 @@ class Trainer:
         parts = []
         with torch.no_grad():
             for batch in self.evaluation():
-                batch = send_to_device(batch, self.accelerator.device)
+                batch = send_to_device(self.objective.on_host(batch), self.accelerator.device, non_blocking=True)
                 parts.append(self.objective.evaluation_sums(self.model, batch))
         sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
         self.model.train()

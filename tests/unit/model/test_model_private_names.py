@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import inspect
 
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from transformers import AttentionInterface, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from toolkit.model.attention import known_packing
 
 
 def test_what_switches_adapters_off() -> None:
@@ -29,6 +32,18 @@ def test_what_says_whether_a_model_has_flash_attention() -> None:
 def test_what_says_which_attention_a_model_has() -> None:
     """`attention.attention_of` reads the name from the configuration."""
     assert PretrainedConfig(attn_implementation="sdpa")._attn_implementation == "sdpa"
+
+
+def test_what_says_whether_rows_hold_several_documents() -> None:
+    """`attention.known_packing` answers in its place: None for one document a row, else numbers that grow with them."""
+    assert "find_packed_sequence_indices(position_ids)" in inspect.getsource(masking_utils._preprocess_mask_arguments)
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
+    theirs = masking_utils.find_packed_sequence_indices(positions)
+    with known_packing(True):
+        assert torch.equal(masking_utils.find_packed_sequence_indices(positions), theirs)
+    with known_packing(False):
+        assert masking_utils.find_packed_sequence_indices(positions) is None
+    assert masking_utils.find_packed_sequence_indices(torch.arange(4)[None]) is None
 
 
 def test_what_attention_by_document_is_registered_with() -> None:
