@@ -65,6 +65,17 @@ def on_first_rank(action: Callable[[], T]) -> T:
     return _shared(action if rank() == 0 else None)
 
 
+def alone_on_first_rank(action: Callable[[], T]) -> T | None:
+    """Runs `action` on rank 0, whose result stays there; None elsewhere. What it raises is every rank's.
+
+    The other ranks wait over the host, for up to `PATIENCE`: inside a collective of NCCL they would give up after ten
+    minutes, which loading a large model or writing to a slow disk can take.
+    """
+    kept: list[T] = []
+    on_first_rank(lambda: kept.append(action()))
+    return kept[0] if kept else None
+
+
 def on_each_host(build: Callable[[], Path]) -> Path:
     """Runs `build` on rank 0, then on the first rank of each host that does not see the path it made.
 

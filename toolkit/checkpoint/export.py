@@ -68,11 +68,12 @@ def export(
     """Writes `folder`, whole or not at all. Every rank calls this."""
     inner = accelerator.unwrap_model(model)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
-    if accelerator.is_main_process:
+
+    def begin() -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    _write_model(inner, unfinished, settings)
-    if accelerator.is_main_process:
+
+    def finish() -> None:
         if is_whole(inner, settings):
             write_configuration(base_of(inner), tokenizer, unfinished, settings.dtype)
         else:
@@ -80,7 +81,10 @@ def export(
         if folder.exists():  # of the same run, cut off after its export or taken further
             shutil.rmtree(folder)
         os.replace(unfinished, folder)
-    accelerator.wait_for_everyone()
+
+    ranks.on_first_rank(begin)
+    _write_model(inner, unfinished, settings)
+    ranks.on_first_rank(finish)
 
 
 def is_whole(model: nn.Module, settings: ExportSettings) -> bool:

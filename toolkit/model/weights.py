@@ -113,8 +113,13 @@ class RankZeroWeights:
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         self._make = make
         self._state: dict[str, torch.Tensor] | None = None
+        self._is_made = False
 
     def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
+        if not self._is_made:
+            # Waited for here, over the host, and not in the first broadcast.
+            self._state = ranks.alone_on_first_rank(lambda: self._make().state_dict())
+            self._is_made = True
         if ranks.world_size() == 1:
             return self._whole(name)[rows] if like.ndim else self._whole(name)
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -126,8 +131,7 @@ class RankZeroWeights:
         return whole[rows] if like.ndim else whole
 
     def _whole(self, name: str) -> torch.Tensor:
-        if self._state is None:
-            self._state = self._make().state_dict()
+        assert self._state is not None
         return self._state[name]
 
 

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from transformers import AutoConfig
 
+from toolkit import ranks
 from toolkit.checkpoint.export import ExportSettings, export, reload, sample_text, verify
 from toolkit.data.loader import evaluation_batches
 from toolkit.model.load import auto_class
@@ -66,21 +67,16 @@ def export_model(
     how = ExportSettings(dtype, int(settings.max_shard_gib * GIB), settings.merge)
     export(accelerator, parts.model, parts.tokenizer, folder, how)
     reloaded = None
-    if accelerator.is_main_process and (settings.verify or recipe.logging.sample_prompt is not None):
-        compute = PRECISIONS[accelerator.mixed_precision] or dtype
-        reloaded = reload(folder, accelerator.device, compute, accelerator.unwrap_model(parts.model).config)
+    if settings.verify or recipe.logging.sample_prompt is not None:
+        compute, config = PRECISIONS[accelerator.mixed_precision] or dtype, accelerator.unwrap_model(parts.model).config
+        reloaded = ranks.alone_on_first_rank(lambda: reload(folder, accelerator.device, compute, config))
     difference = sample = None
     if settings.verify:
         batch = next(iter(evaluation_batches(parts.data.train, 1, 0, 1, 1)))
         difference = verify(accelerator, parts.model, reloaded, parts.objective.logits, batch)
-    if reloaded is not None and recipe.logging.sample_prompt is not None:
-        sample = sample_text(
-            reloaded,
-            parts.tokenizer,
-            recipe.logging.sample_prompt,
-            recipe.logging.sample_max_new_tokens,
-            recipe.training.seed,
-        )
+    prompt, length, seed = recipe.logging.sample_prompt, recipe.logging.sample_max_new_tokens, recipe.training.seed
+    if prompt is not None:
+        sample = ranks.alone_on_first_rank(lambda: sample_text(reloaded, parts.tokenizer, prompt, length, seed))
     return folder, difference, sample
 
 

@@ -72,10 +72,8 @@ def finetune(recipe: Recipe) -> FinetuneResult:
             logits_difference=difference,
             seconds=time.perf_counter() - started,
         )
-        if accelerator.is_main_process:
-            write_pages(recipe, plugin, parts, facts, result, fitted.step_seconds)
+        ranks.on_first_rank(lambda: write_pages(recipe, plugin, parts, facts, result, fitted.step_seconds))
         conclude(console, recipe, result)
-        accelerator.wait_for_everyone()
         return result
 
 
@@ -135,9 +133,8 @@ def _fit(
     console: Console,
 ) -> _Fitted:
     """Trains to the run's end, from the beginning or from the checkpoint `found`."""
-    if accelerator.is_main_process:
-        model = accelerator.unwrap_model(parts.model)
-        write_beginning(output_dir, recipe, parts.data.report, model, parts.tokenizer)
+    model = accelerator.unwrap_model(parts.model)
+    ranks.on_first_rank(lambda: write_beginning(output_dir, recipe, parts.data.report, model, parts.tokenizer))
     accelerator.init_trackers(recipe.logging.project_name, config=_tracker_config(recipe))
     set_seed(recipe.training.seed, device_specific=True)  # dropout differs between ranks
     num_positions = parts.windows.num_positions
@@ -203,8 +200,7 @@ def _tell_stream(accelerator: Accelerator, recipe: Recipe, parts: Parts, output_
     assert isinstance(samples, TextSamples)
     report = describe_stream(parts.data.report, stream, samples, parts.tokenizer)
     parts.data = replace(parts.data, report=report)
-    if accelerator.is_main_process:
-        write_data_report(output_dir, recipe, report)
+    ranks.on_first_rank(lambda: write_data_report(output_dir, recipe, report))
 
 
 def _rest_of_run(recipe: Recipe, parts: Parts, manifest: Manifest) -> tuple[int, int]:
