@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -21,9 +20,6 @@ from ranks import run_on_ranks
 from tiny import recipe_values, save_llama
 
 from toolkit.checkpoint import latest, list_checkpoints
-from toolkit.checkpoint.manifest import Checkpoint, Manifest
-from toolkit.checkpoint.writer import superseded
-from toolkit.recipe.schema import CheckpointSection
 from toolkit.training.stop import StopRequests
 
 ROOT = Path(__file__).parents[2]
@@ -164,32 +160,3 @@ def test_a_disk_that_is_full_stops_nothing_and_is_told(tmp_path: Path, text_file
     run = tmp_path / f"run-{asynchronous}"
     assert [(found.step, found.problem) for found in list_checkpoints(run)] == [(4, None)]
     assert not list((run / "checkpoints").glob(".*"))
-
-
-def test_what_is_kept() -> None:
-    def found(step: int, eval_loss: float | None, problem: str | None = None) -> Checkpoint:
-        manifest = Manifest(step, 1, 1, "zero3", "no", {}, "", {}, None, eval_loss, "", {})
-        return Checkpoint(Path(f"step_{step:08d}"), step, manifest, problem)
-
-    whole = [found(step, loss) for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5), (40, None), (50, 2.7))]
-    broken = found(5, 1.0, "damaged")
-
-    def left(**settings: Any) -> list[int]:
-        section = CheckpointSection(every_steps=10, **settings)
-        gone = superseded([broken, *whole], section)
-        assert broken not in gone, "a person may want to look at it"
-        return [checkpoint.step for checkpoint in whole if checkpoint not in gone]
-
-    assert left(keep_last=None) == [10, 20, 30, 40, 50]
-    assert left(keep_last=2) == [40, 50]
-    assert left(keep_last=1, keep_every=30) == [30, 50]
-    assert left(keep_last=1, keep_best=True) == [20, 50]
-    assert left(keep_last=1, keep_every=10) == [10, 20, 30, 40, 50]
-
-
-def test_a_manifest_of_another_format_is_refused() -> None:
-    manifest = json.loads(Manifest(1, 1, 1, "zero3", "no", {}, "", {}, None, None, "", {}).to_json())
-    assert Manifest.from_json(json.dumps(manifest)).step == 1
-    manifest["format"] = 2
-    with pytest.raises(ValueError, match="format 2, but this version reads 1"):
-        Manifest.from_json(json.dumps(manifest))

@@ -29,7 +29,6 @@ from toolkit.errors import BadInputError, StoppedError
 CUT_AT = 7  # the step in which the run dies; saved after 3 and 6
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
-        {"strategy": "zero3", "precision": "no"},
         {"strategy": "zero3", "precision": "bf16", "offload": True, "accumulation": 3},
         {"strategy": "ddp", "precision": "no", "dropout": True, "epochs": True},
     ],

@@ -142,9 +142,10 @@ def runs(folder: Path) -> dict[str, Any]:
     return {name: (result.metrics, str(result.output_dir)) for name, result in found.items()}
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def results(request: pytest.FixtureRequest, folder: Path) -> tuple[int, dict[str, Any]]:
-    return request.param, run_on_ranks(runs, request.param, folder)[0]
+@pytest.fixture(scope="module")
+def results(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Two ranks; one rank is tried by tests/traces and test_parity.py."""
+    return 2, run_on_ranks(runs, 2, folder)[0]
 
 
 def losses(metrics: list[dict[str, Any]], split: str = "train") -> list[float]:

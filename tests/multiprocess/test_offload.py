@@ -56,13 +56,22 @@ FUSED = [
 ]
 """What the other executors are tried with: they get flat tensors, whatever the model and the schedule."""
 
-assert set(STREAMED + FUSED) <= set(CASES)
-
-
-ON_ONE_RANK = [case for case in CASES if case.strategy == "zero3" and not case.prefetch and case.optimizer == "adamw"]
+ON_ONE_RANK = [
+    Case(),
+    Case(tied=False, max_norm=None, accumulation=3),
+    Case(accumulation=3),
+    Case(checkpointing=True, tied=False),
+    Case(precision="no", tied=False),
+    Case(freeze="mlp"),
+    Case(poison=2),
+    Case(unused=True, accumulation=3),
+    Case(partly=True, accumulation=3, tied=False),
+    Case(lora=True),
+]
 """There nothing is gathered, and the gradients of several micro-batches are summed where they are."""
 
 TRIED = {1: ON_ONE_RANK, 2: CASES}
+assert set(STREAMED + FUSED + ON_ONE_RANK) <= set(CASES)
 
 
 def compare(cases: list[Case]) -> list[tuple[list[str], int, int]]:

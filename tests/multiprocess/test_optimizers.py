@@ -78,7 +78,8 @@ def sharded_runs() -> dict[Any, Any]:
         kind="muon", learning_rate=LEARNING_RATE, weight_decay=DECAY, beta1=0.8, beta2=0.9, eps=EPS, momentum=MOMENTUM
     )
     found: dict[Any, Any] = {}
-    for strategy, given in (("zero3", True), ("zero3", False), ("zero1", False), ("ddp", False)):
+    ways = [("zero3", True), ("zero3", False), ("zero1", False), ("ddp", False)]
+    for strategy, given in ways[: 4 if os.environ["WORLD_SIZE"] == "2" else 2]:  # one rank shards nothing
         meet()
         reset_accelerate()
         accelerator = Accelerator(**sharding_kwargs(strategy))

@@ -50,10 +50,10 @@ def readme_commands() -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "fall"),
     [
-        (["training.max_steps=30", "data.max_validation_samples=64"], 0.85),
+        (["training.max_steps=12", "data.max_validation_samples=16"], 0.95),
         pytest.param([], 0.6, marks=pytest.mark.slow),
     ],
-    ids=["30 steps", "whole"],
+    ids=["12 steps", "whole"],
 )
 def test_the_readmes_first_command(overrides: list[str], fall: float, tmp_path: Path, cache: Path) -> None:
     first = readme_commands()[0]

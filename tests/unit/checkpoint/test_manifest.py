@@ -1,0 +1,131 @@
+"""A checkpoint counts if its marker fits, its files are those named, and each is as it was written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from toolkit.checkpoint.manifest import (
+    COMPLETE,
+    MANIFEST,
+    Manifest,
+    check_files,
+    file_entry,
+    latest,
+    list_checkpoints,
+    read_checkpoint,
+    step_folder,
+)
+from toolkit.errors import BadInputError
+
+PLAIN = Manifest(
+    step=0,
+    samples=8,
+    world_size=2,
+    strategy="zero3",
+    precision="no",
+    recipe={"training": {"seed": 1}},
+    data="d",
+    trainer={"epoch": 0.5},
+    scaler=None,
+    eval_loss=2.5,
+    date="2026-11-22",
+    versions={"torch": "2.13"},
+    tensors={"weight": ["float32", [3, 2]]},
+)
+
+
+def publish(folder: Path, manifest: Manifest) -> None:
+    text = manifest.to_json()
+    (folder / MANIFEST).write_text(text)
+    (folder / COMPLETE).write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
+
+
+def written(run: Path, step: int) -> Path:
+    """A checkpoint of two files that counts."""
+    folder = step_folder(run, step)
+    folder.mkdir(parents=True)
+    for name in ("a.json", "b.json"):
+        (folder / name).write_text(f"{name} {step}")
+    files = {path.name: file_entry(path) for path in folder.iterdir()}
+    publish(folder, replace(PLAIN, step=step, files=files))
+    return folder
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder = written(tmp_path, 7)
+    manifest = read_checkpoint(folder)
+    assert (manifest.step, manifest.tensors, manifest.eval_loss) == (7, {"weight": ["float32", [3, 2]]}, 2.5)
+    content = (folder / "a.json").read_bytes()
+    assert manifest.files["a.json"].bytes == len(content)
+    assert manifest.files["a.json"].sha256 == hashlib.sha256(content).hexdigest()
+    assert check_files(folder, manifest, manifest.files) is None
+
+
+def test_another_format_is_refused() -> None:
+    values = json.loads(PLAIN.to_json()) | {"format": 99}
+    with pytest.raises(ValueError, match="format 99, but this version reads"):
+        Manifest.from_json(json.dumps(values))
+
+
+def test_checkpoints_are_listed_by_step_and_the_last_whole_one_is_taken(tmp_path: Path) -> None:
+    for step in (100_000_000, 20, 3):
+        written(tmp_path, step)
+    (step_folder(tmp_path, 100_000_000) / COMPLETE).unlink()
+    (tmp_path / "checkpoints/step_00000005.unfinished").mkdir()
+    found = list_checkpoints(tmp_path)
+    assert [checkpoint.step for checkpoint in found] == [3, 20, 100_000_000]
+    assert found[-1].problem == f"{COMPLETE} is missing: it was not finished"
+    last = latest(tmp_path)
+    assert last is not None
+    assert last.step == 20
+
+
+def test_a_run_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path) == []
+    assert latest(tmp_path) is None
+
+
+def lead_out_of_the_folder(folder: Path) -> None:
+    manifest = read_checkpoint(folder)
+    publish(folder, replace(manifest, files={"../a.json": manifest.files["a.json"]}))
+
+
+def link(folder: Path) -> None:
+    (folder / "a.json").rename(folder.parent / "a.json")
+    (folder / "a.json").symlink_to(folder.parent / "a.json")
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "marker": (lambda folder: (folder / COMPLETE).write_text("0" * 64), "COMPLETE does not fit manifest.json"),
+    "manifest": (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
+    "file gone": (lambda folder: (folder / "b.json").unlink(), "b.json is missing, but named in manifest.json"),
+    "file too many": (lambda folder: (folder / "c.json").touch(), "c.json is not named in manifest.json"),
+    "file cut": (lambda folder: (folder / "a.json").write_text("a"), "a.json has 1 bytes instead of 8"),
+    "way out": (lead_out_of_the_folder, "names '../a.json', which is no plain file"),
+    "link": (link, "names 'a.json', which is no plain file"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named(kind: str, tmp_path: Path) -> None:
+    damage, told = DAMAGE[kind]
+    folder = written(tmp_path, 7)
+    damage(folder)
+    with pytest.raises(BadInputError, match="is no whole checkpoint") as found:
+        read_checkpoint(folder)
+    assert told in str(found.value)
+    assert latest(tmp_path) is None
+
+
+def test_a_changed_byte_is_found_by_its_checksum(tmp_path: Path) -> None:
+    folder = written(tmp_path, 7)
+    (folder / "b.json").write_text("b.json 8")  # of the same size
+    manifest = read_checkpoint(folder)
+    assert check_files(folder, manifest, ["a.json"]) is None
+    assert check_files(folder, manifest, manifest.files) == "b.json is not what was written: its checksum differs"

@@ -1,0 +1,66 @@
+"""Which checkpoints are deleted, and what makes a run another run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_manifest import PLAIN
+
+from toolkit.checkpoint.manifest import Checkpoint
+from toolkit.checkpoint.reader import _misfit, require_same_run
+from toolkit.checkpoint.writer import superseded
+from toolkit.errors import BadInputError
+from toolkit.recipe.schema import CheckpointSection
+
+LOSSES = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.5}
+
+
+def saved() -> list[Checkpoint]:
+    whole = [Checkpoint(Path(str(s)), s, replace(PLAIN, step=s, eval_loss=x), None) for s, x in LOSSES.items()]
+    damaged = Checkpoint(Path("5"), 5, replace(PLAIN, step=5, eval_loss=0.5), "damaged")
+    return [damaged, *whole, Checkpoint(Path("60"), 60, None, "COMPLETE is missing: it was not finished")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "gone"),
+    [
+        ({"keep_last": None}, []),
+        ({"keep_last": 2}, [10, 20, 30]),
+        ({"keep_last": 9}, []),
+        ({"keep_last": 1, "keep_every": 20}, [10, 30]),
+        ({"keep_last": 1, "keep_every": 10}, []),
+        ({"keep_last": 1, "keep_best": True}, [10, 30, 40]),
+        ({"keep_last": 1, "keep_best": True, "keep_every": 30}, [10, 40]),
+    ],
+)
+def test_what_is_kept(settings: dict[str, Any], gone: list[int]) -> None:
+    """What does not count is neither among the last nor deleted: it may be being written, or be looked at."""
+    section = CheckpointSection(every_steps=10, **settings)
+    assert [checkpoint.step for checkpoint in superseded(saved(), section)] == gone
+
+
+def test_without_a_loss_there_is_no_best() -> None:
+    found = [replace(checkpoint, manifest=replace(PLAIN, eval_loss=None)) for checkpoint in saved()[1:4]]
+    section = CheckpointSection(every_steps=10, keep_last=1, keep_best=True)
+    assert [checkpoint.step for checkpoint in superseded(found, section)] == [10, 20]
+
+
+def test_every_difference_that_matters_is_listed() -> None:
+    then = {"training": {"seed": 1, "output_dir": "a"}, "optimizer": {"kind": "adamw", "learning_rate": 1e-3}}
+    harmless = {"training": {"seed": 1, "output_dir": "b"}, "optimizer": {"kind": "adamw", "learning_rate": 2e-3}}
+    require_same_run(then, harmless, "here")
+    with pytest.raises(BadInputError, match="here is of another run") as found:
+        require_same_run(then, {"training": {"seed": 2}, "optimizer": {}}, "here")
+    assert "  - training.seed: 1 there, 2 now" in str(found.value)
+    assert "  - optimizer.kind: 'adamw' there, 'unset' now" in str(found.value)
+
+
+def test_tensors_that_do_not_fit_are_named() -> None:
+    there = {"a": ["float32", [2]], "b": ["float32", [3]]}
+    assert _misfit(there, dict(there)) is None
+    assert _misfit(there, {"a": there["a"]}) == "it holds b, which is not there now"
+    assert _misfit({"a": there["a"]}, there) == "it lacks b"
+    assert _misfit(there, there | {"b": ["bfloat16", [3]]}) == "b is float32 [3] there, bfloat16 [3] now"
