@@ -16,6 +16,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of, known_packing
 from toolkit.model.fake_tensors import has_values
+from toolkit.model.positions import first_position
 from toolkit.objectives.head_loss import HeadLoss, find_head_loss, numbers_of_targets
 from toolkit.objectives.preference_losses import predicted, sequence_log_probabilities, summed_by_document
 
@@ -44,6 +45,7 @@ class CausalLM:
                 f"data.packing: {type(model).__name__} takes no position_ids, so rows that share a sample would see "
                 "each other; set data.packing=false"
             )
+        self._first_position = first_position(base_of(model))
         # Its kernels tell documents apart in a single row only; in several they would leak.
         self._in_one_row = packed and attention_of(model).startswith("flash")
         self._takes_bounds = self._in_one_row and _takes_anything(base_of(model))
@@ -86,6 +88,8 @@ class CausalLM:
         # have the model's own positions, and transformers then does not look at them for others.
         names = ("input_ids", "position_ids") if self._packed else ("input_ids",)
         inputs: dict[str, Any] = {name: self._in_rows(batch[name]) for name in names}
+        if self._packed and self._first_position:
+            inputs["position_ids"] = inputs["position_ids"] + self._first_position
         if "bounds" in batch:
             inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch["bounds"])
             inputs |= dict.fromkeys(("max_length_q", "max_length_k"), batch["longest"])

@@ -58,7 +58,9 @@ def check_leaks(
     batch = samples.batch(numbers)
     together, replaced = (_logits(model, objective, b, device)[0, span] for b in (batch, _replaced(batch, span.start)))
     length = samples.max_length if samples.packed else len(pieces[-1][0])
-    alone = _logits(model, objective, stack([sample_of(pieces[-1:], length, samples.pad_id)]), device)[0]
+    # Without positions: the model's own, which RoBERTa's family counts from another number.
+    by_itself = stack([sample_of(pieces[-1:], length, samples.pad_id)])["input_ids"].to(device)
+    alone = model(input_ids=by_itself, use_cache=False).logits[0].float()
     alone = alone[: span.stop - span.start]
     model.train(was_training)
     found = (relative_difference(replaced, together), relative_difference(together, alone))

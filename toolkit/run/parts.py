@@ -22,6 +22,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import settle_attention
 from toolkit.model.load import load
+from toolkit.model.positions import first_position
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
@@ -208,6 +209,8 @@ def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe
     """Raises BadInputError where samples do not fit the model's positions or its vocabulary."""
     config = model.config
     positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None:
+        positions -= first_position(model)  # RoBERTa's family leaves the first ones unused
     if positions is not None and recipe.data.max_length > positions:
         raise BadInputError(
             f"data.max_length: {recipe.data.max_length} is more than the model's {positions} positions "
