@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 from torch import nn
 
@@ -28,19 +29,22 @@ class Planned:
 
     Attributes:
         peak: the moment in which it holds most; None where the model cannot be probed.
-        room: bytes of the device's memory; of a CPU rank, its share of what the host has free.
+        room: bytes of the device's memory; of a CPU rank, what it holds and its share of what the host has free.
         checkpointing: of activations: what was asked for, or for `auto` what the memory needs.
         problem: why it cannot be probed.
+        process: bytes that a CPU rank's process held before the run's state: Python, libraries and data.
     """
 
     peak: Memory | None
     room: int
     checkpointing: Checkpointing | None
     problem: str = ""
+    process: int = 0
 
     @property
     def peak_bytes(self) -> int | None:
-        return None if self.peak is None else self.peak.total
+        """What is measured beside it: of the device, or on CPU ranks of the whole process."""
+        return None if self.peak is None else self.process + self.peak.total
 
     def describe(self) -> str:
         """For people: the peak, what is largest in it, and the room."""
@@ -48,7 +52,8 @@ class Planned:
             return f"not planned: {self.problem}"
         kind, num_bytes = self.peak.largest
         most = f"in {self.peak.moment} ({kind} {_gib(num_bytes)})"
-        return f"peak {_gib(self.peak.total)} of {_gib(self.room)} a rank, {most}"
+        process = f"; {_gib(self.process)} of it Python, libraries and data" if self.process else ""
+        return f"peak {_gib(self.process + self.peak.total)} of {_gib(self.room)} a rank, {most}{process}"
 
 
 def _gib(num_bytes: int) -> str:
@@ -80,21 +85,35 @@ def plan_run(
     training = recipe.training
     *others, last = checkpointings
     setup = Setup(strategy, mesh, offload, last, training.micro_batch_size, training.gradient_accumulation_steps)
-    room = _room(device)
+    process = psutil.Process().memory_info().rss if device.type == "cpu" else 0
+    room = process + _room(device)
     try:
         # From the fastest: with each n-th block checkpointed a step takes up to 1 / 3n longer.
         for checkpointing in others:
             peak = planner.peak(replace(setup, checkpointing=checkpointing))
-            if _fits_well(peak, room, device):
-                return Planned(peak, room, checkpointing)
+            if _fits_well(peak, room - process, device):
+                return Planned(peak, room, checkpointing, process=process)
         peak = planner.peak(setup)
+        if device.type != "cpu":
+            _require_host_memory(planner.rank_host_bytes(setup))
     except UnplannableError as error:  # no reason not to train it
         return Planned(None, room, last, first_line(error))
-    planned = Planned(peak, room, last)
+    planned = Planned(peak, room, last, process=process)
     # Without headroom: this refuses only what is impossible; what is tight is told and tried.
-    if peak.total > room:
-        raise BadInputError(f"this run cannot fit: {planned.describe()}. {_advice(planner, setup, planned.room)}")
+    if process + peak.total > room:
+        raise BadInputError(f"this run cannot fit: {planned.describe()}. {_advice(planner, setup, room - process)}")
     return planned
+
+
+def _require_host_memory(num_bytes: int) -> None:
+    """Raises BadInputError where the ranks of this host need more than it has free, for offload and saves together."""
+    needed, free = num_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1")), free_host_bytes()
+    if needed > free:
+        raise BadInputError(
+            f"this run cannot fit: its ranks would take {_gib(needed)} of this host's memory for offloaded state and "
+            f"for saves, and {_gib(free)} are free; set checkpoint.asynchronous=false, keep state on the device "
+            "(sharding.device_state_gib), or use more hosts"
+        )
 
 
 def _fits_well(peak: Memory, room: int, device: torch.device) -> bool:

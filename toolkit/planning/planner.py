@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from toolkit.errors import UnplannableError, first_line
-from toolkit.places import GIB
+from toolkit.places import CHECKPOINT_FILE_BYTES, GIB
 from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import Memory, MemoryLayout, replay
 from toolkit.planning.memory.units import UnitShape, unit_shapes
@@ -18,6 +18,7 @@ from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic
 from toolkit.planning.workload import Workload
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.offload.executors import STREAM_BYTES
 from toolkit.sharding.offload.host import plan_host
 from toolkit.sharding.offload.state import STAGING_BUFFERS
 
@@ -117,7 +118,12 @@ class Planner:
 
     def moments(self, setup: Setup) -> list[Memory]:
         """What a rank holds during a step."""
-        return replay(self.units, self.probe(setup), setup.strategy, self.layout(setup), setup.accumulation)
+        found = replay(self.units, self.probe(setup), setup.strategy, self.layout(setup), setup.accumulation)
+        beside = self._streamed_bytes(setup)
+        if self.hardware.device_type == "cpu":
+            # Host and device are one memory: what is offloaded or copied stays in it.
+            beside += self.rank_host_bytes(setup)
+        return [replace(moment, optimizer=moment.optimizer + beside) for moment in found]
 
     def peak(self, setup: Setup) -> Memory:
         """The moment in which a rank holds most."""
@@ -162,17 +168,48 @@ class Planner:
         return compute if compute is not None and setup.ranks == 1 and setup.accumulation == 1 else 4
 
     def host_bytes(self, setup: Setup) -> int:
-        """Of the ranks of one node: masters, moments, landing places and staging; checkpoints."""
+        """What the ranks of one node hold in host memory beside their devices; on CPU ranks there is no such."""
+        if self.hardware.device_type == "cpu":
+            return 0
         # Each rank pins its own; nothing is shared between processes.
         ranks = min(setup.ranks, self.hardware.devices_per_node)
-        return ranks * (self._offloaded_bytes(setup) + self.probe(setup).host_peak)
+        return ranks * self.rank_host_bytes(setup)
+
+    def rank_host_bytes(self, setup: Setup) -> int:
+        """Of one rank: masters, moments, landing places and staging; offloaded activations; a save under way."""
+        return self._offloaded_bytes(setup) + self.probe(setup).host_peak + self._saving_bytes(setup)
+
+    def _saving_bytes(self, setup: Setup) -> int:
+        """What a save of the run's state takes: the copy that training goes on beside, and a file at a time."""
+        section = self.recipe.checkpoint
+        if section.every_steps is None:
+            return 0
+        is_adapted = self.recipe.adapter.kind != "none"  # then the base is not saved
+        state = sum(
+            parameter.shard_numel(setup.mesh.shard)
+            * (parameter.held + OPTIMIZER_BYTES[self.recipe.optimizer.kind] * parameter.trainable)
+            for unit in self.units
+            for parameter in unit.parameters
+            if parameter.trainable or not is_adapted
+        )
+        copied = state if section.asynchronous else 0
+        return int(copied + min(state, CHECKPOINT_FILE_BYTES))
+
+    def _streamed_bytes(self, setup: Setup) -> int:
+        """Device buffers through which offloaded state streams, as long as the longest unit that is offloaded."""
+        if not setup.offload or self.recipe.sharding.offload_executor != "device_stream":
+            return 0
+        residents = self.residents(setup)
+        hosted = [unit.trainable_numel(setup.mesh.shard) for i, unit in enumerate(self.units) if i not in residents]
+        return STREAM_BYTES * max(hosted, default=0)
 
     def _offloaded_bytes(self, setup: Setup) -> int:
         if not setup.offload:
             return 0
         residents = self.residents(setup)
         hosted = [unit.trainable_numel(setup.mesh.shard) for i, unit in enumerate(self.units) if i not in residents]
-        staged = STAGING_BUFFERS * (COMPUTE_BYTES[self.workload.mixed_precision] or 4)
+        streamed = self.recipe.sharding.offload_executor == "device_stream"
+        staged = 0 if streamed else STAGING_BUFFERS * (COMPUTE_BYTES[self.workload.mixed_precision] or 4)
         return plan_host(hosted, MOMENTS, self._landing_bytes(setup), staged).total
 
     def offload_plan(self, setup: Setup) -> OffloadPlan | None:
@@ -210,7 +247,7 @@ class Planner:
             offload=offload,
         )
         host = self.host_bytes(setup)
-        verdict, need, problem = verdict_of(peak.total, host, setup.ranks, self.hardware)
+        verdict, need, problem = verdict_of(peak.total, host, self.hardware)
         tokens = setup.micro_batch_size * setup.accumulation * setup.ranks * self.workload.tokens
         return PlanRow(setup, peak, tuple(moments), need, host, sent, time, tokens, verdict, problem)
 
@@ -220,19 +257,16 @@ OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0625, "adamw_4bit": 1.0625, "ad
 which has one moment for the matrices of the blocks, an upper bound."""
 
 
-def verdict_of(peak: int, host_bytes: int, ranks: int, hardware: Hardware) -> tuple[Verdict, int, str]:
-    """Whether a peak fits, what it needs, and what is wrong if it does not."""
-    on_node = min(ranks, hardware.devices_per_node)
+def verdict_of(peak: int, host_bytes: int, hardware: Hardware) -> tuple[Verdict, int, str]:
+    """Whether a peak fits, what it needs, and what is wrong if it does not.
+
+    Args:
+        host_bytes: of a node, beside the devices; 0 on CPU ranks, whose peak holds everything.
+    """
     # Fragments grow with the peak, the context does not: hence a factor and a sum.
     context = CONTEXT_BYTES[hardware.device_type]
-    # A CPU rank's device is its host.
-    beside = host_bytes // on_node if hardware.device_type == "cpu" else 0
-    needs = {verdict: int(peak * factor) + context + beside for verdict, factor in HEADROOM.items()}
-    if (
-        hardware.device_type == "cuda"
-        and hardware.host_memory_bytes is not None
-        and host_bytes > hardware.host_memory_bytes
-    ):
+    needs = {verdict: int(peak * factor) + context for verdict, factor in HEADROOM.items()}
+    if hardware.host_memory_bytes is not None and host_bytes > hardware.host_memory_bytes:
         found = f"{host_bytes / GIB:.0f} GiB of host memory a node, of {hardware.host_memory_bytes / GIB:.0f}"
         return "no", needs["fits"], found
     for verdict, need in needs.items():

@@ -145,7 +145,7 @@ def limited(gib: float) -> Hardware:
 def test_verdicts(found: Plan) -> None:
     peak = found.asked.peak.total
     for room, verdict in ((1.26, "fits"), (1.24, "tight"), (1.06, "tight"), (1.04, "no")):
-        assert verdict_of(peak, 0, 8, limited(room * peak / GIB))[0] == verdict
+        assert verdict_of(peak, 0, limited(room * peak / GIB))[0] == verdict
 
 
 def test_what_helps_where_nothing_fits() -> None:
@@ -335,10 +335,55 @@ def planned(room: int, monkeypatch: pytest.MonkeyPatch, checkpointings: Any = (N
     return check.plan_run(own, model, STRATEGIES["zero3"], mesh, False, checkpointings, "no", None, torch.device("cpu"))
 
 
+def test_on_cpu_ranks_offload_is_no_saving() -> None:
+    """Host and device are one memory: masters, moments and landing places stay in it, and two staging buffers."""
+    planner = Planner(recipe(), workload_of(recipe(), "bf16"), hardware_of("cpu"))
+    kept, offloaded = (planner.row(replace(_asked(), offload=offload)) for offload in (False, True))
+    assert offloaded.host_bytes == 0
+    assert offloaded.peak.optimizer == pytest.approx(16 * P / 2, rel=0.1)
+    assert offloaded.peak.parameters + offloaded.peak.optimizer > kept.peak.parameters + kept.peak.optimizer
+    assert offloaded.need > 1.05 * offloaded.peak.total
+
+
+def test_a_save_is_counted_on_the_host_as_long_as_it_may_last() -> None:
+    """Beside the state's copy of 12 bytes a parameter, the file that is written; a file's worth here is all of it."""
+
+    def host_bytes(asynchronous: bool, every_steps: int | None = 1) -> int:
+        own = recipe(checkpoint={"every_steps": every_steps, "asynchronous": asynchronous})
+        planner = Planner(own, workload_of(own, "bf16"), hardware_of("h100_sxm"))
+        return planner.rank_host_bytes(_asked())
+
+    assert host_bytes(True) == pytest.approx(24 * P / 2, rel=0.01)
+    assert host_bytes(False) == pytest.approx(12 * P / 2, rel=0.01)
+    assert host_bytes(True, None) == 0
+
+
+def test_state_that_streams_through_the_device_takes_buffers_of_the_longest_unit() -> None:
+    longest = VOCABULARY * HIDDEN + HIDDEN
+
+    def peak(executor: str) -> Any:
+        own = recipe(sharding={"offload_executor": executor, "offload": "optimizer"})
+        planner = Planner(own, workload_of(own, "bf16"), hardware_of("h100_sxm"))
+        return planner.peak(replace(_asked(), offload=True))
+
+    streamed, stepped = peak("device_stream"), peak("cpu_torch")
+    assert streamed.total - stepped.total == streamed.optimizer == pytest.approx(32 * longest / 2, rel=0.01)
+
+
+def test_a_gpu_run_whose_host_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "free_host_bytes", lambda: 1000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check._require_host_memory(500)
+    with pytest.raises(BadInputError, match=r"checkpoint.asynchronous=false"):
+        check._require_host_memory(501)
+
+
 def test_a_run_that_cannot_fit_is_stopped_with_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(2**34, monkeypatch)
     planner = Planner(recipe(), workload_of(recipe(), "no"), hardware_of("cpu"))
     assert found.peak.total == max(m.total for m in planner.moments(_asked())) > 10**6
+    assert found.peak_bytes is not None
+    assert found.peak_bytes - found.peak.total == found.process > 10**8, "Python and its libraries"
     assert "loss" in found.describe() or "head" in found.describe()
     with pytest.raises(BadInputError, match=r"cannot fit.*It would with: .*activation_checkpointing"):
         planned(found.peak.total - 1, monkeypatch)
@@ -349,7 +394,7 @@ def test_a_run_that_cannot_fit_is_stopped_with_what_would_help(monkeypatch: pyte
 def test_checkpointing_by_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """As few blocks as the memory needs, with the headroom of a row that fits."""
     tried = (None, Checkpointing(2), Checkpointing(1))
-    peaks = [planned(2**34, monkeypatch, [one]).peak_bytes for one in tried]
+    peaks = [planned(2**34, monkeypatch, [one]).peak.total for one in tried]
     none, half, all_of_them = (peak or 0 for peak in peaks)
     assert none > half > all_of_them
     for room, chosen in (

@@ -87,7 +87,9 @@ class OffloadEngine:
         self._device = _device_of(parameter)
         self._handle = getattr(torch, self._device.type)
         self.threads = settings.threads or default_threads(self._device)
-        self.executor, self.reason = choose(settings.executor, optimizer, self._device, self.threads)
+        self.executor, self.reason = choose(
+            settings.executor, optimizer, self._device, self.threads, max(unit.numel for unit in units)
+        )
         # One rank reduces nothing: what lands is the gradient of one backward in the type of compute.
         exact = units[0].dtype if ranks.world_size() == 1 and not accumulates else torch.float32
         self.state = OffloadedState(

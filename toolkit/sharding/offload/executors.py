@@ -233,6 +233,11 @@ class Resident:
         return step.unit.master
 
 
+STREAM_BYTES = 2 * 4 * 4
+"""Of device memory for each element of the longest unit that streams through: two sets of master, gradient and two
+moments in float32."""
+
+
 class DeviceStream:
     """State lives on the host and passes through the device, a unit at a time.
 

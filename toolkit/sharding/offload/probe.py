@@ -11,7 +11,15 @@ import torch
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, ToolkitError, first_line
-from toolkit.sharding.offload.executors import CpuFused, CpuTorch, DeviceStream, Executor, Staging, UnitStep
+from toolkit.sharding.offload.executors import (
+    STREAM_BYTES,
+    CpuFused,
+    CpuTorch,
+    DeviceStream,
+    Executor,
+    Staging,
+    UnitStep,
+)
 from toolkit.sharding.offload.kernel import load_kernel
 from toolkit.sharding.offload.settings import ExecutorName, fused_kernel_refuses, hyper_parameters, state_names
 from toolkit.sharding.offload.units import OffloadedUnit, Slot
@@ -19,6 +27,10 @@ from toolkit.sharding.offload.units import OffloadedUnit, Slot
 PROBE_NUMEL = 4 * 2**20
 PROBE_SECONDS = 0.5
 """Most that one executor is measured for."""
+
+STREAM_SHARE = 1 / 8
+"""Of the device's memory, that `auto` lets `device_stream` take. For an 8B model on one GPU, whose head alone is a unit
+of 525 million parameters, it would take 15.7 GiB."""
 
 
 def default_threads(device: torch.device) -> int:
@@ -31,9 +43,12 @@ def default_threads(device: torch.device) -> int:
 
 
 def choose(
-    asked: ExecutorName, optimizer: torch.optim.Optimizer, device: torch.device, threads: int
+    asked: ExecutorName, optimizer: torch.optim.Optimizer, device: torch.device, threads: int, longest: int = 0
 ) -> tuple[str, str]:
     """The executor and why it was chosen; the same on every rank. Collective.
+
+    Args:
+        longest: elements of the longest unit, for which `device_stream` takes `STREAM_BYTES` each on the device.
 
     Raises:
         BadInputError: an executor that was asked for and cannot be had.
@@ -46,7 +61,7 @@ def choose(
     if asked != "auto":
         return asked, "as asked"
     candidates = ["cpu_torch"] if problem is not None else ["cpu_torch", "cpu_fused"]
-    if device.type != "cpu":
+    if device.type != "cpu" and all(ranks.gather_objects(_has_room(device, STREAM_BYTES * longest))):
         candidates.append("device_stream")
     if len(candidates) == 1:
         return candidates[0], f"cpu_fused: {problem}"
@@ -71,6 +86,11 @@ def make_executor(
     if name == "cpu_fused":
         return CpuFused(load_kernel(), staging, threads)
     return CpuTorch(optimizer, units, staging, scratch)
+
+
+def _has_room(device: torch.device, num_bytes: int) -> bool:
+    """Whether buffers may stand on the device for the whole run, beside what offload is there to make room for."""
+    return num_bytes <= STREAM_SHARE * int(torch.cuda.mem_get_info(device)[1])
 
 
 def _kernel_problem() -> str | None:

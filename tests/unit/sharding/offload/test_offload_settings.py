@@ -111,6 +111,15 @@ def test_auto_takes_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.choose("auto", torch.optim.AdamW(parameters()), CPU, 1)[0] == "cpu_fused"
 
 
+def test_auto_leaves_out_a_stream_whose_buffers_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"cpu_torch": 2.0, "cpu_fused": 1.0, "device_stream": 9.0}
+    monkeypatch.setattr(probe, "_rate", lambda name, *_: rates[name])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 800))
+    optimizer, device = torch.optim.AdamW(parameters()), torch.device("cuda")
+    assert probe.choose("auto", optimizer, device, 1, longest=3)[0] == "device_stream"  # 96 of 100 bytes
+    assert probe.choose("auto", optimizer, device, 1, longest=4)[0] == "cpu_torch"
+
+
 def test_without_the_kernel_torch_steps_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_compiler() -> None:
         raise ToolkitError("there is no compiler")
