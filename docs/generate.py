@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from toolkit.recipe.problems import choices_of, section_of
+from toolkit.recipe.problems import allowed_values, section_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import Section
 
@@ -44,13 +44,10 @@ def _sections(name: str, section: type[Section]) -> list[str]:
 def _section(name: str, section: type[Section]) -> str:
     about = " ".join((section.__doc__ or "").split("\n\n")[0].split())
     lines = [f"{'#' * (2 + min(1, name.count('.')))} {name}\n", about + "\n"]
-    lines += ["| field | default | what it is |", "|---|---|---|"]
+    lines += ["| field | default | values | what it does |", "|---|---|---|---|"]
     for key, field in section.model_fields.items():
-        choices = choices_of(field.annotation)
-        text = field.description or ""
-        if choices:
-            text += " One of " + ", ".join(f"`{_plain(choice)}`" for choice in choices) + "."
-        lines.append(f"| `{name}.{key}` | {_default(field)} | {text} |")
+        values = ", ".join(allowed_values(field.annotation, field.metadata)).replace("|", "or")
+        lines.append(f"| `{name}.{key}` | {_default(field)} | {values} | {field.description} |")
     return "\n".join(lines) + "\n"
 
 

@@ -22,7 +22,7 @@ def checkpoints(
     check: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List a run's checkpoints. Exit code 1 where one was finished and is not whole any more."""
+    """List a run's checkpoints. Exit code 1 if a finished one is damaged."""
     from toolkit.checkpoint.manifest import list_checkpoints
 
     if not run.is_dir():

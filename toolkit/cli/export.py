@@ -18,15 +18,21 @@ MAX_SHARD_GIB = ExportSection().max_shard_gib
 
 def export(
     run: RunFolder,
-    to: Annotated[Path, typer.Option(help="New folder, for from_pretrained.")],
+    to: Annotated[Path, typer.Option(help="New folder, which `from_pretrained` loads.")],
     checkpoint: Annotated[
-        int | None, typer.Option(help="Step of the checkpoint; by default the last.", show_default=False)
+        int | None, typer.Option(help="Export the checkpoint of this step. By default the last.", show_default=False)
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Type of the weights: float32, bfloat16 (bf16) or float16.")] = "float32",
-    check: Annotated[bool, typer.Option("--verify/--no-verify", help="Reload it and compare logits.")] = True,
-    max_shard_gib: Annotated[float, typer.Option(help="Largest safetensors file (GiB).")] = MAX_SHARD_GIB,
+    dtype: Annotated[
+        str, typer.Option(help="Store the weights in this type: float32, bfloat16 (bf16) or float16 (fp16).")
+    ] = "float32",
+    check: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Reload the folder and compare its logits.")
+    ] = True,
+    max_shard_gib: Annotated[
+        float, typer.Option(help="Split the weights into files of at most this size (GiB).")
+    ] = MAX_SHARD_GIB,
 ) -> None:
-    """Make a Hugging Face folder of a checkpoint: on one process, with one of its files in memory at a time."""
+    """Convert a checkpoint to a Hugging Face folder, in one process, with one of its files in memory at a time."""
     type_name = parse_dtype(dtype)
     from toolkit.checkpoint.manifest import read_checkpoint
 

@@ -9,18 +9,24 @@ import typer
 
 from toolkit.cli.arguments import parse_dtype
 
-Prompt = Annotated[str | None, typer.Option(help="Write what follows this text.", show_default=False)]
+Prompt = Annotated[str | None, typer.Option(help="Continue this text.", show_default=False)]
 PromptFile = Annotated[
-    Path | None, typer.Option(help="Complete the prompts of a .txt or .jsonl file.", show_default=False)
+    Path | None, typer.Option(help="Answer each prompt of a .txt or .jsonl file.", show_default=False)
 ]
 Evaluation = Annotated[
-    Path | None, typer.Option("--eval", help="Count right answers to a .jsonl file.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--eval", help="Answer the prompts of a .jsonl file and count the correct answers.", show_default=False
+    ),
 ]
 Output = Annotated[
-    Path | None, typer.Option(help="File for --file's completions; by default stdout.", show_default=False)
+    Path | None, typer.Option(help="Write the answers to --file here. By default: standard output.", show_default=False)
 ]
-TopP = Annotated[float | None, typer.Option(help="Draw from the tokens of this probability.", show_default="0.95")]
-BatchSize = Annotated[int | None, typer.Option(help="Prompts of a file completed at a time.", show_default="8")]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Sample from the most likely tokens that together have this probability.", show_default="0.95"),
+]
+BatchSize = Annotated[int | None, typer.Option(help="Answer this many prompts of a file at a time.", show_default="8")]
 
 
 def generate(
@@ -32,19 +38,27 @@ def generate(
     file: PromptFile = None,
     evaluation: Evaluation = None,
     output: Output = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Prompts are plain text; no chat template.")] = False,
-    system: Annotated[str | None, typer.Option(help="System text of the conversation.", show_default=False)] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="With --eval: case and whitespace matter.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Take prompts as plain text, without the chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System prompt of the conversation.", show_default=False)] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="With --eval: compare case and whitespace, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --eval: print JSON.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of one completion.")] = 256,
-    temperature: Annotated[float | None, typer.Option(help="0: the most likely token.", show_default="0.7")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop each answer after this many tokens.")] = 256,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Sampling temperature. 0: always take the most likely token.", show_default="0.7"),
+    ] = None,
     top_p: TopP = None,
-    seed: Annotated[int | None, typer.Option(help="Of drawing.", show_default="0")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.", show_default="0")] = None,
     batch_size: BatchSize = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: auto (as saved), float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Load the weights in this type: auto (as saved), float32, bfloat16 (bf16) or float16 (fp16)."
+        ),
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="Run on this device: auto, cpu or cuda.")] = "auto",
 ) -> None:
-    """Write with a model: give one of --prompt, --chat, --file, --eval."""
+    """Generate text with a model: give one of --prompt, --chat, --file, --eval."""
     from toolkit.generate.command import run
     from toolkit.generate.options import Options
 

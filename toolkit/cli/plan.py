@@ -31,28 +31,38 @@ IN_A_FILE = 400
 """Characters of a line that goes to a file or a pipe; 80 would cost columns."""
 
 Gpus = Annotated[
-    int | None, typer.Option(help="Devices, one rank each; by default the config's, or 1.", show_default=False)
+    int | None,
+    typer.Option(
+        help="Plan for this many GPUs, one rank each. By default the config's number, or 1.", show_default=False
+    ),
 ]
-HardwareName = Annotated[str, typer.Option(help="Preset, `calibrated`, or a profile's path; presets: --list-hardware.")]
-GpusPerNode = Annotated[int | None, typer.Option(help="Devices of a node.", show_default="preset's")]
-DeviceMemory = Annotated[float | None, typer.Option(help="Of one device.", show_default="preset's")]
-HostMemory = Annotated[float | None, typer.Option(help="Of one node.", show_default="preset's")]
+HardwareName = Annotated[
+    str,
+    typer.Option(help="Plan for this hardware: a preset (--list-hardware), `calibrated`, or the path of a profile."),
+]
+GpusPerNode = Annotated[int | None, typer.Option(help="Number of GPUs per node.", show_default="preset's")]
+DeviceMemory = Annotated[float | None, typer.Option(help="Memory of one GPU (GiB).", show_default="preset's")]
+HostMemory = Annotated[float | None, typer.Option(help="Host memory of one node (GiB).", show_default="preset's")]
 LinkSpeed = Annotated[
-    float | None, typer.Option(help="Between devices of a node (GB/s each way).", show_default="preset's")
+    float | None, typer.Option(help="Bandwidth between the GPUs of a node (GB/s each way).", show_default="preset's")
 ]
-NicSpeed = Annotated[float | None, typer.Option(help="Between nodes (GB/s a node each way).", show_default="preset's")]
+NicSpeed = Annotated[
+    float | None, typer.Option(help="Bandwidth between nodes (GB/s per node, each way).", show_default="preset's")
+]
 PcieSpeed = Annotated[
-    float | None, typer.Option(help="Between device and host (GB/s each way).", show_default="preset's")
+    float | None, typer.Option(help="Bandwidth between a GPU and the host (GB/s each way).", show_default="preset's")
 ]
-DramSpeed = Annotated[float | None, typer.Option(help="Host memory (GB/s a node).", show_default="preset's")]
+DramSpeed = Annotated[
+    float | None, typer.Option(help="Bandwidth of host memory (GB/s per node).", show_default="preset's")
+]
 EveryRow = Annotated[bool, typer.Option("--all", help="Show every row.")]
-Explain = Annotated[bool, typer.Option("--explain", help="Show the formulas with the numbers in.")]
-Trace = Annotated[bool, typer.Option("--trace", help="Confirm the row by running FSDP2 without memory.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw the bars to this file.", show_default=False)]
+Explain = Annotated[bool, typer.Option("--explain", help="Show the formulas with their numbers.")]
+Trace = Annotated[bool, typer.Option("--trace", help="Check the peak by running FSDP2 on tensors without memory.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the memory of each row to this file.", show_default=False)]
 Calibrate = Annotated[
-    bool, typer.Option("--calibrate", help="Measure this machine, store it as `calibrated`, and end.")
+    bool, typer.Option("--calibrate", help="Measure this machine, store the result as `calibrated`, and exit.")
 ]
-ListHardware = Annotated[bool, typer.Option("--list-hardware", help="List the presets, and end.")]
+ListHardware = Annotated[bool, typer.Option("--list-hardware", help="List the presets and exit.")]
 
 
 def plan(
@@ -76,7 +86,7 @@ def plan(
     list_hardware: ListHardware = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say before a run whether it fits, what to pick, and how fast it will be.
+    """Predict before a run whether it fits, which strategy to pick, and how fast it will be.
 
     Needs no GPU and no weights: the model's configuration is enough. Exit codes: 0 something fits,
     1 nothing does, 2 bad input.

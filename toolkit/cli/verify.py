@@ -21,12 +21,15 @@ def verify(
     arguments: RecipeArguments = None,
     recipe: RecipeOption = None,
     config: ConfigOption = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 5,
+    steps: Annotated[int, typer.Option(help="Compare this many optimizer steps.")] = 5,
     layers: Annotated[
         int | None,
-        typer.Option(help="Keep the model's first so many blocks; random weights where none fit.", show_default=False),
+        typer.Option(
+            help="Keep only the first N blocks of the model, with random weights if its own do not fit.",
+            show_default=False,
+        ),
     ] = None,
-    time_limit: Annotated[float, typer.Option(help="End the ranks after so long (seconds).")] = 1800.0,
+    time_limit: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 1800.0,
     as_json: AsJson = False,
 ) -> None:
     """Train a few steps on one process and sharded, and compare losses, gradients and weights.

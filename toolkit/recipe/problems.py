@@ -7,13 +7,26 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Sequence
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from toolkit.errors import did_you_mean
 from toolkit.recipe.schema import Section
+
+TYPE_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}
+
+BOUNDS = (("ge", "of at least"), ("gt", "greater than"), ("le", "up to"), ("lt", "less than"))
+"""Attribute of a constraint -> its words."""
 
 Location = tuple[int | str, ...]
 """The keys and list positions that lead to a field."""
@@ -56,12 +69,15 @@ def _describe(root: type[Section], details: ErrorDetails) -> str:
     if details["type"] == "extra_forbidden":
         return _describe_unknown(root, details["loc"])
     if details["type"] == "missing":
-        return f"{path}: missing; {_allowed(root, location) or 'a value is required'}"
-    found = f"found {details['input']!r} ({_type_name(details['input'])})"
+        return f"{path}: missing; needs {_allowed(root, location) or 'a value'}"
+    value = details["input"]
+    found = "found null" if value is None else f"found {value!r} ({_type_name(value)})"
     allowed = _allowed(root, location)
+    if allowed:
+        return f"{path}: {found}; allowed: {allowed}"
     message = re.sub(r"a valid dictionary or instance of \w+", "a mapping", details["msg"])
     message = message[0].lower() + message[1:]
-    return f"{path}: {found}; {message}" + (f"; allowed: {allowed}" if allowed else "")
+    return f"{path}: {found}; {message}"
 
 
 def _describe_unknown(root: type[Section], location: Location) -> str:
@@ -84,19 +100,44 @@ def _has_field(annotation: Any, key: str) -> bool:
 
 
 def _type_name(value: Any) -> str:
-    return {"NoneType": "null", "dict": "mapping", "str": "text"}.get(type(value).__name__, type(value).__name__)
+    return {"dict": "mapping", "str": "text"}.get(type(value).__name__, type(value).__name__)
 
 
 def _allowed(root: type[Section], location: Location) -> str:
-    """What a field takes, in words: its choices or its description."""
+    """The values that a field takes: words, types and ranges; empty where the location names no field."""
     section = _section_at(root, location)
     field = section.model_fields.get(str(location[-1])) if section is not None and location else None
-    if field is None:
-        return ""
-    choices = choices_of(field.annotation)
-    if choices:
-        return ", ".join("null" if choice is None else str(choice) for choice in choices)
-    return (field.description or "").rstrip(".")
+    return ", ".join(allowed_values(field.annotation, field.metadata)) if field is not None else ""
+
+
+def allowed_values(annotation: Any, bounds: Sequence[Any] = ()) -> list[str]:
+    """What a field takes, in words: `float32`, `a whole number of at least 1`, `null`.
+
+    Args:
+        bounds: pydantic's constraints of the value.
+    """
+    if get_origin(annotation) is Annotated:
+        inner, *extra = get_args(annotation)
+        return allowed_values(inner, [*bounds, *(bound for one in extra for bound in getattr(one, "metadata", [one]))])
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    if get_origin(annotation) in (Union, UnionType):
+        return [text for member in get_args(annotation) for text in allowed_values(member, bounds)]
+    if get_origin(annotation) is list:
+        (item,) = get_args(annotation)
+        if section_of(item) is not None:
+            return ["a path", "a mapping", "a list of them"]
+        return [f"a list with items that are {' or '.join(allowed_values(item))}"]
+    kind = annotation if isinstance(annotation, type) else get_origin(annotation)
+    name = TYPE_WORDS.get(kind, "a mapping")
+    limits = [
+        f"{words} {_plain(getattr(bound, key))}" for bound in bounds for key, words in BOUNDS if hasattr(bound, key)
+    ]
+    return [" and ".join([f"{name} {limits[0]}", *limits[1:]]) if limits and kind in (int, float) else name]
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else str(number)
 
 
 def _section_at(root: type[Section], location: Location) -> type[Section] | None:
@@ -135,13 +176,3 @@ def section_of(annotation: Any) -> Any:
         if get_origin(member) is list and isinstance(items[0], type) and issubclass(items[0], Section):
             return [items[0]]
     return None
-
-
-def choices_of(annotation: Any) -> list[Any]:
-    """The values of a field that takes one of a list of words; empty for other fields."""
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    members = get_args(annotation)
-    if members and all(get_origin(m) is Literal or m is type(None) for m in members):
-        return [choice for m in members for choice in (get_args(m) if m is not type(None) else [None])]
-    return []

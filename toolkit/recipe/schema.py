@@ -61,27 +61,29 @@ def _forbid_both(section: Section, first: str, second: str, where: str) -> None:
 class ModelSection(Section):
     """Where the model and its tokenizer come from. Exactly one of `name_or_path` and `config`."""
 
-    name_or_path: str | None = Field(None, description="Hub name or folder of a pretrained model.")
+    name_or_path: str | None = Field(None, description="Load a pretrained model from this hub name or folder.")
     config: dict[str, Any] | None = Field(
-        None, description="Configuration of a model with random weights; `model_type` is required."
+        None, description="Build a model with random weights from this configuration; it needs `model_type`."
     )
-    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+    revision: str | None = Field(None, description="Use this branch, tag or commit of the hub model.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
-        description="Type in which weights are held and updated. Keep float32 under mixed precision.",
+        description="Hold and update the weights in this type. Keep float32 under mixed precision.",
     )
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "auto",
-        description="Attention implementation; auto: flash attention where installed, on a GPU in 16 bits, else sdpa, "
-        "on a CPU for each document alone.",
+        description="Choose the attention implementation. auto: flash attention where it is installed, on a GPU in 16 "
+        "bits; on a CPU each document alone; else sdpa.",
     )
-    trust_remote_code: bool = Field(False, description="Run Python code shipped with the model.")
-    tokenizer: str | None = Field(None, description="Tokenizer's name or folder, if not the model's.")
+    trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
+    tokenizer: str | None = Field(
+        None, description="Load the tokenizer from this name or folder instead of the model's."
+    )
     add_tokens: list[str] | None = Field(
-        None, description="Special tokens added to the tokenizer; the embeddings get rows for them."
+        None, description="Add these special tokens to the tokenizer, and rows for them to the embeddings."
     )
     train_tokenizer_vocab_size: int | None = Field(
-        None, ge=300, description="Train a byte-pair tokenizer of this size on data.train (entries)."
+        None, ge=300, description="Train a byte-pair tokenizer with this many entries on data.train."
     )
 
     @model_validator(mode="after")
@@ -104,12 +106,12 @@ class ModelSection(Section):
 class SourceSection(Section):
     """One source of rows; its bare `path` stands for it where nothing else is set."""
 
-    path: str = Field(min_length=1, description="File, glob, folder that `datasets` saved, or hub name.")
+    path: str = Field(min_length=1, description="Read this file, glob, folder saved by `datasets`, or hub data set.")
     weight: PositiveFloat | None = Field(
-        None, description="Share of the rows trained on that come from it, in proportion to the others' weights."
+        None, description="Draw rows from this source in proportion to its weight among the sources."
     )
-    config: str | None = Field(None, description="Configuration name of a hub data set.")
-    split: str | None = Field(None, description="Split of a hub data set (train when unset).")
+    config: str | None = Field(None, description="Use this configuration of a hub data set.")
+    split: str | None = Field(None, description="Use this split of a hub data set; null: train.")
 
     @model_validator(mode="after")
     def _consistent(self) -> SourceSection:
@@ -121,20 +123,24 @@ class SourceSection(Section):
 class ColumnsSection(Section):
     """Names of the columns to read, where they are not the usual ones. Setting some chooses the layout."""
 
-    messages: str | None = Field(None, description="Conversation: role and content, or from and value (`messages`).")
-    prompt: str | None = Field(None, description="What is answered: text or messages (`prompt`).")
-    completion: str | None = Field(None, description="The answer: text or messages (`completion`).")
-    instruction: str | None = Field(None, description="Task, answered by `output` (`instruction`).")
-    input: str | None = Field(None, description="What the instruction is about, if anything (`input`).")
-    history: str | None = Field(None, description="Earlier turns: pairs of question and answer (`history`).")
-    output: str | None = Field(None, description="Answer to the instruction (`output`).")
-    chosen: str | None = Field(None, description="Preferred completion: text or messages (`chosen`).")
-    rejected: str | None = Field(None, description="The other completion: text or messages (`rejected`).")
-    text: str | None = Field(None, description="Text, all of which is trained on or classified (`text`).")
+    messages: str | None = Field(
+        None, description="Conversation: a list of role and content, or from and value. Null: `messages`."
+    )
+    prompt: str | None = Field(None, description="Prompt to answer: text or messages. Null: `prompt`.")
+    completion: str | None = Field(None, description="Answer to the prompt: text or messages. Null: `completion`.")
+    instruction: str | None = Field(None, description="Task that `output` answers. Null: `instruction`.")
+    input: str | None = Field(None, description="Material that the instruction refers to, if any. Null: `input`.")
+    history: str | None = Field(None, description="Earlier turns: pairs of question and answer. Null: `history`.")
+    output: str | None = Field(None, description="Answer to the instruction. Null: `output`.")
+    chosen: str | None = Field(None, description="Preferred completion: text or messages. Null: `chosen`.")
+    rejected: str | None = Field(None, description="Rejected completion: text or messages. Null: `rejected`.")
+    text: str | None = Field(None, description="Text to train on or to classify. Null: `text`.")
     text_pair: str | None = Field(None, description="Second text of a pair to classify.")
-    label: str | None = Field(None, description="Class of a text (`label`).")
-    system: str | None = Field(None, description="System prompt of a conversation (`system`).")
-    tools: str | None = Field(None, description="Tools of a conversation: a list, or JSON (`tools`).")
+    label: str | None = Field(None, description="Class of the text. Null: `label`.")
+    system: str | None = Field(None, description="System prompt of the conversation. Null: `system`.")
+    tools: str | None = Field(
+        None, description="Tools that the conversation may call: a list, or JSON text. Null: `tools`."
+    )
 
 
 class DataSection(Section):
@@ -142,48 +148,49 @@ class DataSection(Section):
     them by weight."""
 
     train: list[SourceSection] = Field(
-        min_length=1, description="Training rows: jsonl, json, csv, parquet, arrow or txt files, or a hub name."
+        min_length=1,
+        description="Train on these rows: jsonl, json, csv, parquet, arrow or txt files, or hub data sets.",
     )
-    validation: list[SourceSection] | None = Field(None, min_length=1, description="Held-out rows, as data.train.")
+    validation: list[SourceSection] | None = Field(
+        None, min_length=1, description="Evaluate on these rows, given as in data.train."
+    )
     validation_fraction: OpenFraction | None = Field(
-        None, description="Share of data.train's rows held out, chosen by training.seed."
+        None, description="Hold out this share of data.train's rows, chosen by training.seed."
     )
-    columns: ColumnsSection = Field(ColumnsSection(), description="Columns by hand; see data.columns.")
+    columns: ColumnsSection = Field(ColumnsSection(), description="Name the columns to read; see data.columns.")
     chat_template: Literal["chatml", "alpaca"] | None = Field(
-        None, description="A template of ours for conversations, instead of the tokenizer's own."
+        None, description="Format conversations with one of our templates instead of the tokenizer's own."
     )
     targets: Literal["assistant", "last_turn", "all"] | None = Field(
-        None, description="What of a conversation or a prompt's answer is learned; null: assistant."
+        None, description="Learn these parts of a conversation or of a prompt's answer; null: assistant."
     )
     # The longest contexts that models promise are of 10 million tokens; a batch of a billion would be 8 GB a tensor.
-    max_length: int = Field(ge=8, le=2**24, description="Length of a training sample (tokens).")
+    max_length: int = Field(ge=8, le=2**24, description="Cut or pack rows into samples of this many tokens.")
     add_bos: bool | None = Field(
         None,
-        description="Plain text begins with the tokenizer's begin-of-text token; null: where the tokenizer adds it.",
+        description="Begin plain text with the tokenizer's begin-of-text token; null: if the tokenizer adds it.",
     )
     max_dropped_fraction: Fraction = Field(
-        0.05, description="Share of a split's rows that may be dropped because they cannot be used; more are an error."
+        0.05, description="Drop rows that cannot be used, up to this share of a split; more are an error."
     )
     long_rows: Literal["error", "drop", "truncate", "split"] | None = Field(
         None,
-        description="Rows longer than data.max_length. error: dropped, but an error if they are more than 1 %. "
-        "Null: split for plain text, else error.",
+        description="Handle rows longer than data.max_length. error: drop them, and stop if they are more than "
+        "1 %. Null: split for plain text, else error.",
     )
     packing: bool | None = Field(
         None,
-        description="Several rows share a sample without seeing each other; off: rows are padded. Null: on, "
-        "except for classification.",
+        description="Put several rows into one sample, where they cannot see each other. false: pad each row. Null: "
+        "true, but false for classification.",
     )
     streaming: bool = Field(
-        False, description="Read while training, for data larger than the disk; every rank reads all of it."
+        False, description="Read rows while training, for data larger than the disk. Every rank reads all of it."
     )
-    shuffle: bool = Field(True, description="Shuffle samples anew each epoch, by training.seed.")
-    max_validation_samples: PositiveInt | None = Field(
-        None, description="Evaluate on the first so many samples only (samples)."
-    )
-    num_proc: PositiveInt = Field(1, description="Processes that tokenise (processes).")
+    shuffle: bool = Field(True, description="Shuffle the samples in each epoch, by training.seed.")
+    max_validation_samples: PositiveInt | None = Field(None, description="Evaluate on the first N samples only.")
+    num_proc: PositiveInt = Field(1, description="Tokenise with N processes.")
     cache_dir: str | None = Field(
-        None, description="Folder for tokenised data; by default finetune-toolkit in the user's cache."
+        None, description="Keep tokenised data in this folder; null: finetune-toolkit in the user's cache."
     )
 
     @field_validator("train", "validation", mode="before")
@@ -244,23 +251,29 @@ class ObjectiveSection(Section):
 
     kind: Literal["causal_lm", "sequence_classification", "preference"] = Field(
         "causal_lm",
-        description="causal_lm: next-token cross-entropy. sequence_classification: cross-entropy of a text's class. "
-        "preference: chosen completions over rejected ones.",
+        description="Choose the objective. causal_lm: next-token cross-entropy. sequence_classification: cross-entropy "
+        "of a text's class. preference: prefer chosen completions to rejected ones.",
     )
     loss: Literal["dpo", "ipo", "simpo", "orpo"] | None = Field(
-        None, description="Preference loss (arXiv 2305.18290, 2310.12036, 2405.14734, 2403.07691); null: dpo."
+        None,
+        description="Choose the preference loss (arXiv 2305.18290, 2310.12036, 2405.14734, 2403.07691); null: dpo.",
     )
-    beta: PositiveFloat | None = Field(None, description="dpo, ipo (null: 0.1) and simpo (null: 2): scale of rewards.")
+    beta: PositiveFloat | None = Field(
+        None, description="Scale the rewards of dpo and ipo (null: 0.1) or simpo (null: 2)."
+    )
     label_smoothing: float | None = Field(
-        None, ge=0.0, lt=0.5, description="dpo: share of pairs taken to be the wrong way round; null: 0."
+        None,
+        ge=0.0,
+        lt=0.5,
+        description="Assume that this share of pairs is labelled the wrong way round (dpo); null: 0.",
     )
-    gamma: float | None = Field(None, ge=0.0, description="simpo: margin to reach; null: 1.")
-    odds_weight: PositiveFloat | None = Field(None, description="orpo: weight of the odds ratio; null: 0.1.")
+    gamma: float | None = Field(None, ge=0.0, description="Set the target margin of simpo; null: 1.")
+    odds_weight: PositiveFloat | None = Field(None, description="Weight the odds ratio of orpo; null: 0.1.")
     labels: list[str] | None = Field(
-        None, description="Names of the classes in the order of their numbers; null: those of data.train, sorted."
+        None, description="Name the classes in the order of their numbers; null: the labels of data.train, sorted."
     )
     class_weights: Literal["balanced"] | list[PositiveFloat] | None = Field(
-        None, description="Weight of each class in the loss; balanced: rows / (classes x rows of the class)."
+        None, description="Weight each class in the loss. balanced: rows / (classes x rows of the class)."
     )
 
     @model_validator(mode="after")
@@ -299,21 +312,22 @@ class AdapterSection(Section):
     """Which parameters are trained."""
 
     kind: Literal["none", "lora"] = Field(
-        "none", description="none: every parameter of the model. lora: low-rank adapters, through peft."
+        "none",
+        description="Choose what to train. none: every parameter of the model. lora: low-rank adapters, through peft.",
     )
-    r: PositiveInt = Field(16, description="Rank of the adapters.")
+    r: PositiveInt = Field(16, description="Set the rank of the adapters.")
     alpha: PositiveFloat | None = Field(
-        None, description="The adapters' product is scaled by alpha / r, with rsLoRA by alpha / sqrt(r); null: 2 r."
+        None, description="Scale the adapters' product by alpha / r, with rsLoRA by alpha / sqrt(r); null: 2 r."
     )
-    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="Dropout before the adapters.")
+    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="Drop this share of the adapters' inputs.")
     target_modules: str | list[str] = Field(
         "all-linear",
-        description="What is adapted: all-linear (every linear layer but the head), names of modules, or a pattern "
-        "(regular expression) of whole paths.",
+        description="Adapt these modules: all-linear (every linear layer but the head), a list of names, or a regular "
+        "expression for whole paths.",
     )
-    modules_to_save: list[str] | None = Field(None, description="Modules that are trained in full and saved.")
+    modules_to_save: list[str] | None = Field(None, description="Train these modules in full and save them.")
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r) (arXiv 2312.03732).")
-    use_dora: bool = Field(False, description="Magnitudes apart from directions (arXiv 2402.09353).")
+    use_dora: bool = Field(False, description="Learn magnitudes and directions separately (arXiv 2402.09353).")
 
     @model_validator(mode="after")
     def _consistent(self) -> AdapterSection:
@@ -330,33 +344,36 @@ class ShardingSection(Section):
     """How the model is sharded. The strategy may stand in the Accelerate config instead."""
 
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "hybrid"] | None = Field(
-        None, description="Overrides nothing: must agree with the Accelerate config if both name one."
+        None,
+        description="Choose the sharding strategy; null: as the Accelerate config says. If both name one, they must "
+        "agree.",
     )
     unit_classes: list[str] | None = Field(
-        None, description="Class names of the modules that form a unit each, instead of those found."
+        None, description="Make each module of these classes a unit, instead of those that are found."
     )
     activation_checkpointing: PositiveInt | Literal["auto"] | None = Field(
         None,
-        description="Run every n-th block again in backward instead of keeping its activations; 1: all; auto: as few "
-        "blocks as the plan says the memory needs.",
+        description="Recompute every N-th block in backward instead of keeping its activations. 1: every block. auto: "
+        "as few blocks as the planned memory needs.",
     )
     prefetch: PositiveInt | None = Field(
-        None, description="Blocks whose parameters are gathered ahead of the one that computes; null: FSDP2's own one."
+        None,
+        description="Gather the parameters of N blocks ahead of the one that computes; null: FSDP2's own choice, one.",
     )
     offload_checkpoints: bool = Field(False, description="Keep the inputs of checkpointed blocks in host memory.")
     offload: Literal["none", "optimizer"] | None = Field(
         None,
-        description="optimizer: master weights and optimizer state in host memory. "
-        "Unset: as the strategy in the Accelerate config says (`zero3+offload`).",
+        description="Keep master weights and optimizer state in host memory (optimizer). Null: as the strategy in the "
+        "Accelerate config says (`zero3+offload`).",
     )
     offload_executor: Literal["auto", "cpu_torch", "cpu_fused", "device_stream"] | None = Field(
-        None, description="What steps the offloaded state; auto (also when unset) measures and picks."
+        None, description="Choose what updates the offloaded state. auto or null: measure and pick the fastest."
     )
     device_state_gib: Annotated[float, Field(ge=0.0)] | Literal["auto"] | None = Field(
-        None, description="Optimizer state of the first units that stays on each device (GiB); unset: none."
+        None, description="Keep this much optimizer state of the first units on each device (GiB); null: none."
     )
     offload_threads: PositiveInt | None = Field(
-        None, description="Threads of the step on the host; unset: the rank's share of the cores less two."
+        None, description="Update the offloaded state with N threads; null: the rank's share of the cores, less two."
     )
 
     @model_validator(mode="after")
@@ -374,15 +391,17 @@ class OptimizerSection(Section):
 
     kind: Literal["adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "muon"] = Field(
         "adamw",
-        description="adamw: torch's fused AdamW. adamw_8bit, adamw_4bit, adamw_fp8: torchao's, with moments of so "
-        "many bits. muon: the blocks' matrices by Muon, the rest by AdamW.",
+        description="Choose the optimizer. adamw: torch's fused AdamW. adamw_8bit, adamw_4bit, adamw_fp8: torchao's "
+        "AdamW with small moments. muon: Muon for the blocks' matrices, AdamW for the rest.",
     )
-    learning_rate: float = Field(gt=0.0, description="Peak learning rate.")
-    weight_decay: float = Field(0.01, ge=0.0, description="Decoupled decay of matrices.")
-    beta1: Beta = Field(0.9, description="Decay rate of the first moment; with muon, of what AdamW steps.")
+    learning_rate: float = Field(gt=0.0, description="Set the peak learning rate.")
+    weight_decay: float = Field(0.01, ge=0.0, description="Decay matrices by this factor, decoupled from the gradient.")
+    beta1: Beta = Field(
+        0.9, description="Decay rate of the first moment; with muon, for the parameters that AdamW updates."
+    )
     beta2: Beta = Field(0.999, description="Decay rate of the second moment.")
-    eps: float = Field(1e-8, gt=0.0, description="Term added to the denominator.")
-    momentum: Beta | None = Field(None, description="muon: momentum of the matrices; null: 0.95.")
+    eps: float = Field(1e-8, gt=0.0, description="Add this to the denominator.")
+    momentum: Beta | None = Field(None, description="Momentum of Muon's matrices; null: 0.95.")
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerSection:
@@ -395,13 +414,13 @@ class ScheduleSection(Section):
     """The learning rate over the optimizer steps, as a factor of its peak."""
 
     kind: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
-        "cosine", description="Shape after warm-up; warmup_stable_decay is flat, then linear."
+        "cosine", description="Choose the shape after warm-up. warmup_stable_decay: constant, then linear."
     )
-    warmup_steps: int | None = Field(None, ge=0, description="Linear warm-up (optimizer steps).")
-    warmup_fraction: Fraction | None = Field(None, description="Linear warm-up (share of all steps).")
-    min_factor: Fraction = Field(0.0, description="Factor reached at the last step.")
+    warmup_steps: int | None = Field(None, ge=0, description="Warm up linearly over N optimizer steps.")
+    warmup_fraction: Fraction | None = Field(None, description="Warm up linearly over this share of all steps.")
+    min_factor: Fraction = Field(0.0, description="End at this factor of the peak learning rate.")
     decay_fraction: Fraction | None = Field(
-        None, description="warmup_stable_decay only: share of all steps that decay (0.1 when unset)."
+        None, description="Decay over this last share of all steps (warmup_stable_decay only); null: 0.1."
     )
 
     @model_validator(mode="after")
@@ -423,27 +442,34 @@ MOST_PROFILED_STEPS = 20
 class TrainingSection(Section):
     """The loop. One optimizer step sees micro_batch_size x ranks x gradient_accumulation_steps samples."""
 
-    output_dir: str = Field(description="Folder of the run; must not hold a run yet.")
-    max_steps: PositiveInt | None = Field(None, description="Length of the run (optimizer steps).")
-    num_epochs: float | None = Field(None, gt=0.0, description="Length of the run (passes over the data).")
-    micro_batch_size: PositiveInt = Field(1, description="Samples of one forward on one rank (samples).")
-    gradient_accumulation_steps: PositiveInt = Field(1, description="Micro-batches per rank and step.")
-    max_grad_norm: float | None = Field(1.0, gt=0.0, description="Clip the global gradient norm; null: off.")
+    output_dir: str = Field(description="Write the run to this folder, which must not hold another run.")
+    max_steps: PositiveInt | None = Field(None, description="Train for N optimizer steps.")
+    num_epochs: float | None = Field(None, gt=0.0, description="Train for this many passes over the data.")
+    micro_batch_size: PositiveInt = Field(1, description="Run N samples through each forward on each rank.")
+    gradient_accumulation_steps: PositiveInt = Field(
+        1, description="Accumulate the gradients of N micro-batches on each rank before a step."
+    )
+    max_grad_norm: float | None = Field(
+        1.0, gt=0.0, description="Clip the global gradient norm at this value; null: do not clip."
+    )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = Field(
-        None, description="Compute type; null: as the Accelerate config says. Reduction is in float32."
+        None, description="Compute in this type; null: as the Accelerate config says. Gradients are reduced in float32."
     )
     compile: bool = Field(
-        False, description="torch.compile each block: shorter steps after a first one that takes up to minutes."
+        False, description="Compile each block with torch.compile. Steps are shorter; the first takes up to minutes."
     )
-    seed: int = Field(0, ge=0, description="Seeds weights, order of samples and dropout.")
+    seed: int = Field(0, ge=0, description="Seed the weights, the order of samples, and dropout.")
     eval_every_steps: PositiveInt | None = Field(
-        None, description="Evaluate so often (steps); null: at the start and the end."
+        None, description="Evaluate every N optimizer steps; null: at the start and the end."
     )
     profile_steps: list[PositiveInt] | None = Field(
-        None, min_length=2, max_length=2, description="First and last step to profile (steps); null: none."
+        None,
+        min_length=2,
+        max_length=2,
+        description="Profile from the first to the last of these two steps; null: do not profile.",
     )
     max_non_finite_steps: PositiveInt = Field(
-        3, description="Stop after so many steps in a row with a non-finite loss or gradient."
+        3, description="Stop after N steps in a row whose loss or gradient is not finite."
     )
 
     @model_validator(mode="after")
@@ -474,21 +500,21 @@ class CheckpointSection(Section):
     """
 
     every_steps: PositiveInt | None = Field(
-        None, description="Save the state so often (optimizer steps); null: only when the run is asked to stop."
+        None, description="Save a checkpoint every N optimizer steps; null: only when the run is asked to stop."
     )
-    keep_last: PositiveInt | None = Field(2, description="Keep the last so many; null: all.")
+    keep_last: PositiveInt | None = Field(2, description="Keep the last N checkpoints; null: all.")
     keep_every: PositiveInt | None = Field(
-        None, description="Keep those of multiples of so many steps for good (optimizer steps)."
+        None, description="Also keep, for good, checkpoints whose step is a multiple of N."
     )
-    keep_best: bool = Field(False, description="Keep the one with the lowest held-out loss, too.")
-    asynchronous: bool = Field(True, description="Go on training while a copy on the host is written.")
+    keep_best: bool = Field(False, description="Also keep the checkpoint with the lowest held-out loss.")
+    asynchronous: bool = Field(True, description="Copy the state to the host and go on training while it is written.")
     resume: str = Field(
         "auto",
-        description="auto: go on from the last whole checkpoint of training.output_dir, if any; never; "
-        "or the folder of a checkpoint or of a run.",
+        description="Choose where to start. auto: the last whole checkpoint of training.output_dir, if any. never: the "
+        "beginning. Otherwise: the folder of a checkpoint or a run.",
     )
     time_limit_minutes: PositiveFloat | None = Field(
-        None, description="Save and end, with exit code 3, after the step in which so long is over (minutes)."
+        None, description="Save a checkpoint and exit with code 3 after this many minutes."
     )
 
     @model_validator(mode="after")
@@ -504,13 +530,13 @@ class CheckpointSection(Section):
 class LoggingSection(Section):
     """What is shown and where it goes."""
 
-    every_steps: PositiveInt = Field(10, description="A console line so often where there is no terminal (steps).")
+    every_steps: PositiveInt = Field(10, description="Print a line every N steps where the output is no terminal.")
     trackers: list[Literal["tensorboard", "wandb"]] = Field(
-        default_factory=list, description="Accelerate trackers that get every metric."
+        default_factory=list, description="Send every metric to these Accelerate trackers."
     )
-    project_name: str = Field("finetune", description="Project's name in the trackers.")
-    sample_prompt: str | None = Field(None, description="Prompt of the text printed at the end; null: none.")
-    sample_max_new_tokens: PositiveInt = Field(80, description="Length of that text (tokens).")
+    project_name: str = Field("finetune", description="Name the project in the trackers.")
+    sample_prompt: str | None = Field(None, description="Print a continuation of this prompt at the end; null: none.")
+    sample_max_new_tokens: PositiveInt = Field(80, description="Stop that continuation after N tokens.")
 
     @model_validator(mode="after")
     def _consistent(self) -> LoggingSection:
@@ -524,11 +550,13 @@ class ExportSection(Section):
 
     enabled: bool = Field(True, description="Write OUTPUT_DIR/export at the end.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="Type of the exported weights; null: model.dtype."
+        None, description="Store the exported weights in this type; null: model.dtype."
     )
-    max_shard_gib: float = Field(4.0, gt=0.0, description="Largest safetensors file (GiB).")
-    merge: bool = Field(False, description="Add adapters to the weights: a whole model instead of an adapter.")
-    verify: bool = Field(True, description="Reload the folder and compare logits on one batch.")
+    max_shard_gib: float = Field(
+        4.0, gt=0.0, description="Split the weights into safetensors files of at most this size (GiB)."
+    )
+    merge: bool = Field(False, description="Merge the adapters into the weights and export a whole model.")
+    verify: bool = Field(True, description="Reload the exported folder and compare its logits on one batch.")
 
 
 def steps_of_run(training: TrainingSection, num_samples: int, samples_per_step: int) -> int:

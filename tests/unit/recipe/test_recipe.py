@@ -48,6 +48,24 @@ def test_overrides_replace_and_are_named_as_origin(tmp_path: Path) -> None:
     assert recipe.origins()["optimizer.learning_rate"] == (3e-4, "override")
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.max_steps=0", "found 0 (int); allowed: a whole number of at least 1, null"),
+        ("checkpoint.every_steps=often", "found 'often' (text); allowed: a whole number of at least 1, null"),
+        ("adapter.dropout=1", "found 1 (int); allowed: a number of at least 0 and less than 1"),
+        ("sharding.activation_checkpointing=0", "found 0 (int); allowed: a whole number of at least 1, auto, null"),
+        ("data.train=3", "found 3 (int); allowed: a path, a mapping, a list of them"),
+        ("logging.trackers=wandb", "found 'wandb' (text); allowed: a list with items that are tensorboard or wandb"),
+        ("data.shuffle=maybe", "found 'maybe' (text); allowed: true or false"),
+        ("training.output_dir=null", "found null; allowed: text"),
+    ],
+)
+def test_an_error_lists_values_types_and_ranges(tmp_path: Path, override: str, message: str) -> None:
+    (problem,) = problems(tmp_path, MINIMAL, "adapter.kind=lora", override)
+    assert problem == f"{override.partition('=')[0]}: {message}"
+
+
 OWN_MODEL = {**MINIMAL, "model": {"config": {"model_type": "llama"}, "train_tokenizer_vocab_size": 500}}
 
 
