@@ -14,14 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from toolkit import ranks
 from toolkit.data import report as reports
 from toolkit.data.cache import cache_folder, digest, kept
-from toolkit.data.documents import read_documents, write_documents
+from toolkit.data.documents import Named, read_documents, write_documents
 from toolkit.data.encode import Encoder
 from toolkit.data.layouts import recognise
 from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
 from toolkit.data.report import DataReport, Found, SplitReport
 from toolkit.data.samples import LabelledSamples, PairSamples, Rows, Samples, TextSamples
 from toolkit.data.selection import Selection, cut, hold_out, nothing_left, one_pass, problems_of, select
-from toolkit.data.sources import Source, glimpse, identify, open_source
+from toolkit.data.sources import Source, glimpse, identify, open_source, paths_of, short_names
 from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.tokenizer import bos_of, identity, pad_id
 from toolkit.errors import DataError
@@ -66,7 +66,9 @@ def build(
 def _streamed(builder: Builder, prepared: TokenisedData) -> TokenisedData:
     """With a stream to train on, whose first window is read now."""
     found: list[tuple[Stream, Window]] = []
-    ranks.on_every_rank(lambda: found.append(builder.first_window()), "read data.train")
+    rows = getattr(prepared.validation, "rows", None)
+    held_out = frozenset(rows.column("digest").tolist()) if isinstance(rows, Rows) else frozenset()
+    ranks.on_every_rank(lambda: found.append(builder.first_window(held_out)), "read data.train")
     stream, first = found[0]
     return replace(
         prepared,
@@ -97,8 +99,9 @@ class Builder:
 
     def write(self) -> Path:
         """The folder of the samples, filled if it is not there yet."""
-        train = self._tokenised([] if self.data.streaming else self.data.train, "data.train")
-        validation = self._tokenised(self.data.validation or [], "data.validation")
+        names = short_names(paths_of(self.data))
+        train = self._tokenised([] if self.data.streaming else self.data.train, "data.train", names)
+        validation = self._tokenised(self.data.validation or [], "data.validation", names)
         fields = self.data.model_dump(
             include={
                 "validation_fraction",
@@ -110,22 +113,25 @@ class Builder:
                 "max_dropped_fraction",
             }
         )
-        names = [[folder.name for folder in folders] for folders in (train, validation)]
+        folders = [[named["folder"] for named in part] for part in (train, validation)]
         weights = [source.weight for source in self.data.train]
         seed = self.seed if self.data.validation_fraction is not None else None
-        key = digest("samples", names, weights, fields, seed, self.objective.model_dump())
+        # A run goes on with files that were moved: where they lie decides how rows are named, not what is learned.
+        fingerprint = digest("samples", folders, weights, fields, seed, self.objective.model_dump())
+        key = digest(fingerprint, train, validation)
 
         def write(folder: Path) -> None:
-            (folder / "documents.json").write_text(json.dumps(names), encoding="utf-8")
+            facts = {"documents": [train, validation], "fingerprint": f"samples-{fingerprint}"}
+            (folder / "documents.json").write_text(json.dumps(facts), encoding="utf-8")
             self._write_samples(folder, self._rows(train, weighted=True), self._rows(validation, weighted=False))
 
         return kept(self.cache / f"samples-{key}", write)
 
-    def _tokenised(self, sections: list[SourceSection], field: str) -> list[Path]:
+    def _tokenised(self, sections: list[SourceSection], field: str, names: dict[str, str]) -> list[Named]:
         """The folder of each source's documents, filled if it is not there yet."""
-        return [self._tokenised_source(section, field) for section in sections]
+        return [self._tokenised_source(section, field, names) for section in sections]
 
-    def _tokenised_source(self, section: SourceSection, field: str) -> Path:
+    def _tokenised_source(self, section: SourceSection, field: str, names: dict[str, str]) -> Named:
         source = open_source(section, field)
         layout = recognise(source, self.data.columns, self.objective.kind)
         encoder = self._encoder(source, layout.kind)
@@ -136,10 +142,12 @@ class Builder:
             [layout.kind, layout.columns, layout.label_names],
             [encoder.targets, encoder.truncate_to, encoder.objective, encoder.bos_id],
         )
-        return kept(
+        folder = kept(
             self.cache / f"documents-{key}",
             lambda folder: write_documents(source, layout, encoder, self.data.num_proc, folder),
         )
+        paths = [names[shard.path] for shard in source.shards]
+        return Named(folder=folder.name, name=names.get(section.path, source.name), paths=paths)
 
     def _encoder(self, source: Source, layout: str) -> Encoder:
         conversation = layout not in ("text", "text and label", "prompt and completion", "chosen and rejected")
@@ -161,9 +169,9 @@ class Builder:
         targets = "last_turn" if self.preference else self.targets
         return Encoder(self.tokenizer, targets, self.objective.kind, cut, bos_of(self.tokenizer, self.data.add_bos))
 
-    def _rows(self, folders: list[Path], weighted: bool) -> Rows:
-        weights = [source.weight for source in self.data.train] if weighted and folders else [None] * len(folders)
-        return Rows([read_documents(folder, weight) for folder, weight in zip(folders, weights, strict=True)])
+    def _rows(self, named: list[Named], weighted: bool) -> Rows:
+        weights = [source.weight for source in self.data.train] if weighted and named else [None] * len(named)
+        return Rows([read_documents(self.cache, *both) for both in zip(named, weights, strict=True)])
 
     def _write_samples(self, folder: Path, train: Rows, validation: Rows) -> None:
         policy = self._long_rows({source.layout for source in (train if train.sources else validation).sources})
@@ -290,9 +298,16 @@ class Builder:
 
     # ---- on every rank ----
 
-    def first_window(self) -> tuple[Stream, Window]:
-        """The stream of the training rows, and its first window. Raises DataError as `Stream.windows` does."""
-        opened = [open_source(section, "data.train", streaming=True) for section in self.data.train]
+    def first_window(self, held_out: frozenset[int]) -> tuple[Stream, Window]:
+        """The stream of the training rows, and its first window. Raises DataError as `Stream.windows` does.
+
+        Args:
+            held_out: digests of the rows that are evaluated.
+        """
+        names = short_names(paths_of(self.data))
+        opened = [
+            replace(open_source(section, "data.train", streaming=True), paths=names) for section in self.data.train
+        ]
         sources = [(source, recognise(source, self.data.columns, self.objective.kind)) for source in opened]
         encoders = [self._encoder(source, layout.kind) for source, layout in sources]
         stream = Stream(
@@ -304,6 +319,7 @@ class Builder:
             pad_id(self.tokenizer),
             self.seed if self.data.shuffle else None,
             self.data.max_dropped_fraction,
+            held_out,
         )
         first = next(stream.windows())
         return stream, first
@@ -321,15 +337,15 @@ class Builder:
 
     def read(self, folder: Path) -> TokenisedData:
         """What `write` has left in the cache."""
-        names = json.loads((folder / "documents.json").read_text(encoding="utf-8"))
+        kept_as = json.loads((folder / "documents.json").read_text(encoding="utf-8"))
         facts = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        train, validation = (self._rows([self.cache / name for name in part], weighted=False) for part in names)
+        train, validation = (self._rows(part, weighted=False) for part in kept_as["documents"])
         held_out_rows = validation if validation.sources else train
         return TokenisedData(
             train=self._samples(folder / "train.npz", train),  # type: ignore[arg-type]  # a stream has its own
             validation=self._samples(folder / "validation.npz", held_out_rows),
             report=DataReport.model_validate(facts["report"]),
-            fingerprint=folder.name,
+            fingerprint=kept_as["fingerprint"],
             label_names=facts["label_names"],
         )
 

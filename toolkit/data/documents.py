@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import datasets
 import numpy as np
@@ -21,7 +21,7 @@ from toolkit.data.encode import Encoder, batches
 from toolkit.data.layouts import Layout
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Shard, read
-from toolkit.data.sources import Source, short_name
+from toolkit.data.sources import Source
 from toolkit.errors import DataError
 
 FEATURES = datasets.Features(
@@ -42,6 +42,15 @@ FEATURES = datasets.Features(
 BATCH_ROWS = 64
 """Rows that are tokenised in one call."""
 
+
+class Named(TypedDict):
+    """What a run calls a source whose documents are kept: its name, and that of each shard's file."""
+
+    folder: str
+    name: str
+    paths: list[str]
+
+
 _FATAL = "\0"
 """Begins the problem of a file whose rest cannot be read; errors lose their kind on the way from a process."""
 
@@ -54,7 +63,7 @@ class Documents:
         name: the source's.
         layout: in words.
         weight: in the mix.
-        paths: the file of each shard.
+        paths: the file of each shard, in as few parts as tell it from the run's others.
         label_names: in the order of their numbers, where the source has them.
         table: of `FEATURES`.
     """
@@ -85,8 +94,8 @@ class Documents:
         """`chat.jsonl:12`: the file, and the line or row in it."""
         shards = self.column("shard")
         path = self.paths[shards[row]]
-        first = next(i for i, shard_path in enumerate(self.paths) if shard_path == path)
-        return f"{short_name(path, self.paths)}:{row - int(np.searchsorted(shards, first)) + 1}"
+        first = self.paths.index(path)
+        return f"{path}:{row - int(np.searchsorted(shards, first)) + 1}"
 
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
         """`input_ids` and `targets` of a part of a row, each (length,); only that part is read."""
@@ -122,19 +131,19 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
     del made
     shutil.rmtree(work)
     facts = {
-        "name": source.name,
         "layout": layout.kind,
-        "paths": [shard.path for shard in source.shards],
         "label_names": list(layout.label_names),
     }
     (folder / "source.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def read_documents(folder: Path, weight: float | None) -> Documents:
-    """What `write_documents` has written."""
+def read_documents(cache: Path, named: Named, weight: float | None) -> Documents:
+    """What `write_documents` has written, under the names of this run: another may have written it."""
+    folder = cache / named["folder"]
     files = sorted(folder.glob("rows-*.arrow"))
     table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files]).data.table
-    return Documents(**json.loads((folder / "source.json").read_text(encoding="utf-8")), weight=weight, table=table)
+    facts = json.loads((folder / "source.json").read_text(encoding="utf-8"))
+    return Documents(name=named["name"], paths=named["paths"], **facts, weight=weight, table=table)
 
 
 def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,19 @@ OPTIONAL = {
     "text and label": ("text_pair",),
     "chosen and rejected": ("prompt", "messages", "instruction", "input", "history", "system", "tools"),
 }
+
+ALSO_CALLED = {
+    "messages": ("dialogue", "dialog", "conversation", "chat", "turns"),
+    "prompt": ("question", "query", "problem", "context"),
+    "completion": ("answer", "response", "solution", "reply", "target"),
+    "instruction": ("task",),
+    "output": ("answer", "response"),
+    "text": ("body", "content", "document", "sentence", "review", "passage"),
+    "label": ("class", "category", "sentiment", "target", "stars"),
+    "chosen": ("preferred", "winner", "response_w", "better"),
+    "rejected": ("dispreferred", "loser", "response_l", "worse"),
+}
+"""What a column is -> other names that data sets give it; they are hinted at, never taken without asking."""
 
 LAYOUTS_OF = {
     "causal_lm": [kind for kind in KINDS if kind not in ("text and label", "chosen and rejected")],
@@ -131,8 +145,27 @@ def recognise(source: Source, columns: ColumnsSection, objective: str) -> Layout
     allowed = "; ".join(" + ".join(KINDS[kind]) for kind in candidates if kind != "conversations")
     raise DataError(
         f"{source.field}: {source.name!r} is laid out in no known way; {_has(source)}; needed: {allowed}. "
-        "Name its columns by hand, for example data.columns.text=body"
+        f"Name its columns by hand, for example {_hint(source.columns, candidates)}"
     )
+
+
+def _hint(columns: list[str], kinds: list[str]) -> str:
+    """Settings that would make the nearest layout of a source's columns; an example where none is near."""
+    best: dict[str, str] = {}
+    for kind in kinds:
+        near = {what: column for what in KINDS[kind] if (column := _nearest(what, columns)) is not None}
+        if len(near) == len(KINDS[kind]) > len(best):
+            best = near
+    wanted = best or {what: columns[-1] if len(columns) == 1 else "NAME" for what in KINDS[kinds[-1]]}
+    return " ".join(f"data.columns.{what}={column}" for what, column in wanted.items())
+
+
+def _nearest(what: str, columns: list[str]) -> str | None:
+    names = {column.lower(): column for column in columns}
+    found = next((name for name in (what, *ALSO_CALLED.get(what, ())) if name in names), None)
+    if found is None:
+        found = next(iter(difflib.get_close_matches(what, names, n=1, cutoff=0.75)), None)
+    return names[found] if found is not None else None
 
 
 def _has(source: Source) -> str:

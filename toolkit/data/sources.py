@@ -7,7 +7,8 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Source:
         shards: in the order of their rows.
         columns: of the first rows, sorted.
         label_names: of each column that has names for its numbers.
+        paths: path of a shard -> what its rows are named by.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Source:
     shards: list[Shard]
     columns: list[str]
     label_names: dict[str, list[str]]
+    paths: dict[str, str]
 
 
 def open_source(section: SourceSection, field: str, streaming: bool = False) -> Source:
@@ -80,7 +83,8 @@ def open_source(section: SourceSection, field: str, streaming: bool = False) -> 
     names = _label_names(table)
     name = Path(section.path).name if is_file_source(section.path) else section.path
     columns = sorted(table.column_names) if table is not None and table.column_names else _columns(shards, field, name)
-    return Source(name, field, section.weight, shards, columns, names)
+    paths = short_names(shard.path for shard in shards)
+    return Source(name, field, section.weight, shards, columns, names, paths)
 
 
 def identify(section: SourceSection, field: str) -> list[Any]:
@@ -158,7 +162,9 @@ def _columns(shards: list[Shard], field: str, name: str) -> list[str]:
     """Column names of the first rows. Raises DataError where there is no row, or none that can be read."""
     found: list[set[str]] = []
     problems: dict[str, list[str]] = {}
-    for row_name, row in itertools.islice(named_rows(shards), ROWS_LOOKED_AT):
+    for row_name, row in itertools.islice(
+        named_rows(shards, short_names(shard.path for shard in shards)), ROWS_LOOKED_AT
+    ):
         if isinstance(row, RowProblem):
             problems.setdefault(str(row), []).append(row_name)
         else:
@@ -173,21 +179,33 @@ def _columns(shards: list[Shard], field: str, name: str) -> list[str]:
     )
 
 
-def named_rows(shards: list[Shard]) -> Iterator[tuple[str, Row]]:
-    """Every row with its name, `chat.jsonl:12`."""
-    paths = [shard.path for shard in shards]
+def named_rows(shards: list[Shard], names: dict[str, str]) -> Iterator[tuple[str, Row]]:
+    """Every row with its name, `chat.jsonl:12`. `names`: of the shards' paths."""
     for path, parts in itertools.groupby(shards, key=lambda shard: shard.path):
-        name = short_name(path, paths)
         rows = (row for shard in parts for row in read(shard))
         for number, row in enumerate(rows, start=1):
-            yield f"{name}:{number}", row
+            yield f"{names[path]}:{number}", row
 
 
-def short_name(path: str, paths: list[str]) -> str:
-    """A file's name, with its folder's where another of the source's files has the same."""
-    name = Path(path).name
-    is_unique = all(other == path or Path(other).name != name for other in paths)
-    return name if is_unique else f"{Path(path).parent.name}/{name}"
+def short_names(paths: Iterable[str]) -> dict[str, str]:
+    """Path -> its last parts, as many as tell it from all others."""
+    parts = {path: Path(path).parts for path in paths}
+    ends = Counter(whole[-count:] for whole in set(parts.values()) for count in range(1, len(whole) + 1))
+    found = {}
+    for path, whole in parts.items():
+        told = next((count for count in range(1, len(whole)) if ends[whole[-count:]] == 1), len(whole))
+        found[path] = str(Path(*whole[-told:]))
+    return found
+
+
+def paths_of(data: DataSection) -> list[str]:
+    """Every file that a recipe reads, by its path; what is no file stands for itself."""
+    found = []
+    for field, sections in (("data.train", data.train), ("data.validation", data.validation or [])):
+        for section in sections:
+            is_file = is_file_source(section.path) and not _is_saved_dataset(_path(section.path))
+            found += [str(path) for path in expand_files(section.path, field)] if is_file else [section.path]
+    return found
 
 
 def _label_names(table: Any) -> dict[str, list[str]]:

@@ -53,6 +53,7 @@ class StreamCounts:
         noted: what of kept rows is not learned -> likewise.
         long: rows longer than the limit, whatever became of them.
         lengths, targets: tokens and target tokens of the first usable rows.
+        held_out: digests of those that are evaluated, too.
     """
 
     read: int = 0
@@ -66,6 +67,7 @@ class StreamCounts:
     lengths: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     longest: tuple[int, str] = (0, "")
+    held_out: set[int] = field(default_factory=set)
 
     def keep(self, document: Document) -> None:
         self.tokens += document["length"]
@@ -128,6 +130,7 @@ class Stream:
         pad_id: of padding.
         seed: of the order of a window's samples; None: the order of the rows.
         max_dropped: share of the rows that may be dropped, not counting those that are too long.
+        held_out: digests of the rows that are evaluated, which should not be trained on.
     """
 
     def __init__(
@@ -140,6 +143,7 @@ class Stream:
         pad_id: int,
         seed: int | None,
         max_dropped: float,
+        held_out: frozenset[int] = frozenset(),
     ) -> None:
         self.sources = sources
         self.encoder = encoder
@@ -149,6 +153,7 @@ class Stream:
         self.pad_id = pad_id
         self.seed = seed
         self.max_dropped = max_dropped
+        self.held_out = held_out
         self.counts = StreamCounts()
 
     def windows(self, state: State | None = None) -> Iterator[Window]:
@@ -217,6 +222,8 @@ class Stream:
             counts.drop(problem, document["row"])
             return False
         counts.keep(document)
+        if document["digest"] in self.held_out:
+            counts.held_out.add(document["digest"])
         return True
 
     def _problem_of_long(self, document: Document) -> str | None:
@@ -266,7 +273,7 @@ class _Cursor:
         self._drawn = drawn
         self._bad_in_a_row = 0
         self._length: int | None = None  # of a pass, once one is done
-        self._rows: Iterator[tuple[str, Row]] = itertools.islice(named_rows(source.shards), row, None)
+        self._rows: Iterator[tuple[str, Row]] = itertools.islice(named_rows(source.shards, source.paths), row, None)
         self._upcoming = next(self._rows, None)
         if self._upcoming is None:
             raise DataError(f"{source.field}: {source.name!r} holds no rows, or fewer than it did")
@@ -301,7 +308,7 @@ class _Cursor:
     def _begin_again(self) -> None:
         self.passes += 1
         self._length, self._row = self._row, 0
-        self._rows = named_rows(self._source.shards)
+        self._rows = named_rows(self._source.shards, self._source.paths)
         self._upcoming = next(self._rows)
 
 
@@ -424,4 +431,7 @@ def describe_stream(
         reports.decoded(tokenizer, *samples.rows.tokens(row, 0, stream.max_length))
         for row in range(min(3, len(samples.rows)))
     ]
-    return report.model_copy(update={"train": train, "examples": examples})
+    splits = {"train": train}
+    if report.validation is not None:
+        splits["validation"] = report.validation.model_copy(update={"also_in_train": len(counts.held_out)})
+    return report.model_copy(update={**splits, "examples": examples, "warnings": reports.warnings(splits)})

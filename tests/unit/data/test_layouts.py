@@ -335,3 +335,71 @@ def test_rows_that_are_too_long_and_dropped_on_request_are_no_error(tmp_path: Pa
 def test_a_length_beyond_all_models_is_refused() -> None:
     with pytest.raises(ValueError, match="max_length"):
         DataSection(train="a.jsonl", max_length=10**9)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "hint"),
+    [
+        ({"question": "a", "answer": "b"}, "causal_lm", "data.columns.prompt=question data.columns.completion=answer"),
+        ({"Dialogue": "a", "summary": "b"}, "causal_lm", "data.columns.messages=Dialogue"),
+        ({"body": "a", "n": 1}, "causal_lm", "data.columns.text=body"),
+        (
+            {"promt": "a", "complettion": "b"},
+            "causal_lm",
+            "data.columns.prompt=promt data.columns.completion=complettion",
+        ),
+        (
+            {"review": "a", "stars": 1},
+            "sequence_classification",
+            "data.columns.text=review data.columns.label=stars",
+        ),
+        (
+            {"response_w": "a", "response_l": "b"},
+            "preference",
+            "data.columns.chosen=response_w data.columns.rejected=response_l",
+        ),
+        ({"other": "a"}, "causal_lm", "data.columns.text=other"),
+    ],
+)
+def test_a_hint_fits_the_nearest_layout(tmp_path: Path, chatml: Any, row: dict[str, Any], kind: str, hint: str) -> None:
+    with pytest.raises(DataError) as caught:
+        built(tmp_path, chatml, [row], kind)
+    assert str(caught.value).endswith(f"for example {hint}")
+
+
+def test_rows_are_named_by_the_files_of_this_run(tmp_path: Path, chatml: Any) -> None:
+    found = []
+    for number in range(2):
+        paths = []
+        for folder in ("one", "two"):
+            path = tmp_path / str(number) / folder / "rows.jsonl"
+            path.parent.mkdir(parents=True)
+            path.write_text(f'{{"text": "the fox"}}\n{{"text": "{folder}"}}\n{{"text": 1}}\n')
+            paths.append(str(path))
+        if number == 1:  # the same rows in other folders, found in the cache
+            (tmp_path / "1/two").rename(tmp_path / "1/three")
+            paths[1] = paths[1].replace("two", "three")
+        settings = {"train": paths, "max_length": 16, "cache_dir": str(tmp_path / "cache"), "max_dropped_fraction": 1.0}
+        for streaming in (False, True):
+            data = build.build(DataSection(**settings, streaming=streaming), chatml, 0)
+            assert data.report.train is not None
+            assert data.report.train.dropped["text is no text but a number"].rows == [
+                "one/rows.jsonl:3",
+                f"{('two', 'three')[number]}/rows.jsonl:3",
+            ]
+            if not streaming:
+                names = [source.source for source in data.report.train.sources]
+                assert names == ["one/rows.jsonl", f"{('two', 'three')[number]}/rows.jsonl"]
+                found.append(data.fingerprint)
+    assert found[0] == found[1], "a run goes on with files that were moved"
+    assert len(list((tmp_path / "cache").glob("documents-*"))) == 2, "tokenised once"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_that_are_evaluated_and_trained_on_are_told(tmp_path: Path, chatml: Any, streaming: bool) -> None:
+    (tmp_path / "held.jsonl").write_text('{"text": "the fox"}\n{"text": "the king"}\n{"text": "the crow"}\n')
+    rows = [{"text": "the king"}, {"text": "the fox"}, {"text": "the king"}, {"text": "the hare"}]
+    data = built(tmp_path, chatml, rows, validation=str(tmp_path / "held.jsonl"), streaming=streaming, max_length=16)
+    assert data.report.validation is not None
+    assert data.report.validation.also_in_train == 2
+    assert any("2 rows are in train, too" in warning for warning in data.report.warnings)
