@@ -1,0 +1,379 @@
+"""The first ten minutes with one GPU: what must be right, then how fast it is.
+
+    python benchmarks/acceptance.py [--only NAME ...] [--output benchmarks/results/acceptance.jsonl]
+
+Each step is a process of its own with a time limit, so that one that hangs or crashes costs its own time alone. The
+least sure code comes first: offload's streams, then the sanitizer, two ranks on one device, how often host and device
+meet, a kill and its resume, the plan against the measured peak; figures come last. Prints a line of JSON for each step
+and a summary; the exit code is 1 where a check failed. `--tiny` rehearses every step on the CPU, where the figures say
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from facts import facts, show, tell
+
+ROOT = Path(__file__).parents[1]
+PYTHON = sys.executable
+
+Figures = dict[str, Any]
+Check = Callable[[Path, str], tuple[bool, Figures]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process.
+
+    Attributes:
+        command: run in the repository's root; `{folder}` is an empty folder of its own.
+        limit: seconds after which it is ended, and has failed.
+        check: what came of it, from the folder and what was printed; only where the exit code is 0.
+        processes: environment variables of each process that runs the command at the same time.
+    """
+
+    name: str
+    command: list[str]
+    limit: float
+    check: Check = lambda _folder, _printed: (True, {})
+    processes: Sequence[dict[str, str]] = field(default_factory=lambda: [{}])
+
+
+def records(path: Path) -> list[Figures]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# What a recipe of this script is made of
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+def recipe(shape: str, length: int, steps: int, *overrides: str) -> list[str]:
+    """The arguments of recipes/finetune.py for random weights of a shape, on the plays, packed."""
+    config = {"model_type": "llama", **SHAPES[shape], "max_position_embeddings": length, "tie_word_embeddings": True}
+    return [
+        "recipes/finetune.py",
+        "quickstart",
+        f"model.config={json.dumps(config)}",
+        f"data.max_length={length}",
+        "data.max_validation_samples=1",
+        "data.cache_dir={folder}/cache",
+        "training.output_dir={folder}/run",
+        f"training.max_steps={steps}",
+        "training.micro_batch_size=1",
+        "training.eval_every_steps=null",
+        "logging.sample_prompt=null",
+        "export.enabled=false",
+        *overrides,
+    ]
+
+
+# What came of a step
+
+
+def rate(wanted: float | None) -> Check:
+    """Tokens a second, the median of the steps after the third, against a published figure."""
+
+    def check(folder: Path, _printed: str) -> tuple[bool, Figures]:
+        train = [row for row in records(folder / "run/metrics.jsonl") if row["split"] == "train"][3:]
+        rates = sorted(row["tokens_per_second"] for row in train)
+        found = rates[len(rates) // 2]
+        peak = max(row["peak_device_bytes"] or 0 for row in train) / 2**30
+        return True, {"tokens_per_second": found, "published": wanted, "peak_gib": peak, "mfu": train[-1]["mfu"]}
+
+    return check
+
+
+def planned(on_gpu: bool) -> Check:
+    """The planned peak against the measured one."""
+
+    def check(folder: Path, _printed: str) -> tuple[bool, Figures]:
+        last = [row for row in records(folder / "run/metrics.jsonl") if row["split"] == "train"][-1]
+        measured = last["peak_device_bytes"] if on_gpu else last["peak_host_bytes"]
+        ratio = last["planned_peak_bytes"] / measured
+        return not on_gpu or abs(ratio - 1) < 0.05, {"planned_to_measured": ratio}
+
+    return check
+
+
+def told(folder: Path, printed: str) -> tuple[bool, Figures]:
+    """The last line that a child of this script has printed: its figures, `passed` among them."""
+    figures = json.loads([line for line in printed.splitlines() if line.startswith("{")][-1])
+    return figures.pop("passed"), figures
+
+
+def speeds(path: str) -> Check:
+    """Offload's speed as a share of the speed without, by tokens a step."""
+
+    def check(folder: Path, _printed: str) -> tuple[bool, Figures]:
+        rows = [row for row in records(folder / path) if "left_out" not in row]
+        found: Figures = {}
+        for tokens in sorted({row["tokens_per_step"] for row in rows}):
+            seconds = {row["variant"]: row["step_seconds"] for row in rows if row["tokens_per_step"] == tokens}
+            base = seconds.pop("no offload", None)
+            if base is not None and seconds:
+                found[f"speed_at_{tokens}"] = base / min(seconds.values())
+        return bool(found), found
+
+    return check
+
+
+def best_mfu(folder: Path, _printed: str) -> tuple[bool, Figures]:
+    rows = [row for row in records(folder / "mfu.jsonl") if "left_out" not in row]
+    return bool(rows), {"best_mfu": max((row["mfu"] or 0.0 for row in rows), default=0.0)}
+
+
+# Children
+
+
+def child_two_ranks() -> Figures:
+    """Offload with accumulation on two ranks that share a device, over gloo, against ordinary FSDP2."""
+    import torch
+    import torch.distributed as dist
+    from offload_loops import Case, bf16_ulps, offloaded, ordinary
+
+    found = {}
+    for case in (Case(tied=False), Case(accumulation=3)):
+        expected = ordinary(case)
+        found[str(case)] = max(bf16_ulps(offloaded(case, way), expected) for way in ("cpu_torch", "device_stream"))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return {"passed": max(found.values()) <= 1, "ulps": found, "device": "cuda" if torch.cuda.is_available() else "cpu"}
+
+
+def child_meetings() -> Figures:
+    """How often the host waits for the device in a step; torch warns each time in its debug mode."""
+    import warnings
+
+    import torch
+
+    from toolkit import Recipe, finetune
+    from toolkit.training.trainer import Trainer
+
+    counts: list[int] = []
+    train_step = Trainer.train_step
+
+    def counted(self: Any, window: Any) -> Any:
+        if not torch.cuda.is_available():
+            counts.append(1)
+            return train_step(self, window)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            step = train_step(self, window)
+            torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchroniz" in str(warning.message) for warning in caught))
+        return step
+
+    Trainer.train_step = counted  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [part.replace("{folder}", folder) for part in recipe("tiny", 128, 8)[2:]]
+        finetune(Recipe.load("quickstart", arguments))
+    return {"passed": max(counts[3:]) <= 1, "meetings_a_step": counts[3:]}
+
+
+def child_kill_and_resume() -> Figures:
+    """A run that is killed after a checkpoint and started again, against one that nobody disturbs."""
+    with tempfile.TemporaryDirectory() as folder:
+        losses = []
+        for name in ("whole", "killed"):
+            arguments = recipe("tiny", 128, 24, "checkpoint.every_steps=4", f"data.cache_dir={folder}/cache")
+            command = [PYTHON, *(part.replace("{folder}", f"{folder}/{name}") for part in arguments)]
+            process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            if name == "killed":
+                run = Path(folder, name, "run/checkpoints")
+                while process.poll() is None and not list(run.glob("step_*/COMPLETE")):
+                    time.sleep(0.05)
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            if process.wait() != 0:
+                return {"passed": False, "failed": name}
+            rows = records(Path(folder, name, "run/metrics.jsonl"))
+            losses.append([row["loss"] for row in rows if row["split"] == "train"])
+        return {"passed": losses[0] == losses[1], "steps": len(losses[0])}
+
+
+CHILDREN = {"two ranks": child_two_ranks, "meetings": child_meetings, "kill and resume": child_kill_and_resume}
+
+
+def child(name: str) -> list[str]:
+    return [PYTHON, "benchmarks/acceptance.py", "--child", name]
+
+
+def two_processes(on_gpu: bool, folder: str) -> list[dict[str, str]]:
+    """Two ranks that both use the first device: NCCL refuses that, gloo does not."""
+    backend = "cpu:gloo,cuda:gloo" if on_gpu else "gloo"
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0", "TEST_BACKEND": backend}
+    return [{**shared, "RANK": str(rank), "TEST_MEETING_FOLDER": folder} for rank in (0, 1)]
+
+
+def steps_of(tiny: bool, folder: str) -> list[Step]:
+    """All steps in order: what must be right, then how fast it is."""
+    pytest = [PYTHON, "-m", "pytest", "-q", "-m", "gpu"]
+    lora = ("adapter.kind=lora", "export.merge=true", "training.mixed_precision=bf16")
+    sft = "tiny" if tiny else "qwen3-0.6b"
+    lengths = (128, 256) if tiny else (8192, 16384)
+    steps = 8 if tiny else 20
+    sizes = ["--sizes", "tiny", "--tokens", "64", "--rounds", "2", "--steps", "1"] if tiny else ["--sizes", "3b"]
+    return [
+        Step("offload on the device", [*pytest, "tests/gpu/test_gpu_offload.py"], 240),
+        Step(
+            "sanitizer",
+            [*pytest, "tests/gpu/test_gpu_offload.py", "-k", "accumulation"],
+            240,
+            processes=[{} if tiny else {"TORCH_CUDA_SANITIZER": "1"}],  # it cannot be imported without CUDA
+        ),
+        Step("other tests", [*pytest, "tests/gpu", "--ignore", "tests/gpu/test_gpu_offload.py"], 300),
+        Step("two ranks on one device", child("two ranks"), 300, told, two_processes(not tiny, folder)),
+        Step("host and device meet once a step", child("meetings"), 180, told),
+        Step("killed and resumed", child("kill and resume"), 300, told),
+        Step("the plan's peak", [PYTHON, *recipe(sft, lengths[0], 6)], 240, planned(not tiny)),
+        Step(
+            "offload against none",
+            [PYTHON, "benchmarks/offload.py", *sizes, "--output", "{folder}/offload.jsonl"],
+            540,
+            speeds("offload.jsonl"),
+        ),
+        Step("full, 8k tokens", [PYTHON, *recipe(sft, lengths[0], steps)], 240, rate(26_005.0)),
+        Step("full, 16k tokens", [PYTHON, *recipe(sft, lengths[1], steps)], 240, rate(25_486.0)),
+        Step(
+            "LoRA of 8B, 4k tokens",
+            [PYTHON, *recipe("tiny" if tiny else "llama-3-8b", lengths[0] if tiny else 4096, steps, *lora)],
+            300,
+            rate(12_473.0),
+        ),
+        Step(
+            "MFU",
+            [PYTHON, "benchmarks/mfu.py", *(["--tiny"] if tiny else []), "--output", "{folder}/mfu.jsonl"],
+            540,
+            best_mfu,
+        ),
+    ]
+
+
+# Running them
+
+
+def run(step: Step, tiny: bool) -> Figures:
+    """Runs a step's processes; whether it passed, how long it took, and its figures or the end of what it printed."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [part.replace("{folder}", folder) for part in step.command]
+        common = {**os.environ, **({"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} if tiny else {})}
+        common["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), common.get("PYTHONPATH", "")])
+        processes = [
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=common | added,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            for added in step.processes
+        ]
+        printed, codes = [], []
+        for process in processes:
+            try:
+                printed.append(process.communicate(timeout=max(1.0, started + step.limit - time.monotonic()))[0])
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                printed.append(process.communicate()[0] + f"\nended after {step.limit:.0f} s")
+            codes.append(process.returncode)
+        # pytest ends with 5 where it has found no test, as in a rehearsal of tests that need a GPU
+        passed = all(code == 0 or (tiny and code == 5) for code in codes)
+        figures: Figures = {"printed": printed[0][-2000:]}
+        if passed:
+            try:
+                passed, figures = step.check(Path(folder), printed[0])
+            except Exception as error:
+                passed, figures = False, {"printed": f"{type(error).__name__}: {error}\n{printed[0][-2000:]}"}
+    return {"step": step.name, "passed": passed, "seconds": round(time.monotonic() - started, 1), **figures}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run these steps alone")
+    parser.add_argument("--list", action="store_true", help="print the names of the steps and end")
+    parser.add_argument("--tiny", action="store_true", help="rehearse on the CPU, with tiny models")
+    parser.add_argument("--output", type=Path, help="file to which lines of JSON are added")
+    parser.add_argument("--child", choices=list(CHILDREN), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child is not None:
+        print(json.dumps(CHILDREN[options.child]()))
+        return
+    meeting = tempfile.mkdtemp()
+    steps = steps_of(options.tiny, meeting)
+    names = [step.name for step in steps]
+    if options.list:
+        print("\n".join(names))
+        return
+    unknown = sorted(set(options.only or []) - set(names))
+    if unknown:
+        parser.error(f"--only: no step is named {', '.join(unknown)}; there are: {', '.join(names)}")
+    machine, rows = facts("datasets", "peft"), []
+    for step in steps:
+        if options.only is None or step.name in options.only:
+            rows.append(run(step, options.tiny))
+            tell({**machine, "tiny": options.tiny, **rows[-1]}, options.output)
+    columns = ["step", "", "seconds", "figures"]
+    keys = {"step", "passed", "seconds", "printed"}
+    show(
+        "Acceptance" + (", rehearsed on the CPU" if options.tiny else ""),
+        columns,
+        [
+            [
+                row["step"],
+                "ok" if row["passed"] else "FAILED",
+                row["seconds"],
+                ", ".join(f"{key} {_words(value)}" for key, value in row.items() if key not in keys),
+            ]
+            for row in rows
+        ],
+    )
+    sys.exit(0 if all(row["passed"] for row in rows) else 1)
+
+
+def _words(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()
