@@ -246,7 +246,7 @@ def two_processes(on_gpu: bool, folder: str) -> list[dict[str, str]]:
 def steps_of(tiny: bool, folder: str) -> list[Step]:
     """All steps in order: what must be right, then how fast it is."""
     pytest = [PYTHON, "-m", "pytest", "-q", "-m", "gpu"]
-    lora = ("adapter.kind=lora", "export.merge=true", "training.mixed_precision=bf16")
+    lora = ("adapter.kind=lora", "training.mixed_precision=bf16")
     sft = "tiny" if tiny else "qwen3-0.6b"
     lengths = (128, 256) if tiny else (8192, 16384)
     steps = 8 if tiny else 20

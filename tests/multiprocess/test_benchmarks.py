@@ -198,3 +198,18 @@ def test_the_benchmark_of_the_heads_loss_runs(tmp_path: Path) -> None:
     assert max(record["error_of_loss_hidden_weight"]["ours"]) <= 1e-6
     assert record["cpu_time_ratio"]["whole logits"]["ratio"] == 1.0
     assert record["peak_mib"].keys() == record["cpu_time_ratio"].keys() >= {"whole logits", "ours"}
+
+
+@pytest.mark.slow
+def test_the_acceptance_script_runs_through(tmp_path: Path) -> None:
+    """Every step of it, on the CPU."""
+    output = tmp_path / "acceptance.jsonl"
+    done = subprocess.run(
+        [sys.executable, "benchmarks/acceptance.py", "--tiny", "--output", str(output)],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert all(json.loads(line)["passed"] for line in output.read_text().splitlines())

@@ -97,7 +97,8 @@ class Recipe(Section):
                 "model.add_tokens: an adapter fits the embeddings of its base, which have no rows for them; "
                 "set export.merge=true, and adapter.modules_to_save to the embeddings"
             )
-        if self.adapter.kind != "none" and self.model.config is not None and not self.export.merge:
+        exports_adapter = self.adapter.kind != "none" and self.export.enabled and not self.export.merge
+        if exports_adapter and self.model.config is not None:
             raise contradiction(
                 "an adapter of a model with random weights fits no model that could be loaded later; "
                 "set export.merge=true, or model.name_or_path"
