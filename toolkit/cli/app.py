@@ -15,6 +15,7 @@ from toolkit.cli.checkpoints import checkpoints
 from toolkit.cli.configs import configs_app
 from toolkit.cli.console import print_error
 from toolkit.cli.data import data
+from toolkit.cli.doctor import doctor
 from toolkit.cli.export import export
 from toolkit.cli.generate import generate
 from toolkit.cli.plan import plan
@@ -25,7 +26,7 @@ from toolkit.cli.verify import verify
 from toolkit.errors import ToolkitError
 
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
-for command in (train, plan, data, validate, verify, generate, checkpoints, export):
+for command in (train, plan, data, validate, verify, generate, checkpoints, export, doctor):
     app.command()(command)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(configs_app, name="configs")
