@@ -30,7 +30,14 @@ from toolkit.recipe.recipe import Recipe
 MATTERS = ("model", "data", "objective", "adapter", "optimizer.kind", "training.seed")
 """Sections and fields of a recipe without which the state of another run means something else."""
 
-HARMLESS = ("model.attention", "data.cache_dir", "data.num_proc", "data.max_validation_samples", "data.validation")
+HARMLESS = (
+    "model.allow_new_weights",
+    "model.attention",
+    "data.cache_dir",
+    "data.num_proc",
+    "data.max_validation_samples",
+    "data.validation",
+)
 """Fields of these that may change all the same."""
 
 

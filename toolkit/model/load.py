@@ -29,7 +29,16 @@ from toolkit import ranks
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import AdapterWeights, add_adapter
-from toolkit.model.weights import RankZeroWeights, SafetensorsWeights, Weights, materialize, stored_names
+from toolkit.model.weights import (
+    RankZeroWeights,
+    SafetensorsWeights,
+    Weights,
+    materialize,
+    readable,
+    require_fitting,
+    stored_names,
+    unused_names,
+)
 from toolkit.places import require_folder
 from toolkit.recipe.schema import AdapterSection, ModelSection
 
@@ -149,10 +158,20 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 def _weights(model: ModelSection, built: PreTrainedModel, make_whole: Callable[[], nn.Module]) -> Weights:
     if model.name_or_path is not None:
-        files = stored_names(_model_folder(model), built)
+        folder = _model_folder(model)
+        with readable(model.name_or_path):
+            files = stored_names(folder, built)
+            unused = unused_names(folder, built)
         if files is not None:
+            require_fitting(model.name_or_path, [], unused, model.allow_new_weights or [], _below_new_head(built))
             return SafetensorsWeights(files)
     return RankZeroWeights(make_whole)
+
+
+def _below_new_head(model: nn.Module) -> str | None:
+    """The prefix of what a classifier has from a language model; its head is new, and the other one is left out."""
+    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
+    return str(model.base_model_prefix) if is_classifier else None
 
 
 def _whole_model(
@@ -165,7 +184,12 @@ def _whole_model(
             whole: nn.Module = auto.from_config(config, **settings)
         else:
             name, revision = model.name_or_path, model.revision
-            whole = auto.from_pretrained(name, config=config, revision=revision, **settings)
+            with readable(name):
+                whole, found = auto.from_pretrained(
+                    name, config=config, revision=revision, output_loading_info=True, **settings
+                )
+            missing, unused = found["missing_keys"], found["unexpected_keys"]
+            require_fitting(name, missing, unused, model.allow_new_weights or [], _below_new_head(whole))
         _make_rows(whole, rows, mean_resizing=True)
         return whole
 

@@ -7,23 +7,31 @@ names them (a conversion, a missing head, random weights), rank 0 makes them and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
+from toolkit.errors import BadInputError, first_line
 from toolkit.sharding.apply import KeepsMasters
 from toolkit.sharding.shards import shard_rows
 
 Rows = slice
 """Rows of a tensor's first dimension."""
+
+
+NAMES_SHOWN = 5
+"""Tensors that an error lists."""
 
 
 class Weights(Protocol):
@@ -135,6 +143,51 @@ class RankZeroWeights:
         return self._state[name]
 
 
+def require_fitting(
+    source: str, missing: Iterable[str], unexpected: Iterable[str], allowed: Sequence[str], prefix: str | None
+) -> None:
+    """Raises BadInputError for weights that a model lacks in its files, or that its files hold in vain.
+
+    Args:
+        allowed: patterns of those that are meant.
+        prefix: of the model below a new head, which is meant too; None: no new head.
+    """
+
+    def is_meant(name: str) -> bool:
+        of_head = prefix is not None and (not name.startswith(f"{prefix}.") or ".pooler." in name)
+        return of_head or any(fnmatchcase(name, pattern) for pattern in allowed)
+
+    odd = {
+        "are missing from its files, and would be random": [name for name in sorted(missing) if not is_meant(name)],
+        "are in its files, and have no place in the model": [name for name in sorted(unexpected) if not is_meant(name)],
+    }
+    lines = [f"  - {len(names)} {what}: {_some(names)}" for what, names in odd.items() if names]
+    if lines:
+        listed = "\n".join(lines)
+        raise BadInputError(
+            f"model.name_or_path: the weights of {source!r} are not those of its configuration:\n{listed}\n"
+            "Name another folder, correct its config.json, or, where that is meant, list them in "
+            'model.allow_new_weights (for example ["lm_head.*"])'
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
+
+
+def unused_names(folder: Path, model: PreTrainedModel) -> list[str]:
+    """Tensors of the folder that the model has no place for, but for those that transformers passes over, too."""
+    known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
+    passed = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
+    return [
+        name
+        for name in _index(folder)
+        if name not in known
+        and f"{model.base_model_prefix}.{name}" not in known
+        and not any(re.search(pattern, name) for pattern in passed)
+    ]
+
+
 def stored_names(folder: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]] | None:
     """Where each parameter and buffer of `model` is stored; None where one is not stored as it is named."""
     stored = _index(folder)
@@ -175,6 +228,18 @@ def _index(folder: Path) -> dict[str, Path]:
         return {}
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single)
+
+
+@contextmanager
+def readable(source: str) -> Iterator[None]:
+    """Tells what is wrong with files that hold no weights: a Git-LFS pointer, one cut short, another format."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
+        raise BadInputError(
+            f"model.name_or_path: the weights of {source!r} cannot be read: {first_line(error)}. A file of some 130 "
+            "bytes is a Git-LFS pointer (run `git lfs pull` there); one that was cut short has to be downloaded again"
+        ) from error
 
 
 def _stored_shape(path: Path, name: str) -> list[int]:

@@ -75,6 +75,11 @@ class ModelSection(Section):
         description="Choose the attention implementation. auto: flash attention where it is installed, on a GPU in 16 "
         "bits; on a CPU each document alone; else sdpa.",
     )
+    allow_new_weights: list[str] | None = Field(
+        None,
+        description="Accept weights with these names (`*` stands for anything) that the files lack, and draw them "
+        "at random, or that the model has no place for; null: none, but for the head of a classifier.",
+    )
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     tokenizer: str | None = Field(
         None, description="Load the tokenizer from this name or folder instead of the model's."

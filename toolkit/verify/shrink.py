@@ -33,7 +33,7 @@ def with_layers(recipe: Recipe, layers: int | None, folder: Path) -> tuple[Recip
     if not _has_its_weights(shrunk, section):
         _write_random_weights(shrunk, section, recipe.training.seed)
         origin = f"random: {name} holds no weights that fit its first {layers} blocks"
-    return _with_model(recipe, {"name_or_path": str(shrunk), "revision": None}), origin
+    return _with_model(recipe, {"name_or_path": str(shrunk), "revision": None, "allow_new_weights": ["*"]}), origin
 
 
 def _with_model(recipe: Recipe, update: dict[str, Any]) -> Recipe:

@@ -10,7 +10,13 @@ import inspect
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from transformers import AttentionInterface, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, masking_utils
+from transformers import (
+    AttentionInterface,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.model.attention import known_packing
@@ -51,3 +57,8 @@ def test_what_attention_by_document_is_registered_with() -> None:
     assert callable(AttentionInterface.register)
     names = list(inspect.signature(sdpa_attention_forward).parameters)
     assert names[:7] == ["module", "query", "key", "value", "attention_mask", "dropout", "scaling"]
+
+
+def test_which_tensors_transformers_passes_over() -> None:
+    """`weights.unused_names` passes over them, too."""
+    assert PreTrainedModel._keys_to_ignore_on_load_unexpected is None

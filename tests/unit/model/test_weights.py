@@ -1,0 +1,109 @@
+"""toolkit.model.weights: weights that are not those of the configuration are an error, and so are files without any."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import save_llama
+from transformers import AutoTokenizer
+
+from toolkit.errors import BadInputError
+from toolkit.model.load import load
+from toolkit.recipe.schema import ModelSection
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_llama(tmp_path / "model", ["a king and a queen"], tied=False)
+
+
+def loaded(folder: Path, labels: list[str] | None = None, **section: Any) -> Any:
+    model: Any = load(
+        ModelSection(name_or_path=str(folder), **section), AutoTokenizer.from_pretrained(folder), 0, labels
+    )
+    model.materialize_weights()
+    return model
+
+
+def change(folder: Path, edit: Callable[[Tensors], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def configure(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+def without_head(tensors: Tensors) -> None:
+    del tensors["lm_head.weight"]
+
+
+def renamed(tensors: Tensors) -> None:
+    for name in list(tensors):
+        tensors[f"net.{name}"] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda f: change(f, without_head), r"1 are missing .* random: lm_head.weight"),
+        (
+            lambda f: change(f, lambda t: t.update(extra=torch.ones(2))),
+            "1 are in its files, and have no place .*: extra",
+        ),
+        (lambda f: change(f, renamed), r"(?s)21 are missing .*21 are in its files.*net\.lm_head"),
+        (lambda f: configure(f, num_hidden_layers=3), r"9 are missing .*model\.layers\.2\."),
+        (lambda f: configure(f, num_hidden_layers=1), r"9 are in its files.*model\.layers\.1\."),
+    ],
+)
+def test_weights_of_another_model_are_listed(folder: Path, spoil: Callable[[Path], None], told: str) -> None:
+    spoil(folder)
+    with pytest.raises(BadInputError, match=told) as error:
+        loaded(folder)
+    assert "model.allow_new_weights" in str(error.value)
+
+
+def test_new_weights_that_are_meant_are_drawn(folder: Path) -> None:
+    change(folder, without_head)
+    model = loaded(folder, allow_new_weights=["lm_head.*"])
+    assert 0 < model.lm_head.weight.std() < 1
+    configure(folder, num_hidden_layers=1)
+    loaded(folder, allow_new_weights=["lm_head.*", "model.layers.1.*"])
+
+
+def test_a_classifiers_head_is_new_and_its_language_model_must_be_whole(folder: Path) -> None:
+    loaded(folder, labels=["good", "bad"])
+    change(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(BadInputError, match=r"1 are missing .*model\.norm\.weight"):
+        loaded(folder, labels=["good", "bad"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        b"",
+        b"\xff" * 300,
+        None,
+        "cut",
+    ],
+    ids=["lfs", "empty", "random", "no file", "cut short"],
+)
+def test_files_that_hold_no_weights_are_told(folder: Path, content: bytes | str | None) -> None:
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.unlink()
+    if content is not None:
+        path.write_bytes(whole[: len(whole) // 2] if isinstance(content, str) else content)
+    with pytest.raises(BadInputError, match=r"cannot be read: .*Git-LFS"):
+        loaded(folder)
