@@ -10,7 +10,7 @@ from toolkit.places import GIB
 from toolkit.planning.planner import Planner, PlanRow
 from toolkit.planning.setup import Setup, asked_setup, can_offload, factors, mesh_of, require_ranks, smaller_setups
 from toolkit.planning.time.hardware import Hardware
-from toolkit.planning.workload import workload_of
+from toolkit.planning.workload import Workload, with_rows_of, workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.checkpointing import Checkpointing
@@ -192,14 +192,13 @@ def _changes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callable[[],
 def _other_recipes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callable[[], PlanRow]]]:
     recipe = planner.recipe
 
-    def with_recipe(changed: Recipe) -> Callable[[], PlanRow]:
-        workload = workload_of(changed, planner.workload.mixed_precision)
+    def with_recipe(changed: Recipe, workload: Workload) -> Callable[[], PlanRow]:
         return lambda: Planner(changed, workload, planner.hardware).row(setup)
 
     if recipe.adapter.kind == "none" and recipe.objective.kind != "sequence_classification":
         adapted = recipe.model_copy(update={"adapter": AdapterSection(kind="lora")})
-        yield "adapter.kind=lora", with_recipe(adapted)
+        yield "adapter.kind=lora", with_recipe(adapted, workload_of(adapted, planner.workload.mixed_precision))
     half = recipe.data.max_length // 2
     if half >= 8:
         shorter = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": half})})
-        yield f"data.max_length={half}", with_recipe(shorter)
+        yield f"data.max_length={half}", with_recipe(shorter, with_rows_of(planner.workload, shorter))

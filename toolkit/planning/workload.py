@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,6 +125,11 @@ def workload_of_model(
         recipe.sharding.unit_classes,
         _attention(recipe, attention_of(base_of(model)), packed),
     )
+
+
+def with_rows_of(workload: Workload, recipe: Recipe) -> Workload:
+    """The same model on the rows of a recipe that differs in its data alone."""
+    return replace(workload, batch=lambda size: _batch(recipe, size), tokens=recipe.data.max_length)
 
 
 def _labels(recipe: Recipe) -> list[str] | None:
