@@ -200,7 +200,9 @@ def prepare(case: Case, offload: Any, model: nn.Module | None = None, **kwargs: 
         mixed_precision=case.precision,
         gradient_accumulation_plugin=accumulation_plugin(case.accumulation),
         **sharding_kwargs(
-            case.strategy, offload=offload, checkpointing=Checkpointing(1) if case.checkpointing else None, **kwargs
+            case.strategy,
+            offload=offload,
+            **{"checkpointing": Checkpointing(1) if case.checkpointing else None, **kwargs},
         ),
     )
     model = model or make_model(case)
@@ -283,15 +285,15 @@ def slow_down(model: nn.Module, seconds: float) -> None:
 
 
 @contextmanager
-def waiting_in_the_pre_forward_hook_alone() -> Any:
-    """The schedule without its gate in the all-gather, which is wrong under explicit prefetch."""
+def without_the_gate() -> Any:
+    """The schedule without its wait before the shards are read."""
     from toolkit.sharding.offload import engine
 
-    gate, engine.gate_all_gather = engine.gate_all_gather, lambda module, wait: None
+    gate, engine.before_reading_shards = engine.before_reading_shards, lambda module, wait: None
     try:
         yield
     finally:
-        engine.gate_all_gather = gate
+        engine.before_reading_shards = gate
 
 
 def differences(found: Found, expected: Found) -> list[str]:

@@ -45,6 +45,19 @@ def forget_uncalled_modules(module: FSDPModule) -> None:
     module._get_fsdp_state()._modules_to_run_forward.clear()
 
 
+def before_copying_shards(module: FSDPModule, act: Callable[[], None]) -> None:
+    """Calls `act` before the shards of the module's unit are copied where one rank holds all, and gathers nothing."""
+    group = next(fsdp_groups(module))  # type: ignore[arg-type]
+    unshard = group.wait_for_unshard
+
+    def act_and_unshard() -> None:
+        if group._all_gather_result is not None and group._all_gather_process_group.size() == 1:
+            act()
+        unshard()
+
+    group.wait_for_unshard = act_and_unshard
+
+
 def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
     """Calls `act(group)` in backward whenever the unit's gradients are about to be reduced.
 

@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from toolkit.sharding.fsdp import before_copying_shards
+
 
 def all_gather(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Fills `output` with the parts of all ranks of the group, by rank.
@@ -115,6 +117,7 @@ def communicate(module: nn.Module) -> None:
     module.set_custom_reduce_scatter(_ReduceScatter())
 
 
-def gate_all_gather(module: FSDPModule, wait: Callable[[], None]) -> None:
-    """Calls `wait` before every all-gather of the module's unit reads the shards."""
+def before_reading_shards(module: FSDPModule, wait: Callable[[], None]) -> None:
+    """Calls `wait` whenever the shards of the module's unit are about to be read, on the stream that will read them."""
     module.set_custom_all_gather(_AllGather(wait))
+    before_copying_shards(module, wait)

@@ -134,6 +134,14 @@ PRIVATE_NAMES = (
             "hook(fsdp_param.sharded_param)",
         ),
     ),
+    # fsdp.before_copying_shards: where one rank gathers nothing, each copy of the shards is made in one method.
+    PrivateName(
+        f"{_GROUP}:FSDPParamGroup.wait_for_unshard",
+        ("if not self._all_gather_result:", "fsdp_param.all_gather_inputs[0]"),
+    ),
+    PrivateName(f"{_GROUP}:FSDPParamGroup.pre_forward", ("self.wait_for_unshard()",)),
+    PrivateName(f"{_GROUP}:FSDPParamGroup.pre_backward", ("self.wait_for_unshard()",)),
+    PrivateName(f"{_GROUP}:FSDPParamGroup", ("def _all_gather_process_group(self)",)),
     # fsdp.reduce_again_after: the stream, and what is held of a reduction across replicas.
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("def _is_hsdp(self)",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("self.comm_ctx.reduce_scatter_stream,",)),

@@ -24,7 +24,6 @@ class Capture:
 
     Args:
         is_last_micro_batch: whether the backward that runs now ends the accumulation window.
-        wait: returns when the unit's last step has been taken.
         on_landed: called for a unit whose gradient has been sent to the host, on FSDP2's stream.
         once: a unit that is reduced twice before a step is an error, as it is being stepped already.
     """
@@ -33,13 +32,11 @@ class Capture:
         self,
         device: torch.device,
         is_last_micro_batch: Callable[[], bool],
-        wait: Callable[[OffloadedUnit], None],
         on_landed: Callable[[OffloadedUnit], None],
         once: bool,
     ) -> None:
         self._handle = getattr(torch, device.type)
         self._is_last = is_last_micro_batch
-        self._wait = wait
         self._on_landed = on_landed
         self._once = once
         self._stream = self._handle.Stream()
@@ -58,7 +55,6 @@ class Capture:
     def _on_reduced(self, unit: OffloadedUnit, reduced: torch.Tensor) -> None:
         """`reduced`: this rank's padded shards of the unit's gradients, one after the other, (unit.numel,)."""
         self._reduced = unit
-        self._wait(unit)  # of a unit that took no part in the forward, the worker may still read the last one
         flat = reduced if unit.accumulated is None else unit.accumulated.add_(reduced)
         if self._is_last():
             unit.accumulated = None
@@ -91,6 +87,8 @@ class Capture:
     def _land(self, unit: OffloadedUnit, flat: torch.Tensor) -> None:
         """Sends a gradient to the host, on a stream of its own: FSDP2 makes backward's end wait for its own."""
         unit.norms = _norms(unit, flat)
+        if unit.leaving is not None:
+            wait_for_landing(unit)  # no step has used the last gradient, and none has waited for it
         self._stream.wait_event(self._handle.current_stream().record_event())
         with self._handle.stream(self._stream):
             unit.gradient = _room(unit, flat.dtype).copy_(flat, non_blocking=True)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, RankError, first_line
-from toolkit.sharding.gloo import gate_all_gather
+from toolkit.sharding.gloo import before_reading_shards
 from toolkit.sharding.offload.capture import Capture, wait_for_landing
 from toolkit.sharding.offload.executors import Executor, Resident, Staging, UnitStep
 from toolkit.sharding.offload.probe import choose, default_threads, make_executor
@@ -115,13 +115,12 @@ class OffloadEngine:
                 slot.step = torch.zeros((), device=self._device if on_device or unit.resident else "cpu")
         self._executors = self._make_executors()
         once = self.settings.during_backward
-        self._capture = Capture(self._device, self._is_last, self._wait, self._on_landed, once)
+        self._capture = Capture(self._device, self._is_last, self._on_landed, once)
         for unit in self.state.units:
             self._capture.attach(unit)
+            before_reading_shards(unit.modules[0], functools.partial(self._wait, unit))
             for module in unit.modules:
-                gate_all_gather(module, functools.partial(self._wait, unit))
-                # One rank gathers nothing: its copy is made in the unit's own forward, after this hook.
-                module.register_forward_pre_hook(functools.partial(self._before_forward, unit), prepend=True)
+                module.register_forward_pre_hook(functools.partial(self._note_order, unit))
 
     def describe(self) -> str:
         """One line for people: what steps the state, why, and what it takes."""
@@ -210,9 +209,8 @@ class OffloadEngine:
     def _on_landed(self, unit: OffloadedUnit) -> None:
         if self.settings.during_backward:
             self._agree([unit])
-            after = self._handle.current_stream().record_event()
             if unit.present:
-                self._submit(unit, hyper_parameters(self.optimizer), None, after)
+                self._submit(unit, hyper_parameters(self.optimizer), None, unit.landed)
             unit.gradient = None
 
     def _finish_window(self) -> None:
@@ -251,7 +249,8 @@ class OffloadEngine:
             step = UnitStep(unit, gradient, present, settings, 1.0 if clip is None else clip.scale)
             executor = self._executors[unit]
             stream = executor.stream(unit)
-            stream.wait_event(after)  # the shards are overwritten: backward must have read them
+            # The shards are overwritten: a forward without gradients between backward and step may still read them.
+            stream.wait_event(after)
             with self._handle.stream(stream):
                 weights = executor.step(step)
                 for slot in step.slots:
@@ -261,10 +260,10 @@ class OffloadEngine:
         unit.published.set()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_forward(self, unit: OffloadedUnit, *_: object) -> None:
+    def _note_order(self, unit: OffloadedUnit, *_: object) -> None:
+        """Before each module's forward: the next one will need the units in this order."""
         if torch.is_grad_enabled() and unit not in self._seen:
             self._seen.append(unit)
-        self._wait(unit)
 
     def _wait(self, unit: OffloadedUnit) -> None:
         """Returns when the unit's weights are those of the last step, for what runs on the current stream."""
@@ -318,7 +317,6 @@ class OffloadEngine:
         """Makes further units resident as far as the peak of the first steps leaves room. Not on CPU ranks."""
         if self._device.type == "cpu":
             return  # device and host are one memory
-        self.flush()
         _, total = self._handle.mem_get_info(self._device)
         room = int(DEVICE_SHARE * total) - self._handle.max_memory_reserved(self._device)
         moved = []
@@ -326,13 +324,20 @@ class OffloadEngine:
             room -= self.state.device_bytes(unit)
             if room < 0:
                 break
+            moved.append(unit)
+        if moved:
+            self._move_to_device(moved)
+
+    @torch.no_grad()
+    def _move_to_device(self, units: Sequence[OffloadedUnit]) -> None:
+        """Makes units resident, with what they hold."""
+        self.flush()
+        for unit in units:
             self.state.move_to_device(unit)
             for slot in unit.slots:
                 slot.step = slot.step.to(self._device)
-            moved.append(unit)
-        if moved:
-            self._executors |= dict.fromkeys(moved, Resident(self.optimizer, moved, self._device))
-            self.on_moved()
+        self._executors |= dict.fromkeys(units, Resident(self.optimizer, units, self._device))
+        self.on_moved()
 
 
 class _Clip:
@@ -352,7 +357,7 @@ class _Clip:
         self.scale = 1.0
 
     def decide(self) -> None:
-        if self._event is not None:
+        if self._event is not None:  # as torch.cpu's streams return
             self._event.synchronize()
         norm, self.scale = self._both.tolist()
         self.skip = not math.isfinite(norm)

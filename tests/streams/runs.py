@@ -1,0 +1,212 @@
+"""Short training runs under the checker, on ranks that are not there: rank 0 of a fake process group.
+
+A fake collective copies this rank's own part, so the numbers are those of ranks that are all alike. FSDP2 goes the way
+that it goes over NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import offload_loops
+import torch
+import torch.distributed as dist
+from offload_loops import Case, learning_rate, loss_of, make_model, ordinary, prepare, slow_down
+from streams.happens_before import Checker, Race
+from streams.simulated import watched_by
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from toolkit import ranks
+from toolkit.checkpoint import state
+from toolkit.sharding import Checkpointing, OffloadSettings
+from toolkit.sharding.shards import local_tensor
+
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run does.
+
+    Attributes:
+        executor: None: no offload. `plain`: FSDP2 written out with torch alone.
+        num_layers: of the model.
+        num_ranks: of the fake group, two on each host; hybrid shards over a host's.
+        also: a word of `BEFORE_STEP` or `AFTER_STEP`.
+        delay: seconds that every unit's step takes longer.
+    """
+
+    case: Case = field(default_factory=Case)
+    executor: str | None = "cpu_torch"
+    device_state_gib: float = 0.0
+    during_backward: bool = False
+    num_layers: int = 3
+    num_ranks: int = 2
+    offload_inputs: bool = False
+    also: str | None = None
+    delay: float = 0.0
+
+    def __str__(self) -> str:
+        plain = Run()
+        told = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(plain, name)]
+        return ", ".join(told) or "default"
+
+
+@dataclass
+class Loop:
+    """The parts of a training loop.
+
+    Attributes:
+        kept: the state of model and optimizer before the first step, copied.
+        threads: that it has begun.
+    """
+
+    run: Run
+    accelerator: Any
+    model: Any
+    optimizer: Any
+    kept: tuple[Any, Any]
+    threads: list[threading.Thread]
+
+    @property
+    def engine(self) -> Any:
+        return self.accelerator.state.fsdp_plugin.engine
+
+
+def races_of(run: Run) -> Counter[Race]:
+    with fake_ranks(run.num_ranks):
+        with mock.patch.object(offload_loops, "LAYERS", run.num_layers):
+            model = make_model(run.case)  # before the checker looks: it lies on the device
+        checker = Checker()
+        with watched_by(checker):
+            _plain(run, model) if run.executor == "plain" else _train(run, model)
+    return checker.races
+
+
+@contextmanager
+def fake_ranks(num_ranks: int) -> Iterator[None]:
+    """Rank 0 of a process group of this process alone."""
+    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(min(num_ranks, 2))}
+    told |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # Accelerate asks for it, and the group needs none
+    with mock.patch.dict(os.environ, told):
+        dist.init_process_group("fake", rank=0, world_size=num_ranks)
+        try:
+            with mock.patch.object(ranks, "_gloo_group", return_value=dist.group.WORLD):
+                yield
+        finally:
+            dist.destroy_process_group()
+
+
+def _plain(run: Run, model: nn.Module) -> None:
+    with mock.patch.multiple(offload_loops, make_model=lambda case: model, STEPS=STEPS):
+        ordinary(run.case)
+
+
+def _train(run: Run, model: nn.Module) -> None:
+    loop = _prepare(run, model)
+    for step in range(STEPS):
+        _step(loop, step)
+        if run.also in AFTER_STEP:
+            AFTER_STEP[run.also](loop)
+    for thread in loop.threads:
+        thread.join()
+    engine = loop.engine
+    if engine is not None:
+        loop.accelerator.state.fsdp_plugin.close()
+        engine.flush()  # nothing is left to wait for
+
+
+def _prepare(run: Run, model: nn.Module) -> Loop:
+    offload: Any = "none"
+    if run.executor is not None:
+        offload = OffloadSettings(run.executor, run.device_state_gib, 1, run.during_backward)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"shard_size": 2} if run.case.strategy == "hybrid" else {}
+    if run.offload_inputs:
+        settings["checkpointing"] = Checkpointing(1, offload=True)
+    accelerator, model, optimizer = prepare(run.case, offload, model, **settings)
+    if run.delay:
+        slow_down(model, run.delay)
+    kept = _copied((model.state_dict(), optimizer.state_dict()))
+    return Loop(run, accelerator, model, optimizer, kept, [])
+
+
+def _step(loop: Loop, step: int) -> None:
+    case, accelerator, optimizer = loop.run.case, loop.accelerator, loop.optimizer
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(case, step)
+    for micro in range(case.accumulation):
+        with accelerator.accumulate(loop.model):
+            accelerator.backward(loss_of(loop.model, case, step, micro))
+            if loop.run.also in BEFORE_STEP:
+                BEFORE_STEP[loop.run.also](loop)
+            if accelerator.sync_gradients and case.max_norm is not None:
+                norm = accelerator.clip_grad_norm_(loop.model.parameters(), case.max_norm)
+                assert norm.isfinite(), "a step that is skipped shows nothing"
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@torch.no_grad()
+def _look(loop: Loop) -> None:
+    loop.model.eval()
+    loss_of(loop.model, loop.run.case, 1000, 0)
+    loop.model.train()
+
+
+def _discard(loop: Loop) -> None:
+    """Drops the gradients and goes through the same rows again."""
+    loop.optimizer.zero_grad()
+    loop.accelerator.backward(loss_of(loop.model, loop.run.case, 0, 0))
+
+
+def _save(loop: Loop) -> None:
+    """As an asynchronous checkpoint does: a copy, read by a thread while training goes on."""
+    tensors = state.host_copy(state.named_tensors(loop.accelerator.unwrap_model(loop.model), loop.optimizer.optimizer))
+    loop.threads.append(threading.Thread(target=lambda: [local_tensor(each).sum() for each in tensors.values()]))
+    loop.threads[-1].start()
+
+
+def _read_optimizer(loop: Loop) -> None:
+    _copied(loop.optimizer.state_dict())
+
+
+def _copied(values: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.clone, values)
+
+
+def _load_model(loop: Loop) -> None:
+    loop.model.load_state_dict(loop.kept[0])
+
+
+def _load_optimizer(loop: Loop) -> None:
+    loop.optimizer.load_state_dict(loop.kept[1])
+
+
+def _move(loop: Loop) -> None:
+    """What `device_state_gib: auto` does on a device, after the first steps."""
+    if loop.engine.state.hosted:
+        loop.engine._move_to_device(loop.engine.state.hosted[:2])
+
+
+def _unshard(loop: Loop) -> None:
+    loop.model.unshard()
+
+
+BEFORE_STEP = {"look": _look, "discard": _discard}
+AFTER_STEP = {
+    "evaluate": _look,
+    "save": _save,
+    "read the optimizer": _read_optimizer,
+    "load the model": _load_model,
+    "load the optimizer": _load_optimizer,
+    "move": _move,
+    "unshard": _unshard,
+}

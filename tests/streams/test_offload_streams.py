@@ -1,0 +1,208 @@
+"""No run with offload has a race between streams or threads; and each wait, hold and event of it is needed.
+
+Runs of plain FSDP2, and of the toolkit without offload, are the control. `MUTATIONS` takes the waits, holds and events
+of the offload engine away in turn, each in a run in which that is found.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from offload_loops import Case
+from ranks import alone, run_on_ranks
+from streams.mutations import Mutation, mutated
+from streams.runs import Run, races_of
+
+import toolkit.sharding.offload
+
+EXECUTORS = {
+    "cpu_torch": Run(),
+    "cpu_fused": Run(executor="cpu_fused"),
+    "device_stream": Run(executor="device_stream"),
+    "resident": Run(device_state_gib=1.0),
+    "some resident": Run(device_state_gib=0.0006),
+}
+
+UNCLIPPED = Case(max_norm=None)
+
+WAYS = {
+    "plain": Run(),
+    "untied": Run(Case(tied=False)),
+    "accumulation": Run(Case(accumulation=3)),
+    "during backward": Run(UNCLIPPED, during_backward=True),
+    "zero1": Run(Case(strategy="zero1", accumulation=2)),
+    "zero2": Run(Case(strategy="zero2", accumulation=2)),
+    "hybrid": Run(Case(strategy="hybrid", accumulation=2), num_ranks=4),
+    "one rank": Run(Case(accumulation=2), num_ranks=1),
+    "prefetch": Run(Case(prefetch=True, tied=False)),
+    "checkpointing": Run(Case(checkpointing=True)),
+    "checkpointing with prefetch": Run(Case(checkpointing=True, prefetch=True)),
+    "offloaded inputs": Run(offload_inputs=True),
+    "lora": Run(Case(lora=True)),
+    "frozen": Run(Case(freeze="mlp")),
+    "unused parameters": Run(Case(unused=True, accumulation=2)),
+    "unused units": Run(Case(partly=True, accumulation=2, tied=False)),
+    "two forwards": Run(Case(forwards=2, tied=False)),
+    "float32": Run(Case(precision="no")),
+    "evaluation": Run(also="evaluate"),
+    "evaluation before the step": Run(UNCLIPPED, also="look"),
+    "checkpoint": Run(also="save"),
+    "optimizer's state": Run(also="read the optimizer"),
+    "loaded model": Run(also="load the model"),
+    "loaded optimizer": Run(also="load the optimizer"),
+    "dropped gradients": Run(num_layers=1, also="discard"),
+    "moved to the device": Run(also="move"),
+    "unshard": Run(num_ranks=1, also="unshard"),
+    "slow worker": Run(delay=0.005),
+}
+
+CONTROLS = {
+    "plain FSDP2": Run(Case(tied=False), "plain"),
+    "plain FSDP2, accumulation": Run(Case(accumulation=2), "plain"),
+    "plain FSDP2, prefetch": Run(Case(prefetch=True, checkpointing=True), "plain"),
+    "plain FSDP2, evaluation": Run(Case(evaluate=True), "plain"),
+    "no offload": Run(Case(accumulation=2), None),
+    "no offload, zero2": Run(Case(strategy="zero2", accumulation=2), None, also="look"),
+    "no offload, hybrid": Run(Case(strategy="hybrid", accumulation=2), None, num_ranks=4),
+    "no offload, offloaded inputs": Run(executor=None, offload_inputs=True, also="save"),
+}
+
+ALL = {
+    f"{way}, {name}": replace(run, executor=by.executor, device_state_gib=by.device_state_gib)
+    for way, run in WAYS.items()
+    for name, by in EXECUTORS.items()
+}
+
+DEALT = [f"{way}, {list(EXECUTORS)[i % len(EXECUTORS)]}" for i, way in enumerate(WAYS)]
+"""Each way with one executor; the others are slow."""
+
+DEVICE_STREAM = EXECUTORS["device_stream"]
+
+MUTATIONS = [
+    # FSDP2 gives the memory of a reduced gradient to the next reduce-scatter.
+    (
+        ALL["accumulation, cpu_torch"],
+        Mutation(
+            "capture.Capture._drop",
+            "reduce_again_after(self._reduced.modules[0], self._handle.current_stream().record_event())",
+        ),
+    ),
+    # A gradient's copy to the host: after the reduction, before its memory is freed, before the step reads it.
+    (Run(), Mutation("capture.Capture._land", "self._stream.wait_event(self._handle.current_stream().record_event())")),
+    (Run(), Mutation("capture.Capture._land", "unit.leaving = flat")),
+    (Run(), Mutation("capture.Capture._land", "unit.landed = self._stream.record_event()")),
+    (WAYS["dropped gradients"], Mutation("capture.Capture._land", "if unit.leaving is not None:", "if False:")),
+    (WAYS["untied"], Mutation("capture.wait_for_landing", "unit.landed.synchronize()")),
+    (WAYS["two forwards"], Mutation("capture.Capture._add", "wait_for_landing(unit)")),
+    (Run(), Mutation("engine.OffloadEngine._run", "wait_for_landing(unit)")),
+    # The norm, before the worker reads it.
+    (Run(), Mutation("engine._Clip.decide", "self._event.synchronize()")),
+    # New weights: after the last reading of the old, before the next.
+    (WAYS["evaluation before the step"], Mutation("engine.OffloadEngine._run", "stream.wait_event(after)")),
+    (Run(), Mutation("engine.OffloadEngine._run", "unit.arrived = stream.record_event()")),
+    (Run(), Mutation("engine.OffloadEngine._wait", "self._handle.current_stream().wait_event(unit.arrived)")),
+    (
+        WAYS["checkpoint"],
+        Mutation("engine.OffloadEngine._wait", "while not unit.published.wait(CHECK_SECONDS):", "while False:"),
+    ),
+    (Run(), Mutation("engine.before_reading_shards", "module.set_custom_all_gather(_AllGather(wait))")),
+    (WAYS["one rank"], Mutation("engine.before_reading_shards", "before_copying_shards(module, wait)")),
+    (WAYS["unshard"], Mutation("engine.before_reading_shards", "before_copying_shards(module, wait)")),
+    # Buffers that are used in turn.
+    (Run(), Mutation("executors.Staging.take", "event.synchronize()")),
+    (EXECUTORS["cpu_fused"], Mutation("executors.Staging.take", "event.synchronize()")),
+    (Run(), Mutation("executors._Staged.sent", "self._staging.sent(event)")),
+    (Run(), Mutation("engine.OffloadEngine._run", "executor.sent(unit.arrived)")),
+    (DEVICE_STREAM, Mutation("executors.DeviceStream._flats", "self._buffers[self._lane[unit]]", "self._buffers[0]")),
+    # Whoever reads or writes the state from outside.
+    (WAYS["checkpoint"], Mutation("engine.OffloadEngine.flush", "self._wait(unit)")),
+    (replace(DEVICE_STREAM, also="save"), Mutation("engine.OffloadEngine.flush", "unit.arrived.synchronize()")),
+    (
+        WAYS["checkpoint"],
+        Mutation("facade._connect_model", "model.register_state_dict_pre_hook(lambda *_: engine.flush())"),
+    ),
+    (WAYS["loaded model"], Mutation("facade._connect_model", "engine.flush()\n        for", "for")),
+    (
+        WAYS["optimizer's state"],
+        Mutation("facade._connect_optimizer", "optimizer.register_state_dict_pre_hook(lambda _: engine.flush())"),
+    ),
+    (WAYS["loaded optimizer"], Mutation("facade._connect_optimizer", "engine.flush()\n        _load", "_load")),
+    (WAYS["moved to the device"], Mutation("engine.OffloadEngine._move_to_device", "self.flush()")),
+    # The end.
+    (WAYS["slow worker"], Mutation("engine.OffloadEngine.close", "self._worker.close()")),
+    (Run(), Mutation("engine.OffloadEngine.close", "self._handle.synchronize()")),
+    # FSDP2's own: that the checker finds them says that it sees what FSDP2 does.
+    (CONTROLS["plain FSDP2"], Mutation("fsdp2.foreach_reduce", "reduce_scatter_stream.wait_stream(current_stream)")),
+    (
+        CONTROLS["plain FSDP2"],
+        Mutation("fsdp2.foreach_all_gather", "all_gather_stream.wait_stream(all_gather_copy_in_stream)"),
+    ),
+]
+
+ORDERS_NOTHING = {
+    "wait_for_landing(self._in_flight.popleft())": "bounds how many gradients wait on the device",
+    "getattr(torch, device.type).synchronize()": "of the probe, for the clock",
+}
+"""Waits whose removal lets nothing race, and what they are for."""
+
+WAIT = re.compile(
+    r"\.(wait_event|wait_stream|synchronize|wait|wait_for_unshard|flush|_wait|sent)\(\w*|^\s*wait_for_landing\("
+    r"|\.leaving = (?!None)|\.close\(\)$|reduce_again_after\("
+)
+
+
+@alone
+def found_in(runs: dict[str, tuple[Run, Mutation | None]]) -> dict[str, list[str]]:
+    """The races of each run, in words."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    found = {}
+    for name, (run, mutation) in runs.items():
+        with mutated(mutation) if mutation is not None else nullcontext():
+            found[name] = [f"{count} x {race}" for race, count in races_of(run).items()]
+    return found
+
+
+def together(runs: dict[str, tuple[Run, Mutation | None]]) -> dict[str, list[str]]:
+    (found,) = run_on_ranks(found_in, 1, runs, seconds=900)
+    return found
+
+
+CLEAN = {name: (run, None) for name, run in (CONTROLS | {name: ALL[name] for name in DEALT}).items()}
+CHANGED = {f"{mutation} ({run})": (run, mutation) for run, mutation in MUTATIONS}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    return together(CLEAN | CHANGED)
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_nothing_races(found: dict[str, list[str]], name: str) -> None:
+    assert found[name] == []
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_every_wait_hold_and_event_is_needed(found: dict[str, list[str]], name: str) -> None:
+    assert found[name] != []
+
+
+@pytest.mark.slow
+def test_nothing_races_whichever_executor_steps() -> None:
+    found = together({name: (run, None) for name, run in ALL.items()})
+    assert {name: races for name, races in found.items() if races} == {}
+
+
+def test_every_wait_in_the_source_has_a_mutation() -> None:
+    """Or is known to order nothing."""
+    taken = [mutation.old for _, mutation in MUTATIONS] + list(ORDERS_NOTHING)
+    folder = Path(toolkit.sharding.offload.__file__).parent
+    lines = [
+        line.strip() for path in folder.glob("*.py") for line in path.read_text().splitlines() if WAIT.search(line)
+    ]
+    assert len(lines) > 15
+    assert [line for line in lines if not any(part in line or line in part for part in taken)] == []
