@@ -9,7 +9,6 @@ import itertools
 import os
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -282,18 +281,6 @@ def slow_down(model: nn.Module, seconds: float) -> None:
             return step(unit_step)
 
         executor.step = late  # type: ignore[method-assign]
-
-
-@contextmanager
-def without_the_gate() -> Any:
-    """The schedule without its wait before the shards are read."""
-    from toolkit.sharding.offload import engine
-
-    gate, engine.before_reading_shards = engine.before_reading_shards, lambda module, wait: None
-    try:
-        yield
-    finally:
-        engine.before_reading_shards = gate
 
 
 def differences(found: Found, expected: Found) -> list[str]:

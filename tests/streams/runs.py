@@ -66,6 +66,7 @@ class Loop:
 
     Attributes:
         kept: the state of model and optimizer before the first step, copied.
+        norms: of every clipping.
         threads: that it has begun.
     """
 
@@ -74,20 +75,27 @@ class Loop:
     model: Any
     optimizer: Any
     kept: tuple[Any, Any]
-    threads: list[threading.Thread]
+    norms: list[torch.Tensor] = field(default_factory=list)
+    threads: list[threading.Thread] = field(default_factory=list)
 
     @property
     def engine(self) -> Any:
         return self.accelerator.state.fsdp_plugin.engine
 
 
-def races_of(run: Run) -> Counter[Race]:
+def races_of(run: Run, is_changed: bool = False) -> Counter[Race]:
+    """The races of a run.
+
+    Args:
+        is_changed: by a mutation, which may leave other numbers; otherwise every step is taken, or nothing is shown.
+    """
     with fake_ranks(run.num_ranks):
         with mock.patch.object(offload_loops, "LAYERS", run.num_layers):
             model = make_model(run.case)  # before the checker looks: it lies on the device
         checker = Checker()
         with watched_by(checker):
-            _plain(run, model) if run.executor == "plain" else _train(run, model)
+            norms = _plain(run, model) if run.executor == "plain" else _train(run, model)
+    assert is_changed or all(norm.isfinite() for norm in norms)
     return checker.races
 
 
@@ -105,12 +113,12 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _plain(run: Run, model: nn.Module) -> None:
+def _plain(run: Run, model: nn.Module) -> list[torch.Tensor]:
     with mock.patch.multiple(offload_loops, make_model=lambda case: model, STEPS=STEPS):
-        ordinary(run.case)
+        return [torch.tensor(norm) for norm in ordinary(run.case).norms]
 
 
-def _train(run: Run, model: nn.Module) -> None:
+def _train(run: Run, model: nn.Module) -> list[torch.Tensor]:
     loop = _prepare(run, model)
     for step in range(STEPS):
         _step(loop, step)
@@ -122,6 +130,7 @@ def _train(run: Run, model: nn.Module) -> None:
     if engine is not None:
         loop.accelerator.state.fsdp_plugin.close()
         engine.flush()  # nothing is left to wait for
+    return loop.norms
 
 
 def _prepare(run: Run, model: nn.Module) -> Loop:
@@ -135,7 +144,7 @@ def _prepare(run: Run, model: nn.Module) -> Loop:
     if run.delay:
         slow_down(model, run.delay)
     kept = _copied((model.state_dict(), optimizer.state_dict()))
-    return Loop(run, accelerator, model, optimizer, kept, [])
+    return Loop(run, accelerator, model, optimizer, kept)
 
 
 def _step(loop: Loop, step: int) -> None:
@@ -148,8 +157,7 @@ def _step(loop: Loop, step: int) -> None:
             if loop.run.also in BEFORE_STEP:
                 BEFORE_STEP[loop.run.also](loop)
             if accelerator.sync_gradients and case.max_norm is not None:
-                norm = accelerator.clip_grad_norm_(loop.model.parameters(), case.max_norm)
-                assert norm.isfinite(), "a step that is skipped shows nothing"
+                loop.norms.append(accelerator.clip_grad_norm_(loop.model.parameters(), case.max_norm))
             optimizer.step()
             optimizer.zero_grad()
 

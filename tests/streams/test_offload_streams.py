@@ -162,8 +162,12 @@ def found_in(runs: dict[str, tuple[Run, Mutation | None]]) -> dict[str, list[str
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     found = {}
     for name, (run, mutation) in runs.items():
-        with mutated(mutation) if mutation is not None else nullcontext():
-            found[name] = [f"{count} x {race}" for race, count in races_of(run).items()]
+        try:
+            with mutated(mutation) if mutation is not None else nullcontext():
+                found[name] = [f"{count} x {race}" for race, count in races_of(run, mutation is not None).items()]
+        except Exception as error:
+            error.add_note(name)
+            raise
     return found
 
 
