@@ -80,8 +80,10 @@ def load_recipe(arguments: Sequence[str] | None, option: str | None) -> Recipe:
     return recipe
 
 
-def parse_dtype(text: str) -> str:
-    """torch's name of a type. Raises BadInputError that lists the names."""
+def parse_dtype(text: str, *others: str) -> str:
+    """torch's name of a type, or one of `others` as it is. Raises BadInputError that lists the names."""
+    if text in others:
+        return text
     if text not in DTYPES:
-        raise BadInputError(f"--dtype: unknown {text!r}; allowed: {', '.join(DTYPES)}")
+        raise BadInputError(f"--dtype: unknown {text!r}; allowed: {', '.join((*others, *DTYPES))}")
     return DTYPES[text]

@@ -78,7 +78,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         batch_size=batch_size,
-        dtype=dtype if dtype == "auto" else parse_dtype(dtype),
+        dtype=parse_dtype(dtype, "auto"),
         device=device,
     )
     run(options)

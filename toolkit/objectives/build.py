@@ -26,7 +26,7 @@ def build_objective(
     """
     if section.kind == "preference":
         given = {key: getattr(section, key) for key in ("beta", "label_smoothing", "gamma", "odds_weight")}
-        return Preference(model, LOSSES[section.preference_loss], given, packed)
+        return Preference(model, LOSSES[section.preference_loss], given)
     if label_counts is None:
         return CausalLM(model, packed)
     return SequenceClassification(model, len(label_counts), _class_weights(section, label_counts))

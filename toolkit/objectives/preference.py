@@ -26,10 +26,11 @@ class Preference:
 
     unit = "pairs"
 
-    def __init__(self, model: nn.Module, loss: Loss, settings: Mapping[str, float | None], packed: bool) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, settings: Mapping[str, float | None]) -> None:
         self.loss = loss
         self._settings = settings
-        self._causal = CausalLM(model, packed)
+        # The completions of a pair share a row, whether pairs share one or not.
+        self._causal = CausalLM(model, packed=True)
         self._adapted = model if isinstance(model, peft.PeftModel) else None
 
     @property

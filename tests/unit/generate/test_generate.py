@@ -516,7 +516,7 @@ def test_adapters_that_cannot_be_used(
         ("--prompt a --temperature -1", ["--temperature: -1.0 is out of range"]),
         ("--prompt a --temperature nan", ["--temperature: nan is out of range"]),
         ("--prompt a --top-p 0 --seed -1", ["--top-p: 0.0 is out of range", "--seed: -1 is out of range"]),
-        ("--prompt a --dtype int8", ["--dtype: unknown 'int8'; allowed: auto, float32, bfloat16, float16"]),
+        ("--prompt a --dtype int8", ["--dtype: unknown 'int8'; allowed: auto, float32, bfloat16, bf16, float16, fp16"]),
         ("--prompt a --device tpu", ["--device: unknown 'tpu'; allowed: auto, cpu, cuda"]),
         ("--prompt= --system=", ["--prompt: is empty", "--system: is empty"]),
         ("--prompt \udcff", ["--prompt: is no text in UTF-8"]),

@@ -267,7 +267,7 @@ def test_log_probabilities_of_documents(name: str) -> None:
     batch["segments"] = torch.tensor([[0] * 7 + [1] * 13, [2] * 10 + [3] * 10, [4] * 5 + [5] * 12 + [-1] * 3])
     batch["reference"] = torch.full((3, 2), math.nan)  # three pairs
     factors = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.1, 0.7])
-    objective = Preference(model, LOSSES["simpo"], {}, packed=False)
+    objective = Preference(model, LOSSES["simpo"], {})
     sums, counts = objective.log_probabilities(model, batch)
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits.log_softmax(-1)
     expected, number = [torch.zeros(()) for _ in range(6)], [0] * 6

@@ -155,7 +155,7 @@ def test_preferences_have_one_meeting_a_step() -> None:
     model = llama("sdpa")
     segments = torch.cat([torch.zeros(5), torch.ones(11)]).long() + 2 * torch.arange(3)[:, None]
     window = texts(segments=segments, reference=torch.zeros(3, 2))
-    objective = Preference(model, LOSSES["dpo"], {}, packed=True)
+    objective = Preference(model, LOSSES["dpo"], {})
     assert meetings_of_a_step(model, objective, window) == {"tolist": 1}
 
 
