@@ -32,7 +32,7 @@ from toolkit.sharding.offload.host import Slabs
 from toolkit.sharding.offload.kernel import AdamWKernel
 from toolkit.sharding.offload.units import OffloadedUnit
 
-FACTORIES = ("empty", "zeros", "tensor")
+FACTORIES = ("empty", "full", "tensor", "zeros")
 
 
 @contextmanager
