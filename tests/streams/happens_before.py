@@ -164,7 +164,6 @@ class Event:
     def synchronize(self) -> None:
         with self._checker.lock:
             self._checker.thread().join(self.clock)
-            self._checker.meetings[f"{_place(sys._getframe(1))} {self._checker.thread().name}"] += 1
 
 
 class Checker:
@@ -172,14 +171,11 @@ class Checker:
 
     Attributes:
         races: how often each was found.
-        num_operators: seen so far.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.races: Counter[Race] = Counter()
-        self.num_operators = 0
-        self.meetings: Counter[str] = Counter()
         self.default = Stream(self, "the default stream")
         self._streams = [self.default]
         self._memories: dict[int, Memory] = {}
@@ -237,7 +233,6 @@ class Checker:
             self._work(self.thread(), reads, writes, what)
 
     def _work(self, timeline: Timeline, reads: Iterable[Any], writes: Iterable[Any], what: str) -> None:
-        self.num_operators += 1
         access = Access(timeline, timeline.begin(), f"{what} {_place(sys._getframe(2))} on {timeline.name}")
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
