@@ -56,6 +56,7 @@ def export_checkpoint(
     config = AutoConfig.from_pretrained(run / MODEL_FILES)
     tokenizer = AutoTokenizer.from_pretrained(run / MODEL_FILES)
     model = _empty_model(config, manifest)
+    # Written beside its place and renamed: what is cut off is never taken for a model.
     unfinished = to.with_name(f".{to.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -113,8 +114,10 @@ def _difference(folder: Path, manifest: Manifest, config: object, export: Path, 
     """Of the logits between the checkpoint's own tensors and the reloaded export, on arbitrary tokens."""
     model: PreTrainedModel = auto_class(config).from_config(config)
     state = dict(read_whole(folder, manifest, max_bytes=2**62))
+    # Not strict: tied weights are in a checkpoint once.
     model.load_state_dict(state, strict=False)
     model.tie_weights()
+    # In the exported type, so that its rounding is no difference.
     model = model.to(dtype).eval()
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     tokens = torch.randint(0, vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))

@@ -117,9 +117,12 @@ def gather_on_rank_zero(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor if ranks.rank() == 0 else None
     group = shard_group(tensor)
     size = dist.get_world_size(group)
+    # With offload the shards are on the host, and NCCL gathers on the device.
     local = tensor.to_local().to(tensor.device_mesh.device_type)
+    # The last shards can have fewer rows, and gather wants equal shapes.
     padded = local.new_zeros((shard_chunk(tensor), *tensor.shape[1:]))
     padded[: local.shape[0]] = local
+    # With replicas every shard group gathers; only the one of rank 0 is kept below.
     first = dist.get_rank(group) == 0
     parts = [torch.empty_like(padded) for _ in range(size)] if first else None
     dist.gather(padded, parts, group=group, group_dst=0)
@@ -157,6 +160,7 @@ def write_weights(
 
 
 def _write_file(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> list[str]:
+    # The final name holds the number of files, which is known at the end only.
     save_file(tensors, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
     return list(tensors)
 
@@ -179,6 +183,7 @@ def write_configuration(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
 ) -> None:
     """What belongs to the weights: configuration, generation settings, tokenizer."""
+    # The configuration belongs to the live model, which is still verified in its own type.
     dtype_before = model.config.dtype
     model.config.dtype = dtype
     model.config.save_pretrained(folder)
@@ -244,6 +249,7 @@ def verify(
 
 def require_close(difference: float, tolerance: float) -> None:
     """Raises ExportError where the logits of an export differ by more than the tolerance."""
+    # Written this way round, NaN is refused, too.
     if not difference <= tolerance:
         raise ExportError(
             f"the exported folder gives other logits than the trained model: they differ by {difference:.1e} of the "
@@ -253,6 +259,7 @@ def require_close(difference: float, tolerance: float) -> None:
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference, as a share of the largest element of `b`."""
+    # Logits that are all zero would divide by zero.
     return ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
 
 
@@ -261,7 +268,9 @@ def sample_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, seed: int
 ) -> str:
     """A continuation of `prompt`, drawn at temperature 0.8 from the 95 % most likely tokens."""
+    # `generate` refuses arguments that the model does not take, as token types of a causal model.
     encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    # Forked: the sample must not move the run's own generators.
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         tokens = model.generate(

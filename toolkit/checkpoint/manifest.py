@@ -30,6 +30,7 @@ MANIFEST = "manifest.json"
 COMPLETE = "COMPLETE"
 METRICS = "metrics.jsonl"
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
+# No separator and no leading dot, so that a name stays in its folder.
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CHUNK_BYTES = 2**22
 
@@ -87,6 +88,7 @@ class Manifest:
         if values["format"] != FORMAT:
             raise ValueError(f"format {values['format']}, but this version reads {FORMAT}")
         files = {name: FileEntry(**entry) for name, entry in values.pop("files").items()}
+        # Fields that this version does not know are left out; each one that it needs must be there.
         return cls(**{key.name: values[key.name] for key in fields(cls) if key.name != "files"}, files=files)
 
 
@@ -111,6 +113,7 @@ def list_checkpoints(run: Path) -> list[Checkpoint]:
         match = STEP_FOLDER.fullmatch(folder.name)
         if match is not None and folder.is_dir():
             found.append(_read(folder, int(match[1])))
+    # By number: past eight digits the names no longer sort like their steps.
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
@@ -156,6 +159,7 @@ def _missing(folder: Path, manifest: Manifest) -> str | None:
     if there != manifest.files.keys():
         odd = sorted(there.symmetric_difference(manifest.files))
         return f"{odd[0]} is {'not named in' if odd[0] in there else 'missing, but named in'} {MANIFEST}"
+    # Sizes alone: checksums are compared when a checkpoint is loaded or verified (`check_files`).
     for name, entry in manifest.files.items():
         size = (folder / name).stat().st_size
         if size != entry.bytes:

@@ -65,6 +65,7 @@ def find(run: Path, resume: str, recipe: dict[str, Any]) -> tuple[Path, Manifest
     folder = _named(Path(resume).expanduser().resolve())
     manifest = read_checkpoint(folder)
     require_same_run(manifest.recipe, recipe, str(folder))
+    # Later checkpoints would be of weights that the new run never has, and be taken for its last.
     later = [c.folder.name for c in list_checkpoints(run) if c.problem is None and c.step > manifest.step]
     if later:
         raise BadInputError(
@@ -147,6 +148,7 @@ def load_tensors(folder: Path, manifest: Manifest, model: nn.Module, optimizer: 
         BadInputError: where the checkpoint's tensors are not theirs.
     """
     tensors = with_optimizer_state(model, optimizer)
+    # Types and shapes are compared before anything is read, for an error that names the tensor.
     problem = _misfit(manifest.tensors, described(tensors))
     if problem is not None:
         raise BadInputError(f"{str(folder)!r} is the checkpoint of another model or optimizer: {problem}")
@@ -157,6 +159,7 @@ def load_tensors(folder: Path, manifest: Manifest, model: nn.Module, optimizer: 
     put_back(model, optimizer, tensors)
     # With offload the tensors are the masters on the host; this makes the device's weights of them.
     state = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
+    # Not strict: tied weights are there once, and of an adapted model only what is trained.
     model.load_state_dict(state, strict=False)
 
 

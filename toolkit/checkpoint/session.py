@@ -65,6 +65,7 @@ class RunCheckpoints:
 
     def save(self, trainer: Trainer, wait: bool = False) -> bool:
         """Saves the state after the trainer's last step, unless that is done; whether it is, as far as is known."""
+        # The last step of a run can be due by `every_steps`, too.
         if self._saved_step == trainer.global_step:
             return self._checkpointer.wait()
         self._saved_step = trainer.global_step
@@ -110,12 +111,14 @@ class RunCheckpoints:
             )
         reader.require_whole(folder, manifest)
         reader.load_tensors(folder, manifest, self._model, self._optimizer)
+        # The schedule has no state in the checkpoint: it follows from the steps, and waits in those that are skipped.
         for _ in range(manifest.step - manifest.trainer.get("skipped_steps", 0)):
             schedule.step()
         trainer.resume(manifest.trainer, manifest.samples, num_positions, manifest.stream)
         self._metrics.resume(ranks.on_first_rank(lambda: reader.read_records(folder)))
         if self._accelerator.scaler is not None and manifest.scaler is not None:
             self._accelerator.scaler.load_state_dict(manifest.scaler)
+        # The generators last: what comes before may draw from them (a DataLoader did, docs/log.md, Checkpoints).
         if manifest.world_size == ranks.world_size():
             restore_random_states(reader.read_random_states(folder))
         else:

@@ -73,6 +73,8 @@ def put_back(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[s
 
 def with_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """`named_tensors`, after the optimizer has made the tensors that it otherwise makes in its first step."""
+    # torch makes missing state by a step on zeros of its own. Taken for parameters that no rank used, these once
+    # cost every resumed run its moments (docs/log.md).
     get_optimizer_state_dict(model, optimizer)
     return named_tensors(model, optimizer)
 
@@ -83,6 +85,7 @@ def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    # A copy also where it is on the host already: the next step changes the live tensor.
     local = local_tensor(tensor).to("cpu", copy=True)
     return beside(tensor, local) if isinstance(tensor, DTensor) else local
 
@@ -108,6 +111,7 @@ def random_states() -> dict[str, Any]:
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
     }
     if torch.cuda.is_available():
+        # Of this rank's device alone; the other devices are other ranks'.
         states["cuda"] = _encoded(torch.cuda.get_rng_state())
     return states
 
@@ -123,6 +127,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def _encoded(state: torch.Tensor) -> str:
+    # Text, because it goes into JSON: nothing of a checkpoint is a pickle.
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 
 

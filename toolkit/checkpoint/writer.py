@@ -68,6 +68,7 @@ class Checkpointer:
         self._run = run
         self._settings = settings
         self._warn = warn
+        # A group of its own: the thread's collectives must not mix with those of training, and gloo needs no device.
         self._group = dist.new_group(backend="gloo", timeout=ranks.PATIENCE) if ranks.world_size() > 1 else None
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
@@ -80,6 +81,7 @@ class Checkpointer:
         """
         whole = self.wait()
         if self._settings.asynchronous and not wait:
+            # Copied before this returns: the next step changes the tensors, and adds to the records.
             job = replace(job, tensors=host_copy(job.tensors), records=list(job.records))
             self._thread = threading.Thread(
                 target=ranks.on_this_device(self._write), args=(job,), name="checkpoint", daemon=True
@@ -97,6 +99,7 @@ class Checkpointer:
         return self._report()
 
     def _report(self) -> bool:
+        # The writing thread only leaves its problem; it is told from here, where the metrics are written.
         problem, self._problem = self._problem, None
         if problem is not None:
             self._warn(problem)
@@ -113,6 +116,7 @@ class Checkpointer:
             files = {name: entry for found in entries for name, entry in found.items()}
             manifest = replace(job.manifest, files=files, tensors=described(job.tensors))
             self._together(lambda: self._publish(manifest, unfinished, folder) if ranks.rank() == 0 else None)
+        # Whatever it is, as a full disk: it costs one checkpoint, not the run.
         except Exception as error:
             self._problem = (
                 f"the checkpoint of step {job.manifest.step} was not saved: {first_line(error)}; "
@@ -136,10 +140,13 @@ class Checkpointer:
         sync(unfinished)
         if folder.exists():  # of a save that was interrupted between here and the marker, or of other weights
             shutil.rmtree(folder)
+        # Sync, rename, sync, mark: a crash at any point leaves a folder without a marker, which does not count.
         os.replace(unfinished, folder)
+        # The rename is in the parent folder's names, so these are synced, too.
         sync(folder.parent)
         write_synced(folder / COMPLETE, hashlib.sha256(text.encode()).hexdigest())
         sync(folder)
+        # Only now: until the marker is on the disk, the older ones are all that counts.
         for old in superseded(list_checkpoints(self._run), self._settings):
             remove(old.folder)
 
@@ -207,6 +214,7 @@ def _begin(unfinished: Path) -> None:
 
 def _finish_rank(job: Job, folder: Path) -> dict[str, FileEntry]:
     """Writes this rank's own files, reads its tensors back, and syncs all of it."""
+    # The storage writer counts ranks from 1.
     mine = sorted(folder.glob(f"shard-{ranks.rank() + 1:05d}-*.safetensors"))
     for path in mine:
         require_same(path, job.tensors)

@@ -16,13 +16,16 @@ def ahead(items: Iterator[T], name: str = "data") -> Generator[T, None, None]:
 
     Closed early, it waits for the item that is being made, and closes `items`.
     """
+    # One worker: `items` is a single iterator, which two threads may not advance at once.
     with ThreadPoolExecutor(1, name, initializer=ranks.on_this_device(lambda: None)) as thread:
         try:
             coming = thread.submit(next, items, None)
             while (item := coming.result()) is not None:
+                # Before the yield, so that the next item is made while the caller uses this one.
                 coming = thread.submit(next, items, None)
                 yield item
         finally:
+            # The thread first: a generator that is being advanced cannot be closed.
             thread.shutdown(wait=True)
             if hasattr(items, "close"):
                 items.close()

@@ -66,6 +66,7 @@ def build(
 def _streamed(builder: Builder, prepared: TokenisedData) -> TokenisedData:
     """With a stream to train on, whose first window is read now."""
     found: list[tuple[Stream, Window]] = []
+    # Digests, not numbers: held-out rows come from sources of their own, which are numbered apart.
     rows = getattr(prepared.validation, "rows", None)
     held_out = frozenset(rows.column("digest").tolist()) if isinstance(rows, Rows) else frozenset()
     ranks.on_every_rank(lambda: found.append(builder.first_window(held_out)), "read data.train")
@@ -74,6 +75,7 @@ def _streamed(builder: Builder, prepared: TokenisedData) -> TokenisedData:
         prepared,
         train=first.samples,
         report=describe_stream(prepared.report, stream, first.samples, builder.tokenizer),
+        # Streamed rows are not read beforehand: names and sizes of their files stand for their content.
         fingerprint=digest(prepared.fingerprint, builder.glimpse()),
         stream=stream,
     )
@@ -115,6 +117,7 @@ class Builder:
         )
         folders = [[named["folder"] for named in part] for part in (train, validation)]
         weights = [source.weight for source in self.data.train]
+        # Here the seed only chooses what is held out. Without that, every seed finds the same samples in the cache.
         seed = self.seed if self.data.validation_fraction is not None else None
         # A run goes on with files that were moved: where they lie decides how rows are named, not what is learned.
         fingerprint = digest("samples", folders, weights, fields, seed, self.objective.model_dump())
@@ -133,6 +136,8 @@ class Builder:
 
     def _tokenised_source(self, section: SourceSection, field: str, names: dict[str, str]) -> Named:
         source = open_source(section, field)
+        # max_length is not part of the key: another length needs no tokenising. Texts to classify are the exception,
+        # which the tokenizer itself cuts.
         layout = recognise(source, self.data.columns, self.objective.kind)
         encoder = self._encoder(source, layout.kind)
         key = digest(
@@ -165,7 +170,9 @@ class Builder:
                 f"data.add_bos has no effect on {source.name!r}, which holds conversations: the chat template says how "
                 "they begin; remove it"
             )
+        # Only the tokenizer can cut a text and keep the special tokens that a classifier expects around it.
         cut = self.data.max_length if self.classification and self.data.long_rows == "truncate" else None
+        # Both sides of a pair are the same up to the last turn (see pairs.py), so only that is compared.
         targets = "last_turn" if self.preference else self.targets
         return Encoder(self.tokenizer, targets, self.objective.kind, cut, bos_of(self.tokenizer, self.data.add_bos))
 
@@ -174,10 +181,12 @@ class Builder:
         return Rows([read_documents(self.cache, *both) for both in zip(named, weights, strict=True)])
 
     def _write_samples(self, folder: Path, train: Rows, validation: Rows) -> None:
+        # A stream has no training rows here; then the held-out rows decide.
         policy = self._long_rows({source.layout for source in (train if train.sources else validation).sources})
         names = self._label_names(train) if self.classification else None
         kept_rows = self._select(train, "data.train", policy, names) if train.sources else None
         held_out = None
+        # After the selection, so that rows that cannot be used are never held out.
         if self.data.validation_fraction is not None and kept_rows is not None:
             kept_rows, held_out = hold_out(kept_rows, self.data.validation_fraction, self.seed)
         elif validation.sources:
@@ -186,6 +195,7 @@ class Builder:
         if kept_rows is not None:
             splits["train"] = self._write_split(folder / "train.npz", kept_rows, one_pass(kept_rows), policy, names)
         if held_out is not None:
+            # In plain order: weights mix what is trained on, and each held-out row is evaluated once.
             splits["validation"] = self._write_split(
                 folder / "validation.npz", held_out, held_out.kept, policy, names, kept_rows
             )
@@ -210,6 +220,7 @@ class Builder:
     def _report(self, policy: str, splits: dict[str, SplitReport], train: Selection | None) -> DataReport:
         own = "the tokenizer's own" if getattr(self.tokenizer, "chat_template", None) else None
         warnings = reports.warnings(splits)
+        # A classifier writes nothing, so it needs no token to stop at.
         if train is not None and not self.classification:
             warnings += reports.unclosed(self.tokenizer, train.rows, train.kept)
         examples = {}
@@ -233,6 +244,7 @@ class Builder:
         if self.objective.labels is not None:
             return list(self.objective.labels)
         named = [source.label_names for source in train.sources if source.label_names]
+        # Where sources name their numbers differently, one number would mean two classes: the rows' names decide.
         if named and len(named) == len(train.sources) and all(names == named[0] for names in named):
             return named[0]
         found = {label for source in train.sources for label in source.table.column("label").unique().to_pylist()}
@@ -293,6 +305,7 @@ class Builder:
         sample_of = best_fit(pieces.lengths(), max_length) if self.packed else np.arange(len(pieces))
         in_order, ends = by_sample(pieces, sample_of)
         np.savez(file, row=in_order.row, start=in_order.start, stop=in_order.stop, ends=ends)
+        # Padded, it is not known yet: padding depends on which rows meet in a batch.
         fill = float(pieces.lengths().sum() / (len(ends) * max_length)) if self.packed else None
         return {"samples": len(ends), "fill_rate": fill, "cut_tokens": cut_tokens}
 
@@ -309,6 +322,7 @@ class Builder:
             replace(open_source(section, "data.train", streaming=True), paths=names) for section in self.data.train
         ]
         sources = [(source, recognise(source, self.data.columns, self.objective.kind)) for source in opened]
+        # Made for each source, because that checks it; what they encode is alike, and the stream takes the first.
         encoders = [self._encoder(source, layout.kind) for source, layout in sources]
         stream = Stream(
             sources,
@@ -321,6 +335,7 @@ class Builder:
             self.data.max_dropped_fraction,
             held_out,
         )
+        # Read now, so that data that cannot be used ends the run before its first step.
         first = next(stream.windows())
         return stream, first
 
@@ -339,7 +354,9 @@ class Builder:
         """What `write` has left in the cache."""
         kept_as = json.loads((folder / "documents.json").read_text(encoding="utf-8"))
         facts = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        # The weights have done their work: the order of a pass is in the files.
         train, validation = (self._rows(part, weighted=False) for part in kept_as["documents"])
+        # What validation_fraction holds out are rows of the training sources.
         held_out_rows = validation if validation.sources else train
         return TokenisedData(
             train=self._samples(folder / "train.npz", train),  # type: ignore[arg-type]  # a stream has its own

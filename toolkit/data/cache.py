@@ -35,6 +35,7 @@ def kept(folder: Path, write: Callable[[Path], None]) -> Path:
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside its final place: a rename is atomic only within one file system.
     unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
     try:
         write(unfinished)

@@ -76,6 +76,7 @@ def render(
     if not turns:
         raise RowProblem(NO_TURN)
     for i in turns:
+        # For its error: a call without a name is a bad row also where its turn is not learned.
         _called(messages[i])
     wanted = [i for i in (turns[-1:] if targets == "last_turn" else turns) if i not in unlearned]
     if not wanted:
@@ -121,7 +122,10 @@ class _Conversation:
         self.tools = tools or None  # templates ask `tools is not none`: an empty list would be announced
         self.special = _special_tokens(tokenizer)
         self.text = self._render(messages, prompt=False)
+        # Messages count too: a template can leave words out of the whole text and write them in a part of it.
         self.mark = _absent_mark(f"{messages} {self.text}")
+        # Rendering is the cost: with this, two for each assistant turn, one of the whole and one that checks it.
+        # Where marks are needed it is 2 n + 2, and a conversation of 800 messages takes 3 s (docs/log.md).
         self._beginnings: dict[tuple[int, bool], str | None] = {(len(messages), False): self.text}
 
     def _render(self, messages: list[Message], prompt: bool) -> str:
@@ -202,12 +206,14 @@ def _spans(row: _Conversation, turns: list[int], wanted: list[int]) -> list[Span
     Raises:
         RowProblem: it cannot be found.
     """
+    # The template's own blocks come first, but not unchecked: a block inside a `set` gets a wrong place.
     spans = _spans_by_template(row, turns, wanted)
     if spans and _are_theirs(row, spans, wanted):
         return spans
     spans = [(start, end) for start, end in (_turn(row, i) for i in wanted) if start < end]
     if spans and _are_theirs(row, spans, wanted):
         return spans
+    # Dropped and counted, never guessed.
     raise RowProblem(NO_WAY)
 
 
@@ -220,6 +226,7 @@ def _spans_by_template(row: _Conversation, turns: list[int], wanted: list[int]) 
         if len(spans) != len(turns):
             return None  # which of the spans are of the turns wanted?
         spans = [spans[turns.index(i)] for i in wanted]
+    # A block may end before the special token that the model has to learn to stop at.
     if row.closes(turns[-1]):
         spans = [(start, _with_closing(row, start, end)) for start, end in spans]
     spans = [(start, row.closed_end(start, end)) for start, end in spans]
@@ -274,10 +281,12 @@ def _turn(row: _Conversation, index: int) -> Span:
     Raises:
         RowProblem: it cannot be found.
     """
+    # The plain case: the text begins with the conversation cut before this turn, and with that cut after it.
     start, end = row.shared(index, prompt=True), row.shared(index + 1)
     if start is not None and end is not None and _stands_in(row.messages[index], row.body(start, end)):
         return start, row.closed_end(start, end)
     # The template writes this turn, or what comes before it, otherwise when more follows.
+    # Qwen 3 drops the think block of earlier turns; Mistral 3 moves tools into the last user turn.
     place, end = _end_by_mark(row, index)
     if start is None:
         start = _start_by_mark(row, index)
@@ -424,6 +433,7 @@ def _absent_mark(text: str) -> str:
 
     Of signs that JSON, upper case and stripping leave alone, and whose ends differ: put anywhere, it is there once.
     """
+    # Any number does: it is raised until the text does not hold it.
     number = 7413
     while (mark := f"⟦{number}⟧") in text:
         number += 1

@@ -24,6 +24,7 @@ from toolkit.data.readers import Shard, read
 from toolkit.data.sources import Source
 from toolkit.errors import DataError
 
+# Given, not inferred: a column that begins with nulls alone, as `problem` does, would become a column of nulls.
 FEATURES = datasets.Features(
     {
         "input_ids": datasets.List(datasets.Value("int32")),
@@ -94,6 +95,7 @@ class Documents:
         """`chat.jsonl:12`: the file, and the line or row in it."""
         shards = self.column("shard")
         path = self.paths[shards[row]]
+        # A file of lines may be cut into several shards; rows are counted from the first of them.
         first = self.paths.index(path)
         return f"{path}:{row - int(np.searchsorted(shards, first)) + 1}"
 
@@ -113,6 +115,7 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
     work = folder / "work"
     if not source.shards:  # an opened data set; of files a first row has been read
         raise DataError(f"{source.field}: {source.name!r} holds no rows")
+    # Somebody at a terminal waits for this; a log needs no bars.
     (datasets.enable_progress_bars if sys.stderr.isatty() else datasets.disable_progress_bars)()
     made = datasets.Dataset.from_generator(
         partial(_rows, layout=layout, encoder=encoder),
@@ -120,6 +123,7 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
         cache_dir=str(work),
         gen_kwargs={"shards": list(enumerate(source.shards))},
         num_proc=min(num_proc, len(source.shards)) if num_proc > 1 else None,
+        # Otherwise `datasets` hashes the generator with all its arguments, the tokenizer included.
         fingerprint=digest(str(folder)),
     )
     datasets.disable_progress_bars()
@@ -128,6 +132,7 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
         raise DataError(fatal[0].removeprefix(_FATAL))
     for number, file in enumerate(made.cache_files):
         shutil.move(file["filename"], folder / f"rows-{number:05d}.arrow")
+    # Its files are mapped: it lets go of them before their folder is removed.
     del made
     shutil.rmtree(work)
     facts = {

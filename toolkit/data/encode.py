@@ -82,6 +82,7 @@ class Encoder:
     def _encode(self, prepared: list[_Prepared]) -> list[Document]:
         if not prepared:
             return []
+        # Text that is learned whole needs none, so tokenizers that cannot give offsets do for it.
         needs_offsets = any(item.spans != [(0, len(item.text))] for item in prepared)
         if needs_offsets and not self.tokenizer.is_fast:
             raise DataError(
@@ -90,9 +91,11 @@ class Encoder:
             )
         encoded = self.tokenizer(
             [item.text for item in prepared],
+            # A chat template writes its own special tokens; those of plain text are added in `_document`.
             add_special_tokens=False,
             return_offsets_mapping=needs_offsets,
             return_attention_mask=False,
+            # It would warn of rows longer than the model, before data.long_rows has dealt with them.
             verbose=False,
         )
         offsets = encoded["offset_mapping"] if needs_offsets else [None] * len(prepared)
@@ -104,6 +107,7 @@ class Encoder:
     def _document(self, item: _Prepared, ids: list[int], offsets: list[tuple[int, int]] | None) -> Document:
         targets = [True] * len(ids) if offsets is None else target_mask(item.spans, offsets)
         bos, eos = self.bos_id, self.tokenizer.eos_token_id
+        # Not twice: the text may bring the token itself.
         if item.whole and bos is not None and ids[:1] != [bos]:
             ids, targets = [bos, *ids], [False, *targets]
         if item.whole and eos is not None and ids[-1:] != [eos]:
@@ -140,6 +144,7 @@ class Encoder:
             verbose=False,
             **cut,
         )
+        # Tokenizers without token types give none: then both texts of a pair are of type 0.
         kinds = encoded.get("token_type_ids") or [[0] * len(ids) for ids in encoded["input_ids"]]
         return [
             document_of(ids, [bool(kind) for kind in row_kinds], example.label)
@@ -149,8 +154,10 @@ class Encoder:
 
 def document_of(ids: list[int], targets: list[bool], label: str | None = None) -> Document:
     """A document. With a label, `targets` tells the tokens of a pair's second text (`token_type_ids`)."""
+    # Eight bytes, which the int64 column of `FEATURES` holds.
     content = hashlib.blake2b(np.asarray(ids, dtype=np.int32).tobytes(), digest_size=8)
     content.update((label or "").encode())
+    # A label is learned from the whole text. Counted as 0, the row would be dropped for having nothing to learn.
     num_targets = len(ids) if label is not None else sum(targets)
     return {
         "input_ids": ids,

@@ -93,8 +93,10 @@ class Layout:
 
     def _require_unjudged(self, row: dict[str, Any]) -> None:
         """Raises DataError where answers are judged one by one: the bad ones would be learned like the good ones."""
+        # These hold no single answers that could be judged; a `label` there is a class.
         if self.kind in ("text", "text and label", "chosen and rejected"):
             return
+        # TRL's name and LLaMA-Factory's. Compared as text, since a CSV file holds no booleans.
         for column in ("label", "kto_tag"):
             if str(row.get(column)).lower() in ("true", "false"):
                 raise DataError(
@@ -130,10 +132,12 @@ def recognise(source: Source, columns: ColumnsSection, objective: str) -> Layout
     usual = {**{what: what for what in ColumnsSection.model_fields}, **by_hand}
     candidates = LAYOUTS_OF[objective]
     for kind in candidates:
+        # ShareGPT's `conversations` stand for `messages`, unless the recipe names that column by hand.
         sharegpt = kind == "conversations" or (kind == "chosen and rejected" and "messages" not in source.columns)
         sharegpt = sharegpt and "messages" not in by_hand
         names = {**usual, "messages": "conversations"} if sharegpt else usual
         needed = {what: names[what] for what in KINDS[kind]}
+        # A needed column that is named by hand picks the layout; an optional one rules out layouts without it.
         chosen = any(what in by_hand for what in KINDS[kind]) or all(what in OPTIONAL[kind] for what in by_hand)
         if chosen and all(name in source.columns for name in needed.values()):
             # The first rows need not have all columns, and what a row may lack is looked for in each.
@@ -142,6 +146,7 @@ def recognise(source: Source, columns: ColumnsSection, objective: str) -> Layout
             }
             labels = source.label_names.get(needed.get("label", ""), [])
             return Layout(kind, {**needed, **extra}, tuple(labels))
+    # `conversations` needs the same column as `messages`; it would be listed twice.
     allowed = "; ".join(" + ".join(KINDS[kind]) for kind in candidates if kind != "conversations")
     raise DataError(
         f"{source.field}: {source.name!r} is laid out in no known way; {_has(source)}; needed: {allowed}. "
@@ -176,8 +181,10 @@ def _has(source: Source) -> str:
 
 
 def _label(value: Any, column: str, names: tuple[str, ...]) -> str:
+    # Before int: in Python True is an int, and `true` is a name of its own.
     if isinstance(value, bool):
         return str(value).lower()
+    # 1.0 and 1 are the same class.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int):

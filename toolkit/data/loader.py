@@ -135,6 +135,7 @@ def evaluation_batches(
     """This rank's part of a data set, each sample once over all ranks, equally many batches on each."""
     rows = _Rows(samples)
     num_samples = len(samples) if limit is None else min(limit, len(samples))
+    # Rounds of all ranks: a rank that has no sample left still takes part in the collectives.
     for round_start in range(0, num_samples, micro_batch_size * world_size):
         start = round_start + rank * micro_batch_size
         numbers = list(range(start, min(start + micro_batch_size, num_samples)))
@@ -150,6 +151,7 @@ class _Rows(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._samples)
 
+    # torch's fetcher calls this once for a batch, in place of `__getitem__` for each sample.
     def __getitems__(self, numbers: list[int]) -> Batch:
         return self._samples.batch(numbers) if numbers else without_targets(self._samples.batch([0]))
 

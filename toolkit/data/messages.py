@@ -75,6 +75,7 @@ def _message(item: Any) -> Message:
     if not isinstance(item, dict):
         raise RowProblem("a message is no object")
     fields = {key: value for key, value in item.items() if value is not None}  # parquet fills up with nulls
+    # OpenAI's rows have `role` and `content`, ShareGPT's `from` and `value`.
     named = fields.pop("role", None) or fields.pop("from", None)
     if named is None:
         raise RowProblem("a message has no role")
@@ -98,6 +99,7 @@ def _message(item: Any) -> Message:
 
 
 def _check_weight(fields: dict[str, Any]) -> None:
+    # OpenAI's format allows 0 and 1 only; a share of a turn's loss would need weights for each token.
     if "weight" in fields and fields["weight"] not in (0, 1):
         raise RowProblem("a message's weight is neither 0 nor 1")
 
@@ -132,6 +134,7 @@ def _tool_calls(value: Any) -> list[dict[str, Any]]:
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     """A call whose arguments are an object, as chat templates want it, and not JSON in a string."""
+    # Older layouts have the function itself as the call.
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowProblem("a tool call names no function")

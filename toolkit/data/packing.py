@@ -61,6 +61,7 @@ def split(rows: Ints, lengths: Ints, max_length: int) -> Pieces:
     A piece starts with the last token of the piece before, so that its own first token is predicted too:
     together the pieces hold every target of the row once.
     """
+    # Pieces share one token, and a row's first token is no target: L - 1 targets in steps of max_length - 1.
     stride = max_length - 1
     counts = np.maximum(1, -(-(lengths[rows] - 1) // stride))
     first = np.cumsum(counts) - counts
@@ -86,6 +87,7 @@ def best_fit(lengths: Ints, capacity: int) -> Ints:
     sample_of = np.empty(len(lengths), dtype=np.int64)
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
+        # Of the bits that are left, the lowest is the smallest room that fits.
         fitting = rooms >> length
         if fitting:
             room = length + (fitting & -fitting).bit_length() - 1
@@ -105,6 +107,7 @@ def best_fit(lengths: Ints, capacity: int) -> Ints:
 
 def by_sample(pieces: Pieces, sample_of: Ints) -> tuple[Pieces, list[int]]:
     """The pieces in the order of their samples, and for each sample one after its last piece."""
+    # Stable: within a sample the pieces keep the order of the rows.
     in_order = pieces.take(np.argsort(sample_of, kind="stable"))
     return in_order, np.cumsum(np.bincount(sample_of)).tolist()
 
@@ -126,9 +129,11 @@ def mixed(counts: list[int], weights: list[float]) -> list[tuple[Ints, Ints]]:
     whole; one that is through earlier starts again.
     """
     end = max(count / weight for count, weight in zip(counts, weights, strict=True))
+    # At least one row each: a small weight must not leave a source out.
     numbers = [np.arange(max(1, round(weight * end))) for weight in weights]
     times = np.concatenate([(number + 0.5) / weight for number, weight in zip(numbers, weights, strict=True)])
     places = np.empty(len(times), dtype=np.int64)
+    # Stable: of rows at the same time the earlier source's comes first, as in stream.py.
     places[np.argsort(times, kind="stable")] = np.arange(len(times))
     ends = np.cumsum([len(number) for number in numbers])
     return [

@@ -64,6 +64,7 @@ def _after(asked: list[Message], answered: list[Message], column: str) -> list[M
     """The prompt and the answer, where the column may hold the prompt once more, as UltraFeedback's do."""
     if not asked or answered[0]["role"] in ("assistant", "tool"):
         return [*asked, *answered]
+    # The conversation may have a system turn of its own, which the prompt does not repeat.
     begins = answered[1:] if answered[0]["role"] == "system" and asked[0]["role"] != "system" else answered
     if [_said(message) for message in begins[: len(asked)]] != [_said(message) for message in asked]:
         raise RowProblem(f"{column} is a whole conversation that does not begin with the prompt")

@@ -89,10 +89,14 @@ def listed(names: list[str]) -> str:
 
 def _read_lines(shard: Shard) -> Iterator[Row]:
     """A row for each line that starts in the shard."""
+    # Not `datasets`' JSON reader: it ends at the first line that is not JSON, and unifies the types of all rows,
+    # which fills tools and messages with nulls.
     with opened(shard.path) as file:
         if shard.start > 0:
+            # From one byte before, so that a line that begins exactly here is not skipped.
             file.seek(shard.start - 1)
             _skip_line(file)
+        # A compressed file is one shard without an end, so its position is not needed.
         position = file.tell() if shard.stop is not None else 0
         while shard.stop is None or position < shard.stop:
             line = file.readline(MAX_ROW_BYTES)
@@ -118,6 +122,7 @@ def _skip_line(file: IO[bytes]) -> int:
 
 def _parsed(line: bytes, at_start: bool) -> Row:
     try:
+        # A byte-order mark may stand at the start of a file only, and json refuses it.
         text = line.decode("utf-8-sig" if at_start else "utf-8").strip()
     except UnicodeDecodeError:
         return RowProblem("not UTF-8")
@@ -145,6 +150,7 @@ def _json_type(value: Any) -> str:
 def _read_list(shard: Shard) -> Iterator[Row]:
     with opened(shard.path) as file:
         try:
+            # A list is parsed whole; a file larger than memory needs a row on each line.
             values = json.loads(file.read().decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start})") from error
@@ -162,7 +168,9 @@ def _read_list(shard: Shard) -> Iterator[Row]:
 
 def _read_csv(shard: Shard) -> Iterator[Row]:
     """A row for each record of a file of values between commas, or tabs where the kind is `tsv`."""
+    # csv's own limit of 131,072 characters would refuse long texts.
     csv.field_size_limit(MAX_ROW_BYTES)
+    # Bytes that are not UTF-8 become surrogates, so that only their row is lost. csv wants line breaks untouched.
     with fsspec.open(
         shard.path, "rt", compression="infer", encoding="utf-8-sig", errors="surrogateescape", newline=""
     ).open() as file:
@@ -179,6 +187,7 @@ def _read_csv(shard: Shard) -> Iterator[Row]:
                 lines.give_back()
                 yield RowProblem(f"not CSV: {error}")
                 continue
+            # A quote that is never closed can also end like this: only its first line is lost.
             if fields and len(fields) != len(header):
                 lines.give_back()
             yield _csv_row(header, fields)

@@ -138,6 +138,7 @@ class DataReport(_Part):
 
     def to_dict(self) -> dict[str, Any]:
         """As data_report.json holds it: plain JSON values, without what does not apply."""
+        # Unset, not None: a null that was set, as a fill rate of padded rows, is written.
         return self.model_dump(mode="json", exclude_unset=True)
 
 
@@ -193,6 +194,7 @@ def describe_rows(rows: Rows, kept: Any) -> dict[str, Any]:
 
 def describe_lengths(lengths: Any, targets: Any) -> dict[str, Any]:
     """From the tokens of each row, and how many of these are learned."""
+    # `lower`: lengths that rows really have, not values between two of them.
     median, p90, p99 = (int(value) for value in np.percentile(lengths, (50, 90, 99), method="lower"))
     tokens, target_tokens = int(lengths.sum(dtype=np.int64)), int(targets.sum(dtype=np.int64))
     return {
@@ -263,6 +265,7 @@ def examples(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, cut: int
         cut: tokens to which rows are cut.
     """
     source_of = np.searchsorted(rows.starts, kept, side="right")
+    # A row of each source before a second row of any: each source has its own layout to look at.
     firsts = [kept[int(np.argmax(source_of == source))] for source in dict.fromkeys(source_of.tolist())]
     chosen = list(dict.fromkeys([*firsts, *kept[:EXAMPLES].tolist()]))[:EXAMPLES]
     return [_example(tokenizer, rows, int(row), cut) for row in sorted(chosen)]
@@ -297,6 +300,7 @@ def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any) -> list[
         mine = kept[(kept >= start) & (kept < start + len(source.table))]
         if len(mine) == 0 or source.layout in ("text", "text and label"):
             continue
+        # One row tells: all rows of a source go through the same template.
         ids, targets = rows.tokens(int(mine[0]))
         if ids[np.flatnonzero(targets)[-1]] not in special:
             found.append(

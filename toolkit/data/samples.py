@@ -53,6 +53,7 @@ class Rows:
 
     def where(self, row: int) -> tuple[Documents, int]:
         """The source of a row, and its number there."""
+        # To the right: a source without rows starts where the next one does.
         source = bisect.bisect_right(self.starts, row) - 1
         return self.sources[source], row - self.starts[source]
 
@@ -186,6 +187,7 @@ class PairSamples(TextSamples):
         """`(input_ids, targets)` of the chosen and the rejected completion of each pair."""
         parts = []
         for row in self.pairs(number):
+            # Two pieces, so that positions restart at the second: the rejected side does not see the chosen one.
             (ids, targets), split = self.rows.tokens(row), int(self.splits[row])
             parts += [(ids[:split], targets[:split]), (ids[split:], targets[split:])]
         return parts

@@ -65,15 +65,18 @@ def select(
     good = np.setdiff1d(np.arange(len(rows)), list(dropped))
     lengths = rows.column("length")
     long = good[lengths[good] > max_length]
+    # A few long rows are dropped and counted; beyond 1 % the recipe has to say what becomes of them.
     if policy == "error" and len(long) > LONG_SHARE * len(good):
         raise DataError(too_many_long(field, lengths[good], len(good), len(long), max_length))
     if policy in ("error", "drop"):
         dropped |= dict.fromkeys(long.tolist(), TOO_LONG)
+    # A prompt that fills max_length leaves nothing to learn.
     if policy == "truncate" and not already_cut:
         dropped |= dict.fromkeys(_without_targets(rows, long, max_length), nothing_within(max_length))
     kept = np.setdiff1d(good, list(dropped))
     if len(kept) == 0:
         raise DataError(nothing_left(field, rows, dropped))
+    # Long rows have a rule of their own above, so they do not count twice.
     unusable = {row: reason for row, reason in dropped.items() if reason != TOO_LONG}
     if len(unusable) > max_dropped * len(rows):
         raise DataError(too_many_dropped(field, len(rows), max_dropped, _listed(rows, unusable)))
@@ -98,6 +101,7 @@ def _without_class(rows: Rows, label_names: list[str], dropped: dict[int, str]) 
 
 
 def _without_targets(rows: Rows, long: Ints, max_length: int) -> list[int]:
+    # From the second token on: the first is never a target.
     return [row for row in long.tolist() if not rows.tokens(row, 1, max_length)[1].any()]
 
 
@@ -155,6 +159,7 @@ def hold_out(chosen: Selection, fraction: float, seed: int) -> tuple[Selection, 
         raise DataError("data.validation_fraction: data.train has a single usable row, so no row can be held out")
     num_held = min(max(1, round(fraction * count)), count - 1)
     mixed_up = np.random.default_rng(seed).permutation(chosen.kept)
+    # Sorted again: `one_pass` looks up the sources in it by bisection.
     held, rest = np.sort(mixed_up[:num_held]), np.sort(mixed_up[num_held:])
     is_held = np.isin(chosen.long, held)
     train = replace(chosen, kept=rest, long=chosen.long[~is_held])
@@ -186,5 +191,6 @@ def cut(rows: TokenRows, order: Ints, lengths: Ints, policy: str, max_length: in
         return pieces, int((lengths[order] - pieces.lengths()).sum())
     pieces = split(order, lengths, max_length)
     of_long = np.flatnonzero(lengths[pieces.row] > max_length).tolist()
+    # A long prompt makes pieces without a target. Rows that are not cut have one, or they were dropped before.
     useless = [i for i in of_long if not rows.tokens(*pieces.place(i))[1][1:].any()]
     return pieces.take(np.setdiff1d(np.arange(len(pieces)), useless)), 0

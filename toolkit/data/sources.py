@@ -93,6 +93,7 @@ def identify(section: SourceSection, field: str) -> list[Any]:
     if not is_file_source(section.path):
         return [section.path, section.config, section.split]
     files = sorted(path.rglob("*.arrow")) if _is_saved_dataset(path) else expand_files(section.path, field)
+    # By content, not by place: a run goes on with files that were moved.
     return [[file.name, _sha256(file, field)] for file in files]
 
 
@@ -221,6 +222,7 @@ def _file_shards(source: str, field: str) -> list[Shard]:
     for path in expand_files(source, field):
         suffix = _suffix(path, field)
         if suffix in TABLES:
+            # `datasets` takes paths for patterns. Streamed, it reads the file as it lies there and makes no copy of it.
             files = [glob.escape(str(path))]
             table = _load(suffix[1:], field, source, data_files=files, split="train", streaming=True)
             shards.append(Shard("table", str(path), table=table))
@@ -245,6 +247,7 @@ def _is_list(path: Path, field: str) -> bool:
 
 
 def _line_shards(path: Path) -> list[Shard]:
+    # A compressed file cannot be entered in its middle.
     if path.suffix in COMPRESSIONS:
         return [Shard("lines", str(path))]
     size = path.stat().st_size

@@ -162,11 +162,13 @@ class Stream:
         Raises:
             DataError: a source that cannot be read or has no usable row, or too many rows that are too long.
         """
+        # Counted anew: the first window is read once before training, for its checks.
         self.counts = StreamCounts()
         places = state["sources"] if state is not None else [(0, 0, 0)] * len(self.sources)
         cursors = [_Cursor(*source, *place) for source, place in zip(self.sources, places, strict=True)]
         number, samples_before = (state["window"], state["samples"]) if state is not None else (0, 0)
         while True:
+            # Taken before the rows are read: a run that is cut off in this window reads it again from its first row.
             begins = {"window": number, "samples": samples_before, "sources": [list(c.place()) for c in cursors]}
             window = Window(begins, self._samples(self._documents(cursors), number))
             yield window
@@ -182,6 +184,7 @@ class Stream:
                 kept_it = self._keep(document)
                 cursors[document["source"]].count(kept_it)
                 if kept_it:
+                    # As arrays: lists of Python numbers would take a window several times the memory.
                     arrays = {name: np.asarray(document[name]) for name in ("input_ids", "targets")}
                     kept.append({**document, **arrays})
                     tokens += document["length"] if self.policy == "split" else min(document["length"], self.max_length)
@@ -204,6 +207,7 @@ class Stream:
             cursor = _next(cursors)
             drawn.append((cursor, *cursors[cursor].draw()))
         found: dict[int, Document] = {}
+        # A source at a time, because each has its own layout; then back into the order of the draw.
         for number in sorted({number for number, _, _ in drawn}):
             mine = [i for i, (drawn_from, _, _) in enumerate(drawn) if drawn_from == number]
             documents = self.encoder.documents([drawn[i][2] for i in mine], self.sources[number][1])
@@ -229,6 +233,7 @@ class Stream:
     def _problem_of_long(self, document: Document) -> str | None:
         counts = self.counts
         if (
+            # Judged as of 100 rows at least, so that one long row at the beginning is no share.
             self.policy == "error"
             and counts.long > 1
             and counts.long > LONG_SHARE * max(counts.good, ROWS_MEASURED // 100)
@@ -250,6 +255,7 @@ class Stream:
         sample_of_piece = best_fit(pieces.lengths(), self.max_length) if self.packed else np.arange(len(pieces))
         if self.seed is not None:
             num_samples = int(sample_of_piece.max()) + 1
+            # The window's number is part of it, so that a resumed run shuffles its window alike.
             mixed_up = hashlib.sha256(f"{self.seed}/{window}".encode()).digest()[:8]
             sample_of_piece = np.random.default_rng(int.from_bytes(mixed_up)).permutation(num_samples)[sample_of_piece]
         in_order, ends = by_sample(pieces, sample_of_piece)
@@ -274,6 +280,7 @@ class _Cursor:
         self._bad_in_a_row = 0
         self._length: int | None = None  # of a pass, once one is done
         self._rows: Iterator[tuple[str, Row]] = itertools.islice(named_rows(source.shards, source.paths), row, None)
+        # One row ahead, so that a pass is known to end when its last row is drawn.
         self._upcoming = next(self._rows, None)
         if self._upcoming is None:
             raise DataError(f"{source.field}: {source.name!r} holds no rows, or fewer than it did")
@@ -300,6 +307,7 @@ class _Cursor:
     def count(self, good: bool) -> None:
         """Whether a row could be used. Raises DataError where none of a whole pass could."""
         self._bad_in_a_row = 0 if good else self._bad_in_a_row + 1
+        # Until a pass is done its length is not known, and bad rows may be its beginning alone.
         if self._length is not None and self._bad_in_a_row > self._length:
             raise DataError(
                 f"{self._source.field}: none of the {self._length} rows of {self._source.name!r} can be used"
@@ -395,6 +403,7 @@ class StreamLoader:
         state = self.state_at(self._start[1])
         skip = self._start[1] - (state["samples"] if state is not None else 0)
         for window in ahead(self.stream.windows(state), "stream"):
+            # After a resume the state of the first window is there already.
             if all(known["samples"] < window.state["samples"] for known in self._states):
                 self._states.append(window.state)
             for number in range(skip, len(window.samples)):

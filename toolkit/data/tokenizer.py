@@ -42,6 +42,7 @@ def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -
     tokenizer = _load(model, data, objective)
     use_template(tokenizer, data.chat_template)
     if model.add_tokens is not None:
+        # False: beside the tokenizer's own additional tokens, which would be replaced otherwise.
         tokenizer.add_special_tokens({"additional_special_tokens": list(model.add_tokens)}, False)
     return tokenizer
 
@@ -54,6 +55,7 @@ def _load(model: ModelSection, data: DataSection, objective: str) -> PreTrainedT
     assert name is not None
     field = "model.tokenizer" if model.tokenizer else "model.name_or_path"
     require_folder(name, field)
+    # model.revision is of the model's own repository; a tokenizer from another place has none.
     revision = None if model.tokenizer else model.revision
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
@@ -86,6 +88,7 @@ def _texts(data: DataSection, objective: str) -> Iterator[str]:
         for row in (row for shard in source.shards for row in read(shard)):
             try:
                 yield from texts_of(layout.example(row))
+            # Counted and named later, when the rows are tokenised.
             except RowProblem:
                 continue
 
@@ -111,6 +114,7 @@ def bos_of(tokenizer: PreTrainedTokenizerBase, wanted: bool | None) -> int | Non
     bos = tokenizer.bos_token_id
     if wanted and bos is None:
         raise BadInputError("data.add_bos: the tokenizer has no begin-of-text token; set it to null or false")
+    # Found by trying: a post-processor can add it, which no setting tells.
     adds_it = tokenizer("a", verbose=False)["input_ids"][:1] == [bos] if wanted is None else wanted
     return int(bos) if adds_it and bos is not None else None
 
@@ -130,6 +134,7 @@ def _train_byte_pairs(texts: Iterator[str], vocab_size: int, markers: Sequence[s
     trainer = BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT, PADDING, *markers],
+        # All 256 bytes, so that no text is unknown, whatever the training rows hold.
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )

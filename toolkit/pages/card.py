@@ -70,6 +70,7 @@ def _header(recipe: Recipe) -> dict[str, Any]:
     }
     name = recipe.model.name_or_path
     if name is not None and not Path(name).expanduser().exists():
+        # A name on the hub alone: a folder means nothing elsewhere, and says where the user keeps files.
         header["base_model"] = name
     hub = [source.path for source in recipe.data.train if not is_file_source(source.path)]
     return {**header, "datasets": hub} if hub else header
@@ -116,6 +117,7 @@ def _table(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def _cell(text: str) -> str:
+    # Markdown passes HTML on, and names of files and labels come from the data.
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -129,6 +131,7 @@ def recipe_for_readers(recipe: Recipe) -> str:
     values["training"]["output_dir"] = Path(values["training"]["output_dir"]).name
     values["checkpoint"]["resume"] = _names(values["checkpoint"]["resume"])
     values = _without_nulls(values)
+    # Nothing in the recipe may close the fence of four backticks around it.
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100).replace("````", "'''")
 
 
@@ -150,10 +153,12 @@ def _names(value: Any) -> Any:
 
 
 def _draw_curve(path: Path, metrics: list[dict[str, Any]]) -> None:
+    # Imported where it draws, so that importing the package stays fast.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.2), layout="constrained")
+    # Not pyplot, which would choose a backend and keep the figure.
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for split, style, label in (("train", "-", "training"), ("eval", "o-", "held out")):

@@ -86,6 +86,7 @@ def _running_midmean(xs: list[int], ys: list[float], half: int) -> tuple[list[in
     """
     stride = math.ceil(len(xs) / MAX_POINTS)
     last = len(ys) - 1
+    # The first point of a gap is kept: thinned out, the curve would run across it.
     centres = [index for index in range(len(ys)) if index in (0, last) or index % stride == 0 or _starts_gap(ys, index)]
     return [xs[index] for index in centres], [_midmean(ys, index, min(half, index)) for index in centres]
 
@@ -106,6 +107,7 @@ def _thinned(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
     """At most about `MAX_POINTS` of the points: the extremes and the first gap of each bucket."""
     if len(xs) <= MAX_POINTS:
         return xs, ys
+    # Each bucket keeps two points, its extremes, hence the 2.
     width = math.ceil(2 * len(xs) / MAX_POINTS)
     kept: set[int] = {0, len(xs) - 1}
     for start in range(0, len(xs), width):

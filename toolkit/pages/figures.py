@@ -67,6 +67,7 @@ def figure_tile(evals: Metrics, before_after: Callable[[Sequence[float], Callabl
     if not figures:
         return ""
     first, *others = figures
+    # The rewards have a chart of their own; the tile has their difference, the margin.
     last = {figure.title: finite(column(evals, figure.field))[-1:] for figure in others if "reward" not in figure.field}
     notes = [f"{figure.title} {figure.written(*last[figure.title])}" for figure in others if last.get(figure.title)]
     note = "; ".join(["on held-out data", *notes])

@@ -148,6 +148,7 @@ def draw_svg(name: str, label: str, size: tuple[int, int], paint: Callable[[Any]
 
     buffer = io.StringIO()
     # Salted by the chart, ids of markers and clip paths are reproducible, and differ between charts of one page.
+    # Text stays text (fonttype none), in the page's own font.
     options = {"svg.fonttype": "none", "svg.hashsalt": f"{name}-{size[0]}", "font.size": 11.0}
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a user's matplotlibrc could ask for LaTeX, or for a style with its own colours
@@ -202,6 +203,7 @@ def escaped(value: object) -> str:
 
 def number(value: Any) -> float:
     """`value` as a finite float, or NaN: null, missing, and what JSON cannot say are all gaps."""
+    # bool first: in Python True is an int.
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return math.nan
     return float(value)

@@ -46,6 +46,7 @@ def non_finite(lines: Metrics) -> list[NonFinite]:
 
 
 def _is_non_finite(line: dict[str, Any], field: str, value: Any) -> bool:
+    # The writer puts null for NaN, which JSON lacks, and marks the line `non_finite`.
     if value is None:
         return (bool(line.get("non_finite")) or field == "loss") and field not in NOT_A_NUMBER_BY_DESIGN
     return isinstance(value, float) and not math.isfinite(value)

@@ -217,6 +217,7 @@ def _charts_section(train: Metrics, evals: Metrics) -> str:
     if not train and not evals:
         return '<section class="card"><p class="muted">No steps were logged.</p></section>'
     steps = [line["step"] for line in train + evals]
+    # One range for all charts, so that a step is at the same place in each.
     x_range = (min(steps), max(steps))
     small = [
         _train_chart("learning-rate", "Learning rate", train, "learning_rate", x_range),

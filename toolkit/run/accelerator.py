@@ -51,6 +51,7 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
 
 def compilation_of(recipe: Recipe) -> Compilation | None:
     """How blocks are compiled. Raises BadInputError where the Accelerate config asks for it, too."""
+    # `accelerate launch` hands on its config in such variables.
     configured = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if recipe.training.compile and configured.lower() != "no":
         raise BadInputError(
@@ -75,6 +76,7 @@ def offload_of(recipe: Recipe) -> str | OffloadSettings | None:
         executor=section.offload_executor or "auto",
         device_state_gib=section.device_state_gib if section.device_state_gib is not None else 0.0,
         threads=section.offload_threads,
+        # Clipping needs the norm of all gradients before the first parameter is stepped.
         during_backward=recipe.training.max_grad_norm is None,
     )
 
@@ -90,13 +92,16 @@ def quiet_libraries() -> None:
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    # A resumed run steps its schedule to its place before the optimizer's first step.
     warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
+    # By torch.distributed.checkpoint on one rank, where a single process is what is meant.
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
 
 
 def grow_segments() -> None:
     """Lets CUDA's allocator grow its segments, which keeps memory from going to pieces, unless told otherwise."""
+    # The allocator reads its settings once, when CUDA starts; PYTORCH_CUDA_ALLOC_CONF is their older name.
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if torch.cuda.is_available() and not started and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

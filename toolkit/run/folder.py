@@ -64,6 +64,7 @@ def claimed(output_dir: Path, recipe: Recipe, resumed: tuple[Path, Manifest] | N
     try:
         _require_one_folder(output_dir)
         ranks.on_first_rank(lambda: _claim(output_dir, recipe, goes_on))
+        # From here on the recipe in the folder is this run's, and is taken back if it fails.
         is_ours = True
         yield
     except BaseException:
@@ -94,6 +95,7 @@ def _make(output_dir: Path) -> bool:
 
 def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
     if require_unfinished(output_dir, recipe, goes_on):
+        # A run that was killed before its first checkpoint left these; the new one starts from nothing.
         for name in ("metrics.jsonl", "data_report.json", DATA_PAGE):
             (output_dir / name).unlink(missing_ok=True)
         shutil.rmtree(output_dir / PROFILE_FOLDER, ignore_errors=True)
@@ -117,6 +119,7 @@ def _require_one_folder(output_dir: Path) -> None:
     """
     if ranks.world_size() == 1:
         return
+    # A token, and not the file alone: a folder on another disk can hold a file of the same name.
     token = uuid.uuid4().hex
     name, token = ranks.gather_objects((f".token-{os.getpid()}", token))[0]
     path = output_dir / name
@@ -165,6 +168,7 @@ def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
     """
     found = _run_files(output_dir)
     finished = (output_dir / FINISHED).exists()
+    # A run that is done is trained further only where the recipe names its checkpoint, not by `auto`.
     if goes_on and (not finished or recipe.checkpoint.resume != "auto"):
         return False
     again = recipe.checkpoint.resume == "auto" and same_run(output_dir / "recipe.yaml", recipe.model_dump(mode="json"))

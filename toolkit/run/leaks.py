@@ -52,6 +52,7 @@ def check_leaks(
     if numbers is None:
         return None
     was_training = model.training
+    # Dropout would make any two forwards differ.
     model.eval()
     pieces = [(ids, [True] * len(ids)) for ids in samples.documents(numbers[0])]
     span = slice(sum(len(ids) for ids, _ in pieces[:-1]), sum(len(ids) for ids, _ in pieces))

@@ -68,10 +68,13 @@ def export_model(
     export(accelerator, parts.model, parts.tokenizer, folder, how)
     reloaded = None
     if settings.verify or recipe.logging.sample_prompt is not None:
+        # In the type that training computes in: only what the export changed may differ.
         compute, config = PRECISIONS[accelerator.mixed_precision] or dtype, accelerator.unwrap_model(parts.model).config
+        # The others wait over the host: inside a collective NCCL gives up after ten minutes.
         reloaded = ranks.alone_on_first_rank(lambda: reload(folder, accelerator.device, compute, config))
     difference = sample = None
     if settings.verify:
+        # The same sample on every rank: where the model is sharded, all of them take part in its forward.
         batch = next(iter(evaluation_batches(parts.data.train, 1, 0, 1, 1)))
         difference = verify(accelerator, parts.model, reloaded, parts.objective.logits, batch)
     prompt, length, seed = recipe.logging.sample_prompt, recipe.logging.sample_max_new_tokens, recipe.training.seed

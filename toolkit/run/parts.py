@@ -45,6 +45,7 @@ from toolkit.sharding.strategy import MeshShape
 from toolkit.sharding.units import plan_units
 from toolkit.sharding.unused import has_branches
 
+# Fewest blocks first, because the forward of each one is computed twice.
 AUTO_CHECKPOINTING = (4, 3, 2, 1)
 """What `sharding.activation_checkpointing: auto` tries after none, in turn: every n-th block."""
 
@@ -93,6 +94,7 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
     model = load(recipe.model, tokens, training.seed, data.label_names, recipe.adapter)
+    # The model is on the meta device still: what cannot work ends here, before any weight is read.
     require_room(model, tokens, recipe)
     packed, label_counts = data.report.packing, data.report.label_counts
     in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
@@ -100,6 +102,7 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         base_of(model), recipe.model.attention, accelerator.device, in_16_bits, packed, training.compile
     )
     objective = build_objective(recipe.objective, model, packed, label_counts)
+    # Before `prepare`, which wraps the blocks that the plan has chosen to checkpoint.
     planned = _planned(accelerator, recipe, model, plugin, label_counts)
     plugin.checkpointing = planned.checkpointing
     compilation = plugin.compilation
@@ -107,10 +110,12 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
         compilation = _prepare_for_ddp(accelerator, model, recipe, planned.checkpointing)
     optimizer = build_optimizer(model, recipe.optimizer, recipe.sharding.unit_classes)
     model, optimizer = accelerator.prepare(model, optimizer)
+    # After `prepare`: the model is checked as it is trained, with its kernels and its precision.
     leaks = _check_leaks(accelerator, recipe, model, objective, data, in_16_bits)
     head_loss = None
     if not isinstance(objective, SequenceClassification):
         head_loss = objective.check_head_loss(model, accelerator.device, in_16_bits)
+    # Before the first step, while the model is its own reference.
     if isinstance(objective, Preference) and objective.needs_references:
         data = _with_references(accelerator, recipe, model, objective, data)
     accumulation, world_size = training.gradient_accumulation_steps, accelerator.num_processes
@@ -143,6 +148,7 @@ def _planned(
     sizes, num_ranks = accelerator.parallelism_config, accelerator.num_processes
     sharded = plugin.strategy.sharded
     mesh = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size) if sharded else MeshShape(num_ranks, 1)
+    # Rank 0 decides for all, so that every rank checkpoints the same blocks and refuses the same runs.
     return ranks.on_first_rank(
         lambda: plan_run(
             recipe,
@@ -258,6 +264,7 @@ def _prepare_for_ddp(
     compilation = compilation_of(recipe)
     if checkpointing is not None or compilation is not None:
         prepare_blocks(model, plan_units(model, recipe.sharding.unit_classes), checkpointing, compilation)
+    # It costs DDP a walk over the graph in every step, so only models with branches get it.
     accelerator.ddp_handler.find_unused_parameters = has_branches(model)
     return compilation
 

@@ -57,6 +57,7 @@ def finetune(recipe: Recipe) -> FinetuneResult:
         found = _found(recipe, output_dir)
         with claimed(output_dir, recipe, found):
             parts = build_parts(accelerator, recipe, plugin)
+        # The parts fit each other: what fails from here on leaves the output folder as it is.
         facts = facts_of(accelerator, recipe, plugin, parts)
         introduce(console, facts, plugin, parts)
         fitted = _fit(accelerator, recipe, plugin, parts, output_dir, found, console)
@@ -100,6 +101,7 @@ def rehearse(recipe: Recipe) -> None:
 def _started(recipe: Recipe) -> Iterator[tuple[Accelerator, ShardingPlugin, Path, Console]]:
     """The accelerator, its plugin, the output folder's path and rank 0's console; released at the end."""
     quiet_libraries()
+    # Both before the accelerator: CUDA is not started yet, and a setting that cannot be used ends here.
     grow_segments()
     plugins = build_plugins(recipe)
     plugin: ShardingPlugin = plugins["fsdp_plugin"]
@@ -157,6 +159,7 @@ def _fit(
         try:
             trainer.fit()
         finally:
+            # After an error, too: the save under way may be what the next start goes on from.
             checkpoints.wait()
         if plugin.engine is not None:
             plugin.engine.flush()  # the last step may still fail
@@ -206,6 +209,7 @@ def _tell_stream(accelerator: Accelerator, recipe: Recipe, parts: Parts, output_
 def _rest_of_run(recipe: Recipe, parts: Parts, manifest: Manifest) -> tuple[int, int]:
     """Steps and samples of the whole run, where the first steps may have been of another size."""
     size = parts.windows.samples_per_step
+    # max_steps counts steps of any size; epochs count samples.
     if recipe.training.num_epochs is None:
         return parts.num_steps, manifest.samples + max(0, parts.num_steps - manifest.step) * size
     positions = parts.windows.num_positions
