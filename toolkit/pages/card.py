@@ -87,6 +87,7 @@ def _evaluations(metrics: list[dict[str, Any]]) -> str:
     lines = [record for record in metrics if record["split"] == "eval"]
     if not lines:
         return "No held-out data.\n"
+    # The confusion is a table by itself, which the report shows.
     columns = [key for key in lines[-1] if key not in ("split", "non_finite", "confusion")]
     step = max(1, math.ceil(len(lines) / MAX_EVALUATIONS))
     shown = [*lines[:-1:step], lines[-1]]

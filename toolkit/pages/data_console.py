@@ -160,6 +160,7 @@ def _print_line(console: Console, title: str, text: str, remark: str = "", style
 def _show_examples(console: Console, examples: list[Report]) -> None:
     if not examples:
         return
+    # Texts to classify have no targets to explain.
     if any(is_target for example in examples for _, is_target in example.get("segments") or []):
         opening, closing = target_marks(console)
         said = f"stand between {opening} and {closing}" if opening else f"are {TARGET_STYLE}"

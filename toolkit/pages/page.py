@@ -157,6 +157,7 @@ def draw_svg(name: str, label: str, size: tuple[int, int], paint: Callable[[Any]
         figure = Figure(figsize=(width / 72, height / 72))  # an SVG has 72 units to the inch: one unit is one pixel
         left, right, top, bottom = MARGINS_PX
         paint(figure.add_axes((left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)))
+        # Transparent: the card below it changes its colour between light and dark.
         figure.savefig(buffer, format="svg", transparent=True)
     return _inline_svg(buffer.getvalue(), label, size)
 

@@ -116,6 +116,7 @@ def _train_loss_tile(train: Metrics) -> str:
     if not losses:
         return tile("tile-loss", "Training loss", MISSING, "no finite value logged")
     width = max(1, len(losses) // 10)
+    # Of a single loss only one end is left.
     ends = [statistics.median(losses[:width]), statistics.median(losses[-width:])][: len(losses)]
     note = "no held-out data" if width == 1 else f"medians of {width} logged steps; no held-out data"
     return tile("tile-loss", "Training loss", _before_after(ends, _format_loss), note, _delta(ends))
@@ -134,6 +135,7 @@ def _eval_note(evals: Metrics, losses: list[float]) -> str:
         return f"one evaluation, at step {first:,}"
     finite = [(loss, line["step"]) for loss, line in zip(losses, evals, strict=True) if math.isfinite(loss)]
     best, best_step = min(finite, default=(math.nan, last))
+    # Compared as they are written: a best value that reads like the last one is not worth a note.
     is_last_best = _format_loss(best) == _format_loss(losses[-1])
     best_note = "" if is_last_best else f"; best {_format_loss(best)} at step {best_step:,}"
     return f"step {first:,} → step {last:,}{best_note}"

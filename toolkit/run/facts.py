@@ -60,6 +60,7 @@ def _packing_fact(leaks: Leaks) -> str:
 def introduce(console: Console, facts: dict[str, str], plugin: ShardingPlugin, parts: Parts) -> None:
     """Prints the facts, the data and the units."""
     for name, fact in facts.items():
+        # Not markup: names of models, files and folders may hold brackets.
         console.print(f"{name:>10}: {fact}", markup=False)
     show_report(console, parts.data.report.to_dict())
     if plugin.unit_plan is not None:

@@ -68,6 +68,7 @@ def claimed(output_dir: Path, recipe: Recipe, resumed: tuple[Path, Manifest] | N
         is_ours = True
         yield
     except BaseException:
+        # No collective here: this rank may be the only one that failed.
         if ranks.rank() == 0 and not goes_on:
             if is_ours and _run_files(output_dir) == ["recipe.yaml"]:
                 (output_dir / "recipe.yaml").unlink(missing_ok=True)

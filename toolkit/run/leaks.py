@@ -78,6 +78,7 @@ def _numbers(samples: TextSamples, micro_batch_size: int) -> list[int] | None:
     shared = {number: found[-1] for number, found in lengths.items() if len(found) > 1}
     if not shared:
         return None
+    # Of equally long ones the first, so that every rank looks at the same samples.
     best = max(shared, key=lambda number: (shared[number], -number))
     return [best, *[number for number in looked_at if number != best][: micro_batch_size - 1]]
 

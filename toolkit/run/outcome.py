@@ -151,6 +151,7 @@ def _summary(
 def _measured_memory(metrics: list[dict[str, Any]]) -> str:
     """The peak of the rank that took most, of its device or, on CPU ranks, of its process."""
     train = [record for record in metrics if record["split"] == "train"]
+    # Null on CPU ranks, which have no device memory.
     device = max((record["peak_device_bytes"] or 0 for record in train), default=0)
     if device:
         return f"{device / GIB:.2f} GiB"

@@ -201,6 +201,7 @@ def _tell_stream(accelerator: Accelerator, recipe: Recipe, parts: Parts, output_
     stream, samples = parts.data.stream, parts.data.train
     assert stream is not None
     assert isinstance(samples, TextSamples)
+    # The report of the beginning knows the first window alone.
     report = describe_stream(parts.data.report, stream, samples, parts.tokenizer)
     parts.data = replace(parts.data, report=report)
     ranks.on_first_rank(lambda: write_data_report(output_dir, recipe, report))
@@ -246,6 +247,7 @@ def _flops(accelerator: Accelerator, model: nn.Module) -> tuple[ModelFlops, floa
     if accelerator.device.type != "cuda":
         return None
     peak = peak_flops_of(torch.cuda.get_device_name(accelerator.device), accelerator.mixed_precision)
+    # No MFU for a device whose peak is not known, rather than a guess.
     if peak is None:
         return None
     return model_flops(accelerator.unwrap_model(model)), peak
