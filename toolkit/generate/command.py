@@ -36,6 +36,7 @@ def run(options: Options) -> None:
     """
     place = find_model(options.source)
     path = options.file or options.evaluation
+    # Before the model: a bad row is told in a moment, and loading takes much longer.
     rows = [] if path is None else read_rows(path, _mode(options))
     if place.on_hub:
         _tell(f"{place.name}: a hub model, which is downloaded the first time")
@@ -106,6 +107,7 @@ def _chat(loaded: Loaded, options: Options) -> None:
             "data.chat_template"
         )
     if isinstance(sys.stdin, io.TextIOWrapper):
+        # One odd byte must not end the conversation.
         sys.stdin.reconfigure(errors="replace")
     with suppress(ImportError):
         import readline  # noqa: F401 (input() then edits lines)
@@ -178,6 +180,7 @@ def _lines_to(output: Path | None, source: Path | None) -> Iterator[Callable[[st
         return
     if source is not None and output.exists() and output.samefile(source):
         raise BadInputError(f"--output: {str(output)!r} is the file of --file; name another one")
+    # In the same folder, so that the rename at the end stays within one file system.
     unfinished = output.with_name(f".{output.name}.unfinished")
     try:
         if output.exists() and not output.is_file():

@@ -107,6 +107,7 @@ def _fitting(loaded: Loaded, ids: list[int]) -> list[int]:
 def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[str]:
     """A completion of each prompt, in one batch; those that come near the model's last position in others."""
     batches: dict[int, list[int]] = {}
+    # `max_new_tokens` is one number for a batch, so that prompts with another room go into another.
     for number, prompt in enumerate(prompts):
         batches.setdefault(_room(loaded, prompt, sampling), []).append(number)
     texts = [""] * len(prompts)
@@ -141,8 +142,10 @@ def _generate(
 
     padding = pad_id(loaded.tokenizer)
     width = max(map(len, rows))
+    # Padded on the left: generation goes on at the right end of every row.
     ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    # top_k 0: transformers' default of 50 would cut the choice a second time.
     drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     device = loaded.model.device
     with _told():
@@ -155,6 +158,7 @@ def _generate(
             streamer=streamer,
             **(drawn if sampling.temperature > 0 else {"do_sample": False}),
         )
+    # Rows that end early are filled up with padding.
     return [_until(row, loaded.stops) for row in found[:, width:].tolist()]
 
 
@@ -217,10 +221,12 @@ class _Pieces:
 
     def _show(self, is_last: bool) -> None:
         text = _decode(self._tokenizer, self._ids)
+        # A token may end inside a character's bytes; the next one completes it.
         if text.endswith(HALF_CHARACTER) and not is_last:
             return
         if len(text) > len(self._shown):
             self._write(text[len(self._shown) :])
+        # Otherwise the work of decoding grows with the square of the answer.
         if len(self._ids) > self.MAX_TOKENS:
             self._ids = self._ids[-CONTEXT:]
             text = _decode(self._tokenizer, self._ids)

@@ -170,6 +170,7 @@ def _adapter_base(place: Place) -> Place:
         raise BadInputError(f"{place.name!r}: the adapter's task is {task} and generates no text; name another one")
     if not isinstance(name, str) or not name:
         raise BadInputError(f"{place.name!r}: adapter_config.json names no base_model_name_or_path; add it")
+    # As the name stands, or as seen from the adapter's folder.
     for folder in (Path(name).expanduser(), Path(place.name) / name):
         if (folder / "config.json").is_file():
             return Place(str(folder))
@@ -205,6 +206,7 @@ def _cached(name: str, revision: str | None, place: Place) -> str:
 def _with_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, place: Place) -> Any:
     from peft import PeftModel
 
+    # An adapter trained with added tokens has more rows than its base.
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))
     try:

@@ -88,6 +88,7 @@ def _plain_row(place: str, line: bytes) -> PromptRow:
 
 def _decoded(line: bytes) -> str:
     try:
+        # Some editors begin a file with a byte order mark.
         return line.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise BadInputError("not UTF-8") from None
@@ -123,6 +124,7 @@ def _asked(column: str, value: Any, tools: Any) -> tuple[str | list[Message], li
         raise BadInputError(str(problem)) from None
     if not isinstance(example, Conversation):
         return str(value), None
+    # Without the answer that was put behind it for the check.
     asked = example.messages[:-1]
     if asked[-1]["role"] not in ("user", "tool"):
         raise BadInputError(f"nothing is asked: the last message is the {asked[-1]['role']}'s, and not the user's")

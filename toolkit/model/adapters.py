@@ -68,6 +68,7 @@ def add_adapter(
     )
     _require_modules(model, section)
     try:
+        # On the meta device: the values are those of `AdapterWeights`, and no rank makes whole ones.
         adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError) as error:
         raise BadInputError(
@@ -151,6 +152,7 @@ class AdapterWeights:
 
     def read(self, name: str, like: torch.Tensor, rows: slice) -> torch.Tensor:
         """See `toolkit.model.weights.Weights`."""
+        # Of embeddings peft makes A zero and draws B, the other way round than elsewhere.
         if ".lora_B." in name or ".lora_embedding_A." in name:
             return torch.zeros(like.shape)[rows]
         if ".lora_A." in name:
@@ -163,6 +165,7 @@ class AdapterWeights:
         return self._base.read(base_name(name), like, rows)  # type: ignore[no-any-return]
 
     def _generator(self, name: str) -> torch.Generator:
+        # Hashed, as `manual_seed` uses 32 bits of a number: seeds put into its upper half would all draw the same.
         mixed = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()[:8]
         return torch.Generator().manual_seed(int.from_bytes(mixed) >> 1)
 
@@ -196,10 +199,12 @@ def write_adapter(model: peft.PeftModel, tensors: Iterable[tuple[str, torch.Tens
     whole = {name: tensor.to("cpu") for name, tensor in tensors if tensor is not None and name in trained}
     if not whole:
         return
+    # peft's default, auto, may ask the hub for the base's configuration.
     state = peft.get_peft_model_state_dict(model, state_dict=whole, save_embedding_layers=False)
     named = {name: tensor.contiguous() for name, tensor in state.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = model.peft_config[NAME]
+    # As peft's `save_pretrained` writes it.
     inference, config.inference_mode = config.inference_mode, True
     config.save_pretrained(str(folder))
     config.inference_mode = inference

@@ -35,6 +35,7 @@ def known_packing(shares_rows: bool) -> Iterator[None]:
         return (position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
     own = masking_utils.find_packed_sequence_indices
+    # The module's own name, which its functions look up at each call.
     masking_utils.find_packed_sequence_indices = indices
     try:
         yield

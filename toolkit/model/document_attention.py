@@ -114,6 +114,7 @@ def _attend(
     value: torch.Tensor,
 ) -> torch.Tensor:
     """(t, H, E) of a block's query (t, H, D), key (t, K, D) and value (t, K, E)."""
+    # The mask may have one row for all of the batch.
     own = None if block.causal else mask[block.row % mask.shape[0], 0, block.tokens, block.tokens]
     output = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
@@ -139,6 +140,7 @@ def _blocks_of(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
     if not mask.shape[2] == mask.shape[3] == query.shape[2] == key.shape[2]:
         return None
     blocks = getattr(mask, "_blocks", None)  # every layer is given the same mask
+    # Cut once a forward, not once a layer.
     if blocks is None:
         blocks = diagonal_blocks(mask[:, 0].expand(query.shape[0], -1, -1))
         mask._blocks = blocks  # type: ignore[attr-defined]

@@ -116,9 +116,11 @@ def _settings(
 
 def _without_weights(auto: Any, config: PretrainedConfig, settings: dict[str, Any], rows: int) -> PreTrainedModel:
     """The model on the meta device."""
+    # Computed buffers, such as rotary frequencies, are in no file: they need their values now.
     with init_empty_weights(include_buffers=False):
         built = _of_kind(auto, copy.deepcopy(config), settings)  # resizing changes the configuration
         _make_rows(built, rows, mean_resizing=False)
+    # `init_empty_weights` puts a new parameter in each place, which parts those that were tied.
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
     return built
@@ -178,6 +180,7 @@ def _whole_model(
     auto: Any, model: ModelSection, config: PretrainedConfig, settings: dict[str, Any], seed: int, rows: int
 ) -> nn.Module:
     """The model with its weights, on the host of this rank."""
+    # The seed is for the weights: the run's own random state must not depend on who made them.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if model.name_or_path is None:
@@ -210,6 +213,7 @@ def _model_folder(model: ModelSection) -> Path:
     if folder.is_dir():
         return folder
     name = model.name_or_path
+    # No pickles: those of a stranger could run anything.
     patterns = ["*.safetensors", "*.json"]
     return ranks.on_each_host(lambda: Path(snapshot_download(name, revision=model.revision, allow_patterns=patterns)))
 

@@ -68,12 +68,15 @@ def _made(name: str, parameter: nn.Parameter, weights: Weights, keep_master: Kee
         whole = weights.read(name, parameter, slice(0, _num_rows(parameter)))
         return nn.Parameter(_own(whole, parameter.dtype, torch.device("cpu")), requires_grad=parameter.requires_grad)
     if keep_master is not None and parameter.requires_grad:
+        # Says which type is wanted: rank 0 would round what it sends to the type of compute.
         unrounded = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
         local = weights.read(name, unrounded, shard_rows(parameter))
         keep_master(name, local)
     else:
         local = weights.read(name, parameter, shard_rows(parameter))
     local = _own(local, parameter.dtype, torch.device(parameter.device_mesh.device_type))
+    # With shape and stride, as torch would take all shards to be as long as this one; unchecked, as a check is an
+    # exchange for each parameter.
     sharded = DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -130,6 +133,7 @@ class RankZeroWeights:
             self._is_made = True
         if ranks.world_size() == 1:
             return self._whole(name)[rows] if like.ndim else self._whole(name)
+        # NCCL sends from device to device alone.
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         if ranks.rank() == 0:
             whole = self._whole(name).to(device=device, dtype=like.dtype).contiguous()
@@ -222,6 +226,7 @@ def _index(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        # The name alone: an index from somebody else must not lead out of the folder.
         return {name: folder / Path(file).name for name, file in weight_map.items()}
     single = folder / "model.safetensors"
     if not single.is_file():

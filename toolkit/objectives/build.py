@@ -36,6 +36,7 @@ def _class_weights(section: ObjectiveSection, counts: dict[str, int]) -> list[fl
     weights = section.class_weights
     if weights is None:
         return None
+    # rows / (classes * rows of the class), as scikit-learn's class_weight="balanced".
     if weights == "balanced":
         return [sum(counts.values()) / (len(counts) * max(1, count)) for count in counts.values()]
     if len(weights) != len(counts):

@@ -68,6 +68,7 @@ class CausalLM:
         positions = batch["position_ids"]
         known["shared"] = self._packed and bool((self._in_rows(positions).diff(dim=1) != 1).any())
         if self._takes_bounds:
+            # Where each document begins, and at the end where the last one ends: flash attention's cu_seq_lens.
             begins = (positions.flatten() == 0).nonzero().flatten()
             known["bounds"] = F.pad(begins, (0, 1), value=positions.numel()).int()
             known["longest"] = int(known["bounds"].diff().max())
@@ -127,10 +128,12 @@ class CausalLM:
         """
         if isinstance(self.head_loss, HeadLoss):
             was_training = model.training
+            # Without dropout, which would draw another mask for each of the two.
             model.eval()
             batch = _few_tokens(self.head_loss.vocabulary, device)
             found, whole = self.loss_sum(model, batch).item(), self._sum_of_logits(model, batch).item()
             model.train(was_training)
+            # `not <=`, so that a NaN from the head's inputs is a difference too.
             if math.isfinite(whole) and not abs(found - whole) <= HEAD_LOSS_TOLERANCE[in_16_bits] * abs(whole):
                 self.head_loss = f"on a few tokens the head's inputs give {found:.6g}, and whole logits {whole:.6g}"
         if isinstance(self.head_loss, str):
@@ -143,6 +146,7 @@ class CausalLM:
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
         loss = sums[0] / max(1.0, sums[1])
+        # From 710 on exp overflows float64, which Python makes an error.
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return {"loss": loss, "target_tokens": int(sums[1]), "perplexity": perplexity}
 

@@ -62,6 +62,7 @@ class SequenceClassification:
         """Loss, accuracy, F1 averaged over the classes that occur or are predicted, and `confusion`, as summed."""
         confusion = torch.tensor(sums[1:], dtype=torch.float64).view(self._num_classes, -1)
         rows, hits = confusion.sum().item(), confusion.diagonal()
+        # F1 = 2 TP / (2 TP + FP + FN), and a class's row and column together are 2 TP + FP + FN.
         support = confusion.sum(dim=0) + confusion.sum(dim=1)
         f1 = (2 * hits / support.clamp_min(1.0))[support > 0]
         return {

@@ -77,6 +77,7 @@ class _Head:
             z = bounded * self.after.cap
         elif self.after.scale != 1.0:
             z.mul_(self.after.scale)
+        # So that exp cannot overflow; the loss stays the same.
         z.sub_(z.amax(dim=1, keepdim=True))
         picked = z.gather(1, targets[:, None])
         totals = z.exp_().sum(dim=1, keepdim=True)
@@ -90,6 +91,7 @@ class _Head:
         if upstream is not None:
             z.mul_(upstream[:, None])
         if chunk.bounded is not None:
+            # The derivative of tanh is 1 - tanh^2.
             z.addcmul_(z, chunk.bounded.square_(), value=-1.0)
         if self.after.scale != 1.0:
             z.mul_(self.after.scale)
@@ -272,6 +274,7 @@ def _apply(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     learns = torch.is_grad_enabled()
     wanted = tuple(learns and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    # The type is chosen above; autocast would round the float32 sums to it.
     with torch.autocast(kind, enabled=False):
         how = _How(after, dtype, wanted)  # type: ignore[arg-type]
         return function.apply(hidden, weight, bias, targets, how)  # type: ignore[no-any-return,no-untyped-call]

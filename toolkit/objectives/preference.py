@@ -40,6 +40,7 @@ class Preference:
 
     def count_targets(self, batch: Batch) -> int:
         """Pairs with something to learn."""
+        # Segments 2 p and 2 p + 1 are the completions of pair p.
         return int(torch.unique(batch["segments"][batch["labels"] != IGNORED] // 2).numel())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
@@ -62,6 +63,7 @@ class Preference:
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         losses, _, counted = self._compared(model, batch)
+        # Filled, not multiplied by 0, which would let a NaN through.
         return losses.masked_fill(~counted, 0.0).sum()
 
     def _compared(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:

@@ -202,6 +202,7 @@ def _metrics(pairs: Pairs, terms: Terms) -> Metrics:
 
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "beta": ("a finite number above 0", lambda value: 0 < value < math.inf),
+    # At 0.5 both completions are preferred alike, and above it the rejected one.
     "label_smoothing": ("at least 0 and below 0.5", lambda value: 0 <= value < 0.5),
     "gamma": ("a finite number of at least 0", lambda value: 0 <= value < math.inf),
     "odds_weight": ("a finite number above 0", lambda value: 0 < value < math.inf),

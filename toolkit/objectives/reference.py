@@ -52,6 +52,7 @@ def _compute(
 ) -> Any:
     """(rows, 2); rows that are in no sample are zero."""
     was_training = model.training
+    # The reference is a fixed model: without dropout, whose masks would be kept for the whole run.
     model.eval()
     reference = np.zeros((len(samples.rows), 2), dtype=np.float32)
     mine: dict[int, list[float]] = {}
@@ -63,6 +64,7 @@ def _compute(
         batch = send_to_device(objective.on_host(samples.batch(numbers or [0])), accelerator.device)
         sums, _ = objective.log_probabilities(model, batch)
         rows = [row for number in numbers for row in samples.pairs(number)]
+        # Not strict: a rank that took the first sample for want of its own has sums, and no rows.
         mine |= dict(zip(rows, sums.tolist(), strict=False))
     for part in ranks.gather_objects(mine):
         reference[list(part)] = np.array(list(part.values()), dtype=np.float32).reshape(-1, 2)

@@ -106,6 +106,7 @@ def learning_rate_factor(section: ScheduleSection, num_steps: int) -> Callable[[
     decay_start = warmup
     if section.kind == "warmup_stable_decay":
         fraction = DEFAULT_DECAY_FRACTION if section.decay_fraction is None else section.decay_fraction
+        # A short run may be all warm-up and decay.
         decay_start = max(warmup, num_steps - round(fraction * num_steps))
 
     def factor(step: int) -> float:

@@ -37,6 +37,7 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step. Collective: a matrix has a gradient on every rank or on none."""
+        # Matrices first: their gradients are gone when AdamW's step looks for some.
         for group in self.param_groups:
             if group["muon"]:
                 self._step_matrices(group)
@@ -48,6 +49,7 @@ class Muon(torch.optim.AdamW):
         changes = (self._momentum_of(parameter) for parameter in parameters)
         for parameter, update in zip(parameters, orthogonalised(parameters, changes), strict=True):
             local = local_tensor(parameter)
+            # Decoupled and before the update, as in torch.optim.Muon.
             local.mul_(1 - float(group["lr"]) * group["weight_decay"])
             local.add_(update.to(local.dtype), alpha=float(group["lr"]))
 
@@ -79,6 +81,7 @@ def orthogonalised(parameters: list[nn.Parameter], rows: Iterator[torch.Tensor])
     for start in range(0, len(sharded), size):
         dealt = sharded[start : start + size]
         mine = [next(rows) for _ in dealt]
+        # The last deal may be short: ranks without a matrix are sent nothing, but take part in both exchanges.
         there = [tensor.numel() for tensor in mine] + [0] * (size - len(dealt))
         here = [0] * size
         if rank < len(dealt):

@@ -92,9 +92,11 @@ def apply(
     """
     if mixed_precision != "no" and offload is None:
         _hold_masters_in_float32(model)
+    # First: `fully_shard` then hooks the modules around forwards that are compiled and checkpointed already.
     prepare_blocks(model, plan, checkpointing, compilation)
     before = dict(model.named_parameters(remove_duplicate=False))
     originals: dict[str, torch.Tensor] = {}
+    # One rank reduces nothing: gradients travel in the type of compute, but for zero1, which sums windows.
     alone = offload is not None and mesh.size() == 1 and strategy.reduce_each_micro_batch
     unit_policy, root_policy = precision_policies(mixed_precision, None if alone else torch.float32)
     for unit in plan.units:
@@ -108,6 +110,7 @@ def apply(
             reshard_after_forward=strategy.reshard_each_micro_batch and unit.reshard_after_forward,
         )
         communicate(model.get_submodule(unit.modules[0]))
+    # After all units are made: now each rank knows its rows, and reads no others.
     _give_weights(model, originals, offload(model) if offload is not None else None)
     if prefetch is not None:
         _prefetch(model, plan, prefetch)
@@ -122,6 +125,7 @@ def _prefetch(model: nn.Module, plan: UnitPlan, depth: int) -> None:
     blocks: list[Any] = [model.get_submodule(unit.modules[0]) for unit in plan.blocks]
     for number, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + depth])
+        # Reversed: backward needs the nearest one first.
         block.set_modules_to_backward_prefetch(blocks[max(0, number - depth) : number][::-1])
 
 
@@ -140,6 +144,7 @@ def _hold_in_compute_type(
     for module in modules:
         for parameter in module.parameters():
             name = names[id(parameter)]
+            # What is a DTensor belongs to an earlier unit; the root contains them all.
             if parameter.requires_grad and not isinstance(parameter, DTensor) and name not in originals:
                 originals[name] = parameter.data
                 parameter.data = parameter.data.to(dtype or parameter.dtype)
@@ -159,6 +164,7 @@ def _hand_over(model: nn.Module, originals: dict[str, torch.Tensor], keep_master
     """Gives this rank's rows of the unrounded parameters away and lets go of the rest."""
     for name, parameter in model.named_parameters():
         original = originals.pop(name, None)
+        # On the meta device there is nothing to hand over yet: `materialize_weights` does so when it reads them.
         if original is not None and not original.is_meta:
             assert isinstance(parameter, DTensor)
             keep_master(name, original[shard_rows(parameter)] if original.ndim else original)
@@ -178,6 +184,7 @@ def _follow_accumulation(model: nn.Module, strategy: Strategy, is_last_micro_bat
         last = is_last_micro_batch()
         module.set_requires_gradient_sync(strategy.reduce_each_micro_batch or last)
         if strategy.replicated and strategy.reduce_each_micro_batch:
+            # Inside the window each replica keeps its own sum, sharded; the replicas add up once a step.
             module.set_requires_all_reduce(last)
         module.set_reshard_after_backward(strategy.reshard_each_micro_batch or last)
 

@@ -27,6 +27,7 @@ def fsdp_groups(model: nn.Module) -> Iterator[Any]:
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             groups = [group for group in (state._fsdp_param_group,) if group is not None]
+        # Modules that form one unit share its record.
         yield from (group for group in groups if id(group) not in seen)
         seen.update(id(group) for group in groups)
 

@@ -29,6 +29,7 @@ def all_gather(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGrou
     """
     parts = output.view(group.size(), -1)
     own = parts[group.rank()]
+    # FSDP2 copies the shards to their place in the output before it gathers.
     if own.data_ptr() != part.data_ptr():
         own.copy_(part)
     _exchange([own] * group.size(), list(parts), group)
@@ -48,6 +49,7 @@ def reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.Proces
     theirs = list(received)
     theirs.insert(rank, parts[rank])
     _exchange(parts, theirs, group)
+    # By rank, not as they arrive: a sum is the same on every run.
     torch.add(theirs[0], theirs[1], out=output)
     for summand in theirs[2:]:
         output.add_(summand)
@@ -55,6 +57,7 @@ def reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.Proces
 
 def _exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Sends `outgoing[r]` to every other rank r of the group, and receives `incoming[r]` from it."""
+    # Each rank begins with the one behind it, so that they don't all send to the same one first.
     others = [(group.rank() + distance) % group.size() for distance in range(1, group.size())]
     pending = [dist.irecv(incoming[other], group=group, group_src=other) for other in others]
     pending += [dist.isend(outgoing[other], group=group, group_dst=other) for other in others]

@@ -62,6 +62,7 @@ def _count(tensors: Iterator[torch.Tensor | None], seen: set[int]) -> int:
             continue
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
+        # FSDP2 frees what it has gathered by shrinking the storage to nothing; the tensors stay.
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total += storage.nbytes()

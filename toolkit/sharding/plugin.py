@@ -165,8 +165,10 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         _refuse_stock_settings()
         kwargs.setdefault("state_dict_type", os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"))
         super().__init__(
+            # Version 1 reads the strategy's word itself, and fails at ours with KeyError: 'ZERO3'.
             fsdp_version=2,
             reshard_after_forward=self.strategy.reshard_each_micro_batch,
+            # Accelerate 1.15's fails at persistent buffers; weights come by `materialize_weights` here.
             cpu_ram_efficient_loading=False,
             **kwargs,
         )
@@ -223,6 +225,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         for optimizer in accelerator._optimizers:
             _rebind(optimizer, renewed)
         if self.engine is not None:
+            # Behind the optimizers, as the engine looks its parameters up in their groups.
             self.engine.attach()
             connect(self.engine, accelerator)
         elif accelerator._optimizers:
@@ -261,6 +264,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             self.engine = None
 
     def __getstate__(self) -> dict[str, Any]:
+        # `Trainer` pickles its TrainingArguments; weak references and threads cannot be.
         return {**self.__dict__, "_accelerator": None, "engine": None}
 
 
@@ -295,8 +299,10 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         self._require_all_processes()
         if device_type == "cpu":
             _let_gloo_finish()
+        # Here, as `Accelerator.__init__` decides about autocast and gradient scaler next, by the distributed type.
         _enter_state(self.plugin)
         mesh: DeviceMesh | None = self.device_mesh  # type: ignore[has-type]
+        # Accelerate builds none for a single process, which then could not read sharded checkpoints.
         if mesh is None and self.plugin.strategy.sharded:
             assert device_type is not None
             _require_process_group(device_type)
@@ -327,6 +333,7 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
             )
 
     def __getstate__(self) -> dict[str, Any]:
+        # Pickled with TrainingArguments; process groups cannot be.
         return {key: value for key, value in self.__dict__.items() if key != "device_mesh"}
 
 
@@ -374,6 +381,7 @@ def accumulation_plugin(steps: int) -> GradientAccumulationPlugin:
             f"training.gradient_accumulation_steps is {steps}, but the Accelerate config's gradient_accumulation_steps "
             f"is {configured}; remove it from the Accelerate config"
         )
+    # Windows are whole, and no loader of Accelerate's is asked where the data ends.
     return GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=False)
 
 
@@ -411,6 +419,7 @@ def _require_process_group(device_type: str) -> None:
     if not dist.is_initialized():
         backend = "nccl" if device_type == "cuda" else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]
+        # A store in this process: no port that another program could have.
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 

@@ -99,6 +99,7 @@ def mesh_shape(strategy: Strategy, world_size: int, *, replicate: int | None, sh
     Raises:
         BadInputError: sizes that do not make up the ranks, or that the strategy has no use for.
     """
+    # 1 is what Accelerate takes where nobody has set a size.
     replicate = replicate if replicate != 1 else None
     shard = shard if shard != 1 else None
     if strategy.replicated:
@@ -117,6 +118,7 @@ def _refuse_size(key: str, asked: int | None, size: int, strategy: Strategy) -> 
 
 
 def _hybrid_shape(world_size: int, replicate: int | None, shard: int | None) -> MeshShape:
+    # Not 1, which would be ddp, and not all ranks, which is zero3.
     factors = [size for size in range(2, world_size) if world_size % size == 0]
     if not factors:
         raise BadInputError(

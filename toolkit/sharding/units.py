@@ -234,6 +234,7 @@ def _drafts(tree: _Tree, blocks: list[str]) -> list[_Draft]:
         for c in others
         if _holds(tree, c, roles.embeddings) and not _holds(tree, c, roles.head)
     ]
+    # The root last: `fully_shard` gives a module what no call before has taken.
     return [*embeddings, *drafts, *tail, _Draft("root", "root", ("",))]
 
 
@@ -387,6 +388,7 @@ def _measured(tree: _Tree, drafts: Sequence[_Draft]) -> Iterator[Unit]:
             class_name="+".join(dict.fromkeys(tree.class_of(path) for path in draft.modules)),
             num_parameters=sum(p.numel() for p in own),
             num_bytes=sum(p.numel() * p.element_size() for p in own),
+            # Backward begins with the tail: to keep it and the root saves a gather per micro-batch.
             reshard_after_forward=draft.kind in ("block", "embeddings"),
         )
 

@@ -37,6 +37,7 @@ class UsedParameters:
             before_reduction(group, functools.partial(self._complete, number))
 
     def _complete(self, number: int, group: Any) -> None:
+        # One number that tells which units were reduced and in which order, however many they are.
         self._order = zlib.crc32(number.to_bytes(4), self._order)
         present = fill_missing_gradients(group)
         trainable = [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad]
@@ -72,6 +73,7 @@ class UsedParameters:
             return used
         # The largest of an order and of its negative are opposites only where all ranks have the same.
         found = torch.tensor([order, -order, *used], dtype=torch.int64)
+        # Over the host, which knows its part and needs the answer: no reason to wait for a GPU.
         dist.all_reduce(found, dist.ReduceOp.MAX, group=ranks.host_group())
         if found[0] != -found[1]:
             raise TrainingError(

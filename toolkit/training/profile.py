@@ -140,6 +140,7 @@ class StepProfile:
         if step != self._last or self._profiler is None:
             return
         if self._accelerator.device.type == "cuda":
+            # Kernels of the last step may still be queued, and would be missing.
             torch.cuda.synchronize()
         self.close()
         assert self._profiler is not None

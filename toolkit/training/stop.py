@@ -11,6 +11,7 @@ from typing import Any
 from toolkit.errors import StoppedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A launcher passes on what the ranks have had from the terminal or the batch system already.
 SAME_REQUEST_SECONDS = 3.0
 
 
@@ -40,6 +41,7 @@ class StopRequests:
         return self._signal
 
     def __enter__(self) -> StopRequests:
+        # Python lets no other thread set handlers.
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self

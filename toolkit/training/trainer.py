@@ -220,6 +220,7 @@ class Trainer:
             if self.profile is not None:
                 self.profile.after(self.global_step)
             self._profile_from(self.global_step + 1)
+            # Evaluation and checkpoint are no part of a step's time.
             started = time.perf_counter()
 
     def _profile_from(self, step: int) -> None:
@@ -229,6 +230,7 @@ class Trainer:
     def _save_or_stop(self, stop: str | None) -> None:
         if self.checkpoints is None:
             return
+        # Before what is due: one save, which the end waits for.
         if stop is not None:
             saved = self.checkpoints.save(self, wait=True)
             what = "its state is saved; the same command goes on from there" if saved else "its state was NOT saved"
@@ -250,6 +252,7 @@ class Trainer:
             batch = send_to_device(self.objective.on_host(batch), self.accelerator.device, non_blocking=True)
             with self.accelerator.accumulate(self.model):
                 loss = self.objective.loss_sum(self.model, batch)
+                # Summed on the device: to read each loss, the host would have to wait for every micro-batch.
                 loss_sum += loss.detach()
                 self.accelerator.backward(loss * scale)
                 del loss
@@ -265,6 +268,7 @@ class Trainer:
     def _clip(self) -> torch.Tensor:
         """Clips to the settings' norm, if any; the global norm before that, on the device."""
         limit = self.settings.max_grad_norm
+        # Without a limit too: the norm decides whether the step is taken.
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf if limit is None else limit)
         return whole_tensor(norm)
 
@@ -298,6 +302,7 @@ class Trainer:
             *astuple(self._count(self._upcoming)),
         )
         found = [RankStep.unpack(row) for row in self.accelerator.gather(mine[None]).tolist()]
+        # Unknown at the end, and where `train_step` is called without `fit`: then it asks the ranks itself.
         self._counted = None
         if self._upcoming is not None:
             self._counted = Counts.total(rank.next_counts for rank in found)

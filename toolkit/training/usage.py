@@ -22,6 +22,7 @@ def peak_device_bytes(device: torch.device) -> int:
 
 def peak_host_bytes() -> int:
     """Largest resident set of this process so far."""
+    # ru_maxrss is in bytes on macOS and in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -39,6 +39,7 @@ from toolkit.verify.results import REHEARSED_DROPOUT
 
 def rank_main(folder: Path) -> int:
     """Runs this process's part of the sharded side, and leaves `rank-N.json` in `folder`."""
+    # A parent that is killed cannot end its ranks, which would wait in a collective.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     outcome: dict[str, Any]
@@ -69,9 +70,11 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
         raise BadInputError("mixed_precision fp16: its gradient scaler skips steps, which no plain loop does; use bf16")
     parts = build_parts(accelerator, recipe, plugins["fsdp_plugin"])
     model = accelerator.unwrap_model(parts.model)
+    # The plain side draws no masks that these ranks could share.
     set_dropout(model, 0.0)
     result = _train(accelerator, recipe, parts, steps, folder)
     result["facts"] = facts_of(accelerator, recipe, plugins["fsdp_plugin"], parts)
+    # On every rank: gathering is collective, and rank 0 alone gets the tensors.
     weights = {name: t.float().cpu().contiguous() for name, t in whole_tensors(state_once(model)) if t is not None}
     if accelerator.is_main_process:
         save_file(weights, folder / "weights.safetensors")

@@ -62,6 +62,7 @@ def weight_tolerance(reach: float, largest: float, steps: int, *, mixed: bool, d
 
 def _weights_row(plain: PlainRun, found: dict[str, torch.Tensor], mixed: bool, dtype: str) -> Row:
     expected = plain.outcome.weights
+    # Told by name: nothing of these can be subtracted.
     unlike = [name for name in expected if name not in found or found[name].shape != expected[name].shape]
     if unlike:
         return Row(
@@ -114,6 +115,7 @@ def _replay_row(replay: dict[str, float] | None, device: str) -> Row:
         return Row(check, None, None, NOT_USED, "no activation checkpointing")
     if not replay["blocks"]:
         return Row(check, None, None, FAILED, "no block ran under checkpointing, though the settings ask for it")
+    # Another random state changed nothing, so an equal replay would be no proof.
     if not replay["effect"]:
         return Row(check, None, None, NOT_USED, "the model has no dropout to replay")
     note = f"gradients with {replay['blocks']:.0f} blocks checkpointed and with none, dropout {REHEARSED_DROPOUT}"

@@ -49,6 +49,7 @@ def read_launch(path: Path | None, recipe: Recipe) -> Launch:
 
     Raises BadInputError where the file is none, holds no mapping, or cannot launch this recipe.
     """
+    # As `accelerate launch` does without --config_file.
     if path is None and Path(default_config_file).is_file():
         path = Path(default_config_file)
     if path is None:
@@ -77,18 +78,21 @@ def _check_strategy(config: AccelerateConfig, num_processes: int, recipe: Recipe
 def rank_environments(launch: Launch, folder: Path) -> list[dict[str, str]]:
     """What `accelerate launch` would give each rank, were there one machine with so many processes."""
     config = folder / "accelerate.yaml"
+    # Port 0: whichever is free.
     one_machine = {"num_machines": 1, "machine_rank": 0, "main_process_port": 0, "rdzv_backend": "static"}
     values = {key: value for key, value in launch.values.items() if key != "main_process_ip"} | one_machine
     config.write_text(yaml.safe_dump(values), encoding="utf-8")
     common = _launcher_environment(config, launch)
     common["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), common.get("PYTHONPATH")]))
     if launch.on_cpu:
+        # The few GPUs that there may be are hidden, or ranks would share them.
         common |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     world = {"WORLD_SIZE": str(launch.num_processes), "LOCAL_WORLD_SIZE": str(launch.num_processes)}
     return [{**common, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(launch.num_processes)]
 
 
 def _launcher_environment(config: Path, launch: Launch) -> dict[str, str]:
+    # The launcher's own answer is one thread, unless the environment says otherwise.
     threads = max(1, (os.cpu_count() or 1) // launch.num_processes)
     arguments = ["--config_file", str(config), "--num_cpu_threads_per_process", str(threads), "verify"]
     try:

@@ -40,6 +40,7 @@ def two_documents(samples: TextSamples) -> tuple[list[int], list[int], str] | No
     if pairs:
         first, second = max(pairs, key=lambda pair: min(map(len, pair)))
         return first, second, "which share a sample"
+    # No sample holds two documents: two halves are put together, no longer than a sample.
     first, second = looked_at[0][0], looked_at[-1][-1]
     half = min(len(first), len(second), samples.max_length) // 2
     return (first[:half], second[-half:], "joined from two samples") if half else None

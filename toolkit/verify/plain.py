@@ -75,6 +75,7 @@ def plain_loop(
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
+    # Not fused, as the sharded side's is: the two go different ways inside torch.
     optimizer = torch.optim.AdamW(groups, betas=(section.beta1, section.beta2), eps=section.eps, foreach=False)
     steadiness = _Steadiness(named, section.beta2)
     losses, norms, with_gradient = [], [], set()
@@ -84,6 +85,7 @@ def plain_loop(
         with_gradient |= {name for name, p in named.items() if is_felt(p.grad)}
         for p in named.values():
             if p.grad is not None and limit is not None and norms[-1] > limit:
+                # 1e-6 as in torch.nn.utils.clip_grad_norm_.
                 p.grad.mul_(limit / (norms[-1] + 1e-6))
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -99,6 +101,7 @@ def plain_loop(
 def _accumulate(model: nn.Module, window: list[Batch]) -> float:
     """Backward over the whole global batch; the mean loss over its target tokens."""
     device = next(model.parameters()).device
+    # -100 as transformers has it, written out, so that a wrong constant of ours would show.
     num_targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
     mean = 0.0
     for batch in window:
@@ -137,6 +140,7 @@ class _Steadiness:
         """After a step: elements whose running gradient is small beside their tensor's or the model's."""
         self._step += 1
         correction = 1 - self._beta2**self._step
+        # The running mean of squared gradients, which AdamW divides by.
         known = {name: optimizer.state[p]["exp_avg_sq"] for name, p in self._named.items() if p in optimizer.state}
         num_elements = sum(squares.numel() for squares in known.values())
         everywhere = sum(squares.sum().item() for squares in known.values()) / max(1, num_elements)

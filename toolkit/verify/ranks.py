@@ -30,6 +30,7 @@ def run_ranks(recipe: Recipe, launch: Launch, steps: int, folder: Path, seconds:
         _await_ranks(processes, folder, seconds)
     finally:
         for process in processes:
+            # All of them: once one has failed, the others may wait for it in a collective.
             process.kill()
             process.wait()
             assert process.stdin is not None
@@ -41,6 +42,7 @@ def run_ranks(recipe: Recipe, launch: Launch, steps: int, folder: Path, seconds:
 def _start_rank(environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
     with (folder / f"rank-{environment['RANK']}.log").open("wb") as log:
         return subprocess.Popen(  # noqa: S603 (this interpreter, this module)
+            # -P: a file in the working directory must not stand in for a module.
             [sys.executable, "-P", "-m", "toolkit.verify", str(folder)],
             env=environment,
             stdin=subprocess.PIPE,  # its end tells the rank that this process is gone
@@ -74,6 +76,7 @@ def _lateness(codes: Sequence[int | None], folder: Path, seconds: float) -> Tool
 def _failure(codes: Sequence[int | None], folder: Path) -> ToolkitError:
     """The error of the rank that failed first: one that died without a word, or the first that told."""
     failed = [rank for rank, code in enumerate(codes) if code]
+    # First those that died without a word: the others most likely failed for want of them.
     silent = [rank for rank in failed if not outcome_path(folder, rank).exists()]
     if silent:
         rank, code = silent[0], codes[silent[0]]

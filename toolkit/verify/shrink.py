@@ -33,6 +33,7 @@ def with_layers(recipe: Recipe, layers: int | None, folder: Path) -> tuple[Recip
     if not _has_its_weights(shrunk, section):
         _write_random_weights(shrunk, section, recipe.training.seed)
         origin = f"random: {name} holds no weights that fit its first {layers} blocks"
+    # The files also hold the blocks that were cut off, which have no place now.
     return _with_model(recipe, {"name_or_path": str(shrunk), "revision": None, "allow_new_weights": ["*"]}), origin
 
 

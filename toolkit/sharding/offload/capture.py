@@ -15,6 +15,7 @@ from toolkit.errors import TrainingError
 from toolkit.sharding.fsdp import reduce_again_after
 from toolkit.sharding.offload.units import OffloadedUnit
 
+# Where the bus is slower than backward, gradients would otherwise pile up on the device, 4 bytes a parameter.
 MAX_IN_FLIGHT = 3
 """Reduced gradients that wait on the device for their copy to the host (units)."""
 
@@ -49,6 +50,7 @@ class Capture:
         self._units.append(unit)
         unit.modules[0].set_all_reduce_hook(lambda reduced: self._on_reduced(unit, reduced))
         for slot in unit.slots:
+            # FSDP2 makes a rounded `.grad` all the same, which nobody needs.
             slot.parameter.register_post_accumulate_grad_hook(self._drop)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
@@ -60,6 +62,8 @@ class Capture:
             unit.accumulated = None
             self._pass_on(unit, flat)
         elif unit.accumulated is None:
+            # A copy: once the hook is over, FSDP2 hands the memory on. In float32 on the device, so that a window's sum
+            # travels to the host once.
             unit.accumulated = flat.to(torch.float32, copy=True)
 
     def _drop(self, parameter: torch.Tensor) -> None:
@@ -86,6 +90,7 @@ class Capture:
 
     def _land(self, unit: OffloadedUnit, flat: torch.Tensor) -> None:
         """Sends a gradient to the host, on a stream of its own: FSDP2 makes backward's end wait for its own."""
+        # Now, while it is on the device: clipping needs the norm long before the host could have read it all.
         unit.norms = _norms(unit, flat)
         if unit.leaving is not None:
             wait_for_landing(unit)  # no step has used the last gradient, and none has waited for it
@@ -95,6 +100,7 @@ class Capture:
             unit.landed = self._stream.record_event()
         unit.leaving = flat
         self._in_flight.append(unit)
+        # The host waits for the oldest: backward slows down to the speed of the copies, and memory stays bounded.
         while len(self._in_flight) > MAX_IN_FLIGHT:
             wait_for_landing(self._in_flight.popleft())
 
@@ -106,6 +112,7 @@ class Capture:
                 "during backward; set during_backward=False"
             )
         assert unit.gradient is not None
+        # On the host and at once. `accumulate` does not come here: it sums on the device.
         wait_for_landing(unit)
         total = unit.gradient.float().add_(flat.to(unit.gradient.device, torch.float32))
         unit.norms = _norms(unit, total).to(flat.device)

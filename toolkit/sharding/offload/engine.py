@@ -110,14 +110,18 @@ class OffloadEngine:
         on_device = self.executor == "device_stream"
         for unit in self.state.units:
             for slot in unit.slots:
+                # By name: giving a model its weights puts new parameters where the units found theirs.
                 slot.parameter = parameters[slot.name]
                 slot.group = groups.get(id(slot.parameter))
+                # A fused optimizer wants the count on the device where it steps.
                 slot.step = torch.zeros((), device=self._device if on_device or unit.resident else "cpu")
         self._executors = self._make_executors()
         once = self.settings.during_backward
         self._capture = Capture(self._device, self._is_last, self._on_landed, once)
         for unit in self.state.units:
             self._capture.attach(unit)
+            # In the gather, not before the forward: an explicit prefetch gathers a unit ahead of its forward. A wait
+            # there trained on old weights, without an error, and losses were off by 8e-2 to 1e-1.
             before_reading_shards(unit.modules[0], functools.partial(self._wait, unit))
             for module in unit.modules:
                 module.register_forward_pre_hook(functools.partial(self._note_order, unit))
@@ -154,7 +158,10 @@ class OffloadEngine:
         }
         if not norms:
             return torch.zeros((), device=self._device)
+        # In the order given, and without those that have no gradient: as zeros they would change the order of the sum,
+        # and its last bit.
         stacked = torch.stack([norms[id(parameter)] for parameter in listed if id(parameter) in norms])
+        # Over one copy's shards: replicas hold the same gradients, which would be counted again.
         if dist.get_world_size(self._group) > 1:
             squares = stacked**2
             dist.all_reduce(squares, group=self._group)
@@ -169,11 +176,13 @@ class OffloadEngine:
         self._agreed = False
         self._raise_error()
         clip, self._clip = self._clip, None
+        # As the last forward came to them, which the next one most likely repeats. What it did not run is in no hurry.
         order = [*self._seen, *(unit for unit in self.state.units if unit not in self._seen)]
         self._seen = []
         if clip is not None:
             self._worker.submit(clip.decide, _nothing)  # before the units of the step: it waits for the norm
         after = self._handle.current_stream().record_event()
+        # Copied now: the scheduler runs right after this, and the worker steps later.
         settings = hyper_parameters(self.optimizer)
         for unit in order:
             if unit.gradient is not None and unit.present:
@@ -194,12 +203,14 @@ class OffloadEngine:
     def flush(self) -> None:
         """Returns when every step handed in has been taken and its weights have arrived."""
         for unit in self.state.units:
+            # A step's weights are sent behind its masters: once they have arrived the host may read either.
             self._wait(unit)
             if unit.arrived is not None:
                 unit.arrived.synchronize()
 
     def close(self) -> None:
         """Ends the worker and gives the host memory back; the model is not trained any more."""
+        # In this order: worker and device may still be copying from the memory that is given back.
         self._worker.close()
         self._handle.synchronize()
         self.state.release()
@@ -211,6 +222,7 @@ class OffloadEngine:
             self._agree([unit])
             if unit.present:
                 self._submit(unit, hyper_parameters(self.optimizer), None, unit.landed)
+            # The task holds it from here on, and nothing is left for `step` to hand in again.
             unit.gradient = None
 
     def _finish_window(self) -> None:
@@ -230,6 +242,7 @@ class OffloadEngine:
         self, unit: OffloadedUnit, settings: tuple[dict[str, Any], ...], clip: _Clip | None, after: Any
     ) -> None:
         assert unit.gradient is not None
+        # Here and not on the worker, which may come to the unit only after the next forward has.
         unit.published.clear()
         task = functools.partial(self._run, unit, unit.gradient, unit.present, settings, clip, after)
         self._worker.submit(task, unit.published.set)
@@ -257,11 +270,13 @@ class OffloadEngine:
                     local_tensor(slot.parameter).copy_(slot.view(weights), non_blocking=True)
                 unit.arrived = stream.record_event()
             executor.sent(unit.arrived)
+        # Last: who has waited for it reads `arrived` next.
         unit.published.set()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_order(self, unit: OffloadedUnit, *_: object) -> None:
         """Before each module's forward: the next one will need the units in this order."""
+        # An evaluation tells nothing of the next training forward; checkpointed blocks run a second time, in backward.
         if torch.is_grad_enabled() and unit not in self._seen:
             self._seen.append(unit)
 
@@ -318,6 +333,7 @@ class OffloadEngine:
         if self._device.type == "cpu":
             return  # device and host are one memory
         _, total = self._handle.mem_get_info(self._device)
+        # Reserved, not allocated: what lies in the allocator's gaps cannot be had for this.
         room = int(DEVICE_SHARE * total) - self._handle.max_memory_reserved(self._device)
         moved = []
         for unit in self.state.hosted:
@@ -331,6 +347,7 @@ class OffloadEngine:
     @torch.no_grad()
     def _move_to_device(self, units: Sequence[OffloadedUnit]) -> None:
         """Makes units resident, with what they hold."""
+        # Otherwise the worker might step what has been copied already, in its old place.
         self.flush()
         for unit in units:
             self.state.move_to_device(unit)
@@ -349,8 +366,10 @@ class _Clip:
     """
 
     def __init__(self, norm: torch.Tensor, max_norm: float, handle: Any) -> None:
+        # As torch's `clip_grads_with_norm_` has it, so that the scale is its scale to the last bit.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         both = torch.stack([norm, scale])
+        # The worker waits for this copy, in `decide`; the main thread goes on to the next forward.
         self._both = torch.empty(2, pin_memory=both.is_cuda).copy_(both, non_blocking=True)
         self._event = handle.current_stream().record_event()
         self.skip = False

@@ -67,6 +67,7 @@ class Staging:
 
     def take(self, numel: int) -> torch.Tensor:
         """A buffer whose last copy has left for the device."""
+        # The host itself writes to the buffer, so the host has to wait, and not a stream.
         event = self._busy[self._next]
         if event is not None:
             event.synchronize()
@@ -108,6 +109,7 @@ class FlatOptimizer:
             for group, params in zip(self._groups, members, strict=True)
         ]
         self._inner = type(optimizer)(options)  # type: ignore[call-arg]
+        # torch makes the state of a parameter that has none, in memory of its own; so all of them have one.
         for i, master_view in self._masters.items():
             slot = unit.slots[i]
             state = {name: slot.view(flat) for name, flat in moments.items()}
@@ -117,10 +119,13 @@ class FlatOptimizer:
     def step(self, step: UnitStep, gradient: torch.Tensor) -> None:
         """Takes one step; `gradient` is flat, float32 and scaled."""
         for i, master in self._masters.items():
+            # None and not zeros for what no rank used: with zeros AdamW would still decay it.
             master.grad = self._unit.slots[i].view(gradient) if i in step.present else None
         for index, group in zip(self._groups, self._inner.param_groups, strict=True):
+            # As they were at `step()`: a scheduler has changed the user's optimizer since.
             group.update(step.settings[index])
         self._inner.step()
+        # The gradient is a view of a landing place, and the next gradient lands there.
         for master in self._masters.values():
             master.grad = None
 
@@ -133,8 +138,10 @@ def _implementation(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
 def _scaled(step: UnitStep, scratch: torch.Tensor | None) -> torch.Tensor:
     """The gradient in float32, scaled; in place where it is float32 already."""
     gradient = step.gradient
+    # torch's fused AdamW refuses float32 parameters with bfloat16 gradients.
     if gradient.dtype != torch.float32:
         gradient = gradient.float() if scratch is None else scratch[: gradient.numel()].copy_(gradient)
+    # Clipping is a pass over memory of its own here: 21.3 ms in place of 13.0 for 25M parameters, rounding included.
     return gradient.mul_(step.scale) if step.scale != 1.0 else gradient
 
 
@@ -171,6 +178,7 @@ class CpuTorch(_Staged):
 
     def step(self, step: UnitStep) -> torch.Tensor:
         self._inner[step.unit].step(step, _scaled(step, self._scratch))
+        # The buffer is asked for after the step: its last copy to the device has had that long to end.
         return self._staging.take(step.unit.numel).copy_(step.unit.master)
 
 
@@ -184,9 +192,11 @@ class CpuFused(_Staged):
 
     def step(self, step: UnitStep) -> torch.Tensor:
         unit = step.unit
+        # Asked for before the step, as the kernel writes the rounded weights on its way.
         weights = self._staging.take(unit.numel)
         stepped = list(step.slots)
         for slot in stepped:
+            # torch counts inside its own step, which is not called here.
             slot.step += 1
         self._kernel.step(
             unit.master,
@@ -220,6 +230,7 @@ class Resident:
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[OffloadedUnit], device: torch.device) -> None:
         self._inner = {unit: FlatOptimizer(optimizer, unit, unit.master, unit.moments) for unit in units}
+        # Not the current stream: the step runs beside the next forward, which waits for one unit after the other.
         self._stream = getattr(torch, device.type).Stream()
 
     def stream(self, unit: OffloadedUnit) -> Any:
@@ -267,9 +278,12 @@ class DeviceStream:
     def step(self, step: UnitStep) -> torch.Tensor:
         flats, unit = self._flats(step.unit), step.unit
         host = {"master": unit.master, **unit.moments}
+        # All of it on the unit's one stream, so that in, step and out keep their order; only units of the other set of
+        # buffers run beside it.
         flats["gradient"].copy_(step.gradient, non_blocking=True)
         for name, tensor in host.items():
             flats[name].copy_(tensor, non_blocking=True)
+        # On the device, and not on the host: there it would be one more pass over host memory.
         if step.scale != 1.0:
             flats["gradient"].mul_(step.scale)
         self._inner[unit].step(step, flats["gradient"])

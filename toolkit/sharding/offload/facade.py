@@ -25,9 +25,11 @@ from toolkit.sharding.shards import beside, local_tensor
 def connect(engine: OffloadEngine, accelerator: Accelerator) -> None:
     """Registers the hooks of model and optimizer, and puts the engine's clipping in the accelerator's place."""
     engine.model.offload_engine = engine  # type: ignore[assignment]
+    # State that moves to the device gets new tensors; the optimizer would go on showing the old ones.
     engine.on_moved = lambda: _show_state(engine)
     _connect_optimizer(engine)
     _connect_model(engine)
+    # Accelerate's own clips the parameters' `.grad`, which are gone by then: it would return 0 and clip nothing.
     accelerator.clip_grad_norm_ = engine.clip_grad_norm_
     accelerator.clip_grad_value_ = _refuse_clipping_by_value
 
@@ -55,6 +57,7 @@ def _discarding(engine: OffloadEngine, zero_grad: Callable[..., None]) -> Callab
 
 def _connect_optimizer(engine: OffloadEngine) -> None:
     optimizer = engine.optimizer
+    # `_show_state` clears it: what is there already would be lost without a word.
     if any(state for state in optimizer.state.values()):
         raise BadInputError("offload: the optimizer has state already; load it after accelerator.prepare")
 
@@ -67,12 +70,15 @@ def _connect_optimizer(engine: OffloadEngine) -> None:
     def before_loading(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         engine.flush()
         _load_state(engine, state_dict)
+        # torch would also move the state to the parameters' device.
         return {**state_dict, "state": {}}
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.zero_grad = _discarding(engine, optimizer.zero_grad)  # type: ignore[method-assign]
+    # The worker may still be writing the moments that are about to be read.
     optimizer.register_state_dict_pre_hook(lambda _: engine.flush())
     optimizer.register_load_state_dict_pre_hook(before_loading)
+    # torch has just put the empty state that it was given in place of the views.
     optimizer.register_load_state_dict_post_hook(lambda _: _show_state(engine))
     _show_state(engine)
 
@@ -102,6 +108,7 @@ def _load_slot(unit: OffloadedUnit, slot: Slot, stored: dict[str, Any]) -> None:
     slot.step.copy_(torch.as_tensor(stored.get("step", 0.0)))
     for name, flat in unit.moments.items():
         value = stored.get(name)
+        # A parameter that never got a gradient has no state in an ordinary run's checkpoint.
         if value is None:
             slot.view(flat).zero_()
         else:
@@ -109,6 +116,7 @@ def _load_slot(unit: OffloadedUnit, slot: Slot, stored: dict[str, Any]) -> None:
 
 
 def _connect_model(engine: OffloadEngine) -> None:
+    # Every name of a tied parameter: a state dict holds all of them.
     names = {name: id(parameter) for name, parameter in engine.model.named_parameters(remove_duplicate=False)}
     slots = engine.state.by_parameter()
     masters = {name: slots[key] for name, key in names.items() if key in slots}

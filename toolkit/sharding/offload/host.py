@@ -17,6 +17,7 @@ from toolkit import ranks
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.places import GIB
 
+# Of cgroup version 2. Without its files the host's own figure stands.
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -73,7 +74,9 @@ def require_host_memory(plan: HostPlan) -> None:
     needed: dict[str, int] = defaultdict(int)
     rooms = ranks.gather_objects(mine)
     for host, total, _, _ in rooms:
+        # The ranks of a host share its memory: each may fit alone, and all together not.
         needed[host] += total
+    # Every rank looks at the figures of all, so that all raise the same error and none is left in a collective.
     for rank, (host, total, host_room, process_room) in enumerate(rooms):
         if process_room is not None and total > process_room:
             raise _no_room(f"rank {rank}", total, f"its limit (ulimit) leaves {_size(process_room)}", plan)

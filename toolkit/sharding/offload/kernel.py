@@ -25,6 +25,8 @@ from toolkit.errors import ToolkitError
 from toolkit.places import user_cache
 
 SOURCE = Path(__file__).with_name("adamw.cpp")
+# adamw.cpp spells out which operations are fused, as torch fuses them: contraction by the compiler would change last
+# bits. Without errno and traps the square root can be vectorised, and its results stay the same.
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17")
 BUILD_SECONDS = 120
 
@@ -143,6 +145,7 @@ def _compiler() -> str:
 def _library_path() -> Path:
     """Differs for every source, compiler and processor: a home folder may serve many kinds of machine."""
     key = hashlib.sha256(SOURCE.read_bytes())
+    # With -march=native the code is right for this processor alone.
     key.update(" ".join((_compiler(), *FLAGS, platform.machine(), _processor())).encode())
     return user_cache() / "kernels" / f"adamw-{key.hexdigest()[:16]}.so"
 
@@ -153,7 +156,9 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.processor()
+    # Reversed, so that of each field the first processor's line is kept.
     told = {line.partition(":")[0].strip(): line for line in reversed(lines)}
+    # `Features` is what ARM has in place of `flags`.
     return " ".join(told.get(field, "") for field in ("model name", "flags", "Features"))
 
 

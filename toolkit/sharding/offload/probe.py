@@ -38,6 +38,7 @@ def default_threads(device: torch.device) -> int:
 
     On CPU ranks, whose forward takes all of the share, half of it.
     """
+    # Of the cores that this process may use, which in a container or under a batch system can be fewer than there are.
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, cores // 2 if device.type == "cpu" else cores - 2)
 
@@ -55,6 +56,7 @@ def choose(
     """
     problem = fused_kernel_refuses(optimizer)
     if problem is None and asked in ("auto", "cpu_fused"):
+        # The kernel counts only where every rank has it: hosts may differ in their compilers, but not in executors.
         problem = next((found for found in ranks.gather_objects(_kernel_problem()) if found is not None), None)
     if asked == "cpu_fused" and problem is not None:
         raise BadInputError(f"offload executor cpu_fused: {problem}; use cpu_torch or auto")
@@ -108,6 +110,7 @@ def _measured(
 
     def measure() -> dict[str, float]:
         before = torch.get_num_threads()
+        # As the worker will do; this is the main thread, which gets its own number back.
         torch.set_num_threads(threads)
         try:
             return {name: _rate(name, optimizer, device, threads) for name in candidates}
@@ -122,6 +125,7 @@ def _measured(
 def _rate(name: str, optimizer: torch.optim.Optimizer, device: torch.device, threads: int) -> float:
     unit = _sample(state_names(optimizer))
     pin = device.type == "cuda"
+    # As `OffloadedState` has it: state is pinned only where it streams.
     if pin and name == "device_stream":
         unit.master = unit.master.pin_memory()
         unit.moments = {key: moment.pin_memory() for key, moment in unit.moments.items()}
@@ -130,6 +134,7 @@ def _rate(name: str, optimizer: torch.optim.Optimizer, device: torch.device, thr
         unit.slots[0].step = unit.slots[0].step.to(device)
     executor = make_executor(name, optimizer, [unit], Staging([weights], device), None, device, threads)
     gradient = torch.full((unit.numel,), 1e-3, pin_memory=pin)
+    # A scale other than 1: clipping is a pass over memory of its own in some executors and free in others.
     step = UnitStep(unit, gradient, frozenset(range(len(unit.slots))), hyper_parameters(optimizer), 0.5)
     target = torch.empty(unit.numel, dtype=torch.bfloat16, device=device)
     best, until = float("inf"), time.perf_counter() + PROBE_SECONDS
@@ -141,6 +146,7 @@ def _rate(name: str, optimizer: torch.optim.Optimizer, device: torch.device, thr
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:
     started = time.perf_counter()
     run()
+    # Work on a device has only been queued so far.
     getattr(torch, device.type).synchronize()
     return time.perf_counter() - started
 

@@ -65,10 +65,13 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
         for option in ("capturable", "differentiable"):
             if group.get(option):
                 raise BadInputError(f"offload: {option} optimizers are not supported; leave {option} out")
+    # The classes themselves: a subclass may step in any way. Muon is one of AdamW's, and needs whole matrices.
     if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
         names = ("exp_avg", "exp_avg_sq")
         return (*names, "max_exp_avg_sq") if _anywhere(optimizer, "amsgrad") else names
     if type(optimizer) is torch.optim.SGD:
+        # torch's first step takes the whole gradient as its buffer. Ours is there before, as zeros, and would be given
+        # the dampened one. Without dampening both are the same.
         if _anywhere(optimizer, "dampening"):
             raise BadInputError("offload: SGD with dampening is not supported; set dampening=0")
         return ("momentum_buffer",) if _anywhere(optimizer, "momentum") else ()
@@ -99,8 +102,10 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], 
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    # No settings of a step: what is stepped, how torch is to run it, and the scheduler's note of the first rate.
     left_out = ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "initial_lr")
     settings = {key: value for key, value in group.items() if key not in left_out}
+    # A learning rate may be a tensor, which a scheduler changes in place: a copy of the dict alone would follow it.
     return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
 
 

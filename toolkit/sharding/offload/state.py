@@ -13,6 +13,7 @@ from toolkit.places import GIB
 from toolkit.sharding.offload.host import HostPlan, Slabs, plan_host, require_host_memory
 from toolkit.sharding.offload.units import OffloadedUnit, Slot
 
+# One is written while the other is on its way to the device.
 STAGING_BUFFERS = 2
 
 
@@ -53,7 +54,10 @@ class OffloadedState:
         self._slots = {slot.name: (unit, slot) for unit in units for slot in unit.slots}
         self._mark_residents(0 if device_state_gib == "auto" else int(device_state_gib * GIB))
         self.plan = self._planned()
+        # Before anything is taken: otherwise the system ends a process, and says nothing of what was missing.
         require_host_memory(self.plan)
+        # All of it now, pinned memory too. Pinning waits for the device: in the middle of training, a rank that pins
+        # holds up the others' collectives (prime-rl met this as a deadlock).
         ranks.on_every_rank(self._allocate, f"take host memory for offload, {self.plan}")
 
     @property
@@ -95,6 +99,8 @@ class OffloadedState:
             unit.moments[name].copy_(moment)
 
     def _mark_residents(self, room: int) -> None:
+        # From the front and without gaps: the forward comes to the first units soonest, so they have the least time to
+        # hide in.
         for unit in self.units:
             room -= self.device_bytes(unit)
             if room < 0:
@@ -112,15 +118,19 @@ class OffloadedState:
 
     @property
     def _staged_bytes(self) -> int:
+        # Streamed state makes its weights on the device: none have to travel there.
         return 0 if self._executor == "device_stream" else STAGING_BUFFERS * self.units[0].dtype.itemsize
 
     @property
     def _needs_scratch(self) -> bool:
+        # torch steps with float32 gradients alone; our kernel reads bfloat16 as it is.
         return self._executor == "cpu_torch" and self._gradient_dtype != torch.float32
 
     def _allocate(self) -> None:
         lengths = [unit.numel for unit in self.hosted]
         pin = self.device.type == "cuda"
+        # Pinned is only what the device copies. Masters and moments, most of the memory, are read by the host alone
+        # unless they stream through the device.
         pin_state = pin and self._executor == "device_stream"
         masters = self._slabs.cut(lengths, torch.float32, pin_state)
         moments = {name: self._slabs.cut(lengths, torch.float32, pin_state) for name in self._names}
@@ -144,6 +154,7 @@ class OffloadedState:
 
 def require_types(units: Sequence[OffloadedUnit], mixed_precision: str) -> None:
     """Raises BadInputError where parameters cannot be held beside float32 masters."""
+    # Its gradient scaler looks for infinities in `.grad`, and divides it by its scale; offload has taken it away.
     if mixed_precision == "fp16":
         raise BadInputError("offload: mixed_precision fp16 is not supported; use bf16 or no")
     for unit in units:

@@ -88,6 +88,7 @@ class OffloadedUnit:
         self.landed: Any = None
         self.arrived: Any = None
         self.published = threading.Event()
+        # Before the first step nothing is under way, and the first forward waits for nothing.
         self.published.set()
 
     @property
@@ -106,9 +107,11 @@ def read_units(model: nn.Module) -> list[OffloadedUnit]:
     for modules, parameters in fsdp_units(model):
         slots, offset = [], 0
         for parameter in parameters:
+            # Frozen parameters have no place in the flat gradient that FSDP2 reduces.
             if parameter.requires_grad:
                 local = local_tensor(parameter)
                 slots.append(Slot(names[id(parameter)], parameter, offset, local.shape))
+                # Padded: in the flat gradient every rank has ceil(rows / F) rows, also where it holds fewer.
                 offset += shard_chunk(parameter) * math.prod(parameter.shape[1:])
         if slots:
             units.append(OffloadedUnit(slots[0].name.rpartition(".")[0], modules, slots, offset))

@@ -22,7 +22,9 @@ class Worker:
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self.error: BaseException | None = None
+        # Not queue.Queue: `_finish` may run in a finalizer, and only SimpleQueue's `put` is reentrant.
         self._queue: queue.SimpleQueue[tuple[Task, Task] | None] = queue.SimpleQueue()
+        # The thread holds the worker weakly: otherwise it would never be collected, and the thread never end.
         self._thread = threading.Thread(
             target=_work, args=(self._queue, weakref.ref(self), device, threads), name="offload-step", daemon=True
         )
@@ -45,6 +47,7 @@ class Worker:
 
 def _finish(tasks: Any, thread: threading.Thread) -> None:
     tasks.put(None)
+    # The last reference can go with a task, on this very thread, which cannot wait for itself.
     if threading.current_thread() is not thread:
         thread.join()
 
@@ -56,14 +59,18 @@ def _work(tasks: Any, owner: weakref.ref[Worker], device: torch.device, threads:
     while (task := tasks.get()) is not None:
         run, abandon = task
         try:
+            # Once one unit has kept its old weights, no later step may build on them.
             if not failed:
+                # A new thread begins with gradients on, whatever the main one has.
                 with torch.no_grad():
                     run()
+        # Anything at all: the main thread waits for this unit, and raises it there.
         except BaseException as error:
             failed = True
             worker = owner()
             if worker is not None:
                 worker.error = error
+        # Without this, whoever waits for the unit would wait for ever.
         if failed:
             abandon()
         del task, run, abandon  # they hold gradients
