@@ -106,8 +106,9 @@ class RunCheckpoints:
         """
         if manifest.data != self._data:
             raise BadInputError(
-                f"{str(folder)!r}: the content of data.train, or the tokenizer, has changed since; undo that, or start "
-                "anew with another training.output_dir or checkpoint.resume=never"
+                f"{str(folder)!r}: the content of data.train, or the tokenizer, has changed since, or another version "
+                "of the toolkit reads the rows otherwise; undo that, or start anew with another training.output_dir or "
+                "checkpoint.resume=never"
             )
         reader.require_whole(folder, manifest)
         reader.load_tensors(folder, manifest, self._model, self._optimizer)
