@@ -189,3 +189,26 @@ def skip_different_blocks() -> str:
 def test_ranks_that_use_different_blocks_do_not_take_a_step() -> None:
     for message in run_on_ranks(skip_different_blocks, 2):
         assert "used different units" in message
+
+
+def step_on_gradients_of_its_own() -> bool:
+    """Whether a step on gradients that no backward has made moves every parameter, after others were dropped."""
+    from accelerate import Accelerator
+
+    from toolkit.sharding import sharding_kwargs
+
+    accelerator = Accelerator(**sharding_kwargs("zero3", unit_classes=["Layer"]))
+    model = Model()
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    accelerator.backward(model(rows(0, 0, 0), 0).square().mean())
+    optimizer.zero_grad()
+    before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return all(not torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())
+
+
+def test_gradients_that_no_backward_has_made_are_kept() -> None:
+    """As torch makes an optimizer's state, before it loads one from a checkpoint."""
+    assert run_on_ranks(step_on_gradients_of_its_own, 1) == [True]

@@ -53,6 +53,7 @@ class UsedParameters:
     def forget(self) -> None:
         """Begins a new window, as the gradients so far were dropped."""
         self._used.clear()
+        self._order = 0
 
     def known(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of `parameters` that belong to the model."""
