@@ -77,22 +77,16 @@ def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
 
 
 @torch.no_grad()
-def fill_missing_gradients(group: Any) -> list[bool]:
-    """Gives zeros to the trainable parameters of a gathered unit that have no gradient.
-
-    Returns:
-        For each trainable parameter, in the order of FSDP2's flat gradient, whether it had one.
-    """
+def fill_missing_gradients(group: Any) -> list[DTensor]:
+    """Gives zeros to the trainable parameters of a gathered unit that have no gradient; returns those that have one."""
     trainable = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
-    present = [_has_gradient(parameter) for parameter in trainable]
-    if all(present):
-        return present
-    for parameter, found in zip(trainable, present, strict=True):
-        if not found:
-            whole = parameter.unsharded_param
-            # torch 2.15 refuses a gradient of another type than the tensor's own or this, which FSDP2 sets there.
-            whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None) or whole.dtype)
-    if any(parameter.unsharded_accumulated_grad is not None for parameter in trainable):
+    missing = [parameter for parameter in trainable if not _has_gradient(parameter)]
+    present = [parameter.sharded_param for parameter in trainable if parameter not in missing]
+    for parameter in missing:
+        whole = parameter.unsharded_param
+        # torch 2.15 refuses a gradient of another type than the tensor's own or this, which FSDP2 sets there.
+        whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None) or whole.dtype)
+    if missing and any(parameter.unsharded_accumulated_grad is not None for parameter in trainable):
         # A window that is reduced once is summed in float32, and FSDP2 reduces gradients of one type alone.
         for parameter in trainable:
             if parameter.unsharded_accumulated_grad is None:

@@ -39,11 +39,7 @@ class UsedParameters:
     def _complete(self, number: int, group: Any) -> None:
         # One number that tells which units were reduced and in which order, however many they are.
         self._order = zlib.crc32(number.to_bytes(4), self._order)
-        present = fill_missing_gradients(group)
-        trainable = [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad]
-        for parameter, found in zip(trainable, present, strict=True):
-            if found:
-                self._used.add(id(parameter))
+        self._used.update(map(id, fill_missing_gradients(group)))
 
     @property
     def reduced_any(self) -> bool:
