@@ -6,6 +6,7 @@ it to the parameter's type, bfloat16, before it becomes `.grad`.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -49,9 +50,17 @@ class Capture:
         """Registers the hooks of one unit."""
         self._units.append(unit)
         unit.modules[0].set_all_reduce_hook(lambda reduced: self._on_reduced(unit, reduced))
+        # Weakly: a tensor's hooks are held where Python's garbage collection does not look. By way of this object each
+        # of them kept the model, its state and its process group for the life of the process.
+        own_drop = weakref.WeakMethod(self._drop)
+
+        def drop(parameter: torch.Tensor) -> None:
+            if (act := own_drop()) is not None:
+                act(parameter)
+
         for slot in unit.slots:
             # FSDP2 makes a rounded `.grad` all the same, which nobody needs.
-            slot.parameter.register_post_accumulate_grad_hook(self._drop)  # type: ignore[no-untyped-call]
+            slot.parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _on_reduced(self, unit: OffloadedUnit, reduced: torch.Tensor) -> None:
