@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -223,19 +224,24 @@ def refused(folder: str) -> dict[str, str]:
     from toolkit import Recipe, finetune
 
     found = {}
-    case = {"strategy": "zero3", "precision": "no"}
+    other = {"strategy": "zero3", "precision": "no"}
 
-    def attempt(name: str, output: str = "whole-1-0", **sections: dict[str, Any]) -> None:
+    def attempt(name: str, output: str = "whole-1-0", case: dict[str, Any] = other, **sections: dict[str, Any]) -> None:
         meet()
         recipe = values(Path(folder), output, case)
         for section, changes in sections.items():
             recipe[section] |= changes
+        before = time.time()
         try:
-            finetune(Recipe.from_mapping(recipe))
+            result = finetune(Recipe.from_mapping(recipe))
         except BadInputError as error:
             found[name] = str(error)
+        else:
+            written = max(path.stat().st_mtime for path in result.output_dir.iterdir())
+            found[f"{name}-result"] = f"{len(result.metrics)} records, {result.seconds} s, {written > before}"
 
     checkpoint = f"{folder}/whole-1-0/checkpoints/step_00000006"
+    attempt("again", case=CASES[1][0])
     attempt("finished")
     attempt("never", checkpoint={"resume": "never"})
     attempt("changed", "new", checkpoint={"resume": checkpoint}, data={"max_length": 24}, training={"seed": 5})
@@ -252,6 +258,8 @@ def refused(folder: str) -> dict[str, str]:
 
 def test_what_does_not_fit_is_refused(finished_run: Path, workshop: Path) -> None:
     found = run_on_ranks(refused, 1, str(workshop))[0]
+    # The same command, as of a job that is put in the queue again: nothing is done, and nothing is written.
+    assert found["again-result"] == "13 records, 0.0 s, False"
     assert "already holds a finished run" in found["finished"]
     assert "already holds a finished run" in found["never"]
     assert "data.max_length: 32 there, 24 now" in found["changed"]
@@ -284,6 +292,9 @@ def test_export_of_a_checkpoint_is_the_runs_own(finished_run: Path, tmp_path: Pa
     assert "step 9 in float32; logits differ by 0.0e+00" in done.output
     files = sorted(path.name for path in (tmp_path / "last").glob("*.safetensors"))
     assert len(files) > 1
+    (tmp_path / "ordinary").touch()
+    modes = {path.stat().st_mode for path in [*(tmp_path / "last").iterdir(), *(finished_run / "export").iterdir()]}
+    assert modes == {(tmp_path / "ordinary").stat().st_mode}
     exported = {name: tensor for file in files for name, tensor in load_file(tmp_path / "last" / file).items()}
     own = load_file(finished_run / "export" / "model.safetensors")
     assert exported.keys() == own.keys()

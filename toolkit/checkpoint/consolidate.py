@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from toolkit.checkpoint.export import (
     TOLERANCE,
     ExportSettings,
+    let_others_read,
     relative_difference,
     reload,
     require_close,
@@ -72,6 +73,7 @@ def export_checkpoint(
             difference = _difference(folder, manifest, config, unfinished, settings.dtype) if verify else None
         if difference is not None:
             require_close(difference, TOLERANCE[settings.dtype])
+        let_others_read(unfinished)
         os.replace(unfinished, to)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -78,6 +78,7 @@ def export(
             write_configuration(base_of(inner), tokenizer, unfinished, settings.dtype)
         else:
             tokenizer.save_pretrained(unfinished)
+        let_others_read(unfinished)
         if folder.exists():  # of the same run, cut off after its export or taken further
             shutil.rmtree(folder)
         os.replace(unfinished, folder)
@@ -85,6 +86,15 @@ def export(
     ranks.on_first_rank(begin)
     _write_model(inner, unfinished, settings)
     ranks.on_first_rank(finish)
+
+
+def let_others_read(folder: Path) -> None:
+    """Gives the files of a folder that has just been made the mode that the umask decides."""
+    # safetensors makes its files readable by their owner alone. The umask shows in the folder: to read it, one
+    # would have to set it, for all threads.
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.iterdir():
+        path.chmod(mode)
 
 
 def is_whole(model: nn.Module, settings: ExportSettings) -> bool:

@@ -28,7 +28,7 @@ class SequenceClassification:
     def __init__(self, model: nn.Module, num_classes: int, class_weights: list[float] | None = None) -> None:
         accepted = inspect.signature(base_of(model).forward).parameters
         self._inputs = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in accepted]
-        self._num_classes = num_classes
+        self.num_classes = num_classes
         self._weights = None if class_weights is None else torch.tensor(class_weights)
 
     def count_targets(self, batch: Batch) -> int:
@@ -54,13 +54,13 @@ class SequenceClassification:
         logits, labels = self.logits(model, batch), batch["labels"]
         # Added, neither picked nor counted by `bincount`: for both of these the device has to be waited for.
         counted = (labels != IGNORED).double()
-        pairs = labels.clamp_min(0) * self._num_classes + logits.argmax(dim=-1)
-        confusion = counted.new_zeros(self._num_classes**2).index_add_(0, pairs, counted)
+        pairs = labels.clamp_min(0) * self.num_classes + logits.argmax(dim=-1)
+        confusion = counted.new_zeros(self.num_classes**2).index_add_(0, pairs, counted)
         return torch.cat([self._loss_sum(logits, labels).double().view(1), confusion])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
         """Loss, accuracy, F1 averaged over the classes that occur or are predicted, and `confusion`, as summed."""
-        confusion = torch.tensor(sums[1:], dtype=torch.float64).view(self._num_classes, -1)
+        confusion = torch.tensor(sums[1:], dtype=torch.float64).view(self.num_classes, -1)
         rows, hits = confusion.sum().item(), confusion.diagonal()
         # F1 = 2 TP / (2 TP + FP + FN), and a class's row and column together are 2 TP + FP + FN.
         support = confusion.sum(dim=0) + confusion.sum(dim=1)
@@ -70,5 +70,5 @@ class SequenceClassification:
             "samples": int(rows),
             "accuracy": hits.sum().item() / max(1.0, rows),
             "f1_macro": f1.mean().item() if len(f1) else 0.0,
-            **({"confusion": confusion.long().tolist()} if self._num_classes <= CLASSES_SHOWN else {}),
+            **({"confusion": confusion.long().tolist()} if self.num_classes <= CLASSES_SHOWN else {}),
         }

@@ -60,6 +60,7 @@ class RunSummary:
     facts: dict[str, str]  # strategy, ranks, precision, parameters, duration
     versions: dict[str, str]
     sample: tuple[str, str] | None  # prompt, continuation
+    doubts: Sequence[str] = ()  # what the losses say against the run
     step_seconds: dict[str, float] | None = None  # of a profiled step, by what took them
 
 
@@ -74,6 +75,7 @@ def render_report(summary: RunSummary) -> str:
     sections = [
         _header(summary),
         _headline(train, evals, summary.facts),
+        _doubts_note(summary.doubts),
         _non_finite_note(non_finite(train + evals)),
         _charts_section(train, evals),
         _sample_card(summary.sample),
@@ -87,8 +89,8 @@ def render_report(summary: RunSummary) -> str:
 
 
 def _header(summary: RunSummary) -> str:
-    # The duration has a tile of its own.
-    facts = [(name, value) for name, value in summary.facts.items() if name.lower() != "duration"]
+    # The duration has a tile of its own, and doubts a box.
+    facts = [(name, value) for name, value in summary.facts.items() if name.lower() not in ("duration", "outcome")]
     return header("Fine-tuning report", summary.title, facts)
 
 
@@ -189,6 +191,10 @@ def _memory_tile(train: Metrics) -> str:
         note = f"on the device; host {format_bytes(max(host))}" if host else "on the device"
         return tile("tile-memory", "Peak memory", format_bytes(max(device)), note)
     return tile("tile-memory", "Peak memory", format_bytes(max(host)) if host else MISSING, "on the host")
+
+
+def _doubts_note(doubts: Sequence[str]) -> str:
+    return warning("doubts", "Look at this run.", "", doubts) if doubts else ""
 
 
 def _non_finite_note(found: list[NonFinite]) -> str:

@@ -184,6 +184,15 @@ def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
     return False
 
 
+def is_finished(output_dir: Path, recipe: Recipe) -> bool:
+    """Whether the folder holds this very run, done: the same command was started once more."""
+    try:
+        saved = (output_dir / "recipe.yaml").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return (output_dir / FINISHED).exists() and saved == recipe.to_yaml()
+
+
 def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:
     """Writes `data_report.json` and the page beside it."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -21,6 +22,7 @@ from toolkit.pages.card import recipe_for_readers, write_card
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.places import GIB
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.doubts import Guess, doubts_of
 from toolkit.run.folder import FINISHED
 from toolkit.run.parts import Parts
 from toolkit.sharding.apply import PRECISIONS
@@ -42,7 +44,8 @@ class FinetuneResult:
         final_eval_loss: held-out loss after the last step.
         sample: continuation of the recipe's prompt; on rank 0 alone.
         logits_difference: between model and export, as a share of the largest logit.
-        seconds: duration of the run.
+        doubts: what the losses say against the run, a sentence each.
+        seconds: duration of the run; 0 where the folder held it, done, before.
     """
 
     output_dir: Path
@@ -53,6 +56,30 @@ class FinetuneResult:
     sample: str | None
     logits_difference: float | None
     seconds: float
+    doubts: tuple[str, ...] = ()
+
+
+def finished_before(output_dir: Path) -> FinetuneResult:
+    """What came of a run that is done, from its folder."""
+    lines = (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    export_dir = output_dir / "export"
+    return result_of(output_dir, [json.loads(line) for line in lines], export_dir if export_dir.is_dir() else None)
+
+
+def result_of(
+    output_dir: Path,
+    metrics: list[dict[str, Any]],
+    export_dir: Path | None,
+    difference: float | None = None,
+    sample: str | None = None,
+    seconds: float = 0.0,
+    guess: Guess | None = None,
+) -> FinetuneResult:
+    """The result that these records and this export make; `guess` is what the loss has to beat."""
+    losses = [record["loss"] for record in metrics if record["split"] == "eval"]
+    first, last = (losses[0], losses[-1]) if losses else (None, None)
+    doubts = tuple(doubts_of(metrics, guess))
+    return FinetuneResult(output_dir, export_dir, metrics, first, last, sample, difference, seconds, doubts)
 
 
 def export_model(
@@ -106,6 +133,8 @@ def conclude(console: Console, recipe: Recipe, result: FinetuneResult) -> None:
             f"held-out loss {result.initial_eval_loss:.4f} -> {result.final_eval_loss:.4f} ({change:+.1%}) "
             f"in {result.seconds:.0f} s"
         )
+    for doubt in result.doubts:
+        console.print(f"[yellow]warning:[/] {doubt}")
     if result.sample is not None:
         console.print("sample:", style="bold")
         console.print((recipe.logging.sample_prompt or "") + result.sample, markup=False)
@@ -131,6 +160,8 @@ def _summary(
         facts["compute"] = parts.compilation.describe()  # it may have failed in the first step
     if result.logits_difference is not None:
         facts["export checked"] = f"logits differ by {result.logits_difference:.1e} of the largest"
+    if result.doubts:
+        facts["outcome"] = "; ".join(result.doubts)
     packages = ("finetune-toolkit", "torch", "accelerate", "transformers", "datasets")
     machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     if torch.cuda.is_available():
@@ -145,6 +176,7 @@ def _summary(
         facts=facts,
         versions={**{package: version(package) for package in packages}, "machine": machine},
         sample=sample,
+        doubts=result.doubts,
     )
 
 

@@ -32,9 +32,10 @@ from toolkit.run.accelerator import (
     quiet_libraries,
     released_at_last,
 )
+from toolkit.run.doubts import uniform_guess
 from toolkit.run.facts import facts_of, introduce
-from toolkit.run.folder import claimed, is_inside, require_unfinished, write_beginning, write_data_report
-from toolkit.run.outcome import FinetuneResult, conclude, export_model, write_pages
+from toolkit.run.folder import claimed, is_finished, is_inside, require_unfinished, write_beginning, write_data_report
+from toolkit.run.outcome import FinetuneResult, conclude, export_model, finished_before, result_of, write_pages
 from toolkit.run.parts import Parts, build_evaluation, build_parts
 from toolkit.sharding.plugin import (
     ShardingPlugin,
@@ -49,11 +50,16 @@ from toolkit.training.usage import ModelFlops, model_flops
 def finetune(recipe: Recipe) -> FinetuneResult:
     """Runs a recipe on this process, or on all processes that the launcher started.
 
+    A run that its folder holds already, done by the same recipe, is not run again: the result is read from there.
+
     Raises:
         ToolkitError: on every rank; with exit code 2 for bad input, before anything is left behind.
     """
     started = time.perf_counter()
     with _started(recipe) as (accelerator, plugin, output_dir, console):
+        if ranks.on_first_rank(lambda: is_finished(output_dir, recipe)):
+            console.print(f"this run is finished already, and nothing was done: {output_dir}", markup=False)
+            return ranks.on_first_rank(lambda: finished_before(output_dir))
         found = _found(recipe, output_dir)
         with claimed(output_dir, recipe, found):
             parts = build_parts(accelerator, recipe, plugin)
@@ -62,17 +68,9 @@ def finetune(recipe: Recipe) -> FinetuneResult:
         introduce(console, facts, plugin, parts)
         fitted = _fit(accelerator, recipe, plugin, parts, output_dir, found, console)
         export_dir, difference, sample = export_model(accelerator, recipe, parts, output_dir)
-        losses = [record["loss"] for record in fitted.records if record["split"] == "eval"]
-        result = FinetuneResult(
-            output_dir=output_dir,
-            export_dir=export_dir,
-            metrics=fitted.records,
-            initial_eval_loss=losses[0] if losses else None,
-            final_eval_loss=losses[-1] if losses else None,
-            sample=sample,
-            logits_difference=difference,
-            seconds=time.perf_counter() - started,
-        )
+        seconds = time.perf_counter() - started
+        guess = uniform_guess(parts.objective, accelerator.unwrap_model(parts.model), recipe.objective.class_weights)
+        result = result_of(output_dir, fitted.records, export_dir, difference, sample, seconds, guess)
         ranks.on_first_rank(lambda: write_pages(recipe, plugin, parts, facts, result, fitted.step_seconds))
         conclude(console, recipe, result)
         return result

@@ -1,0 +1,60 @@
+"""A run that learned nothing, or that ended worse than it began, is told."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.doubts import Guess, doubts_of
+from toolkit.run.outcome import conclude, result_of
+
+TOKENS = Guess(1024, "tokens")
+
+
+def records(train: list[float | None], held_out: tuple[float | None, ...] = ()) -> list[dict[str, Any]]:
+    lines = [{"split": "train", "step": step, "loss": loss} for step, loss in enumerate(train, 1)]
+    return [*lines, *({"split": "eval", "step": 0, "loss": loss} for loss in held_out)]
+
+
+FALLING = [7.0 - 0.1 * step for step in range(30)]
+BURST = [7.0, 90.0, *[math.log(1024)] * 18]
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        (records(FALLING, (7.0, 4.2)), []),
+        (records(BURST), ["ended at 6.931, no better than a uniform guess over 1,024 tokens (6.931)", "learning_rate"]),
+        (records([2.0, *[400.0] * 19]), ["ended at 400, no better than a uniform guess"]),
+        (records(BURST[:8]), []),  # a trial of a few steps
+        (records(BURST[:10] + FALLING[3:]), []),  # it did not stay there
+        (records(FALLING, (3.0, 3.5)), ["is 3.5 after the last step, worse than 3", "fell from 6.9 to 4.2", "rows"]),
+        (records([3.0] * 20, (3.0, 3.5)), ["worse than 3 before the first: lower optimizer.learning_rate"]),
+        (records(FALLING, (3.0, None)), ["is inf after the last step"]),
+        (records(FALLING, (3.0, 3.001)), []),  # rounding
+        (records(FALLING, (3.0,)), []),
+    ],
+)
+def test_what_speaks_against_a_run(losses: list[dict[str, Any]], words: list[str]) -> None:
+    told = "; ".join(doubts_of(losses, TOKENS))
+    assert bool(told) == bool(words)
+    assert not [word for word in words if word not in told], told
+
+
+def test_without_a_guess_only_held_out_losses_speak() -> None:
+    assert doubts_of(records([0.6931] * 20), None) == []
+
+
+def test_the_last_lines_tell_it(tmp_path: Path) -> None:
+    result = result_of(tmp_path, records(BURST, (7.0, 9.0)), None, guess=TOKENS)
+    console = Console(file=io.StringIO(), soft_wrap=True)
+    conclude(console, Recipe.load("quickstart"), result)
+    lines = console.file.getvalue().splitlines()
+    heads = [line.partition(":")[0] for line in lines[1:]]
+    assert heads == ["warning", "warning", "run", "report"]
