@@ -1,13 +1,17 @@
-"""Writes the pages of docs/ that are made from the code: recipes.md, the fields of a recipe.
+"""Writes the pages of docs/ that are made from the code: recipes.md, the fields of a recipe, and cli.md, the commands.
 
 python docs/generate.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from typer.main import get_command
+
+from toolkit.cli.app import app
 from toolkit.recipe.problems import allowed_values, section_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import Section
@@ -62,7 +66,54 @@ def _plain(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-PAGES = {"recipes.md": recipe_fields}
+CLI_HEAD = """# Commands
+
+Written from the commands' own help. `-h` prints the same.
+"""
+
+
+def commands() -> str:
+    return "\n".join([CLI_HEAD, *_commands("toolkit", get_command(app))])
+
+
+def _commands(name: str, command: Any) -> Iterator[str]:
+    """The section of a command, or those of a group's commands."""
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield _command(name, command)
+    else:
+        for key in sorted(inner):
+            yield from _commands(f"{name} {key}", inner[key])
+
+
+def _command(name: str, command: Any) -> str:
+    parameters = [parameter for parameter in command.params if "--help" not in parameter.opts]
+    given = [one for one in parameters if one.param_type_name == "argument"]
+    usage = " ".join([name, *(_placeholder(one) if one.required else f"[{_placeholder(one)}]" for one in given)])
+    about = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
+    lines = [f"## {name}\n", f"`{usage} [OPTIONS]`\n", about + "\n"]
+    lines += ["| argument | default | what it does |", "|---|---|---|"]
+    lines += [f"| {_written(one)} | {_usual(one)} | {(one.help or '').replace('|', 'or')} |" for one in parameters]
+    return "\n".join(lines) + "\n"
+
+
+def _placeholder(argument: Any) -> str:
+    return argument.metavar or argument.name.upper()
+
+
+def _written(parameter: Any) -> str:
+    is_option = parameter.param_type_name == "option"
+    words = [*parameter.opts, *parameter.secondary_opts] if is_option else [_placeholder(parameter)]
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _usual(parameter: Any) -> str:
+    if parameter.required:
+        return "required"
+    return "" if parameter.default in (None, False) else f"`{_plain(parameter.default)}`"
+
+
+PAGES = {"recipes.md": recipe_fields, "cli.md": commands}
 """File in docs/ -> what renders it."""
 
 if __name__ == "__main__":

@@ -1,0 +1,35 @@
+"""The site: every page has its place in it, and what a page names is there. `mkdocs build --strict` checks links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def pages_of(nav: Any) -> Iterator[str]:
+    """The files of mkdocs' nav, in order."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for item in nav.values() if isinstance(nav, dict) else nav:
+            yield from pages_of(item)
+
+
+def test_every_page_is_in_the_site_once() -> None:
+    config = yaml.safe_load((DOCS / "site/mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(pages_of(config["nav"])) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_links_lead_to_files() -> None:
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        links = [link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8"))]
+        missing = [link for link in links if link and "://" not in link and not (page.parent / link).exists()]
+        assert not missing, f"{page}: {missing}"
