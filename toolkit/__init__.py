@@ -1,7 +1,11 @@
 """Fine-tune Hugging Face models with Accelerate, from a laptop to many GPUs.
 
     from toolkit import Recipe, finetune
-    result = finetune(Recipe.load("quickstart", ["training.max_steps=50"]))
+    result = finetune("quickstart", {"training.max_steps": 50})
+    result = finetune(Recipe.load("quickstart", ["training.max_steps=50"]))     # the same
+    export("outputs/notes", "notes-400", checkpoint=400)
+    text = generate("outputs/notes", "The king", max_new_tokens=40)
+    right = evaluate("outputs/notes", "questions.jsonl").accuracy
 
 Names are loaded on first use: importing the package imports no torch.
 """
@@ -12,6 +16,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from toolkit.checkpoint.consolidate import export_run as export
+    from toolkit.generation.api import evaluate, generate
     from toolkit.planning.table import plan
     from toolkit.recipe.recipe import Recipe
     from toolkit.run.outcome import FinetuneResult
@@ -21,14 +27,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Recipe": "toolkit.recipe.recipe",
-    "finetune": "toolkit.run.run",
     "FinetuneResult": "toolkit.run.outcome",
-    "plan": "toolkit.planning.table",
+    "Recipe": "toolkit.recipe.recipe",
     "ShardingMesh": "toolkit.sharding.plugin",
     "ShardingPlugin": "toolkit.sharding.plugin",
+    "evaluate": "toolkit.generation.api",
+    "export": "toolkit.checkpoint.consolidate:export_run",
+    "finetune": "toolkit.run.run",
+    "generate": "toolkit.generation.api",
+    "plan": "toolkit.planning.table",
     "sharding_kwargs": "toolkit.sharding.plugin",
 }
+"""Name -> its module, and its name there where that is another."""
 
 __all__ = [
     "FinetuneResult",
@@ -36,7 +46,10 @@ __all__ = [
     "ShardingMesh",
     "ShardingPlugin",
     "__version__",
+    "evaluate",
+    "export",
     "finetune",
+    "generate",
     "plan",
     "sharding_kwargs",
 ]
@@ -44,5 +57,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        module, _, own_name = _HOMES[name].partition(":")
+        return getattr(importlib.import_module(module), own_name or name)
     raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,12 +24,15 @@ from toolkit.checkpoint.export import (
     write_configuration,
     write_weights,
 )
-from toolkit.checkpoint.manifest import Manifest, check_files
+from toolkit.checkpoint.manifest import Manifest, check_files, latest, read_checkpoint, step_folder
 from toolkit.checkpoint.state import MODEL
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import add_adapter, has_adapter, write_adapter
 from toolkit.model.load import auto_class
-from toolkit.recipe.schema import AdapterSection
+from toolkit.places import GIB
+from toolkit.recipe.schema import AdapterSection, ExportSection
+
+EXPORT_TYPES = ("float32", "bfloat16", "float16")
 
 MODEL_FILES = "model"
 """Folder of a run with the model's configuration and tokenizer."""
@@ -78,6 +82,53 @@ def export_checkpoint(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return difference
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An export of a checkpoint: its folder, the step, and the difference of logits, if it was looked for."""
+
+    folder: Path
+    step: int
+    logits_difference: float | None
+
+
+def export_run(
+    run: str | Path,
+    to: str | Path,
+    checkpoint: int | None = None,
+    dtype: str = "float32",
+    verify: bool = True,
+    max_shard_gib: float = ExportSection().max_shard_gib,
+) -> Exported:
+    """Converts a run's checkpoint to a folder that `from_pretrained` loads, in one process.
+
+    Args:
+        to: new folder.
+        checkpoint: its step; None: the last.
+        dtype: of the weights: float32, bfloat16 or float16.
+        verify: reload the folder and compare its logits.
+        max_shard_gib: largest file of weights (GiB).
+
+    Raises:
+        BadInputError: no such checkpoint, one that is damaged, or a folder that exists.
+        ExportError: where the export gives other logits.
+    """
+    run, to = Path(run), Path(to)
+    if dtype not in EXPORT_TYPES:
+        raise BadInputError(f"dtype: unknown {dtype!r}; allowed: {', '.join(EXPORT_TYPES)}")
+    folder = _last(run) if checkpoint is None else step_folder(run, checkpoint)
+    manifest = read_checkpoint(folder)
+    settings = ExportSettings(getattr(torch, dtype), int(max_shard_gib * GIB))
+    return Exported(to, manifest.step, export_checkpoint(run, folder, manifest, to, settings, verify))
+
+
+def _last(run: Path) -> Path:
+    """The folder of the last whole checkpoint."""
+    last = latest(run)
+    if last is None:
+        raise BadInputError(f"{str(run)!r} has no whole checkpoint; see toolkit checkpoints {run}")
+    return last.folder
 
 
 def _empty_model(config: PretrainedConfig, manifest: Manifest) -> PreTrainedModel:

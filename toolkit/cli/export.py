@@ -8,8 +8,6 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.arguments import RunFolder, parse_dtype
-from toolkit.errors import BadInputError
-from toolkit.places import GIB
 from toolkit.recipe.schema import ExportSection
 
 MAX_SHARD_GIB = ExportSection().max_shard_gib
@@ -34,28 +32,9 @@ def export(
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder, in one process, with one of its files in memory at a time."""
     type_name = parse_dtype(dtype)
-    from toolkit.checkpoint.manifest import read_checkpoint
+    from toolkit.checkpoint.consolidate import export_run
 
-    folder = _folder_of(run, checkpoint)
-    manifest = read_checkpoint(folder)
-    import torch
-
-    from toolkit.checkpoint.consolidate import export_checkpoint
-    from toolkit.checkpoint.export import ExportSettings
-
-    settings = ExportSettings(getattr(torch, type_name), int(max_shard_gib * GIB))
-    difference = export_checkpoint(run, folder, manifest, to, settings, check)
+    done = export_run(run, to, checkpoint, type_name, check, max_shard_gib)
+    difference = done.logits_difference
     checked = "" if difference is None else f"; logits differ by {difference:.1e} of the largest"
-    print(f"{to}: step {manifest.step} in {type_name}{checked}")
-
-
-def _folder_of(run: Path, step: int | None) -> Path:
-    """The folder of the checkpoint of that step, or of the last whole one."""
-    from toolkit.checkpoint.manifest import latest, step_folder
-
-    if step is not None:
-        return step_folder(run, step)
-    last = latest(run)
-    if last is None:
-        raise BadInputError(f"{str(run)!r} has no whole checkpoint; see toolkit checkpoints {run}")
-    return last.folder
+    print(f"{to}: step {done.step} in {type_name}{checked}")

@@ -22,6 +22,14 @@ Evaluation = Annotated[
 Output = Annotated[
     Path | None, typer.Option(help="Write the answers to --file here. By default: standard output.", show_default=False)
 ]
+Extract = Annotated[
+    str | None,
+    typer.Option(
+        help="With --eval: compare what this regular expression matches last (its first group, if any).",
+        show_default=False,
+    ),
+]
+Numeric = Annotated[bool, typer.Option("--numeric", help="With --eval: compare the last number, as a number.")]
 TopP = Annotated[
     float | None,
     typer.Option(help="Sample from the most likely tokens that together have this probability.", show_default="0.95"),
@@ -41,6 +49,8 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Take prompts as plain text, without the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System prompt of the conversation.", show_default=False)] = None,
     strict: Annotated[bool, typer.Option("--strict", help="With --eval: compare case and whitespace, too.")] = False,
+    extract: Extract = None,
+    numeric: Numeric = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --eval: print JSON.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Stop each answer after this many tokens.")] = 256,
     temperature: Annotated[
@@ -59,8 +69,8 @@ def generate(
     device: Annotated[str, typer.Option(help="Run on this device: auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Generate text with a model: give one of --prompt, --chat, --file, --eval."""
-    from toolkit.generate.command import run
-    from toolkit.generate.options import Options
+    from toolkit.generation.command import run
+    from toolkit.generation.options import Options
 
     options = Options(
         source,
@@ -72,6 +82,8 @@ def generate(
         raw=raw,
         system=system,
         strict=strict,
+        extract=extract,
+        numeric=numeric,
         as_json=as_json,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

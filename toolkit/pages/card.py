@@ -161,7 +161,12 @@ def _draw_curve(path: Path, metrics: list[dict[str, Any]]) -> None:
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     # Not pyplot, which would choose a backend and keep the figure.
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    draw_losses(figure.add_subplot(), metrics)
+    figure.savefig(path, dpi=120)
+
+
+def draw_losses(axes: Any, metrics: list[dict[str, Any]]) -> None:
+    """Draws the losses in training and on held-out data over the optimizer steps."""
     for split, style, label in (("train", "-", "training"), ("eval", "o-", "held out")):
         points = [(r["step"], r["loss"]) for r in metrics if r["split"] == split and r["loss"] is not None]
         if points:
@@ -171,4 +176,3 @@ def _draw_curve(path: Path, metrics: list[dict[str, Any]]) -> None:
     if axes.has_data():
         axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)

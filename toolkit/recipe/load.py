@@ -99,24 +99,33 @@ def _anchored(source: str, folder: Path) -> str:
     return str(candidate.resolve()) if named_as_file or candidate.exists() else source
 
 
-def apply_overrides(values: dict[str, Any], overrides: Iterable[str], origins: dict[str, str]) -> list[str]:
-    problems = []
-    for text in overrides:
+def apply_overrides(
+    values: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any], origins: dict[str, str]
+) -> list[str]:
+    """Puts overrides into a recipe's values; what is wrong with them, a line each."""
+    pairs, problems = (list(overrides.items()), []) if isinstance(overrides, Mapping) else _parsed(overrides)
+    for key, value in pairs:
+        problems += _set_path(values, key, value)
+        for stale in [known for known in origins if known == key or known.startswith(f"{key}.")]:
+            del origins[stale]
+        origins[key] = OVERRIDE
+    return problems
+
+
+def _parsed(texts: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Key and value of each `section.key=value`; and a line for each text that is none."""
+    pairs, problems = [], []
+    for text in texts:
         key, equals, raw = text.partition("=")
         key = key.strip()
         if not equals or not key:
             problems.append(f"override {text!r}: expected key.sub=value, for example training.max_steps=50")
             continue
         try:
-            value = yaml.load(raw, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+            pairs.append((key, yaml.load(raw, Loader=_Loader)))  # noqa: S506 (a SafeLoader)
         except yaml.YAMLError as error:
             problems.append(f"override {text!r}: the value is not readable as YAML: {error}")
-            continue
-        problems += _set_path(values, key, value)
-        for stale in [known for known in origins if known == key or known.startswith(f"{key}.")]:
-            del origins[stale]
-        origins[key] = OVERRIDE
-    return problems
+    return pairs, problems
 
 
 def _set_path(values: dict[str, Any], key: str, value: Any) -> list[str]:

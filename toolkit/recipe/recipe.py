@@ -123,13 +123,14 @@ class Recipe(Section):
             raise contradiction(f"logging.sample_prompt has no effect {what}: the model writes no text; remove it")
 
     @classmethod
-    def load(cls, name_or_path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    def load(cls, name_or_path: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
         """Reads a recipe by the name of a shipped one or by path.
 
         Args:
             name_or_path: `quickstart`, or the path of a YAML file.
-            overrides: `section.key=value` texts; the value is YAML. One that sets `model.name_or_path` replaces
-                the `model.config` of the file, and so on for settings that exclude each other (`schema.RIVALS`).
+            overrides: `section.key=value` texts, whose values are YAML, or a mapping of `section.key` to values. One
+                that sets `model.name_or_path` replaces the `model.config` of the file, and so on for settings that
+                exclude each other (`schema.RIVALS`).
 
         Raises:
             RecipeError: with every wrong field, or where the file is no mapping.

@@ -17,8 +17,9 @@ from transformers import AutoConfig
 from toolkit import ranks
 from toolkit.checkpoint.export import ExportSettings, export, reload, sample_text, verify
 from toolkit.data.loader import evaluation_batches
+from toolkit.errors import ToolkitError
 from toolkit.model.load import auto_class
-from toolkit.pages.card import recipe_for_readers, write_card
+from toolkit.pages.card import draw_losses, recipe_for_readers, write_card
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.places import GIB
 from toolkit.recipe.recipe import Recipe
@@ -32,7 +33,7 @@ from toolkit.sharding.plugin import (
 from toolkit.sharding.unit_plan import UnitPlan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FinetuneResult:
     """What came of a run, on every rank.
 
@@ -57,6 +58,26 @@ class FinetuneResult:
     logits_difference: float | None
     seconds: float
     doubts: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        steps = max((record["step"] for record in self.metrics), default=0)
+        losses = [f"{loss:.4g}" for loss in (self.initial_eval_loss, self.final_eval_loss) if loss is not None]
+        held_out = f", held-out loss {' -> '.join(losses)}" if losses else ""
+        return f"FinetuneResult({str(self.output_dir)!r}, {steps} steps{held_out})"
+
+    def plot(self) -> Any:
+        """Draws the losses over the steps with matplotlib.pyplot, as a notebook shows them; returns the axes.
+
+        Raises:
+            ToolkitError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise ToolkitError("matplotlib is not installed, which draws the losses; pip install matplotlib") from error
+        _, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+        draw_losses(axes, self.metrics)
+        return axes
 
 
 def finished_before(output_dir: Path) -> FinetuneResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from toolkit.checkpoint.reader import find
 from toolkit.checkpoint.session import RunCheckpoints
 from toolkit.data.samples import TextSamples
 from toolkit.data.stream import describe_stream
+from toolkit.errors import BadInputError
 from toolkit.optim.build import build_schedule
 from toolkit.planning.time.hardware import peak_flops_of
 from toolkit.recipe.recipe import Recipe
@@ -47,8 +48,12 @@ from toolkit.training.trainer import Trainer
 from toolkit.training.usage import ModelFlops, model_flops
 
 
-def finetune(recipe: Recipe) -> FinetuneResult:
+def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> FinetuneResult:
     """Runs a recipe on this process, or on all processes that the launcher started.
+
+    Args:
+        recipe: or its name or path, which `Recipe.load` takes.
+        overrides: of a recipe that is named; see `Recipe.load`.
 
     A run that its folder holds already, done by the same recipe, is not run again: the result is read from there.
 
@@ -56,6 +61,10 @@ def finetune(recipe: Recipe) -> FinetuneResult:
         ToolkitError: on every rank; with exit code 2 for bad input, before anything is left behind.
     """
     started = time.perf_counter()
+    if not isinstance(recipe, Recipe):
+        recipe = Recipe.load(recipe, overrides)
+    elif overrides:
+        raise BadInputError("overrides: the recipe is loaded already; give them to Recipe.load")
     with _started(recipe) as (accelerator, plugin, output_dir, console):
         if ranks.on_first_rank(lambda: is_finished(output_dir, recipe)):
             console.print(f"this run is finished already, and nothing was done: {output_dir}", markup=False)

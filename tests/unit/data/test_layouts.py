@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from toolkit.data import build, tokenizer
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.errors import BadInputError, DataError
-from toolkit.generate.complete import _plain
+from toolkit.generation.complete import _plain
 from toolkit.recipe.schema import DataSection, ObjectiveSection
 
 QWEN_THINKS = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -31,8 +32,9 @@ from toolkit.cli.app import main
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.data.tokenizer import _train_byte_pairs
 from toolkit.errors import BadInputError, ToolkitError
-from toolkit.generate.command import converse
-from toolkit.generate.complete import (
+from toolkit.generation.choices import encode_choices, log_probabilities
+from toolkit.generation.command import converse
+from toolkit.generation.complete import (
     CONTEXT,
     HALF_CHARACTER,
     Prompt,
@@ -43,10 +45,10 @@ from toolkit.generate.complete import (
     encode_prompt,
     stream,
 )
-from toolkit.generate.evaluation import evaluate, summary
-from toolkit.generate.load import Loaded, find_model, load_model, stop_tokens, turn_ends
-from toolkit.generate.options import Sampling
-from toolkit.generate.rows import PromptRow, completions, read_rows
+from toolkit.generation.evaluation import Comparison, choose, evaluate, summary
+from toolkit.generation.load import Loaded, find_model, load_model, stop_tokens, turn_ends
+from toolkit.generation.options import Sampling
+from toolkit.generation.rows import PromptRow, completions, read_rows
 
 GREEDY = Sampling(12, 0.0)
 PROMPTS = ["the king", "a fox who sang of bread", "wine", "while the moon was high and all the world lay"]
@@ -312,7 +314,7 @@ def test_a_prompt_is_answered(
 def test_a_conversation(chat: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(
-        "toolkit.generate.command.encode_prompt", lambda *given: asked.append(given[1:]) or encode_prompt(*given)
+        "toolkit.generation.command.encode_prompt", lambda *given: asked.append(given[1:]) or encode_prompt(*given)
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who sang?\n\nWhat of?\n/reset\nWho sang?\n/quit\nmore\n"))
     options = ("--chat", "--temperature", 0, "--max-new-tokens", 8)
@@ -344,7 +346,7 @@ def test_ctrl_c_ends_a_conversation(chat: Path, monkeypatch: pytest.MonkeyPatch)
     def interrupted() -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("toolkit.generate.command._read_line", interrupted)
+    monkeypatch.setattr("toolkit.generation.command._read_line", interrupted)
     assert command(monkeypatch, chat, "--chat") == 0
 
 
@@ -383,7 +385,7 @@ def test_a_file_is_there_when_it_is_whole(plain: Path, tmp_path: Path, monkeypat
         assert [path.name for path in tmp_path.iterdir()] == ["in.txt", ".out.jsonl.unfinished"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("toolkit.generate.rows.complete", failing)
+    monkeypatch.setattr("toolkit.generation.rows.complete", failing)
     (tmp_path / "in.txt").write_text("the king\n")
     assert command(monkeypatch, plain, "--file", tmp_path / "in.txt", "--output", tmp_path / "out.jsonl") != 0
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
@@ -416,9 +418,87 @@ def test_an_evaluation(
     }
 
 
+@pytest.mark.parametrize(
+    ("comparison", "completion", "answer", "is_right"),
+    [
+        (Comparison(numeric=True), "12 and 30 make 1,042.", "1042", True),
+        (Comparison(numeric=True), "It is 18.00 in all", "so 9 * 2 = 18\n#### 18", True),
+        (Comparison(numeric=True), "minus: -3", "3", False),
+        (Comparison(numeric=True), "nobody knows", "3", False),
+        (Comparison(extract=re.compile(r"#### (\S+)")), "#### 4, no: #### 5", "#### 5", True),
+        (Comparison(extract=re.compile(r"#### (\S+)")), "#### 4, no: #### 5", "4", False),
+        (Comparison(extract=re.compile(r"[A-D]\b")), "A? It is B", "b", True),
+        (Comparison(extract=re.compile(r"[A-D]\b"), strict=True), "A? It is B", "b", False),
+        (Comparison(extract=re.compile(r"#### (.*)"), numeric=True), "7\n#### $1,000 9", "9", True),
+        (Comparison(extract=re.compile(r"#### (.*)")), "no mark", "no mark", False),
+    ],
+)
+def test_what_of_a_completion_counts(comparison: Comparison, completion: str, answer: str, is_right: bool) -> None:
+    found = evaluate([PromptRow("f:1", "?", "?", answers=(answer,))], [completion], comparison)
+    assert found.exact == is_right
+
+
+def test_choices_are_scored_by_their_log_probability(
+    chat: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": "Who sang?", "choices": ["A fox", "An owl, and then a fox"], "answer": 0},
+        {"prompt": "Who sang?", "choices": ["An owl", "A fox"], "answer": "An owl"},
+    ]
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
+    assert command(monkeypatch, chat, "--eval", file, "--json", "--batch-size", 1) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["exact"], found["mismatches"][0]["completion"]) == (1, "A fox")
+
+    # Plain text, against a loop over the tokens.
+    loaded = load_model(str(plain))
+    row = PromptRow("f:1", "the king", "the king", answers=(" and",), choices=(" and the queen", " sang"))
+    encoded = encode_choices(loaded, [row], "--eval", None, raw=True)
+    scores = next(log_probabilities(loaded, encoded, 8))
+    for (ids, count), score in zip(encoded[0], scores, strict=True):
+        logits = loaded.model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        by_hand = sum(logits[place - 1, ids[place]].item() for place in range(len(ids) - count, len(ids)))
+        assert score == pytest.approx(by_hand, rel=1e-5)
+        assert loaded.tokenizer.decode(ids[-count:]) in (" and the queen", " sang")
+    longer = [-8.0, -7.0]  # 14 and 5 bytes: the first is likelier per byte
+    found_by_hand = choose([replace(row, answers=(" and the queen",))], [longer])
+    assert (found_by_hand.exact, found_by_hand.normalised) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        ([{"prompt": "?", "choices": ["a"], "answer": 0}], [], "a list of at least two texts"),
+        ([{"prompt": "?", "choices": ["a", "b"], "answer": 2}], [], "2 is no place among 2 choices"),
+        ([{"prompt": "?", "choices": ["a", "b"], "answer": "c"}], [], "'c' is none of the choices"),
+        ([{"prompt": "?", "choices": ["a", "b"], "answer": "a"}, {"prompt": "?", "answer": "a"}], [], "has no choices"),
+        (
+            [{"prompt": "?", "choices": ["a", "b"], "answer": "a"}],
+            ["--numeric"],
+            "--numeric has no effect on rows",
+        ),
+        ([{"prompt": "?", "answer": "four"}], ["--numeric"], "rows.jsonl:1 holds no number"),
+        ([{"prompt": "?", "answer": "four"}], ["--numeric", "--strict"], "compared as numbers; leave --strict out"),
+        ([{"prompt": "?", "answer": "four"}], ["--extract", "("], "is no regular expression"),
+    ],
+)
+def test_rows_and_options_that_fit_no_evaluation(
+    rows: list[dict[str, Any]],
+    options: list[str],
+    words: str,
+    plain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
+    assert command(monkeypatch, plain, "--eval", file, *options) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
 def test_many_mismatches_are_counted() -> None:
     rows = [PromptRow(f"f:{line}", "?", "?", answers=("yes",)) for line in range(9)]
-    found = evaluate(rows, [*["no" * 99] * 8, "\tYES\n"])
+    found = evaluate(rows, [*["no" * 99] * 8, "\tYES\n"], Comparison())
     assert (found.exact, found.accuracy) == (1, 1 / 9)
     assert summary(found).splitlines()[-1] == "  and 3 more; --json has them all"
     assert all(len(line) < 120 for line in summary(found).splitlines())

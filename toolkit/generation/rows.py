@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.errors import BadInputError
-from toolkit.generate.complete import Message, Prompt, complete, encode_prompt
-from toolkit.generate.load import Loaded
-from toolkit.generate.options import Sampling
+from toolkit.generation.complete import Message, Prompt, complete, encode_prompt
+from toolkit.generation.load import Loaded
+from toolkit.generation.options import Sampling
 
 T = TypeVar("T")
 
@@ -36,6 +36,7 @@ class PromptRow:
         prompt: a text, or checked messages.
         tools: that the messages' assistant may call.
         answers: those that are right; none where it is not to be evaluated.
+        choices: among which the model takes one; none where it writes its answer.
     """
 
     place: str
@@ -43,6 +44,7 @@ class PromptRow:
     prompt: str | list[Message]
     tools: list[dict[str, Any]] | None = None
     answers: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
 
 
 def read_rows(path: Path, option: str) -> list[PromptRow]:
@@ -63,10 +65,18 @@ def read_rows(path: Path, option: str) -> list[PromptRow]:
     if not named:
         raise BadInputError(f"{option}: {str(path)!r} holds no prompt")
     make = _plain_row if path.suffix == ".txt" else partial(_json_row, with_answers=option == "--eval")
-    return _all_right(option, [(place, partial(make, place, line)) for place, line in named])
+    rows = all_right(option, [(place, partial(make, place, line)) for place, line in named])
+    if len({bool(row.choices) for row in rows}) > 1:
+        other = next(row for row in rows if bool(row.choices) != bool(rows[0].choices))
+        which = ("has no choices", "has choices")
+        raise BadInputError(
+            f"{option}: {rows[0].place} {which[bool(rows[0].choices)]} and {other.place} {which[bool(other.choices)]}; "
+            "put them into files of their own"
+        )
+    return rows
 
 
-def _all_right(option: str, attempts: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
+def all_right(option: str, attempts: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
     """What comes of the attempts, each with its row's place. Raises BadInputError that names the bad rows."""
     good, problems = [], []
     for place, attempt in attempts:
@@ -106,8 +116,11 @@ def _json_row(place: str, line: bytes, with_answers: bool) -> PromptRow:
         has = f"it has {', '.join(map(repr, fields))}" if fields else "it is empty"
         raise BadInputError(f"no prompt; {has}; needed: one of {', '.join(COLUMNS)}")
     prompt, tools = _asked(column, fields[column], fields.get("tools"))
-    answers = _answers(fields.get("answer")) if with_answers else ()
-    return PromptRow(place, fields[column], prompt, tools, answers)
+    if not with_answers:
+        return PromptRow(place, fields[column], prompt, tools)
+    choices = _choices(fields["choices"]) if "choices" in fields else ()
+    answers = _right_choices(fields.get("answer"), choices) if choices else _answers(fields.get("answer"))
+    return PromptRow(place, fields[column], prompt, tools, answers, choices)
 
 
 def _asked(column: str, value: Any, tools: Any) -> tuple[str | list[Message], list[dict[str, Any]] | None]:
@@ -131,6 +144,28 @@ def _asked(column: str, value: Any, tools: Any) -> tuple[str | list[Message], li
     return asked, example.tools
 
 
+def _choices(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) < 2 or not all(isinstance(text, str) and text for text in value):
+        raise BadInputError(f"choices: {json.dumps(value)[:LENGTH_SHOWN]}; needed: a list of at least two texts")
+    if len(set(value)) < len(value):
+        raise BadInputError("choices: one stands there twice")
+    return tuple(value)
+
+
+def _right_choices(value: Any, choices: tuple[str, ...]) -> tuple[str, ...]:
+    """The choices that are right, named by themselves or by their place."""
+    # bool first: in Python True is an int.
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 0 <= value < len(choices):
+            raise BadInputError(f"answer: {value} is no place among {len(choices)} choices; the first is 0")
+        return (choices[value],)
+    answers = _answers(value)
+    for answer in answers:
+        if answer not in choices:
+            raise BadInputError(f"answer: {answer[:LENGTH_SHOWN]!r} is none of the choices; name one, or its place")
+    return answers
+
+
 def _answers(value: Any) -> tuple[str, ...]:
     answers = value if isinstance(value, list) else [value]
     if value is None or not answers:
@@ -146,7 +181,7 @@ def _answers(value: Any) -> tuple[str, ...]:
 def encode_rows(loaded: Loaded, rows: list[PromptRow], option: str, system: str | None, raw: bool) -> list[Prompt]:
     """The rows' tokens. Raises BadInputError that names the rows that `encode_prompt` refuses."""
     attempts = [(row.place, partial(encode_prompt, loaded, row.prompt, system, raw, row.tools)) for row in rows]
-    return _all_right(option, attempts)
+    return all_right(option, attempts)
 
 
 def completions(loaded: Loaded, prompts: list[Prompt], sampling: Sampling, batch_size: int) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ BELONGS_TO = {
     "--output": ("--file",),
     "--batch-size": ("--file", "--eval"),
     "--strict": ("--eval",),
+    "--extract": ("--eval",),
+    "--numeric": ("--eval",),
     "--json": ("--eval",),
 }
 """Option -> the modes that it has a meaning in; others have one in all."""
@@ -22,6 +25,7 @@ BELONGS_TO = {
 CONTRADICTIONS = {
     ("--raw", "--chat"): "a conversation needs the chat template",
     ("--raw", "--system"): "a system text needs the chat template",
+    ("--strict", "--numeric"): "numbers are compared as numbers",
     ("--temperature", "--eval"): "an evaluation takes the most likely token",
     ("--top-p", "--eval"): "an evaluation takes the most likely token",
     ("--seed", "--eval"): "an evaluation takes the most likely token",
@@ -48,6 +52,8 @@ class Options:
     raw: bool = False
     system: str | None = None
     strict: bool = False
+    extract: str | None = None
+    numeric: bool = False
     as_json: bool = False
     max_new_tokens: int = 256
     temperature: float | None = None
@@ -85,6 +91,8 @@ class Options:
             "--raw": self.raw or None,
             "--system": self.system,
             "--strict": self.strict or None,
+            "--extract": self.extract,
+            "--numeric": self.numeric or None,
             "--json": self.as_json or None,
             "--temperature": self.temperature,
             "--top-p": self.top_p,
@@ -109,6 +117,10 @@ class Options:
                 yield f"{option}: unknown {found!r}; allowed: {', '.join(CHOICES[option])}"
         for option, text in (("--prompt", self.prompt), ("--system", self.system)):
             yield from _text_problems(option, text)
+        try:
+            re.compile(self.extract or "")
+        except re.error as error:
+            yield f"--extract: {self.extract!r} is no regular expression of Python: {error}"
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BadInputError, ToolkitError, first_line
-from toolkit.generate.load import Loaded
-from toolkit.generate.options import Sampling
+from toolkit.generation.load import Loaded
+from toolkit.generation.options import Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -60,11 +60,29 @@ def encode_prompt(
             cause = "--raw leaves it out" if raw else f"the tokenizer of {loaded.name!r} has none"
             raise BadInputError(f"{what} need{'s' if system else ''} a chat template, and {cause}; give plain text")
         ids = _plain(loaded.tokenizer, prompt)
-        return Prompt(_fitting(loaded, ids), ids[-CONTEXT:])
+        return Prompt(fitting(loaded, ids), ids[-CONTEXT:])
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
-    return Prompt(_fitting(loaded, _templated(loaded.tokenizer, messages, tools)), [])
+    return Prompt(fitting(loaded, _templated(loaded.tokenizer, messages, tools)), [])
+
+
+def encode_continuation(
+    loaded: Loaded,
+    prompt: str | list[Message],
+    text: str,
+    system: str | None = None,
+    raw: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+) -> tuple[list[int], list[int]]:
+    """The tokens of a prompt, and those of a text behind it. Raises BadInputError as `encode_prompt` does."""
+    ids = encode_prompt(loaded, prompt, system, raw, tools).ids
+    if isinstance(prompt, str) and (raw or loaded.tokenizer.chat_template is None):
+        # Plain text goes on in the same word, so both are encoded as one where that leaves the prompt's tokens.
+        whole = _plain(loaded.tokenizer, prompt + text)
+        if whole[: len(ids)] == ids:
+            return ids, whole[len(ids) :]
+    return ids, loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -87,7 +105,7 @@ def _templated(
     return ids
 
 
-def _fitting(loaded: Loaded, ids: list[int]) -> list[int]:
+def fitting(loaded: Loaded, ids: list[int]) -> list[int]:
     """The tokens. Raises BadInputError where there are none, too many, or one that the model does not know."""
     rows = int(loaded.model.get_input_embeddings().weight.shape[0])
     if not ids:

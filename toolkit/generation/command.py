@@ -6,22 +6,27 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
 
 from toolkit.errors import BadInputError
-from toolkit.generate.complete import Message, encode_prompt, stream
-from toolkit.generate.evaluation import evaluate, summary
-from toolkit.generate.load import Loaded, find_model, load_model, turn_ends
-from toolkit.generate.options import Options, Sampling, encodable
-from toolkit.generate.rows import PromptRow, completions, encode_rows, read_rows
+from toolkit.generation.choices import encode_choices, log_probabilities
+from toolkit.generation.complete import Message, encode_prompt, stream
+from toolkit.generation.evaluation import Comparison, Evaluation, choose, evaluate, summary
+from toolkit.generation.load import Loaded, find_model, load_model, turn_ends
+from toolkit.generation.options import Options, Sampling, encodable
+from toolkit.generation.rows import PromptRow, completions, encode_rows, read_rows
+
+T = TypeVar("T")
 
 BATCH_SIZE = 8
 """Prompts of a file that are completed at a time, unless the options say otherwise."""
@@ -40,8 +45,7 @@ def run(options: Options) -> None:
     rows = [] if path is None else read_rows(path, _mode(options))
     if place.on_hub:
         _tell(f"{place.name}: a hub model, which is downloaded the first time")
-    with _quiet(), _lines_to(options.output, options.file) as write:
-        loaded = _load(options)
+    with load_for(options) as loaded, _lines_to(options.output, options.file) as write:
         if options.prompt is not None:
             _answer_prompt(loaded, options, options.prompt)
         elif options.chat:
@@ -56,14 +60,18 @@ def _mode(options: Options) -> str:
     return "--file" if options.file is not None else "--eval"
 
 
-def _load(options: Options) -> Loaded:
-    loaded = load_model(options.source, options.dtype, options.device)
-    if not options.raw and loaded.tokenizer.chat_template is not None and not turn_ends(loaded.tokenizer):
-        _tell("the chat template closes no turn with a special token: answers may go on up to --max-new-tokens")
-    import torch
+@contextmanager
+def load_for(options: Options) -> Iterator[Loaded]:
+    """The model that the options name, with its generators seeded; the process's own are put back at the end."""
+    with _quiet():
+        loaded = load_model(options.source, options.dtype, options.device)
+        if not options.raw and loaded.tokenizer.chat_template is not None and not turn_ends(loaded.tokenizer):
+            _tell("the chat template closes no turn with a special token: answers may go on up to --max-new-tokens")
+        import torch
 
-    torch.manual_seed(options.seed or 0)
-    return loaded
+        with torch.random.fork_rng(devices=[loaded.model.device] if loaded.model.device.type == "cuda" else []):
+            torch.manual_seed(options.seed or 0)
+            yield loaded
 
 
 def _answer_prompt(loaded: Loaded, options: Options, text: str) -> None:
@@ -81,19 +89,45 @@ def _answer_rows(loaded: Loaded, options: Options, rows: list[PromptRow], write:
 
 
 def _evaluate_rows(loaded: Loaded, options: Options, rows: list[PromptRow], write: Callable[[str], None]) -> None:
-    found = evaluate(rows, _completions(loaded, options, rows), options.strict)
+    found = evaluated(loaded, options, rows)
     write(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if options.as_json else summary(found))
+
+
+def evaluated(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Evaluation:
+    """How many of the rows the model answers right. Raises BadInputError for rows that it cannot be given."""
+    if not rows[0].choices:
+        return evaluate(rows, _completions(loaded, options, rows), comparison_of(options, rows))
+    for option, given in (("--strict", options.strict), ("--extract", options.extract), ("--numeric", options.numeric)):
+        if given:
+            raise BadInputError(f"{option} has no effect on rows with choices, of which one is taken; leave it out")
+    encoded = encode_choices(loaded, rows, _mode(options), options.system, options.raw)
+    scores = log_probabilities(loaded, encoded, options.batch_size or BATCH_SIZE)
+    return choose(rows, _with_bar(scores, len(rows), options))
+
+
+def comparison_of(options: Options, rows: list[PromptRow]) -> Comparison:
+    """What is compared. Raises BadInputError that names rows whose answers have no number where one is asked for."""
+    comparison = Comparison(options.strict, re.compile(options.extract) if options.extract else None, options.numeric)
+    lacking = [row.place for row in rows if None in map(comparison.of_answer, row.answers)]
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise BadInputError(f"--numeric: the answer of {lacking[0]}{more} holds no number; leave --numeric out")
+    return comparison
 
 
 def _completions(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Iterable[str]:
     """Of the rows, with a bar on the terminal where nothing else is written to it."""
     prompts = encode_rows(loaded, rows, _mode(options), options.system, options.raw)
     size = options.batch_size or BATCH_SIZE
+    return _with_bar(completions(loaded, prompts, options.sampling, size), len(prompts), options)
+
+
+def _with_bar(items: Iterable[T], total: int, options: Options) -> Iterable[T]:
     busy = options.file is not None and options.output is None
     return track(
-        completions(loaded, prompts, options.sampling, size),
+        items,
         "generating",
-        total=len(prompts),
+        total=total,
         console=Console(stderr=True),
         transient=True,
         disable=busy or not sys.stderr.isatty(),

@@ -1,0 +1,69 @@
+"""What `import toolkit` offers in Python and in notebooks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit
+from toolkit import Recipe
+from toolkit.errors import BadInputError, RecipeError, ToolkitError
+from toolkit.run.outcome import result_of
+
+METRICS = [
+    {"split": "eval", "step": 0, "loss": 7.0},
+    *({"split": "train", "step": step, "loss": 7.0 - step} for step in (1, 2, 3)),
+    {"split": "eval", "step": 3, "loss": None},
+]
+
+
+def test_the_package_shows_what_there_is() -> None:
+    assert {"finetune", "export", "generate", "evaluate", "plan", "Recipe"} <= set(dir(toolkit))
+    importlib.import_module("toolkit.generation.command")
+    for name in toolkit.__all__:
+        assert getattr(toolkit, name) is not None
+        assert name == "__version__" or callable(getattr(toolkit, name)), "a room of the same name would hide it"
+
+
+def test_overrides_as_a_mapping_are_values() -> None:
+    texts = Recipe.load("sft", ["training.max_steps=5", "optimizer.learning_rate=1e-5", "logging.every_steps=3"])
+    mapping = {"training.max_steps": 5, "optimizer.learning_rate": 1e-5, "logging": {"every_steps": 3}}
+    assert Recipe.load("sft", mapping).model_dump() == texts.model_dump()
+    with pytest.raises(RecipeError, match="did you mean 'max_steps'"):
+        Recipe.load("sft", {"training.max_stepz": 5})
+
+
+def test_finetune_takes_a_name_and_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Recipe] = []
+
+    def started(recipe: Recipe) -> Any:
+        loaded.append(recipe)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("toolkit.run.run._started", started)
+    with pytest.raises(KeyboardInterrupt):
+        toolkit.finetune("sft", {"training.max_steps": 5})
+    assert loaded == [Recipe.load("sft", ["training.max_steps=5"])]
+    with pytest.raises(BadInputError, match="is loaded already"):
+        toolkit.finetune(loaded[0], ["training.max_steps=5"])
+
+
+def test_a_result_is_one_line_and_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib
+
+    result = result_of(tmp_path, METRICS, None)
+    assert repr(result) == f"FinetuneResult({str(tmp_path)!r}, 3 steps, held-out loss 7)"
+    before = matplotlib.get_backend()
+    matplotlib.use("agg")
+    axes = result.plot()
+    assert [line.get_label() for line in axes.lines] == ["training", "held out"]
+    assert list(axes.lines[0].get_xdata()) == [1, 2, 3]
+    matplotlib.pyplot.close(axes.figure)
+    matplotlib.use(before)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ToolkitError, match="pip install matplotlib"):
+        result.plot()

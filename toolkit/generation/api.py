@@ -1,0 +1,56 @@
+"""What `toolkit generate` does, as functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import overload
+
+from toolkit.generation.command import BATCH_SIZE, evaluated, load_for
+from toolkit.generation.complete import Message
+from toolkit.generation.evaluation import Evaluation
+from toolkit.generation.options import Options
+from toolkit.generation.rows import PromptRow, completions, encode_rows, read_rows
+
+
+@overload
+def generate(source: str | Path, prompts: str, **options: object) -> str: ...
+@overload
+def generate(source: str | Path, prompts: list[str] | list[list[Message]], **options: object) -> list[str]: ...
+def generate(source: str | Path, prompts: str | list[str] | list[list[Message]], **options: object) -> str | list[str]:
+    """What a model writes behind a prompt, or behind each of several.
+
+    Args:
+        source: folder of a run, of an export or of an adapter, or a hub name.
+        prompts: each a text or a conversation's messages.
+        options: `raw`, `system`, `max_new_tokens`, `temperature`, `top_p`, `seed`, `batch_size`, `dtype`, `device`, as
+            the command's options of these names.
+
+    Raises:
+        BadInputError: a model, a prompt or an option that cannot be used.
+    """
+    # A file of prompts in all but where they come from: what holds for --file holds here.
+    chosen = Options(str(source), file=Path("prompts"), **options)  # type: ignore[arg-type]
+    texts: list[str | list[Message]] = [prompts] if isinstance(prompts, str) else [*prompts]
+    rows = [PromptRow(f"prompt {number}", prompt, prompt) for number, prompt in enumerate(texts, 1)]
+    with load_for(chosen) as loaded:
+        encoded = encode_rows(loaded, rows, "prompts", chosen.system, chosen.raw)
+        found = list(completions(loaded, encoded, chosen.sampling, chosen.batch_size or BATCH_SIZE))
+    return found[0] if isinstance(prompts, str) else found
+
+
+def evaluate(source: str | Path, file: str | Path, **options: object) -> Evaluation:
+    """How many rows of a `.jsonl` file a model answers right.
+
+    Args:
+        source: as `generate` takes it.
+        file: rows with a prompt and an `answer`, and perhaps `choices`.
+        options: `strict`, `extract`, `numeric`, `raw`, `system`, `max_new_tokens`, `batch_size`, `dtype`, `device`, as
+            the command's options of these names.
+
+    Raises:
+        BadInputError: a model, a file or an option that cannot be used.
+    """
+    chosen = Options(str(source), evaluation=Path(file), **options)  # type: ignore[arg-type]
+    rows = read_rows(Path(file), "--eval")
+    with load_for(chosen) as loaded:
+        return evaluated(loaded, chosen, rows)

@@ -1,0 +1,143 @@
+"""How many answers of a model are right: completions that are compared, or choices of which it takes one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from toolkit.generation.rows import LENGTH_SHOWN, PromptRow
+
+MISMATCHES_SHOWN = 5
+"""Wrong answers that are printed."""
+
+NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
+"""A number as people write it, with or without commas at the thousands."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What of a completion has to equal what of an answer.
+
+    Attributes:
+        strict: texts as they are; else without regard to case, and to whitespace but between words.
+        extract: what it matches last counts, of that its first group if it has one; None: the whole text.
+        numeric: the last number in it counts, as a number.
+    """
+
+    strict: bool = False
+    extract: re.Pattern[str] | None = None
+    numeric: bool = False
+
+    def of_completion(self, text: str) -> Any:
+        """What counts in a completion; None where it has nothing of the kind, which equals no answer."""
+        part = text if self.extract is None else _last_match(self.extract, text)
+        return None if part is None else self._value(part)
+
+    def of_answer(self, text: str) -> Any:
+        """What counts in an answer of a file, which may be the bare value or hold it as a completion does."""
+        part = text if self.extract is None else _last_match(self.extract, text)
+        return self._value(text if part is None else part)
+
+    def _value(self, text: str) -> Any:
+        if self.numeric:
+            found = NUMBER.findall(text)
+            return Decimal(found[-1].replace(",", "")) if found else None
+        return text if self.strict else normalised(text)
+
+
+def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    matches = list(pattern.finditer(text))
+    return None if not matches else matches[-1][1 if pattern.groups else 0]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A row whose completion is none of its answers."""
+
+    row: PromptRow
+    completion: str
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How many rows were answered right.
+
+    Attributes:
+        normalised: of rows with choices, how many are right where log-probabilities are divided by the choices' length.
+    """
+
+    num_rows: int
+    mismatches: list[Mismatch]
+    normalised: int | None = None
+
+    @property
+    def exact(self) -> int:
+        return self.num_rows - len(self.mismatches)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the rows, 0 to 1."""
+        return self.exact / self.num_rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        mismatches = [
+            {"row": wrong.row.place, "prompt": wrong.row.given, "completion": wrong.completion}
+            | {"answers": list(wrong.row.answers)}
+            for wrong in self.mismatches
+        ]
+        by_length = {} if self.normalised is None else {"accuracy_normalised": self.normalised / self.num_rows}
+        counts = {"accuracy": self.accuracy, **by_length, "exact": self.exact, "rows": self.num_rows}
+        return {**counts, "mismatches": mismatches}
+
+
+def evaluate(rows: list[PromptRow], texts: Iterable[str], comparison: Comparison) -> Evaluation:
+    """Compares each row's completion with its answers; `texts` are completions in the order of the rows."""
+    wrong = []
+    for row, text in zip(rows, texts, strict=True):
+        found = comparison.of_completion(text)
+        if found is None or found not in [comparison.of_answer(answer) for answer in row.answers]:
+            wrong.append(Mismatch(row, text))
+    return Evaluation(len(rows), wrong)
+
+
+def choose(rows: list[PromptRow], scores: Iterable[Sequence[float]]) -> Evaluation:
+    """Takes the choice of the highest log-probability in each row; `scores` (nats) are in the order of the choices."""
+    wrong, by_length = [], 0
+    for row, log_probabilities in zip(rows, scores, strict=True):
+        taken = _highest(row.choices, log_probabilities)
+        if taken not in row.answers:
+            wrong.append(Mismatch(row, taken))
+        # Per byte, as lm-evaluation-harness has it in `acc_norm`: else the shortest choice has the best chances.
+        per_byte = [score / len(choice.encode()) for choice, score in zip(row.choices, log_probabilities, strict=True)]
+        by_length += _highest(row.choices, per_byte) in row.answers
+    return Evaluation(len(rows), wrong, by_length)
+
+
+def _highest(choices: Sequence[str], scores: Sequence[float]) -> str:
+    return max(zip(scores, choices, strict=True), key=lambda pair: pair[0])[1]
+
+
+def normalised(text: str) -> str:
+    """Without case, and with one space for whitespace between words."""
+    return " ".join(text.casefold().split())
+
+
+def summary(found: Evaluation) -> str:
+    """The accuracy and the first wrong answers, as lines."""
+    what = "exact" if found.normalised is None else "right"
+    lines = [f"accuracy: {found.accuracy:.1%} ({found.exact} of {found.num_rows} rows {what})"]
+    if found.normalised is not None:
+        lines.append(f"by log-probability per byte: {found.normalised / found.num_rows:.1%}")
+    for wrong in found.mismatches[:MISMATCHES_SHOWN]:
+        expected = " or ".join(_shortened(answer) for answer in wrong.row.answers)
+        lines.append(f"  {wrong.row.place}: {_shortened(wrong.completion)} instead of {expected}")
+    more = len(found.mismatches) - MISMATCHES_SHOWN
+    return "\n".join([*lines, *([f"  and {more} more; --json has them all"] if more > 0 else [])])
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= LENGTH_SHOWN else f"{text[:LENGTH_SHOWN]}...")
