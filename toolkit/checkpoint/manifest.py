@@ -7,22 +7,27 @@
         manifest.json                                  everything else: step, data position, recipe, checksums
         COMPLETE                                       the manifest's checksum; written last
 
-A folder without a COMPLETE that fits its manifest does not count. Nothing in it is a pickle, and files
-that the manifest does not name are refused.
+A folder without a COMPLETE that fits its manifest does not count, and neither does one whose weights or step were not
+finite: training that goes on from it has nothing to learn. Nothing in it is a pickle, and files that the manifest does
+not name are refused.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import BadInputError
+from pydantic import TypeAdapter, ValidationError
+
+from toolkit.errors import BadInputError, first_line
 
 FORMAT = 1
 FOLDER = "checkpoints"
@@ -33,6 +38,10 @@ STEP_FOLDER = re.compile(r"step_(\d{8,})")
 # No separator and no leading dot, so that a name stays in its folder.
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CHUNK_BYTES = 2**22
+UNKNOWN = -1
+"""Step of a folder whose name tells none."""
+ITEM_BYTES = {"int16": 2, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Bytes of an element by the types of tensors that have more than one."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class Manifest:
         trainer: counters.
         scaler: state of fp16's gradient scaler; None without.
         eval_loss: of the last evaluation; None where there was none.
+        non_finite: what is not finite in it, in words; None: its weights are, and so was its step.
         tensors: name -> [type, shape of the whole].
         files: name -> size and checksum.
     """
@@ -74,6 +84,7 @@ class Manifest:
     date: str
     versions: dict[str, str]
     stream: dict[str, Any] | None = None
+    non_finite: str | None = None
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     format: int = FORMAT
@@ -82,24 +93,36 @@ class Manifest:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """Raises ValueError, KeyError or TypeError for what is not a manifest."""
-        values = json.loads(text)
-        if values["format"] != FORMAT:
-            raise ValueError(f"format {values['format']}, but this version reads {FORMAT}")
-        files = {name: FileEntry(**entry) for name, entry in values.pop("files").items()}
-        # Fields that this version does not know are left out; each one that it needs must be there.
-        return cls(**{key.name: values[key.name] for key in fields(cls) if key.name != "files"}, files=files)
+    def from_json(cls, text: bytes | str) -> Manifest:
+        """Raises ValueError for what is not a manifest.
+
+        Fields that this version does not know are left out, and what an older one did not write has its default.
+        """
+        # Strict: a manifest may come from anywhere, and what it says is used as it is.
+        manifest = _adapter().validate_json(text, strict=True)
+        if manifest.format != FORMAT:
+            raise ValueError(f"format {manifest.format}, but this version reads {FORMAT}")
+        return manifest
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder of `checkpoints/`; `problem` says why it does not count, if so."""
+    """A folder of `checkpoints/`; `problem` says why it does not count, if so.
+
+    Attributes:
+        unfinished: it has no marker: it is being written, or its writing was cut off.
+    """
 
     folder: Path
     step: int
     manifest: Manifest | None
     problem: str | None
+    unfinished: bool = False
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -125,24 +148,76 @@ def latest(run: Path) -> Checkpoint | None:
 
 def read_checkpoint(folder: Path) -> Manifest:
     """The manifest of a checkpoint that counts. Raises BadInputError where it does not."""
-    checkpoint = _read(folder, -1)
+    checkpoint = look_at(folder)
     if checkpoint.manifest is None or checkpoint.problem is not None:
         raise BadInputError(f"{str(folder)!r} is no whole checkpoint: {checkpoint.problem}")
     return checkpoint.manifest
 
 
+def look_at(folder: Path) -> Checkpoint:
+    """The checkpoint of a folder; whether it counts, but for its files' contents (`check_files`)."""
+    return _read(folder, UNKNOWN)
+
+
 def _read(folder: Path, step: int) -> Checkpoint:
     try:
+        marker = (folder / COMPLETE).read_bytes().strip()
+    except FileNotFoundError:
+        if not (folder / MANIFEST).exists():
+            return Checkpoint(folder, step, None, f"{MANIFEST} is missing: it was not finished", unfinished=True)
+        return Checkpoint(folder, step, None, f"{COMPLETE} is missing: it was not finished", unfinished=True)
+    except OSError as error:
+        return Checkpoint(folder, step, None, f"{COMPLETE} cannot be read: {first_line(error)}")
+    try:
         text = (folder / MANIFEST).read_bytes()
-        marker = (folder / COMPLETE).read_text(encoding="ascii").strip()
-        if marker != hashlib.sha256(text).hexdigest():
+        if marker != hashlib.sha256(text).hexdigest().encode():
             return Checkpoint(folder, step, None, f"{COMPLETE} does not fit {MANIFEST}")
-        manifest = Manifest.from_json(text.decode("utf-8"))
+        manifest = Manifest.from_json(text)
+        problem = _misnamed(folder, manifest) or _lacking(manifest) or _missing(folder, manifest)
     except FileNotFoundError as error:
-        return Checkpoint(folder, step, None, f"{Path(str(error.filename)).name} is missing: it was not finished")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return Checkpoint(folder, step, None, f"{MANIFEST} cannot be read: {type(error).__name__}: {error}")
-    return Checkpoint(folder, manifest.step, manifest, _misnamed(folder, manifest) or _missing(folder, manifest))
+        return Checkpoint(folder, step, None, f"{Path(str(error.filename)).name} is missing")
+    except ValidationError as error:
+        return Checkpoint(folder, step, None, f"{MANIFEST} cannot be read: {_first_problem(error)}")
+    except (OSError, ValueError) as error:
+        return Checkpoint(folder, step, None, f"{MANIFEST} cannot be read: {type(error).__name__}: {first_line(error)}")
+    if step not in (UNKNOWN, manifest.step):
+        problem = f"{MANIFEST} is of step {manifest.step}"
+    return Checkpoint(folder, manifest.step if step == UNKNOWN else step, manifest, problem or manifest.non_finite)
+
+
+def _first_problem(error: ValidationError) -> str:
+    """The first field that is wrong, and why."""
+    found = error.errors(include_url=False, include_input=False)[0]
+    return ": ".join(filter(None, [".".join(map(str, found["loc"])), found["msg"]]))
+
+
+def _lacking(manifest: Manifest) -> str | None:
+    """What no checkpoint is without: records, generators of each rank, tensors of a known type and a plain shape."""
+    if manifest.step < 0 or manifest.samples < 0 or not 0 < manifest.world_size < len(manifest.files):
+        return f"{MANIFEST} names {len(manifest.files)} files for {manifest.world_size} ranks at step {manifest.step}"
+    for name in (METRICS, *(f"rank_{rank:05d}.json" for rank in range(manifest.world_size))):
+        if name not in manifest.files:
+            return f"{MANIFEST} does not name {name}"
+    num_bytes = 0
+    for name, described in manifest.tensors.items():
+        size = _tensor_bytes(described)
+        if size is None:
+            return f"{MANIFEST} describes {name} as {str(described)[:80]}, which is no tensor"
+        num_bytes += size
+    stored = sum(entry.bytes for name, entry in manifest.files.items() if name.endswith(".safetensors"))
+    # Otherwise a few bytes could ask for any amount of memory.
+    if num_bytes > stored:
+        return f"{MANIFEST} describes tensors of {num_bytes:,} bytes, but names files of {stored:,}"
+    return None
+
+
+def _tensor_bytes(described: list[Any]) -> int | None:
+    """Size of a tensor as the manifest describes it; None for what is no such description."""
+    match described:
+        case [str(dtype), list(shape)] if dtype.isidentifier() and all(type(n) is int and n >= 0 for n in shape):
+            # Of a type that is not listed at least a byte: it may be one that a later torch has.
+            return ITEM_BYTES.get(dtype, 1) * math.prod(shape)
+    return None
 
 
 def _misnamed(folder: Path, manifest: Manifest) -> str | None:
@@ -170,7 +245,11 @@ def _missing(folder: Path, manifest: Manifest) -> str | None:
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
     """The first of the named files whose content is not what was written; None where all are."""
     for name in names:
-        if file_entry(folder / name).sha256 != manifest.files[name].sha256:
+        try:
+            found = file_entry(folder / name)
+        except OSError as error:
+            return f"{name} cannot be read: {first_line(error)}"
+        if found.sha256 != manifest.files[name].sha256:
             return f"{name} is not what was written: its checksum differs"
     return None
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, whether it fits, and reading it back, on any number of ranks."""
+"""Whether a checkpoint fits a run, and reading it back, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from toolkit import ranks
-from toolkit.checkpoint.manifest import (
-    FOLDER,
-    METRICS,
-    STEP_FOLDER,
-    Manifest,
-    check_files,
-    latest,
-    list_checkpoints,
-    read_checkpoint,
-)
+from toolkit.checkpoint.manifest import METRICS, Manifest
 from toolkit.checkpoint.state import MODEL, described, first_failure, put_back, with_optimizer_state
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
@@ -39,55 +30,6 @@ HARMLESS = (
     "data.validation",
 )
 """Fields of these that may change all the same."""
-
-
-def find(run: Path, resume: str, recipe: dict[str, Any]) -> tuple[Path, Manifest] | None:
-    """The checkpoint to go on from; None: from the start.
-
-    Args:
-        run: the output folder.
-        resume: `auto`: the last whole checkpoint of the output folder, if any; `never`; or a checkpoint's
-            or a run's folder.
-        recipe: resolved, of this run.
-
-    Raises:
-        BadInputError: a path without a whole checkpoint, a recipe that differs in what matters, or an
-            earlier checkpoint than the output folder's last.
-    """
-    if resume == "never":
-        return None
-    if resume == "auto":
-        found = latest(run)
-        if found is None or found.manifest is None:
-            return None
-        require_same_run(found.manifest.recipe, recipe, str(found.folder))
-        return found.folder, found.manifest
-    folder = _named(Path(resume).expanduser().resolve())
-    manifest = read_checkpoint(folder)
-    require_same_run(manifest.recipe, recipe, str(folder))
-    # Later checkpoints would be of weights that the new run never has, and be taken for its last.
-    later = [c.folder.name for c in list_checkpoints(run) if c.problem is None and c.step > manifest.step]
-    if later:
-        raise BadInputError(
-            f"checkpoint.resume: {folder.name} is to be resumed into {str(run)!r}, which has later checkpoints "
-            f"({', '.join(later)}); choose another training.output_dir, or delete them"
-        )
-    return folder, manifest
-
-
-def _named(path: Path) -> Path:
-    if STEP_FOLDER.fullmatch(path.name) is not None:
-        return path
-    if (path / FOLDER).is_dir():
-        found = latest(path)
-        if found is not None:
-            return found.folder
-        problems = "; ".join(f"{c.folder.name}: {c.problem}" for c in list_checkpoints(path)) or "it has none"
-        raise BadInputError(f"checkpoint.resume: {str(path)!r} has no whole checkpoint ({problems})")
-    raise BadInputError(
-        f"checkpoint.resume: {str(path)!r} is neither a checkpoint (step_00000100) nor a run's folder; "
-        "allowed: auto, never, or such a folder"
-    )
 
 
 def require_same_run(saved: dict[str, Any], now: dict[str, Any], place: str) -> None:
@@ -129,16 +71,6 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def require_whole(folder: Path, manifest: Manifest) -> None:
-    """Raises BadInputError on every rank where a file is not what was written. Each rank reads its share."""
-    mine = sorted(manifest.files)[ranks.rank() :: ranks.world_size()]
-    for problem in ranks.on_every_rank(lambda: check_files(folder, manifest, mine), "read a checkpoint"):
-        if problem is not None:
-            raise BadInputError(
-                f"{str(folder)!r}: {problem}. Delete this folder, and the run goes on from the checkpoint before it"
-            )
 
 
 def load_tensors(folder: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

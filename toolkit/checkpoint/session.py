@@ -18,7 +18,7 @@ from toolkit.checkpoint import reader
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, first_line
 from toolkit.recipe.recipe import Recipe
 from toolkit.training.metrics import Metrics
 from toolkit.training.trainer import Trainer
@@ -84,11 +84,14 @@ class RunCheckpoints:
             trainer=asdict(trainer.counters),
             scaler=scaler.state_dict() if scaler is not None else None,
             eval_loss=losses[-1] if losses else None,
+            non_finite=_non_finite_step(trainer),
             date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             versions={package: version(package) for package in PACKAGES},
         )
         tensors = named_tensors(self._model, self._optimizer)
-        return self._checkpointer.save(Job(manifest, tensors, random_states(), self._metrics.records), wait)
+        parameters = [name for name, _ in self._model.named_parameters()]
+        job = Job(manifest, tensors, parameters, random_states(), self._metrics.records)
+        return self._checkpointer.save(job, wait)
 
     def wait(self) -> bool:
         """Returns when the last save is written; whether it is whole."""
@@ -110,7 +113,18 @@ class RunCheckpoints:
                 "of the toolkit reads the rows otherwise; undo that, or start anew with another training.output_dir or "
                 "checkpoint.resume=never"
             )
-        reader.require_whole(folder, manifest)
+        try:
+            self._restore(folder, manifest, trainer, schedule, num_positions)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+            # Its checksums fit: it was written by somebody, or something, else.
+            raise BadInputError(
+                f"{str(folder)!r} holds something else than a run's state: {type(error).__name__}: "
+                f"{first_line(error)}; move it elsewhere, and the run goes on from the checkpoint before it"
+            ) from error
+
+    def _restore(
+        self, folder: Path, manifest: Manifest, trainer: Trainer, schedule: LambdaLR, num_positions: int
+    ) -> None:
         reader.load_tensors(folder, manifest, self._model, self._optimizer)
         # The schedule has no state in the checkpoint: it follows from the steps, and waits in those that are skipped.
         for _ in range(manifest.step - manifest.trainer.get("skipped_steps", 0)):
@@ -125,3 +139,9 @@ class RunCheckpoints:
         else:
             set_seed(self._recipe.training.seed + manifest.step, device_specific=True)
         self._saved_step = manifest.step
+
+
+def _non_finite_step(trainer: Trainer) -> str | None:
+    if trainer.counters.non_finite_in_a_row == 0:
+        return None
+    return f"step {trainer.global_step} had no finite loss and gradient, and trained nothing"

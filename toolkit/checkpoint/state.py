@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,23 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> It
         for key, value in kept.items():
             if isinstance(value, torch.Tensor):
                 yield f"optimizer.{parameters[id(parameter)]}.{key}", value
+
+
+@torch.no_grad()
+def first_non_finite(tensors: dict[str, torch.Tensor], parameters: Iterable[str]) -> str | None:
+    """The first of the model's parameters that is not finite on this rank; None where all are.
+
+    Args:
+        parameters: their names. Buffers are not looked at: a mask may hold infinities.
+    """
+    for name in parameters:
+        local = local_tensor(tensors[MODEL + name]) if MODEL + name in tensors else torch.empty(0)
+        if local.is_floating_point() and local.numel():
+            # One pass and no memory, unlike `isfinite().all()`; what is not a number comes through as it is.
+            extremes = torch.stack(torch.aminmax(local))
+            if not extremes.isfinite().all():
+                return name
+    return None
 
 
 def is_quantised(tensor: torch.Tensor) -> bool:

@@ -31,24 +31,33 @@ from toolkit.checkpoint.manifest import (
     FileEntry,
     Manifest,
     file_entry,
+    latest,
     list_checkpoints,
     step_folder,
     sync,
     write_synced,
 )
-from toolkit.checkpoint.state import described, first_failure, host_copy
+from toolkit.checkpoint.state import described, first_failure, first_non_finite, host_copy
 from toolkit.errors import ToolkitError, first_line
 from toolkit.places import CHECKPOINT_FILE_BYTES
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.shards import local_tensor
 
+UNFINISHED, DELETED = ".unfinished", ".deleted"
+"""Endings of the hidden folders in which a checkpoint is written, and deleted."""
+
 
 @dataclass(frozen=True)
 class Job:
-    """One save: what rank 0 tells, the tensors, this rank's generators, and the run's records so far."""
+    """One save: what rank 0 tells, the tensors, this rank's generators, and the run's records so far.
+
+    Attributes:
+        parameters: the model's, by name, which must be finite.
+    """
 
     manifest: Manifest
     tensors: dict[str, torch.Tensor]
+    parameters: list[str]
     random_states: dict[str, Any]
     records: list[dict[str, Any]]
 
@@ -74,7 +83,7 @@ class Checkpointer:
         self._problem: str | None = None
 
     def save(self, job: Job, wait: bool = False) -> bool:
-        """Saves, or begins to; whether the last save that has ended is whole.
+        """Saves, or begins to; whether the last save that has ended counts.
 
         Args:
             wait: return when it is written, as the end of a run does.
@@ -92,7 +101,7 @@ class Checkpointer:
         return self._report()
 
     def wait(self) -> bool:
-        """Returns when the save that is being written has ended; whether it is whole."""
+        """Returns when the save that is being written has ended; whether it counts."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -108,14 +117,25 @@ class Checkpointer:
     def _write(self, job: Job) -> None:
         """Collective over the save's own group. Any rank's problem is every rank's."""
         folder = step_folder(self._run, job.manifest.step)
-        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
         try:
             self._together(lambda: _begin(unfinished) if ranks.rank() == 0 else None)
             self._save_tensors(job.tensors, unfinished)
             entries = self._together(lambda: _finish_rank(job, unfinished))
             files = {name: entry for found in entries for name, entry in found.items()}
-            manifest = replace(job.manifest, files=files, tensors=described(job.tensors))
+            broken = [
+                name
+                for name in self._together(lambda: first_non_finite(job.tensors, job.parameters))
+                if name is not None
+            ]
+            non_finite = f"{broken[0]} holds values that are not finite" if broken else job.manifest.non_finite
+            manifest = replace(job.manifest, files=files, tensors=described(job.tensors), non_finite=non_finite)
             self._together(lambda: self._publish(manifest, unfinished, folder) if ranks.rank() == 0 else None)
+            if non_finite is not None:
+                self._problem = (
+                    f"the checkpoint of step {manifest.step} does not count: {non_finite}; the last good one stays, "
+                    "and a restart goes on from there"
+                )
         # Whatever it is, as a full disk: it costs one checkpoint, not the run.
         except Exception as error:
             self._problem = (
@@ -124,6 +144,12 @@ class Checkpointer:
             )
             if ranks.rank() == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _non_finite(self, job: Job) -> str | None:
+        """What is not finite in the state, on any rank."""
+        found = self._together(lambda: first_non_finite(job.tensors, job.parameters))
+        broken = [name for name in found if name is not None]
+        return f"{broken[0]} holds values that are not finite" if broken else job.manifest.non_finite
 
     def _save_tensors(self, tensors: dict[str, torch.Tensor], folder: Path) -> None:
         writer = HuggingFaceStorageWriter(str(folder), files_of(tensors, ranks.world_size()), save_distributed=True)
@@ -170,10 +196,14 @@ def files_of(tensors: dict[str, torch.Tensor], num_ranks: int) -> dict[str, int]
 
 
 def superseded(found: list[Checkpoint], settings: CheckpointSection) -> list[Checkpoint]:
-    """Checkpoints to delete, by `keep_last`, `keep_every` and `keep_best`; those that do not count stay."""
+    """Checkpoints to delete, by `keep_last`, `keep_every` and `keep_best`.
+
+    Those that do not count take no good one's place, and stay; of those that are not finite, the last.
+    """
     whole = [checkpoint for checkpoint in found if checkpoint.manifest is not None and checkpoint.problem is None]
     if settings.keep_last is None:
         return []
+    broken = [checkpoint for checkpoint in found if checkpoint.manifest and checkpoint.manifest.non_finite is not None]
     kept = {checkpoint.step for checkpoint in whole[-settings.keep_last :]}
     if settings.keep_every is not None:
         kept |= {checkpoint.step for checkpoint in whole if checkpoint.step % settings.keep_every == 0}
@@ -181,13 +211,17 @@ def superseded(found: list[Checkpoint], settings: CheckpointSection) -> list[Che
         losses = {c.step: c.manifest.eval_loss for c in whole if c.manifest is not None}
         known = {step: loss for step, loss in losses.items() if loss is not None}
         kept |= {min(known, key=known.__getitem__)} if known else set()
-    return [checkpoint for checkpoint in whole if checkpoint.step not in kept]
+    return [checkpoint for checkpoint in whole if checkpoint.step not in kept] + broken[:-1]
 
 
 def remove(folder: Path) -> None:
-    """Deletes a checkpoint, its marker first, so that half of it never counts."""
-    (folder / COMPLETE).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Deletes a checkpoint; one that is half deleted does not stand in its place, and is cleared away later."""
+    hidden = folder.with_name(f".{folder.name}{DELETED}")
+    try:
+        os.replace(folder, hidden)
+    except OSError:
+        return  # as on a file system that has become read-only: it stays, and counts
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _require_files(manifest: Manifest, folder: Path) -> None:
@@ -247,7 +281,11 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def clear_unfinished(run: Path) -> None:
-    """Deletes what interrupted saves have left. Called by one process, before any save."""
-    for folder in (run / FOLDER).glob(".step_*.unfinished"):
+    """Deletes what interrupted saves and deletions have left. Called by one process, before any save."""
+    leftovers = [path for ending in (UNFINISHED, DELETED) for path in (run / FOLDER).glob(f".step_*{ending}")]
+    last = latest(run)
+    # Earlier versions took the marker away before the rest.
+    leftovers += [c.folder for c in list_checkpoints(run) if c.unfinished and last is not None and c.step < last.step]
+    for folder in leftovers:
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)

@@ -22,18 +22,20 @@ def checkpoints(
     check: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List a run's checkpoints. Exit code 1 if a finished one is damaged."""
+    """List a run's checkpoints. Exit code 1 if a finished one is damaged, or is of a model that is not finite."""
     from toolkit.checkpoint.manifest import list_checkpoints
 
     if not run.is_dir():
         raise BadInputError(f"{str(run)!r}: no such folder; name the training.output_dir of a run")
-    rows = [_row(found, check) for found in list_checkpoints(run)]
+    found = list_checkpoints(run)
+    rows = [_row(checkpoint, check) for checkpoint in found]
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
         cells = [[_cell(row.get(column), "whole" if column == "problem" else "") for column in COLUMNS] for row in rows]
         print_table([*COLUMNS[:-1], "state"], cells)
-    if any(row["problem"] is not None and "ranks" in row for row in rows):
+    # One without a marker is no damage: it may be being written.
+    if any(row["problem"] is not None and not c.unfinished for row, c in zip(rows, found, strict=True)):
         raise typer.Exit(1)
 
 

@@ -21,6 +21,7 @@ from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.checkpoint.export import write_configuration
 from toolkit.checkpoint.manifest import Manifest, latest
 from toolkit.checkpoint.reader import same_run
+from toolkit.checkpoint.resume import Resumption, set_aside
 from toolkit.data.report import DataReport
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
@@ -52,13 +53,15 @@ LISTING_SECONDS = 10.0
 
 
 @contextmanager
-def claimed(output_dir: Path, recipe: Recipe, resumed: tuple[Path, Manifest] | None) -> Iterator[None]:
+def claimed(output_dir: Path, recipe: Recipe, found: Resumption) -> Iterator[list[str]]:
     """Makes the output folder and writes the resolved recipe; takes both back if what follows fails.
+
+    Checkpoints that the run passes over are set aside; what the block is given says which and why.
 
     Beside what this recipe's run has left before, the recipe stays: by it the next start knows that run again.
     Raises BadInputError where the folder already holds a run that this one does not go on.
     """
-    goes_on = is_inside(resumed, output_dir)
+    goes_on = is_inside(found.start, output_dir)
     made = ranks.on_first_rank(lambda: _make(output_dir))
     is_ours = False
     try:
@@ -66,7 +69,7 @@ def claimed(output_dir: Path, recipe: Recipe, resumed: tuple[Path, Manifest] | N
         ranks.on_first_rank(lambda: _claim(output_dir, recipe, goes_on))
         # From here on the recipe in the folder is this run's, and is taken back if it fails.
         is_ours = True
-        yield
+        yield ranks.on_first_rank(lambda: set_aside(found.passed_over, output_dir))
     except BaseException:
         # No collective here: this rank may be the only one that failed.
         if ranks.rank() == 0 and not goes_on:

@@ -17,7 +17,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.reader import find
+from toolkit.checkpoint.resume import Resumption, find
 from toolkit.checkpoint.session import RunCheckpoints
 from toolkit.data.samples import TextSamples
 from toolkit.data.stream import describe_stream
@@ -70,12 +70,14 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
             console.print(f"this run is finished already, and nothing was done: {output_dir}", markup=False)
             return ranks.on_first_rank(lambda: finished_before(output_dir))
         found = _found(recipe, output_dir)
-        with claimed(output_dir, recipe, found):
+        with claimed(output_dir, recipe, found) as told:
+            for line in told:
+                console.print(f"warning: {line}", markup=False, style="yellow")
             parts = build_parts(accelerator, recipe, plugin)
         # The parts fit each other: what fails from here on leaves the output folder as it is.
         facts = facts_of(accelerator, recipe, plugin, parts)
         introduce(console, facts, plugin, parts)
-        fitted = _fit(accelerator, recipe, plugin, parts, output_dir, found, console)
+        fitted = _fit(accelerator, recipe, plugin, parts, output_dir, found.start, console)
         export_dir, difference, sample = export_model(accelerator, recipe, parts, output_dir)
         seconds = time.perf_counter() - started
         guess = uniform_guess(parts.objective, accelerator.unwrap_model(parts.model), recipe.objective.class_weights)
@@ -93,7 +95,9 @@ def rehearse(recipe: Recipe) -> None:
     """
     with _started(recipe) as (accelerator, plugin, output_dir, console):
         found = _found(recipe, output_dir)
-        ranks.on_first_rank(lambda: require_unfinished(output_dir, recipe, is_inside(found, output_dir)))
+        ranks.on_first_rank(lambda: require_unfinished(output_dir, recipe, is_inside(found.start, output_dir)))
+        for checkpoint in found.passed_over:
+            console.print(f"a run would pass over {checkpoint.folder.name}: {checkpoint.problem}", markup=False)
         parts = build_parts(accelerator, recipe, plugin)
         introduce(console, facts_of(accelerator, recipe, plugin, parts), plugin, parts)
         window = next(iter(parts.windows))
@@ -119,9 +123,9 @@ def _started(recipe: Recipe) -> Iterator[tuple[Accelerator, ShardingPlugin, Path
         yield accelerator, plugin, output_dir, console
 
 
-def _found(recipe: Recipe, output_dir: Path) -> tuple[Path, Manifest] | None:
+def _found(recipe: Recipe, output_dir: Path) -> Resumption:
     """The checkpoint that the run goes on from, if any."""
-    return ranks.on_first_rank(lambda: find(output_dir, recipe.checkpoint.resume, recipe.model_dump(mode="json")))
+    return find(output_dir, recipe.checkpoint.resume, recipe.model_dump(mode="json"))
 
 
 @dataclass(frozen=True)

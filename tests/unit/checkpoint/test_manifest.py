@@ -7,12 +7,14 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from toolkit.checkpoint.manifest import (
     COMPLETE,
     MANIFEST,
+    METRICS,
     Manifest,
     check_files,
     file_entry,
@@ -36,7 +38,7 @@ PLAIN = Manifest(
     eval_loss=2.5,
     date="2026-11-22",
     versions={"torch": "2.13"},
-    tensors={"weight": ["float32", [3, 2]]},
+    tensors={"weight": ["int8", [3, 2]]},
 )
 
 
@@ -47,10 +49,10 @@ def publish(folder: Path, manifest: Manifest) -> None:
 
 
 def written(run: Path, step: int) -> Path:
-    """A checkpoint of two files that counts."""
+    """A checkpoint of small files that counts."""
     folder = step_folder(run, step)
     folder.mkdir(parents=True)
-    for name in ("a.json", "b.json"):
+    for name in ("a.json", "b.json", METRICS, "rank_00000.json", "rank_00001.json", "shard.safetensors"):
         (folder / name).write_text(f"{name} {step}")
     files = {path.name: file_entry(path) for path in folder.iterdir()}
     publish(folder, replace(PLAIN, step=step, files=files))
@@ -60,7 +62,7 @@ def written(run: Path, step: int) -> Path:
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = written(tmp_path, 7)
     manifest = read_checkpoint(folder)
-    assert (manifest.step, manifest.tensors, manifest.eval_loss) == (7, {"weight": ["float32", [3, 2]]}, 2.5)
+    assert (manifest.step, manifest.tensors, manifest.eval_loss) == (7, {"weight": ["int8", [3, 2]]}, 2.5)
     content = (folder / "a.json").read_bytes()
     assert manifest.files["a.json"].bytes == len(content)
     assert manifest.files["a.json"].sha256 == hashlib.sha256(content).hexdigest()
@@ -96,6 +98,30 @@ def lead_out_of_the_folder(folder: Path) -> None:
     publish(folder, replace(manifest, files={"../a.json": manifest.files["a.json"]}))
 
 
+def forge(**changed: Any) -> Callable[[Path], None]:
+    """Writes a manifest with other values, and a marker that fits it."""
+
+    def act(folder: Path) -> None:
+        forge_text(folder, json.dumps(json.loads((folder / MANIFEST).read_text()) | changed))
+
+    return act
+
+
+def nest(folder: Path) -> None:
+    forge_text(folder, '{"recipe":' + '{"a":' * 200_000 + "1" + "}" * 200_001)
+
+
+def forge_text(folder: Path, text: str) -> None:
+    (folder / MANIFEST).write_text(text)
+    (folder / COMPLETE).write_text(hashlib.sha256(text.encode()).hexdigest())
+
+
+def of_no_file(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    publish(folder, replace(PLAIN, step=7))
+
+
 def link(folder: Path) -> None:
     (folder / "a.json").rename(folder.parent / "a.json")
     (folder / "a.json").symlink_to(folder.parent / "a.json")
@@ -109,7 +135,30 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "file cut": (lambda folder: (folder / "a.json").write_text("a"), "a.json has 1 bytes instead of 8"),
     "way out": (lead_out_of_the_folder, "names '../a.json', which is no plain file"),
     "link": (link, "names 'a.json', which is no plain file"),
+    "marker empty": (lambda folder: (folder / COMPLETE).write_text(""), "COMPLETE does not fit manifest.json"),
+    "marker no text": (lambda folder: (folder / COMPLETE).write_bytes(b"\xff\0"), "COMPLETE does not fit"),
+    "manifest empty": (lambda folder: (folder / MANIFEST).write_text(""), "COMPLETE does not fit manifest.json"),
+    "no files": (of_no_file, "names 0 files for 2 ranks"),
+    "deep": (nest, "manifest.json cannot be read"),
+    "no object": (lambda folder: forge_text(folder, "[]"), "manifest.json cannot be read"),
+    "step": (forge(step="7"), "manifest.json cannot be read: step: Input should be a valid integer"),
+    "ranks": (forge(world_size=10**12), "for 1000000000000 ranks"),
+    "one rank more": (forge(world_size=3), "does not name rank_00002.json"),
+    "trainer": (forge(trainer=[]), "trainer: Input should be an object"),
+    "entry": (forge(files={"a.json": {"bytes": "8"}}), "files.a.json.bytes: Input should be a valid integer"),
+    "shape": (forge(tensors={"weight": ["float32", [-1]]}), "which is no tensor"),
+    "type": (forge(tensors={"weight": ["load('x')", [1]]}), "which is no tensor"),
+    "absurd size": (forge(tensors={"weight": ["float32", [10**15]]}), "but names files of"),
+    "not finite": (forge(non_finite="lm_head.weight holds values"), "lm_head.weight holds values"),
 }
+
+
+def test_what_an_older_version_did_not_write_has_its_default(tmp_path: Path) -> None:
+    folder = written(tmp_path, 7)
+    values = json.loads((folder / MANIFEST).read_text())
+    del values["non_finite"], values["stream"]
+    forge_text(folder, json.dumps(values | {"of_a_later_version": 1}))
+    assert read_checkpoint(folder).non_finite is None
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

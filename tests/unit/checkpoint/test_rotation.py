@@ -42,6 +42,16 @@ def test_what_is_kept(settings: dict[str, Any], gone: list[int]) -> None:
     assert [checkpoint.step for checkpoint in superseded(saved(), section)] == gone
 
 
+def test_a_broken_model_takes_no_good_ones_place() -> None:
+    """Of what is not finite the last stays, to be looked at; the good ones stay however much comes after them."""
+    broken = [
+        Checkpoint(Path(str(s)), s, replace(PLAIN, step=s, non_finite="lm_head"), "lm_head") for s in (60, 70, 80)
+    ]
+    section = CheckpointSection(every_steps=10, keep_last=1)
+    found = [*saved()[1:-1], *broken]
+    assert [checkpoint.step for checkpoint in superseded(found, section)] == [10, 20, 30, 40, 60, 70]
+
+
 def test_without_a_loss_there_is_no_best() -> None:
     found = [replace(checkpoint, manifest=replace(PLAIN, eval_loss=None)) for checkpoint in saved()[1:4]]
     section = CheckpointSection(every_steps=10, keep_last=1, keep_best=True)

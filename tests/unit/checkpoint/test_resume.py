@@ -1,0 +1,110 @@
+"""A run goes on from the newest good checkpoint, says what it passed over, and sets it aside."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_manifest import COMPLETE, DAMAGE, PLAIN, forge, written
+
+from toolkit.checkpoint import list_checkpoints, read_checkpoint
+from toolkit.checkpoint.resume import find, set_aside
+from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished, remove
+from toolkit.errors import BadInputError
+from toolkit.recipe.schema import CheckpointSection
+
+
+def flip(folder: Path) -> None:
+    """Changes a byte, and no size."""
+    content = bytearray((folder / "shard.safetensors").read_bytes())
+    content[3] ^= 1
+    (folder / "shard.safetensors").write_bytes(content)
+
+
+EVERY_DAMAGE = {kind: damage for kind, (damage, _) in DAMAGE.items()}
+EVERY_DAMAGE |= {"flipped": flip, "unfinished": lambda folder: (folder / COMPLETE).unlink()}
+
+
+@pytest.mark.parametrize("kind", EVERY_DAMAGE)
+def test_whatever_the_damage_the_one_before_is_taken(kind: str, tmp_path: Path) -> None:
+    good = written(tmp_path, 5)
+    EVERY_DAMAGE[kind](written(tmp_path, 7))
+    found = find(tmp_path, "auto", PLAIN.recipe)
+    assert found.start is not None
+    assert found.start[0] == good
+    (told,) = set_aside(found.passed_over, tmp_path)
+    assert told.startswith("passed over step_00000007: ")
+    assert told.endswith("; it is now step_00000007.set_aside")
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [5]
+    assert find(tmp_path, "auto", PLAIN.recipe).passed_over == ()
+
+
+def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
+    written(tmp_path, 5)
+    for name in ("step_00000007.set_aside", "step_00000007.set_aside-2"):
+        flip(written(tmp_path, 7))
+        (told,) = set_aside(find(tmp_path, "auto", PLAIN.recipe).passed_over, tmp_path)
+        assert told.endswith(name)
+
+
+def test_a_run_of_which_nothing_is_good_is_not_begun_anew(tmp_path: Path) -> None:
+    for step in (5, 7):
+        flip(written(tmp_path, step))
+    with pytest.raises(BadInputError, match="no checkpoint of") as error:
+        find(tmp_path, "auto", PLAIN.recipe)
+    assert "  - step_00000007: shard.safetensors is not what was written" in str(error.value)
+    assert "  - step_00000005: " in str(error.value)
+
+
+def test_what_was_never_finished_is_no_loss(tmp_path: Path) -> None:
+    (written(tmp_path, 5) / COMPLETE).unlink()
+    found = find(tmp_path, "auto", PLAIN.recipe)
+    assert found.start is None
+    assert [checkpoint.step for checkpoint in found.passed_over] == [5]
+
+
+def test_a_checkpoint_that_was_named_is_taken_or_refused(tmp_path: Path) -> None:
+    written(tmp_path, 5)
+    forge(non_finite="lm_head.weight holds values that are not finite")(written(tmp_path, 7))
+    with pytest.raises(BadInputError, match="holds values that are not finite"):
+        find(tmp_path / "new", str(tmp_path / "checkpoints/step_00000007"), PLAIN.recipe)
+    found = find(tmp_path / "new", str(tmp_path), PLAIN.recipe)
+    assert found.start is not None
+    assert found.start[1].step == 5
+    set_aside(found.passed_over, tmp_path / "new")
+    assert len(list_checkpoints(tmp_path)) == 2, "another run's folder stays as it is"
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_checkpoint_says_that_its_weights_are_not_finite(tmp_path: Path, asynchronous: bool) -> None:
+    """A mask may hold infinities; weights may not. Rotation keeps the last good one all the same."""
+    told: list[str] = []
+    settings = CheckpointSection(every_steps=1, keep_last=1, asynchronous=asynchronous)
+    checkpointer = Checkpointer(tmp_path, settings, told.append)
+    weights = {"model.a": torch.ones(4), "model.mask": torch.tensor([0.0, -math.inf]), "optimizer.a": torch.ones(4)}
+    for step, value in enumerate((1.0, 2.0, math.nan, math.inf, -math.inf), start=1):
+        weights["model.a"][2] = value
+        manifest = replace(PLAIN, step=step, world_size=1)
+        checkpointer.save(Job(manifest, weights, ["a"], {}, []))
+        checkpointer.wait()
+    assert [line.partition("; ")[0] for line in told] == [
+        f"the checkpoint of step {step} does not count: a holds values that are not finite" for step in (3, 4, 5)
+    ]
+    found = list_checkpoints(tmp_path)
+    assert [(checkpoint.step, checkpoint.problem is None) for checkpoint in found] == [(2, True), (5, False)]
+    assert find(tmp_path, "auto", PLAIN.recipe).start == (found[0].folder, read_checkpoint(found[0].folder))
+
+
+def test_half_of_a_deleted_checkpoint_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (5, 7, 9):
+        written(tmp_path, step)
+    (tmp_path / "checkpoints/step_00000005" / COMPLETE).unlink()  # as earlier versions began
+    monkeypatch.setattr("toolkit.checkpoint.writer.shutil.rmtree", lambda *_, **__: None)  # killed in the midst
+    remove(tmp_path / "checkpoints/step_00000007")
+    monkeypatch.undo()
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [5, 9]
+    clear_unfinished(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000009"]
