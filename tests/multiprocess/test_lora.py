@@ -17,7 +17,7 @@ from conftest import make_texts
 from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
 from tiny import recipe_values, save_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 STEPS, ROWS_PER_STEP, SEED = 8, 12, 3
 TEXTS = [" ".join(text.split()[:16]) for text in make_texts(40, seed=1)]
@@ -32,12 +32,33 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"r": 2, "use_dora": True, "target_modules": ["k_proj", "o_proj"]},
         {"r": 2, "use_dora": True, "target_modules": ["k_proj", "o_proj"]},
     ),
+    "experts": (
+        {"r": 2},
+        {
+            "r": 2,
+            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+            "target_parameters": [
+                "experts.gate_up_proj",
+                "experts.down_proj",
+                *(f"shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")),
+            ],
+        },
+    ),
 }
 """Name -> (the recipe's adapter, peft's own arguments)."""
 
+MODELS = {"experts": "experts-model"}
+"""Case -> folder of its model; of the others it is `model`."""
+
 RUNS = {
     1: [("plain", "zero3", 3), ("linear", "ddp", 1), ("rslora", "zero3", 1), ("dora", "zero3", 1)],
-    2: [("plain", "zero1", 3), ("linear", "zero2", 3), ("rslora", "ddp", 1), ("dora", "zero3", 3)],
+    2: [
+        ("plain", "zero1", 3),
+        ("linear", "zero2", 3),
+        ("rslora", "ddp", 1),
+        ("dora", "zero3", 3),
+        ("experts", "zero3", 1),
+    ],
     4: [("plain", "zero3", 1), ("plain", "hybrid", 3), ("dora", "zero2", 1), ("plain", "ddp", 1)],
 }
 """Ranks -> (case, strategy, accumulation). With r = 2 on 4 ranks some shards are empty."""
@@ -47,15 +68,27 @@ RUNS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     save_llama(folder / "model", TEXTS, tied=False)
+    save_experts(folder / "experts-model", folder / "model")
     (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return folder
+
+
+def save_experts(folder: Path, tokenizer_folder: Path) -> None:
+    """A Qwen 2 MoE: four experts of which a token meets two, and one that all share."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    sizes |= {"shared_expert_intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def plain_loop(folder: Path, case: str) -> dict[str, Any]:
     """peft as its own documentation has it, row by row."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(folder / MODELS.get(case, "model"), dtype=torch.float32)
     settings = {"lora_alpha": 2 * CASES[case][1]["r"], **CASES[case][1]}
     model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).train()
     for name, parameter in model.named_parameters():
@@ -115,6 +148,7 @@ def runs(folder: Path, ranks: int) -> dict[str, Any]:
             micro_batch_size=ROWS_PER_STEP // (ranks * accumulation),
             gradient_accumulation_steps=accumulation,
         )
+        values["model"]["name_or_path"] = str(folder / MODELS.get(case, "model"))
         values["sharding"] = {"strategy": strategy, "activation_checkpointing": 1 if case == "plain" else None}
         result = finetune(Recipe.from_mapping(values))
         found[name] = ([r["loss"] for r in result.metrics if r["split"] == "train"], result.logits_difference)

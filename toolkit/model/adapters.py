@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import BadInputError, first_line
+from toolkit.model.targets import Targets, stacked_experts, targets_beside_experts
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.shards import state_once
 
@@ -54,6 +56,7 @@ def add_adapter(
         BadInputError: where the targets match nothing, or not what can be adapted.
     """
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")
+    targets = _targets(model, section)
     config = peft.LoraConfig(
         task_type="SEQ_CLS" if is_classifier else "CAUSAL_LM",
         base_model_name_or_path=base,
@@ -61,7 +64,8 @@ def add_adapter(
         r=section.r,
         lora_alpha=section.alpha if section.alpha is not None else 2 * section.r,
         lora_dropout=section.dropout,
-        target_modules=section.target_modules,
+        target_modules=section.target_modules if targets is None else targets.modules,
+        target_parameters=None if targets is None else targets.parameters,
         modules_to_save=section.modules_to_save,
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
@@ -79,6 +83,25 @@ def add_adapter(
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return adapted
+
+
+def _targets(model: PreTrainedModel, section: AdapterSection) -> Targets | None:
+    """What `all-linear` means in a model with stacked experts; None: peft finds it.
+
+    Raises:
+        BadInputError: for settings that peft does not have for experts.
+    """
+    experts = stacked_experts(model) if section.target_modules == "all-linear" else []
+    if not experts:
+        return None
+    for field in ("dropout", "use_dora"):
+        if getattr(section, field):
+            raise BadInputError(
+                f"adapter.{field}: {getattr(section, field)} does not work on stacked experts such as {experts[0]}; "
+                f"remove adapter.{field}, or name the layers to adapt without them, for example "
+                "adapter.target_modules=[q_proj, k_proj, v_proj, o_proj]"
+            )
+    return targets_beside_experts(model, experts)
 
 
 def _require_modules(model: nn.Module, section: AdapterSection) -> None:
@@ -109,6 +132,17 @@ def _child_names(model: nn.Module) -> str:
     return ", ".join(sorted(own))
 
 
+def require_mergeable(model: nn.Module) -> None:
+    """Raises BadInputError where merging would change more than what was trained."""
+    base = base_of(model)
+    embedding = base.get_input_embeddings()
+    if isinstance(embedding, BaseTunerLayer) and base.config.get_text_config().tie_word_embeddings:
+        raise BadInputError(
+            "export.merge: the adapter of the input embeddings cannot be merged, as the head shares their weights and "
+            "has no adapter; set export.merge=false, or leave the embeddings out of adapter.target_modules"
+        )
+
+
 @contextmanager
 def adapters_off(model: peft.PeftModel) -> Iterator[None]:
     """The base's forward, for a reference.
@@ -131,6 +165,33 @@ def trainable_share(model: nn.Module) -> tuple[int, int]:
     """Parameters that are trained, and all."""
     counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
+
+
+def adapter_fact(model: peft.PeftModel) -> str:
+    """Which share of the weights has adapters or is trained whole, and which matrices do not; but for embeddings."""
+    adapted = {
+        base_name(f"{path}.{name}")
+        for path, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer)
+        for name, _ in _wrappers(module)
+    }
+    sizes = {base_name(name): parameter.numel() for name, parameter in _matrices(model)}
+    missed = {name: size for name, size in sizes.items() if name not in adapted}
+    told = f"on {1 - sum(missed.values()) / sum(sizes.values()):.1%} of the blocks' weights"
+    # A matrix once, and not for each block.
+    names = sorted({re.sub(r"^.*\.\d+\.", "", name).removesuffix(".weight") for name in missed})
+    return f"{told}; none on {', '.join(names)}" if names else told
+
+
+def _matrices(model: peft.PeftModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """The frozen ones, but for embeddings and the head, which `all-linear` leaves alone."""
+    base = model.get_base_model()
+    head = base.get_output_embeddings()
+    for path, module in base.named_modules():
+        if not isinstance(module, nn.Embedding) and module is not head and ".original_module" not in path:
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim > 1 and not parameter.requires_grad:
+                    yield f"{path}.{name}", parameter
 
 
 class AdapterWeights:
@@ -180,7 +241,8 @@ class AdapterWeights:
 
 def base_name(name: str) -> str:
     """A parameter's name in the model before it was adapted."""
-    name = name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
+    # Wrappers of parameters stand in one another: experts.base_layer.base_layer.down_proj.
+    name = name.removeprefix(PREFIX).replace(".base_layer", "").replace(".original_module.", ".")
     return name.replace(f".modules_to_save.{NAME}.", ".")
 
 
@@ -235,7 +297,7 @@ def merged(
 
 def _split(name: str) -> tuple[str, str, str]:
     """Path of the adapted layer, and the part of it that the tensor is; empty where it is no part of one."""
-    for part in ("base_layer", "lora_A", "lora_B", "lora_magnitude_vector"):
+    for part in ("base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"):
         owner, found, rest = name.partition(f".{part}.")
         if found:
             return owner, part, f"{part}.{rest}"
@@ -245,24 +307,61 @@ def _split(name: str) -> tuple[str, str, str]:
 def _merged_layer(
     model: peft.PeftModel, path: str, parts: dict[str, torch.Tensor | None]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    layer: Any = model.get_submodule(path)
+    wrappers = dict(_wrappers(model.get_submodule(path)))
     for part, tensor in parts.items():
-        if not part.startswith("base_layer."):
+        if ".lora_" in f".{part}":
             continue
-        name = base_name(f"{path}.{part}")
-        if part != "base_layer.weight" or tensor is None:
+        wrapper, name = wrappers.get(part.rpartition(".")[2]), base_name(f"{path}.{part}")
+        if wrapper is None or tensor is None:
             yield name, tensor
             continue
-        a, b, magnitude = (parts.get(key) for key in (f"lora_A.{NAME}.weight", f"lora_B.{NAME}.weight", _MAGNITUDE))
-        assert a is not None
-        assert b is not None
-        yield (
-            name,
-            _merged_weight(tensor, a, b, magnitude, layer.scaling[NAME], getattr(layer, "fan_in_fan_out", False)),
-        )
+        prefix, layer = wrapper
+        a, b = (_factor(parts, f"{prefix}lora_", half) for half in "AB")
+        if tensor.ndim == 3:
+            inputs_first = getattr(layer.get_base_layer(), "is_transposed", False)
+            yield name, _merged_experts(tensor, a, b, layer.scaling[NAME], inputs_first)
+            continue
+        inputs_first = isinstance(layer.get_base_layer(), nn.Embedding) or getattr(layer, "fan_in_fan_out", False)
+        yield name, _merged_weight(tensor, a, b, parts.get(_MAGNITUDE), layer.scaling[NAME], inputs_first)
+
+
+def _factor(parts: dict[str, torch.Tensor | None], prefix: str, half: str) -> torch.Tensor:
+    """A, (rank, inputs), or B, (outputs, rank); an embedding's have a name of their own."""
+    name = f"{prefix}{half}.{NAME}.weight"
+    factor = parts[name if name in parts else f"{prefix}embedding_{half}.{NAME}"]
+    assert factor is not None
+    return factor
+
+
+def _wrappers(layer: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """Name of the adapted parameter -> (what stands before its adapter's names, peft's layer), the outermost first.
+
+    Experts have several adapted parameters, and a wrapper around the wrapper before for each.
+    """
+    prefix = ""
+    while isinstance(layer, BaseTunerLayer):
+        yield getattr(layer, "parameter_name", "weight"), (prefix, layer)
+        prefix, layer = f"{prefix}base_layer.", layer.base_layer
 
 
 _MAGNITUDE = f"lora_magnitude_vector.{NAME}.weight"
+
+
+def _merged_experts(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, inputs_first: bool
+) -> torch.Tensor:
+    """W + s B A for each expert, in float32, then rounded as W is held.
+
+    Args:
+        weight: (experts, outputs, inputs), or (experts, inputs, outputs) with `inputs_first`.
+        a: (experts x rank, inputs), an expert's rows one after another.
+        b: (outputs, rank x experts), a rank's columns for all experts one after another, as peft has it.
+    """
+    experts = weight.shape[0]
+    of_a = a.float().reshape(experts, -1, a.shape[1])
+    of_b = b.float().reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    product = scaling * (of_b @ of_a)
+    return (weight.float() + (product.mT if inputs_first else product)).to(weight.dtype)
 
 
 def _merged_weight(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from accelerate import Accelerator
 from rich.console import Console
 
-from toolkit.model.adapters import trainable_share
+from toolkit.model.adapters import adapter_fact, has_adapter, trainable_share
 from toolkit.pages.data_console import show_report
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts import Leaks, Parts
@@ -24,6 +24,8 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
         "steps": f"{parts.num_steps} of {parts.windows.samples_per_step} samples of {recipe.data.max_length} tokens",
         "memory": parts.planned.describe(),
     }
+    if has_adapter(inner := accelerator.unwrap_model(parts.model)):
+        facts["adapters"] = adapter_fact(inner)
     if recipe.notes:
         facts["recipe"] = "; ".join(recipe.notes)
     if recipe.sharding.activation_checkpointing == "auto":

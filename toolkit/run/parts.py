@@ -19,7 +19,7 @@ from toolkit.data.loader import TrainLoader, evaluation_batches
 from toolkit.data.samples import Batch, PairSamples, TextSamples
 from toolkit.data.stream import StreamLoader
 from toolkit.errors import BadInputError
-from toolkit.model.adapters import base_of
+from toolkit.model.adapters import base_of, require_mergeable
 from toolkit.model.attention import settle_attention
 from toolkit.model.load import load
 from toolkit.model.positions import first_position
@@ -94,6 +94,8 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
     model = load(recipe.model, tokens, training.seed, data.label_names, recipe.adapter)
+    if recipe.export.merge:
+        require_mergeable(model)
     # The model is on the meta device still: what cannot work ends here, before any weight is read.
     require_room(model, tokens, recipe)
     packed, label_counts = data.report.packing, data.report.label_counts

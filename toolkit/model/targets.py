@@ -1,0 +1,86 @@
+"""Which weights of a model with experts get adapters: `all-linear` for what peft's own `all-linear` does not know.
+
+Experts are one parameter of three dimensions, (experts, rows, columns), which peft adapts by
+`LoraConfig.target_parameters`. Of some families peft takes the names `gate_proj`, `up_proj` and `down_proj` for
+experts wherever they stand, adapts routers, and leaves dense layers and shared experts as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import peft
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+ROUTERS = ("gate", "router")
+"""Last words of a router's name, or of the module that holds it."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What peft is asked to adapt.
+
+    Attributes:
+        modules: paths of linear layers.
+        parameters: names of parameters, of experts or of linear layers whose names peft would misread.
+    """
+
+    modules: list[str]
+    parameters: list[str]
+
+
+def stacked_experts(model: PreTrainedModel) -> list[str]:
+    """Names of the parameters that hold one matrix for each expert."""
+    counts = _expert_counts(model.config.to_dict())
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3
+        and parameter.shape[0] in counts
+        # A convolution's kernel has three dimensions, too.
+        and not type(_owner(model, name)).__module__.startswith("torch.nn")
+    ]
+
+
+def _expert_counts(config: dict[str, Any]) -> set[int]:
+    nested = [value for value in config.values() if isinstance(value, dict)]
+    own = {value for name, value in config.items() if "expert" in str(name) and type(value) is int and value > 1}
+    return own.union(*(_expert_counts(value) for value in nested))
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def targets_beside_experts(model: PreTrainedModel, experts: list[str]) -> Targets:
+    """Every linear layer and all experts; no router, no head, no embedding."""
+    linear = list(_linear_layers(model))
+    misread = _misread(model, linear)
+    return Targets(
+        modules=[path for path in linear if path not in misread],
+        parameters=experts + [f"{path}.weight" for path in linear if path in misread],
+    )
+
+
+def _linear_layers(model: PreTrainedModel) -> Iterator[str]:
+    head = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        # Classes derived from Linear do something else: routers that return tuples, layers in groups.
+        if type(module) in (nn.Linear, Conv1D) and module is not head and not _is_router(path):
+            yield path
+
+
+def _is_router(path: str) -> bool:
+    return any(word.rpartition("_")[2] in ROUTERS and not word.startswith("output_") for word in path.split(".")[-2:])
+
+
+def _misread(model: PreTrainedModel, paths: list[str]) -> set[str]:
+    """Those layers which peft would take for experts, by their names."""
+    config = peft.LoraConfig(target_modules=paths)
+    convert_peft_config_for_transformers(config, model, None)
+    return set(paths) - set(config.target_modules or ())
