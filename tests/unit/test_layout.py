@@ -27,7 +27,8 @@ READS = {
     "generation": ["model"],
     "run": ["checkpoint", "pages", "generation"],
     "verify": ["run"],
-    "cli": ["verify"],
+    "suggest": ["planning"],
+    "cli": ["verify", "suggest"],
     "__init__": ["cli"],
 }
 """Room -> the rooms it may import, and with them whatever those may."""

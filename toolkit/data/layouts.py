@@ -114,11 +114,11 @@ class Layout:
         )
 
 
-def recognise(source: Source, columns: ColumnsSection, objective: str) -> Layout:
+def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layout:
     """The layout of a source.
 
     Args:
-        objective: `objective.kind` of the recipe.
+        objectives: `objective.kind` of the recipe; of several, the layouts of the first are looked for first.
 
     Raises:
         DataError: where its columns are of no known layout, or one that the recipe names is not there.
@@ -130,7 +130,7 @@ def recognise(source: Source, columns: ColumnsSection, objective: str) -> Layout
                 f"{source.field}: {source.name!r} has no column {name!r} (data.columns.{what}); {_has(source)}"
             )
     usual = {**{what: what for what in ColumnsSection.model_fields}, **by_hand}
-    candidates = LAYOUTS_OF[objective]
+    candidates = [kind for objective in objectives for kind in LAYOUTS_OF[objective]]
     for kind in candidates:
         # ShareGPT's `conversations` stand for `messages`, unless the recipe names that column by hand.
         sharegpt = kind == "conversations" or (kind == "chosen and rejected" and "messages" not in source.columns)

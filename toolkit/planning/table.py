@@ -66,6 +66,7 @@ def plan(
     strategy: str | None = None,
     offload: bool = False,
     shard_size: int | None = None,
+    with_levers: bool = True,
 ) -> Plan:
     """Plans a recipe on so many ranks.
 
@@ -75,6 +76,7 @@ def plan(
         strategy: of the recipe as it stands, where the recipe does not say; None: zero3.
         offload: of the recipe as it stands, where the recipe does not say.
         shard_size: ranks of a group, of hybrid; None: those of a node.
+        with_levers: whether to look for what makes a recipe that does not fit hold less, which takes as long again.
 
     Raises:
         BadInputError: ranks that the nodes or the strategy have no use for, or a recipe without a model.
@@ -88,9 +90,9 @@ def plan(
     rows = [planner.row(setup) for setup in _setups(recipe, ranks, asked, planner)]
     rows.sort(key=_rank_of)
     asked_row = planner.row(asked)
-    recommended, reason = _recommended(rows, hardware)
+    recommended, reason = recommend(rows, hardware)
     # Each takes a probe or a model of its own.
-    levers = () if asked_row.verdict == "fits" else tuple(_levers(planner, asked_row))
+    levers = tuple(_levers(planner, asked_row)) if with_levers and asked_row.verdict != "fits" else ()
     shapes = planner.units
     return Plan(
         recipe,
@@ -151,8 +153,11 @@ def _rank_of(row: PlanRow) -> tuple[int, float]:
     return ("fits", "tight", "no").index(row.verdict), row.time.mid
 
 
-def _recommended(rows: list[PlanRow], hardware: Hardware) -> tuple[PlanRow | None, str]:
-    """The fastest that fits; among those as fast, the one that does least to save memory and then holds least."""
+def recommend(rows: list[PlanRow], hardware: Hardware) -> tuple[PlanRow | None, str]:
+    """The row to pick, and why; no row where none fits.
+
+    Of those that fit, the fastest; among those as fast, the one that does least to save memory and then holds least.
+    """
     # A fast row that may run out of memory is worth less than a slower one that won't.
     for verdict in ("fits", "tight"):
         fitting = [row for row in rows if row.verdict == verdict]

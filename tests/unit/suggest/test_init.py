@@ -1,0 +1,222 @@
+"""`toolkit init`: each value against what a person would work out from the rows, the model and the machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from conftest import make_texts
+from tiny import save_llama
+from transformers import AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from toolkit.cli.app import app
+from toolkit.errors import BadInputError, ToolkitError
+from toolkit.planning.time.hardware import hardware_of
+from toolkit.recipe.recipe import Recipe
+from toolkit.suggest.draft import Draft
+from toolkit.suggest.methods import METHODS
+from toolkit.suggest.suggestion import Machine, suggest
+
+TEXTS = make_texts(120)
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"text": text} for text in TEXTS],
+    "chat": [
+        {"messages": [{"role": "user", "content": text[:9]}, {"role": "assistant", "content": text[9:40]}]}
+        for text in TEXTS
+    ],
+    "pairs": [{"prompt": text[:9], "chosen": text[9:30], "rejected": text[:20] + " b"} for text in TEXTS],
+    "labels": [{"text": text[:40], "label": "ab"[number % 2]} for number, text in enumerate(TEXTS)],
+    "strange": [{"body": text, "stars": 3} for text in TEXTS],
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, one without, and files of rows."""
+    folder = tmp_path_factory.mktemp("init")
+    save_llama(folder / "model", TEXTS, tied=True, layers=1)
+    (folder / "empty").mkdir()
+    for name, rows in ROWS.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def there(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    yield
+    for recipe in place.glob("*.yaml"):
+        recipe.unlink()
+
+
+def init(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["init", *arguments], catch_exceptions=True)
+
+
+def written(name: str, *arguments: str) -> dict[str, Any]:
+    result = init("model", f"{name}.jsonl", "--cpu", "2", *arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    found: dict[str, Any] = yaml.safe_load(Path(f"{name}.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "objective", "loss", "adapter", "rate"),
+    [
+        ("chat", None, None, None, None, 2e-5),
+        ("chat", "lora", None, None, "lora", 2e-4),
+        ("text", None, None, None, None, 2e-4),
+        ("pairs", None, "preference", "dpo", None, 1e-6),
+        ("pairs", "lora", "preference", "dpo", "lora", 5e-6),
+        ("pairs", "simpo", "preference", "simpo", None, 5e-7),
+        ("labels", None, "sequence_classification", None, None, 2e-5),
+    ],
+)
+def test_the_rows_decide_the_method(
+    name: str, method: str | None, objective: str | None, loss: str | None, adapter: str | None, rate: float
+) -> None:
+    Path(f"{name}.yaml").write_text("description: old\n", encoding="utf-8")
+    recipe = written(name, "--force", *(["--method", method] if method is not None else []))
+    assert "description" not in recipe
+    assert recipe.get("objective", {}).get("kind") == objective
+    assert recipe.get("objective", {}).get("loss") == loss
+    assert recipe.get("adapter", {}).get("kind") == adapter
+    assert recipe["optimizer"]["learning_rate"] == rate
+    assert Recipe.load(f"{name}.yaml").training.output_dir == f"outputs/{name}"
+    if method is None:
+        validated = CliRunner().invoke(app, ["validate", f"{name}.yaml"])
+        assert validated.exit_code == 0, validated.output
+
+
+def test_lengths_steps_and_held_out_rows_follow_from_the_data(place: Path) -> None:
+    recipe = written("chat", "--json")
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    lengths = []
+    for row in ROWS["chat"]:
+        asked, answer = (message["content"] for message in row["messages"])
+        text = f"### Instruction:\n{asked}\n\n### Response:\n{answer}{tokenizer.eos_token}\n\n"
+        lengths.append(len(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    assert recipe["data"]["chat_template"] == "alpaca", "the vocabulary has no <|im_start|>"
+    # 99 % of 120 rows are 119: the second longest. The model has 64 positions.
+    assert recipe["data"]["max_length"] == min(64, -(-sorted(lengths)[-2] // 64) * 64)
+    assert recipe["data"]["packing"] is True
+    assert recipe["data"]["validation_fraction"] == 0.1
+    kept = sum(length for length in lengths if length <= 64)
+    steps = -(-round(2 * round(-(-kept // 64) * 0.9)) // 2)  # two epochs, two ranks of one sample
+    assert recipe["training"]["micro_batch_size"] * recipe["training"]["gradient_accumulation_steps"] == 1
+    assert recipe["training"]["eval_every_steps"] == recipe["checkpoint"]["every_steps"] == steps // 5
+    comments = Path("chat.yaml").read_text(encoding="utf-8")
+    assert f"99% of the 120 rows have at most {sorted(lengths)[-2]} tokens." in comments.replace("\n  # ", " ")
+
+
+def test_what_is_given_stays_and_replaces_its_rival_and_long_rows_are_told() -> None:
+    given = ["data.chat_template=chatml", "training.max_steps=2", "sharding.strategy=ddp", "optimizer.learning_rate=1"]
+    found = suggest("model", "chat.jsonl", Machine(hardware_of("cpu"), 2), overrides=given)
+    recipe = found.recipe
+    assert (recipe.training.max_steps, recipe.training.num_epochs, found.num_steps) == (2, None, 2)
+    assert (recipe.sharding.strategy, recipe.data.chat_template) == ("ddp", "chatml")
+    assert (recipe.data.max_length, recipe.data.long_rows) == (64, "drop"), "the model's positions"
+    assert found.reasons["data.max_length"].endswith("The model has 64 positions.")
+    assert found.reasons["data.long_rows"].endswith("rows are longer and are left out.")
+    assert found.reasons["sharding.strategy"] == "Given on the command line."
+
+
+def test_the_commands_name_what_was_written_and_the_recipe_plans(place: Path) -> None:
+    result = init("model", "text.jsonl", "--gpus", "2", "--hardware", "rtx4090", "--output", "new/mine.yaml", "--json")
+    told = json.loads(result.stdout)
+    plan, train, generate = (shlex.split(command) for command in told["commands"])
+    assert plan == ["toolkit", "plan", "new/mine.yaml", "--gpus", "2", "--hardware", "rtx4090"]
+    assert train == ["toolkit", "train", "new/mine.yaml", "--gpus", "2"]
+    assert generate[:3] == ["toolkit", "generate", "outputs/text"]
+    assert generate[3:] == ["--prompt", " ".join(TEXTS[0].split()[:8])]
+    recipe = Recipe.load("new/mine.yaml")
+    assert recipe.data.train[0].path == str(place / "text.jsonl"), "paths in a recipe are relative to it"
+    assert yaml.safe_load(Path("new/mine.yaml").read_text(encoding="utf-8")) == told["recipe"]
+    assert recipe.training.mixed_precision == "bf16"
+    planned = CliRunner().invoke(app, [*plan[1:], "--json"])
+    assert planned.exit_code == 0, planned.output
+    assert json.loads(planned.stdout)["asked"]["verdict"] == "fits"
+
+
+def test_adapters_are_chosen_where_nothing_else_fits() -> None:
+    config = json.loads(Path("model/config.json").read_text(encoding="utf-8"))
+    folder = Path("wide")
+    folder.mkdir()
+    for file in Path("model").glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    # 57 million parameters: 0.9 GiB of state on the device, or 0.7 on the host; frozen, in 16 bits, 0.1.
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "head_dim": 256}
+    (folder / "config.json").write_text(json.dumps(config | wide), encoding="utf-8")
+    machine = Machine(hardware_of("rtx4090", device_memory_gib=2.5, host_memory_gib=0.5), 1)
+    found = suggest("wide", "chat.jsonl", machine)
+    assert found.method.name == "lora"
+    assert found.recipe.model.dtype == "bfloat16"
+    assert "adapters fit" in found.reasons["adapter.kind"]
+    none = Machine(hardware_of("cpu", device_memory_gib=0.25), 1)  # less than Python takes
+    with pytest.raises(BadInputError, match=r"method full does not fit 1 x cpu of 0 GiB .* try --method lora"):
+        suggest("model", "chat.jsonl", none, method="full")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["model", "nowhere.jsonl"], "data.train: there is no file 'nowhere.jsonl'"),
+        (["./nowhere", "chat.jsonl"], "model.name_or_path: the folder './nowhere' does not exist"),
+        (["empty", "chat.jsonl"], "model.name_or_path: no tokenizer can be loaded from 'empty'"),
+        (["model", "strange.jsonl"], "data.columns."),
+        (["model", "chat.jsonl", "--method", "dpo"], "needed: chosen + rejected"),
+        (
+            ["model", "chat.jsonl", "--method", "pretrain"],
+            "does not learn from rows with messages; for these: full, lora",
+        ),
+        (["model", "chat.jsonl", "--method", "ful"], "unknown 'ful'; did you mean 'full'?"),
+        (
+            ["model", "chat.jsonl", "--output", "there.yaml"],
+            "'there.yaml' exists; name another file, or replace it with",
+        ),
+        (["model", "chat.jsonl", "--output", "mine.txt"], "ends in .yaml or .yml"),
+        (["model", "chat.jsonl", "--gpus", "2"], "--gpus and --cpu exclude each other"),
+        (["model", "chat.jsonl", "--hardware", "rtx4090"], "--hardware rtx4090: it is of type cuda; give --gpus N"),
+        (["model", "chat.jsonl", "data.max_lenght=8"], "data.max_lenght: unknown key; did you mean 'max_length'?"),
+    ],
+)
+def test_bad_input_is_one_clear_error(arguments: list[str], told: str) -> None:
+    Path("there.yaml").write_text("description: mine\n", encoding="utf-8")
+    result = init(*arguments, "--cpu", "2")
+    assert isinstance(result.exception, ToolkitError), (result.output, result.exception)
+    assert result.exception.exit_code == 2
+    assert told in str(result.exception)
+    assert Path("there.yaml").read_text(encoding="utf-8") == "description: mine\n"
+    assert not Path("chat.yaml").exists()
+
+
+def test_every_method_has_a_rate_for_every_size_and_a_source() -> None:
+    for method in METHODS.values():
+        limits = [rate.up_to for rate in method.rates]
+        assert limits == sorted(limits)
+        assert limits[-1] == np.inf
+        assert all(rate.source for rate in method.rates)
+        values = [method.rate(int(size)).value for size in (1e8, 8e9, 3e10, 7e10)]
+        assert values == sorted(values, reverse=True), "larger models learn at lower rates"
+
+
+def test_a_draft_writes_what_it_holds() -> None:
+    draft = Draft(["data.columns={text: body}", "training.max_steps=3"])
+    draft.set("data.train", ["a: b.txt", "c.txt"], "Two files.")
+    draft.set("data.max_length", 8, "long " * 30)
+    draft.set("training.num_epochs", 2)
+    text = draft.text(["Head."])
+    assert yaml.safe_load(text) == {
+        "data": {"train": ["a: b.txt", "c.txt"], "max_length": 8, "columns": {"text": "body"}},
+        "training": {"max_steps": 3},
+    }
+    assert text.startswith("# Head.\n")
+    assert max(map(len, text.splitlines())) <= 100

@@ -1,0 +1,353 @@
+"""From a model and its data to a recipe: the values in order, each chosen from what was found before it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.data import tokenizer as tokenizers
+from toolkit.data.sources import open_source
+from toolkit.errors import BadInputError
+from toolkit.places import GIB, is_file_source
+from toolkit.planning.planner import PlanRow
+from toolkit.planning.setup import Setup
+from toolkit.planning.table import plan, recommend
+from toolkit.planning.time.hardware import Hardware
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import ObjectiveSection, steps_of_run
+from toolkit.suggest.draft import Draft
+from toolkit.suggest.methods import METHODS, TOKENS_PER_STEP, WITH_ADAPTERS, Method, method_of
+from toolkit.suggest.survey import Model, Rows, first_words, look_at, measure, template_for
+
+COVERED = 0.99
+"""Share of the rows that fit `data.max_length`: the longest ones cost memory that the others have no use for, and a run
+refuses to drop more than 1 %."""
+
+TEXT_LENGTH = 2048
+"""Tokens of a sample of plain text, whose rows are joined and split anyway."""
+
+ROUND_TO = 64
+"""Lengths are multiples of it, as tiles of matrix units are."""
+
+FEWEST_STEPS = 100
+"""A step is made of fewer rows where a run would have fewer steps than this: a schedule needs room to act."""
+
+EVALUATIONS = 5
+"""In a run, beside the one before the first step."""
+
+FEWEST_ROWS_TO_HOLD_OUT, MOST_ROWS_HELD_OUT = 20, 1000
+"""Below the first nothing is held out; above the second a loss becomes no surer, only slower."""
+
+MICRO_BATCH_TOKENS = 8192
+"""The largest micro-batch that is tried first (tokens): it keeps a GPU busy."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the recipe is for: so many devices of one node; on CPU ranks `hardware` is one of `device_type` cpu."""
+
+    hardware: Hardware
+    count: int
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.hardware.device_type == "cpu"
+
+    @property
+    def words(self) -> str:
+        return f"{self.count} x {self.hardware.name}"
+
+    def train_options(self) -> list[str]:
+        return ["--cpu" if self.is_cpu else "--gpus", str(self.count)]
+
+    def plan_options(self) -> list[str]:
+        return ["--gpus", str(self.count), "--hardware", self.hardware.name]
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A recipe, and how it came about.
+
+    Attributes:
+        draft: the values with their reasons.
+        layout: of the rows.
+        row: of the plan, for the chosen strategy.
+        num_steps: optimizer steps of the run, about.
+        prompt: how a row begins; empty for a classifier.
+    """
+
+    draft: Draft
+    recipe: Recipe
+    method: Method
+    layout: str
+    machine: Machine
+    model: Model
+    rows: Rows
+    row: PlanRow
+    num_steps: int
+    prompt: str
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Key of the recipe -> why it has its value."""
+        return self.draft.all_reasons()
+
+    def text(self) -> str:
+        """The recipe as YAML, with the reasons as comments."""
+        return self.draft.text(["Written by `toolkit init`. Change what you like; `toolkit validate` checks it."])
+
+    def commands(self, file: str) -> list[str]:
+        """What to run next, in order."""
+        machine = self.machine
+        found = [
+            ["toolkit", "plan", file, *machine.plan_options()],
+            ["toolkit", "train", file, *machine.train_options()],
+        ]
+        if self.prompt:
+            found.append(["toolkit", "generate", self.recipe.training.output_dir, "--prompt", self.prompt])
+        return [shlex.join(words) for words in found]
+
+
+def suggest(
+    model: str,
+    data: str,
+    machine: Machine,
+    *,
+    method: str | None = None,
+    overrides: Sequence[str] = (),
+    folder: Path | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Suggestion:
+    """A recipe that trains a model on some rows and fits a machine.
+
+    Args:
+        model: a folder or a hub name, of which the configuration and the tokenizer are read.
+        data: a file, a glob, a folder saved by `datasets`, or a hub data set.
+        method: a key of `METHODS`; None: as the rows say, with adapters where nothing else fits.
+        overrides: `section.key=value` texts, which stay as they are.
+        folder: where the recipe will be; paths in a recipe are relative to it. None: the working folder.
+        tell: is given a line before each part that takes time.
+
+    Raises:
+        BadInputError: no such model or data, rows that fit no method, or a run that does not fit the machine.
+    """
+    if machine.count > machine.hardware.devices_per_node:
+        raise BadInputError(
+            f"--gpus {machine.count}: a node of {machine.hardware.name} has {machine.hardware.devices_per_node}; write "
+            "the recipe for one node, and see docs/multi_node.md for several"
+        )
+    draft = Draft(overrides)
+    here = folder is None or folder.resolve() == Path.cwd().resolve()
+    draft.set("model.name_or_path", model if here else _absolute(model))
+    draft.set("data.train", data if here else _absolute(data))
+    chosen, layout, rows, found, prompt = _surveyed(draft, method, tell)
+    tell(f"planning {found.num_parameters:,} parameters on {machine.words}")
+    row = _planned(draft, chosen, rows, found, machine)
+    if row is None and method is None and chosen.name in WITH_ADAPTERS:
+        chosen = METHODS[WITH_ADAPTERS[chosen.name]]
+        row = _planned(draft, chosen, rows, found, machine)
+        draft.reasons["adapter.kind"] = f"Training every parameter needs more than {machine.words}; adapters fit."
+    if row is None:
+        raise BadInputError(_nothing_fits(chosen, found, draft, machine))
+    num_steps = _set_length_of_run(draft, chosen, rows, machine)
+    return Suggestion(draft, draft.recipe(), chosen, layout, machine, found, rows, row, num_steps, prompt)
+
+
+def _surveyed(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tuple[Method, str, Rows, Model, str]:
+    """Method, layout, rows, model, and words to generate from; sets what reading the rows depends on."""
+    # The fields that a recipe cannot do without; each gets its value later.
+    draft.set("data.max_length", ROUND_TO)
+    draft.set("optimizer.learning_rate", 1.0)
+    draft.set("training.output_dir", f"outputs/{_name(draft.get('data.train'))}")
+    draft.set("training.num_epochs", 1)
+    source = open_source(_sections(draft).data.train[0], "data.train")
+    method, layout = method_of(name, source, _sections(draft).data.columns)
+    tokens = tokenizers.load(_sections(draft).model, _sections(draft).data, method.objective)
+    is_classifier = method.objective == "sequence_classification"
+    template = None if is_classifier else template_for(tokens, source, layout)
+    if template is not None:
+        draft.set("data.chat_template", template, "The tokenizer has no chat template of its own.")
+        tokens = tokenizers.load(_sections(draft).model, _sections(draft).data, method.objective)
+    tell(f"reading {source.name}: {layout.kind}")
+    objective = ObjectiveSection(kind=method.objective)  # type: ignore[arg-type]
+    rows = measure(_sections(draft).data, tokens, objective)
+    prompt = "" if is_classifier else first_words(source, layout)
+    return method, layout.kind, rows, look_at(_sections(draft).model, tokens, rows.labels), prompt
+
+
+def _sections(draft: Draft) -> Recipe:
+    """The model and the data as they stand, checked; what is given elsewhere may need values that are not there yet."""
+    nested = draft.nested()
+    needed = {"training": {"output_dir": "", "num_epochs": 1}, "optimizer": {"learning_rate": 1.0}}
+    return Recipe.from_mapping({"model": nested["model"], "data": nested["data"], **needed})
+
+
+def _planned(draft: Draft, method: Method, rows: Rows, model: Model, machine: Machine) -> PlanRow | None:
+    """The row of the plan that the draft is completed for; None where nothing fits."""
+    _set_method(draft, method, model, machine)
+    _set_lengths(draft, method, rows, model)
+    each = _samples_of_a_rank(draft, method, rows, machine)
+    largest: int = max(1, MICRO_BATCH_TOKENS // draft.get("data.max_length"))
+    size = min(each, 1 << (largest.bit_length() - 1))
+    # A table holds a few micro-batches below the one asked for; the smallest of all gets a table of its own.
+    for micro_batch in dict.fromkeys((size, 1)):
+        draft.set("training.micro_batch_size", micro_batch)
+        draft.set("training.gradient_accumulation_steps", each // micro_batch)
+        found = plan(draft.recipe(), machine.hardware, machine.count, with_levers=False)
+        able = [row for row in found.rows if _is_allowed(draft, row.setup, machine)]
+        if not able:
+            raise BadInputError(
+                "no setup that was planned has the given sharding and micro-batches; give fewer of them"
+            )
+        row, why = recommend(able, machine.hardware)
+        if row is not None:
+            _set_setup(draft, row, why, machine)
+            return row
+    return None
+
+
+def _set_method(draft: Draft, method: Method, model: Model, machine: Machine) -> None:
+    if method.objective != "causal_lm":
+        draft.set("objective.kind", method.objective, f"Method {method.name} trains {method.about}.")
+    if method.loss is not None:
+        draft.set("objective.loss", method.loss, "The loss that compares the two completions of a pair.")
+    if method.adapter:
+        draft.set("adapter.kind", "lora", f"Method {method.name} trains {method.about}.")
+        draft.set("adapter.r", 16, "Rank of the adapters; alpha is twice that.")
+        if not machine.is_cpu:
+            draft.set("model.dtype", "bfloat16", "The base is frozen, so 16 bits are enough.")
+    rate = method.rate(model.num_parameters)
+    why = f"For method {method.name} with {model.num_parameters:,} parameters: {rate.source}."
+    draft.set("optimizer.learning_rate", rate.value, why)
+    if not machine.is_cpu:
+        draft.set("training.mixed_precision", "bf16", "Weights stay in float32; products are computed in 16 bits.")
+    draft.set("schedule.kind", "cosine", "Falls to zero by the end of the run.")
+    draft.set("schedule.warmup_fraction", 0.1, "A tenth of the run, as in the recipes of alignment-handbook.")
+
+
+def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None:
+    """The length of a sample, and what becomes of longer rows."""
+    most = rows.covering(COVERED)
+    told = f"{COVERED:.0%} of the {len(rows.lengths):,} rows have at most {most:,} tokens."
+    is_text = method.name == "pretrain"
+    wanted = min(TEXT_LENGTH, max(ROUND_TO, rows.num_tokens // FEWEST_STEPS)) if is_text else most
+    length = max(8, -(-wanted // ROUND_TO) * ROUND_TO)
+    if model.positions is not None and length > model.positions:
+        length = model.positions
+        told += f" The model has {model.positions:,} positions."
+    longer = rows.longer_than(draft.get("data.max_length", length))
+    if is_text:
+        told += " Documents share samples, and longer ones are split."
+    draft.set("data.max_length", length, told)
+    if longer and not is_text:
+        # A text can be classified by its beginning. An answer cut short would teach the model to stop early.
+        cut = method.objective == "sequence_classification"
+        policy, what = ("truncate", "cut") if cut else ("drop", "left out")
+        draft.set("data.long_rows", policy, f"{longer:,} of {len(rows.lengths):,} rows are longer and are {what}.")
+    if method.objective != "sequence_classification":
+        why = "Short rows share a sample, without padding; the run checks first that they cannot see each other."
+        without = "This model takes no position_ids, so rows that share a sample would see each other."
+        draft.set("data.packing", model.takes_positions, why if model.takes_positions else without)
+
+
+def _num_samples(draft: Draft, method: Method, rows: Rows) -> int:
+    """Samples of one epoch, about."""
+    length: int = draft.get("data.max_length")
+    if not draft.get("data.packing", False):
+        return len(rows.lengths)
+    used = rows.lengths if method.name == "pretrain" else rows.lengths[rows.lengths <= length]
+    return max(1, -(-int(used.sum()) // length))
+
+
+def _samples_of_a_rank(draft: Draft, method: Method, rows: Rows, machine: Machine) -> int:
+    """Samples of an optimizer step on each rank, a power of two: the method's, or fewer so that steps are enough."""
+    samples = _num_samples(draft, method, rows)
+    wanted = method.rows_per_step * samples / len(rows.lengths)
+    if method.name == "pretrain":
+        wanted = TOKENS_PER_STEP / draft.get("data.max_length")
+    enough = method.epochs * samples / FEWEST_STEPS
+    each = max(1, int(min(wanted, enough) / machine.count))
+    return 1 << (each.bit_length() - 1)
+
+
+def _set_length_of_run(draft: Draft, method: Method, rows: Rows, machine: Machine) -> int:
+    """Sets epochs, evaluation and checkpoints; returns the optimizer steps of the run, about."""
+    draft.set("training.num_epochs", method.epochs, f"As published recipes for method {method.name} do.")
+    count, samples = len(rows.lengths), _num_samples(draft, method, rows)
+    if count >= FEWEST_ROWS_TO_HOLD_OUT:
+        share = float(f"{min(0.05 if count >= 400 else 0.1, MOST_ROWS_HELD_OUT / count):.2g}")
+        draft.set(
+            "data.validation_fraction", share, f"About {round(share * count):,} rows are held out for evaluation."
+        )
+    training = draft.recipe().training
+    per_step = training.micro_batch_size * training.gradient_accumulation_steps * machine.count
+    steps = steps_of_run(
+        training, max(1, round(samples * (1 - (draft.get("data.validation_fraction") or 0)))), per_step
+    )
+    every = max(1, steps // EVALUATIONS)
+    if draft.recipe().data.has_validation:
+        draft.set("training.eval_every_steps", every, f"{EVALUATIONS} times in about {steps:,} steps.")
+    draft.set("checkpoint.every_steps", every, "A run that is cut off resumes from the last checkpoint; two are kept.")
+    return steps
+
+
+def _settings(setup: Setup) -> dict[str, Any]:
+    """Key of the recipe -> its value in a setup."""
+    return {
+        "sharding.strategy": setup.strategy.name,
+        "sharding.offload": "optimizer" if setup.offload else "none",
+        "sharding.activation_checkpointing": None if setup.checkpointing is None else setup.checkpointing.every,
+        "training.micro_batch_size": setup.micro_batch_size,
+        "training.gradient_accumulation_steps": setup.accumulation,
+    }
+
+
+def _is_allowed(draft: Draft, setup: Setup, machine: Machine) -> bool:
+    """Whether a recipe can ask for a setup, and has what is given."""
+    # The groups of hybrid stand in an Accelerate config. On CPU ranks, host and device are one memory.
+    if setup.strategy.replicated or (setup.offload and machine.is_cpu and "sharding.offload" not in draft.given):
+        return False
+    return all(draft.given[key] in (value, "auto") for key, value in _settings(setup).items() if key in draft.given)
+
+
+def _set_setup(draft: Draft, row: PlanRow, why: str, machine: Machine) -> None:
+    """Sets what the plan recommends."""
+    setup, samples = row.setup, row.setup.micro_batch_size * row.setup.accumulation * row.setup.ranks
+    reasons = {
+        "sharding.strategy": f"Planned for {machine.words}: {why}.",
+        "sharding.offload": "Optimizer state is held in host memory, which frees room on the GPUs.",
+        "sharding.activation_checkpointing": "Blocks keep only their inputs and are computed twice, which frees room.",
+        "training.micro_batch_size": "The size that the plan finds fastest.",
+        "training.gradient_accumulation_steps": f"A step has {samples:,} samples, at most {row.tokens:,} tokens.",
+    }
+    for key, value in _settings(setup).items():
+        if value not in (None, "none"):
+            draft.set(key, value, reasons[key])
+
+
+def _nothing_fits(method: Method, model: Model, draft: Draft, machine: Machine) -> str:
+    other = WITH_ADAPTERS.get(method.name)
+    ways = [f"--method {other}"] if other is not None else []
+    ways += ["more devices"] if machine.count < machine.hardware.devices_per_node else []
+    return (
+        f"method {method.name} does not fit {machine.words} of {machine.hardware.memory_bytes / GIB:.0f} GiB with "
+        f"{model.num_parameters:,} parameters and rows of {draft.get('data.max_length'):,} tokens; "
+        f"try {', '.join([*ways, 'a smaller data.max_length', 'or a smaller model'])}"
+    )
+
+
+def _absolute(name: str) -> str:
+    """A path that holds from every folder; a hub name stays."""
+    path = Path(name).expanduser()
+    return os.path.abspath(path) if path.exists() or is_file_source(name) else name
+
+
+def _name(train: object) -> str:
+    """The run's name, after its data."""
+    path = Path(train if isinstance(train, str) else "run")
+    name = path.name.partition(".")[0] if "*" not in path.name else path.parent.name
+    return name or "run"

@@ -1,0 +1,150 @@
+"""What a recipe has to know about the rows and the model before any value is chosen."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data import build
+from toolkit.data.examples import Answer, Conversation, Example, Pair, Text
+from toolkit.data.layouts import Layout
+from toolkit.data.packing import Ints
+from toolkit.data.problem import RowProblem
+from toolkit.data.readers import read
+from toolkit.data.samples import LabelledSamples, PairSamples, TextSamples
+from toolkit.data.samples import Rows as TokenisedRows
+from toolkit.data.sources import Source
+from toolkit.data.templates import MARKERS
+from toolkit.model.load import load_without_weights
+from toolkit.model.positions import first_position
+from toolkit.recipe.schema import DataSection, ModelSection, ObjectiveSection
+
+ROWS_LOOKED_AT = 100
+"""Rows among which conversations are looked for."""
+
+UNCUT = 2**24
+"""The largest `data.max_length`: rows are measured whole."""
+
+PROMPT_WORDS = 8
+"""Words of the first row that the command for generation begins with."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that can be used.
+
+    Attributes:
+        lengths: tokens of each, as the tokenizer and the chat template make them; of a pair, both completions.
+        labels: names of the classes; None: no classification.
+    """
+
+    lengths: Ints
+    labels: list[str] | None
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def covering(self, share: float) -> int:
+        """The smallest length that at least this share of the rows does not exceed."""
+        return int(np.sort(self.lengths)[math.ceil(share * len(self.lengths)) - 1])
+
+    def longer_than(self, length: int) -> int:
+        return int((self.lengths > length).sum())
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a model its configuration says.
+
+    Attributes:
+        positions: tokens of the longest row that it can read; None: no limit is known.
+        takes_positions: whether rows can share a sample: their positions restart.
+    """
+
+    num_parameters: int
+    positions: int | None
+    takes_positions: bool
+
+
+def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: ObjectiveSection) -> Rows:
+    """Tokenises the rows; a run with the same data and tokenizer finds that done.
+
+    Raises:
+        DataError: rows that cannot be read, or too many that cannot be used.
+    """
+    is_classifier = objective.kind == "sequence_classification"
+    whole = data.model_copy(
+        update={
+            "max_length": UNCUT,
+            "packing": None if is_classifier else False,
+            "long_rows": None,
+            "streaming": False,
+            **dict.fromkeys(("validation", "validation_fraction", "max_validation_samples")),
+        }
+    )
+    found = build.build(whole, tokenizer, 0, objective)
+    assert isinstance(found.train, TextSamples | PairSamples | LabelledSamples)
+    rows = found.train.rows
+    assert isinstance(rows, TokenisedRows), "nothing is streamed"
+    lengths = rows.column("length").astype(np.int64)
+    return Rows(lengths[lengths > 0], found.label_names)
+
+
+def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None) -> Model:
+    """Builds the model on the meta device, from its configuration. Raises BadInputError where there is none."""
+    built = load_without_weights(model, tokenizer, labels)
+    positions = getattr(built.config, "max_position_embeddings", None)
+    return Model(
+        num_parameters=sum(parameter.numel() for parameter in built.parameters()),
+        positions=None if positions is None else int(positions) - first_position(built),
+        takes_positions="position_ids" in inspect.signature(built.forward).parameters,
+    )
+
+
+def template_for(tokenizer: PreTrainedTokenizerBase, source: Source, layout: Layout) -> str | None:
+    """The chat template of ours that the rows need; None where the tokenizer has one or nobody talks."""
+    if getattr(tokenizer, "chat_template", None) or not any(map(_is_conversation, _examples(source, layout))):
+        return None
+    # chatml's markers would be several tokens each in a vocabulary that does not hold them.
+    return "chatml" if set(MARKERS["chatml"]) <= set(tokenizer.get_vocab()) else "alpaca"
+
+
+def first_words(source: Source, layout: Layout) -> str:
+    """How the first usable row begins, or what it asks, in a few words; empty where no row says anything."""
+    for example in _examples(source, layout):
+        words = _asked(example).split()[:PROMPT_WORDS]
+        if words:
+            return " ".join(words)
+    return ""
+
+
+def _examples(source: Source, layout: Layout) -> Iterator[Example]:
+    """The usable ones of the first rows."""
+    for row in islice((row for shard in source.shards for row in read(shard)), ROWS_LOOKED_AT):
+        try:
+            yield layout.example(row)
+        except RowProblem:
+            continue
+
+
+def _is_conversation(example: Example) -> bool:
+    return isinstance(example.chosen if isinstance(example, Pair) else example, Conversation)
+
+
+def _asked(example: Any) -> str:
+    if isinstance(example, Pair):
+        return _asked(example.chosen)
+    if isinstance(example, Conversation):
+        return next((str(m["content"] or "") for m in example.messages if m["role"] == "user"), "")
+    if isinstance(example, Answer):
+        return example.prompt
+    assert isinstance(example, Text)
+    return example.text
