@@ -193,8 +193,8 @@ def _planned(draft: Draft, method: Method, rows: Rows, model: Model, machine: Ma
     each = _samples_of_a_rank(draft, method, rows, machine)
     largest: int = max(1, MICRO_BATCH_TOKENS // draft.get("data.max_length"))
     size = min(each, 1 << (largest.bit_length() - 1))
-    # A table holds a few micro-batches below the one asked for; the smallest of all gets a table of its own.
-    for micro_batch in dict.fromkeys((size, 1)):
+    # A table also holds a half and a quarter of the micro-batch. Where 1 is not among them, it gets a table of its own.
+    for micro_batch in (size, 1) if size > 4 else (size,):
         draft.set("training.micro_batch_size", micro_batch)
         draft.set("training.gradient_accumulation_steps", each // micro_batch)
         found = plan(draft.recipe(), machine.hardware, machine.count, with_levers=False)

@@ -17,11 +17,13 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from toolkit.cli.app import app
+from toolkit.data.sources import open_source
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.planning.time.hardware import hardware_of
 from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import ColumnsSection, SourceSection
 from toolkit.suggest.draft import Draft
-from toolkit.suggest.methods import METHODS
+from toolkit.suggest.methods import METHODS, method_of
 from toolkit.suggest.suggestion import Machine, suggest
 
 TEXTS = make_texts(120)
@@ -75,8 +77,6 @@ def written(name: str, *arguments: str) -> dict[str, Any]:
         ("chat", "lora", None, None, "lora", 2e-4),
         ("text", None, None, None, None, 2e-4),
         ("pairs", None, "preference", "dpo", None, 1e-6),
-        ("pairs", "lora", "preference", "dpo", "lora", 5e-6),
-        ("pairs", "simpo", "preference", "simpo", None, 5e-7),
         ("labels", None, "sequence_classification", None, None, 2e-5),
     ],
 )
@@ -94,6 +94,16 @@ def test_the_rows_decide_the_method(
     if method is None:
         validated = CliRunner().invoke(app, ["validate", f"{name}.yaml"])
         assert validated.exit_code == 0, validated.output
+
+
+def test_lora_takes_answers_text_and_pairs() -> None:
+    found = {}
+    for name in ("chat", "text", "pairs"):
+        source = open_source(SourceSection(path=f"{name}.jsonl"), "data.train")
+        found[name] = method_of("lora", source, ColumnsSection())[0]
+    assert [found[name].name for name in found] == ["lora", "lora", "lora-dpo"]
+    assert (found["pairs"].objective, found["pairs"].loss, found["pairs"].adapter) == ("preference", "dpo", True)
+    assert METHODS["simpo"].loss == "simpo"
 
 
 def test_lengths_steps_and_held_out_rows_follow_from_the_data(place: Path) -> None:
@@ -152,10 +162,10 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
     folder.mkdir()
     for file in Path("model").glob("tokenizer*"):
         (folder / file.name).write_bytes(file.read_bytes())
-    # 57 million parameters: 0.9 GiB of state on the device, or 0.7 on the host; frozen, in 16 bits, 0.1.
-    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "head_dim": 256}
+    # 29 million parameters: 0.4 GiB of state on the device, or 0.3 on the host; frozen, in 16 bits, 0.06.
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "head_dim": 256}
     (folder / "config.json").write_text(json.dumps(config | wide), encoding="utf-8")
-    machine = Machine(hardware_of("rtx4090", device_memory_gib=2.5, host_memory_gib=0.5), 1)
+    machine = Machine(hardware_of("rtx4090", device_memory_gib=2.3, host_memory_gib=0.2), 1)
     found = suggest("wide", "chat.jsonl", machine)
     assert found.method.name == "lora"
     assert found.recipe.model.dtype == "bfloat16"
