@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 FOLDER = Path(__file__).parent / "pictures"
-COLOURS = {"forward": "#2f6fd0", "backward": "#7a52c7", "gather": "#c2590c", "reduce": "#12805c", "update": "#5b6470"}
+COLOURS = {"forward": "#2f6fd0", "backward": "#7a52c7", "gather": "#b35309", "reduce": "#12805c", "update": "#5b6470"}
 """White text has a contrast of 4.5 or more on each of them."""
 
 # A viewer of its own (GitHub, a site's dark theme) may not tell the page's colours: the card has its own background.
