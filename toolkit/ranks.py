@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -76,16 +77,34 @@ def alone_on_first_rank(action: Callable[[], T]) -> T | None:
     return kept[0] if kept else None
 
 
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """torch computes on all cores that this process may use, for what one rank does on the host while others wait.
+
+    Launchers give each rank one thread (OMP_NUM_THREADS=1), with which the forward of a large model takes hours.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, len(os.sched_getaffinity(0))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def on_each_host(build: Callable[[], Path]) -> Path:
     """Runs `build` on rank 0, then on the first rank of each host that does not see the path it made.
 
     Args:
-        build: makes a file or folder and returns its path; the same path on every host.
+        build: makes a file or folder and returns its path.
+
+    Returns:
+        The path on this rank's host. Hosts can differ, where each has an HF_HOME of its own.
     """
     path = on_first_rank(build)
-    missing = local_rank() == 0 and not path.exists()
-    _shared(build if missing else lambda: path)
-    return path
+    leads = local_rank() == 0
+    made = _outcomes((lambda: path if path.exists() else build()) if leads else None)
+    # Launchers number the ranks host by host, so the last leader up to this rank is its host's.
+    return next(found for led, found in reversed(made[: rank() + 1]) if led)
 
 
 def on_every_rank(action: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -121,6 +140,11 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def _shared(action: Callable[[], T] | None) -> T:
     """The first outcome of the ranks that have an `action`; the first error of any rank is raised on all."""
+    return next(found for acted, found in _outcomes(action) if acted)
+
+
+def _outcomes(action: Callable[[], T] | None) -> list[tuple[bool, T]]:
+    """For each rank whether it had an `action`, and its result; the first error of any rank is raised on all."""
     result: T | None = None
     error: ToolkitError | None = None
     unexpected: Exception | None = None
@@ -137,7 +161,7 @@ def _shared(action: Callable[[], T] | None) -> T:
     for _, _, found_error in outcomes:
         if found_error is not None:
             raise found_error
-    return next(found for acted, found, _ in outcomes if acted)  # type: ignore[return-value]
+    return [(acted, found) for acted, found, _ in outcomes]  # type: ignore[misc]
 
 
 def host_group() -> dist.ProcessGroup:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +380,26 @@ def lose_weights() -> str:
 
 def test_an_offload_that_never_began_can_be_ended() -> None:
     assert run_on_ranks(lose_weights, 1) == ["OSError: no such weights"]
+
+
+def drop_a_model() -> tuple[int, int, list[str]]:
+    """Trains a step, and lets go of everything as a Trainer that is deleted does; the bytes held before and after."""
+    from toolkit.sharding.offload.host import held_bytes
+
+    accelerator, model, optimizer = prepare(CASE, "optimizer")
+    accelerator.backward(loss_of(model, CASE, 0, 0))
+    optimizer.step()
+    before = held_bytes()
+    del accelerator, model, optimizer
+    gc.collect()
+    return before, held_bytes(), [thread.name for thread in threading.enumerate()]
+
+
+def test_who_lets_go_of_the_model_gets_the_memory_back() -> None:
+    for before, after, threads in run_on_ranks(drop_a_model, 1, seconds=60):
+        assert before > 0
+        assert after == 0
+        assert "offload-step" not in threads
 
 
 def refused() -> dict[str, str]:

@@ -134,8 +134,8 @@ MUTATIONS = [
     (WAYS["loaded optimizer"], Mutation("facade._connect_optimizer", "engine.flush()\n        _load", "_load")),
     (WAYS["moved to the device"], Mutation("engine.OffloadEngine._move_to_device", "self.flush()")),
     # The end.
-    (WAYS["slow worker"], Mutation("engine.OffloadEngine.close", "self._worker.close()")),
-    (Run(), Mutation("engine.OffloadEngine.close", "self._handle.synchronize()")),
+    (WAYS["slow worker"], Mutation("engine._end", "worker.close()")),
+    (Run(), Mutation("engine._end", "handle.synchronize()")),
     # FSDP2's own: that the checker finds them says that it sees what FSDP2 does.
     (CONTROLS["plain FSDP2"], Mutation("fsdp2.foreach_reduce", "reduce_scatter_stream.wait_stream(current_stream)")),
     (
@@ -147,6 +147,7 @@ MUTATIONS = [
 ORDERS_NOTHING = {
     "wait_for_landing(self._in_flight.popleft())": "bounds how many gradients wait on the device",
     "getattr(torch, device.type).synchronize()": "of the probe, for the clock",
+    "started.wait()": "for the worker's number of threads",
 }
 """Waits whose removal lets nothing race, and what they are for."""
 

@@ -1,4 +1,4 @@
-"""toolkit.ranks: threads begin on this rank's GPU."""
+"""toolkit.ranks: threads begin on this rank's GPU; hosts have paths of their own; one rank may take all cores."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import toolkit
+from toolkit import ranks
+from toolkit.checkpoint.export import verify
 from toolkit.checkpoint.writer import Checkpointer
 from toolkit.data.ahead import ahead
 from toolkit.recipe.schema import CheckpointSection
@@ -81,3 +83,38 @@ def test_offload_steps_on_the_engines_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     worker.submit(lambda: devices.note("stepped"), lambda: None)
     worker.close()
     assert devices.done == {"offload-step": [2, "stepped"]}
+
+
+def test_each_host_has_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two ranks on each of two hosts; the second host's HF_HOME is another folder."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    there.mkdir()
+    told = [(True, here, None), (False, None, None), (True, there, None), (False, None, None)]
+    monkeypatch.setattr(ranks, "on_first_rank", lambda build: here)
+    monkeypatch.setattr(ranks, "local_rank", lambda: len(found) % 2)
+    monkeypatch.setattr(ranks, "rank", lambda: len(found))
+    asked: list[Any] = []
+    monkeypatch.setattr(ranks, "gather_objects", lambda mine: asked.append(mine) or told)
+    found: list[Path] = []
+    while len(found) < 4:
+        found.append(ranks.on_each_host(lambda: there))
+    assert found == [here, here, there, there]
+    # A leader that does not see rank 0's path makes its own; the others make nothing.
+    assert asked[2] == (True, there, None)
+    assert asked[3] == (False, None, None)
+
+
+def test_an_export_that_is_checked_on_the_host_takes_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = torch.get_num_threads() + 2
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    model, seen = torch.nn.Linear(2, 2), []
+    model.device, model.dtype = torch.device("cpu"), torch.float32  # type: ignore[assignment]
+
+    def logits_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return model(batch["x"])
+
+    accelerator: Any = type("Accelerator", (), {"device": torch.device("cpu")})()
+    assert verify(accelerator, model, model, logits_of, {"x": torch.ones(1, 2)}) == 0  # type: ignore[arg-type]
+    assert seen == [cores - 2, cores]
+    assert torch.get_num_threads() == cores - 2

@@ -249,7 +249,8 @@ def verify(
     logits = logits_of(model, send_to_device(batch, accelerator.device)).float()
     difference = tolerance = 0.0
     if reloaded is not None:
-        again = logits_of(reloaded, send_to_device(batch, reloaded.device))
+        with ranks.all_cores():
+            again = logits_of(reloaded, send_to_device(batch, reloaded.device))
         difference = relative_difference(again.float().to(logits.device), logits)
         tolerance = TOLERANCE[reloaded.dtype]
     results = ranks.gather_objects((difference, tolerance))
@@ -281,7 +282,10 @@ def sample_text(
     # `generate` refuses arguments that the model does not take, as token types of a causal model.
     encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     # Forked: the sample must not move the run's own generators.
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    with (
+        ranks.all_cores(),
+        torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []),
+    ):
         torch.manual_seed(seed)
         tokens = model.generate(
             **encoded,

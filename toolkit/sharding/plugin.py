@@ -40,6 +40,7 @@ from toolkit.errors import BadInputError
 from toolkit.sharding.apply import KeepsMasters, apply, precision_policies
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
+from toolkit.sharding.network import require_reachable_host
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect, parse_offload
 from toolkit.sharding.strategy import (
     DEFAULT_STRATEGY,
@@ -154,7 +155,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         _rehearse_on_cpu()
         self.strategy = resolve_strategy(strategy)
         self.offload = resolve_offload(strategy, offload)
-        self.engine: OffloadEngine | None = None
+        self._engine: weakref.ref[OffloadEngine] | None = None
         self.unit_classes = list(unit_classes) if unit_classes else None
         self.unit_plan: UnitPlan | None = None
         self.compilation = compilation
@@ -224,10 +225,11 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         _tell_empty_shards_apart(model)
         for optimizer in accelerator._optimizers:
             _rebind(optimizer, renewed)
-        if self.engine is not None:
+        engine = self.engine
+        if engine is not None:
             # Behind the optimizers, as the engine looks its parameters up in their groups.
-            self.engine.attach()
-            connect(self.engine, accelerator)
+            engine.attach()
+            connect(engine, accelerator)
         elif accelerator._optimizers:
             used = UsedParameters(model)
             for optimizer in accelerator._optimizers:
@@ -242,7 +244,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
                 f"offload needs one optimizer, found {len(optimizers)}; pass the model and its one optimizer to the "
                 "same accelerator.prepare"
             )
-        self.engine = OffloadEngine(
+        engine = OffloadEngine(
             model,
             optimizers[0],
             self.offload,
@@ -250,7 +252,14 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             _is_last_micro_batch,
             accumulates=accelerator.gradient_accumulation_steps > 1,
         )
-        return self.engine.state.seed
+        # Weakly: Accelerate's state holds this plugin to the end of the process, long after model and optimizer.
+        self._engine = weakref.ref(engine)
+        return engine.state.seed
+
+    @property
+    def engine(self) -> OffloadEngine | None:
+        """What steps the offloaded state of the model; None without offload, or once the model is gone."""
+        return self._engine() if self._engine is not None else None
 
     @property
     def text(self) -> str:
@@ -259,13 +268,14 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 
     def close(self) -> None:
         """Lets go of the offloaded state, if any: the model is not trained any more."""
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
+        engine = self.engine
+        if engine is not None:
+            engine.close()
+            self._engine = None
 
     def __getstate__(self) -> dict[str, Any]:
         # `Trainer` pickles its TrainingArguments; weak references and threads cannot be.
-        return {**self.__dict__, "_accelerator": None, "engine": None}
+        return {**self.__dict__, "_accelerator": None, "_engine": None}
 
 
 @dataclass
@@ -281,6 +291,8 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
     def __post_init__(self) -> None:
         if self.plugin is None:
             self.plugin = ShardingPlugin()
+        # Now, as `Accelerator` has the ranks meet first thing.
+        require_reachable_host()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         shape = mesh_shape(
             self.plugin.strategy,

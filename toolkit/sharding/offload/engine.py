@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from toolkit.errors import BadInputError, RankError, first_line
 from toolkit.sharding.gloo import before_reading_shards
 from toolkit.sharding.offload.capture import Capture, wait_for_landing
 from toolkit.sharding.offload.executors import Executor, Resident, Staging, UnitStep
+from toolkit.sharding.offload.host import Slabs
 from toolkit.sharding.offload.probe import choose, default_threads, make_executor
 from toolkit.sharding.offload.settings import OffloadSettings, hyper_parameters, state_names
 from toolkit.sharding.offload.state import OffloadedState, require_types
@@ -101,6 +103,11 @@ class OffloadEngine:
         self._worker = Worker(self._device, self.threads)
         self._used = UsedParameters(model)
         self._agreed = False
+        # The model keeps its engine: who lets go of the model, as at the end of a Trainer, gives the host memory back.
+        model.offload_engine = self  # type: ignore[assignment]
+        self._end = weakref.finalize(self, _end, self._worker, self._handle, self.state.slabs)
+        # Not at the end of the process: the device may wait for a rank that is gone.
+        self._end.atexit = False
 
     @torch.no_grad()
     def attach(self) -> None:
@@ -210,10 +217,7 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Ends the worker and gives the host memory back; the model is not trained any more."""
-        # In this order: worker and device may still be copying from the memory that is given back.
-        self._worker.close()
-        self._handle.synchronize()
-        self.state.release()
+        self._end()
 
     # The schedule
 
@@ -380,6 +384,14 @@ class _Clip:
             self._event.synchronize()
         norm, self.scale = self._both.tolist()
         self.skip = not math.isfinite(norm)
+
+
+def _end(worker: Worker, handle: Any, slabs: Slabs) -> None:
+    """Gives an engine's memory back. Of the engine it holds nothing that holds the engine."""
+    # In this order: worker and device may still be copying from the memory that is given back.
+    worker.close()
+    handle.synchronize()
+    slabs.release()
 
 
 def _device_of(parameter: DTensor) -> torch.device:

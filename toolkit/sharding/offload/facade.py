@@ -24,7 +24,6 @@ from toolkit.sharding.shards import beside, local_tensor
 
 def connect(engine: OffloadEngine, accelerator: Accelerator) -> None:
     """Registers the hooks of model and optimizer, and puts the engine's clipping in the accelerator's place."""
-    engine.model.offload_engine = engine  # type: ignore[assignment]
     # State that moves to the device gets new tensors; the optimizer would go on showing the old ones.
     engine.on_moved = lambda: _show_state(engine)
     _connect_optimizer(engine)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import resource
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from toolkit.places import GIB
 
 # Of cgroup version 2. Without its files the host's own figure stands.
 CGROUP = Path("/sys/fs/cgroup")
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -68,37 +72,99 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
+@dataclass(frozen=True)
+class Room:
+    """Free memory, and who shares it.
+
+    Attributes:
+        key: the same on all ranks that take from it.
+        who: these ranks in words.
+        found: the bytes in words.
+    """
+
+    key: tuple[object, ...]
+    who: str
+    found: str
+    num_bytes: int
+
+
 def require_host_memory(plan: HostPlan) -> None:
     """Raises BadInputError on every rank where the ranks of a host need more than it has. Collective."""
-    mine = (platform.node(), plan.total, free_host_bytes(), _process_room())
-    needed: dict[str, int] = defaultdict(int)
-    rooms = ranks.gather_objects(mine)
-    for host, total, _, _ in rooms:
-        # The ranks of a host share its memory: each may fit alone, and all together not.
-        needed[host] += total
+    if _alive:
+        gc.collect()  # a model that has been dropped still holds its memory, as models hold themselves by their hooks
+    told = ranks.gather_objects((plan.total, _rooms(), held_bytes()))
+    needed: dict[tuple[object, ...], int] = defaultdict(int)
+    for total, rooms, _ in told:
+        for room in rooms:
+            # Ranks share a host's memory: each may fit alone, and all together not.
+            needed[room.key] += total
     # Every rank looks at the figures of all, so that all raise the same error and none is left in a collective.
-    for rank, (host, total, host_room, process_room) in enumerate(rooms):
-        if process_room is not None and total > process_room:
-            raise _no_room(f"rank {rank}", total, f"its limit (ulimit) leaves {_size(process_room)}", plan)
-        if needed[host] > host_room:
-            raise _no_room(f"the ranks of host {host}", needed[host], f"{_size(host_room)} are free", plan)
+    for _, rooms, held in told:
+        for room in rooms:
+            if needed[room.key] > room.num_bytes:
+                raise BadInputError(
+                    f"offload: {room.who} would take {_size(needed[room.key])} of host memory, but {room.found}. "
+                    f"A rank takes {plan}; {_advice(held)}"
+                )
 
 
-def _no_room(who: str, needed: int, found: str, plan: HostPlan) -> BadInputError:
-    return BadInputError(
-        f"offload: {who} would take {_size(needed)} of host memory, but {found}. A rank takes {plan}; use more "
-        "hosts or a smaller model, keep some of it on the device (device_state_gib), or train without offload"
+def _advice(held: int) -> str:
+    if held:
+        return (
+            f"{_size(held)} are still held by a model that this process has trained before; let go of it first: "
+            "plugin.close(), or del its trainer, accelerator, model and optimizer"
+        )
+    return (
+        "use more hosts or a smaller model, keep some of it on the device (device_state_gib), or train without offload"
     )
+
+
+def _rooms() -> list[Room]:
+    """What this rank's memory is limited by: its process, its container and its host."""
+    host, rank = platform.node(), ranks.rank()
+    machine = _machine()
+    rooms = []
+    process = _process_room()
+    if process is not None:
+        found = f"its limit (ulimit) leaves {_size(process)}"
+        rooms.append(Room(("rank", rank), f"rank {rank}", found, process))
+    container = _container_room()
+    if container is not None:
+        number, free = container
+        rooms.append(Room((machine, "container", number), f"the ranks of container {host}", _free(free), free))
+    free = int(psutil.virtual_memory().available)
+    rooms.append(Room((machine,), f"the ranks of host {host}", _free(free), free))
+    return rooms
+
+
+def _free(num_bytes: int) -> str:
+    return f"{_size(num_bytes)} are free"
+
+
+def _machine() -> str:
+    """Identifies the machine whose memory this is.
+
+    Not by name: containers and clones often all have one, and containers of one machine share its memory.
+    """
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+def _container_room() -> tuple[int, int] | None:
+    """The number of this process's control group, the same in no other container, and its free bytes; None: no limit"""
+    try:
+        limit = int((CGROUP / "memory.max").read_text())
+        return CGROUP.stat().st_ino, limit - int((CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):  # no such file, or no limit ("max")
+        return None
 
 
 def free_host_bytes() -> int:
     """Free bytes of this host, or of the container that it is."""
-    free = int(psutil.virtual_memory().available)
-    try:
-        limit = int((CGROUP / "memory.max").read_text())
-        return min(free, limit - int((CGROUP / "memory.current").read_text()))
-    except (OSError, ValueError):  # no such file, or no limit ("max")
-        return free
+    free, container = int(psutil.virtual_memory().available), _container_room()
+    return free if container is None else min(free, container[1])
 
 
 def _process_room() -> int | None:
@@ -112,12 +178,27 @@ def _process_room() -> int | None:
     return min(rooms) if rooms else None
 
 
+_alive: weakref.WeakSet[Slabs] = weakref.WeakSet()
+
+
+def held_bytes() -> int:
+    """Bytes that the engines of this process hold."""
+    return sum(slabs.nbytes for slabs in _alive)
+
+
 class Slabs:
-    """Flat host tensors cut from one allocation for each kind, so that few are pinned and none is rounded up."""
+    """Flat host tensors cut from one allocation for each kind, so that few are pinned and none is rounded up.
+
+    Once nobody holds them any more they are unpinned before their memory is freed: CUDA would take the addresses for
+    pinned ever after, and refuse to pin what comes to lie there.
+    """
 
     def __init__(self) -> None:
         self._slabs: list[torch.Tensor] = []
         self._pinned: list[int] = []
+        _alive.add(self)
+        # Not at the end of the process, which frees all there is.
+        weakref.finalize(self, _unpin, self._pinned).atexit = False
 
     def cut(self, numels: Sequence[int], dtype: torch.dtype, pin: bool) -> Iterator[torch.Tensor]:
         """Zeros, one tensor of each length."""
@@ -133,9 +214,7 @@ class Slabs:
         return sum(slab.numel() * slab.element_size() for slab in self._slabs)
 
     def release(self) -> None:
-        for address in self._pinned:
-            _cudart().cudaHostUnregister(address)
-        self._pinned.clear()
+        _unpin(self._pinned)
         self._slabs.clear()
 
     def _pin(self, slab: torch.Tensor) -> None:
@@ -143,11 +222,16 @@ class Slabs:
         size = slab.numel() * slab.element_size()
         code = int(_cudart().cudaHostRegister(slab.data_ptr(), size, 0))
         if code != 0:
-            raise ToolkitError(
-                f"offload: CUDA could not pin {_size(size)} of host memory (error {code}); "
-                "raise the limit of locked memory (ulimit -l) or use fewer parameters a rank"
-            )
+            held = held_bytes() - self.nbytes
+            advice = _advice(held) if held else "raise the limit of locked memory (ulimit -l), or use more ranks"
+            raise ToolkitError(f"offload: CUDA could not pin {_size(size)} of host memory (error {code}); {advice}")
         self._pinned.append(slab.data_ptr())
+
+
+def _unpin(addresses: list[int]) -> None:
+    for address in addresses:
+        _cudart().cudaHostUnregister(address)
+    addresses.clear()
 
 
 def _cudart() -> Any:

@@ -30,6 +30,7 @@ class OffloadedState:
 
     Attributes:
         plan: bytes on the host.
+        slabs: what holds the host memory.
         staging: buffers in the type of compute, as long as the longest unit.
         scratch: float32, as long as the longest unit; None where gradients land in float32.
     """
@@ -50,7 +51,7 @@ class OffloadedState:
         self._names = names
         self._gradient_dtype = gradient_dtype
         self._executor = executor
-        self._slabs = Slabs()
+        self.slabs = Slabs()
         self._slots = {slot.name: (unit, slot) for unit in units for slot in unit.slots}
         self._mark_residents(0 if device_state_gib == "auto" else int(device_state_gib * GIB))
         self.plan = self._planned()
@@ -80,11 +81,7 @@ class OffloadedState:
 
     @property
     def host_bytes(self) -> int:
-        return self._slabs.nbytes
-
-    def release(self) -> None:
-        """Unpins and lets go."""
-        self._slabs.release()
+        return self.slabs.nbytes
 
     def device_bytes(self, unit: OffloadedUnit) -> int:
         """Master, moments and gradient of a unit."""
@@ -132,18 +129,18 @@ class OffloadedState:
         # Pinned is only what the device copies. Masters and moments, most of the memory, are read by the host alone
         # unless they stream through the device.
         pin_state = pin and self._executor == "device_stream"
-        masters = self._slabs.cut(lengths, torch.float32, pin_state)
-        moments = {name: self._slabs.cut(lengths, torch.float32, pin_state) for name in self._names}
-        landings = self._slabs.cut(lengths, self._gradient_dtype, pin)
+        masters = self.slabs.cut(lengths, torch.float32, pin_state)
+        moments = {name: self.slabs.cut(lengths, torch.float32, pin_state) for name in self._names}
+        landings = self.slabs.cut(lengths, self._gradient_dtype, pin)
         for unit in self.hosted:
             unit.master, unit.landing = next(masters), next(landings)
             unit.moments = {name: next(slab) for name, slab in moments.items()}
         for unit in self.residents:
             self._place_on_device(unit)
         if self._staged_bytes:
-            self.staging = list(self._slabs.cut([self._longest] * STAGING_BUFFERS, self.units[0].dtype, pin))
+            self.staging = list(self.slabs.cut([self._longest] * STAGING_BUFFERS, self.units[0].dtype, pin))
         if self._needs_scratch:
-            (self.scratch,) = self._slabs.cut([self._longest], torch.float32, pin=False)
+            (self.scratch,) = self.slabs.cut([self._longest], torch.float32, pin=False)
 
     def _place_on_device(self, unit: OffloadedUnit) -> None:
         unit.resident = True

@@ -24,11 +24,18 @@ class Worker:
         self.error: BaseException | None = None
         # Not queue.Queue: `_finish` may run in a finalizer, and only SimpleQueue's `put` is reentrant.
         self._queue: queue.SimpleQueue[tuple[Task, Task] | None] = queue.SimpleQueue()
+        started, before = threading.Event(), torch.get_num_threads()
         # The thread holds the worker weakly: otherwise it would never be collected, and the thread never end.
         self._thread = threading.Thread(
-            target=_work, args=(self._queue, weakref.ref(self), device, threads), name="offload-step", daemon=True
+            target=_work,
+            args=(self._queue, weakref.ref(self), device, threads, started),
+            name="offload-step",
+            daemon=True,
         )
         self._thread.start()
+        started.wait()
+        # torch keeps the number set last, by whichever thread, for the threads that begin later: the data's, a save's.
+        torch.set_num_threads(before)
         # Also at the end of the process, which must not go away below a step.
         self._finish = weakref.finalize(self, _finish, self._queue, self._thread)
 
@@ -52,9 +59,13 @@ def _finish(tasks: Any, thread: threading.Thread) -> None:
         thread.join()
 
 
-def _work(tasks: Any, owner: weakref.ref[Worker], device: torch.device, threads: int) -> None:
-    getattr(torch, device.type).set_device(device)  # a new thread starts on device 0
-    torch.set_num_threads(threads)  # of this thread alone; launchers set OMP_NUM_THREADS=1
+def _work(tasks: Any, owner: weakref.ref[Worker], device: torch.device, threads: int, started: threading.Event) -> None:
+    try:
+        getattr(torch, device.type).set_device(device)  # a new thread starts on device 0
+        torch.get_num_threads()  # a thread's first use of torch takes the kept number, and would undo the next line
+        torch.set_num_threads(threads)  # launchers set OMP_NUM_THREADS=1
+    finally:
+        started.set()
     failed = False
     while (task := tasks.get()) is not None:
         run, abandon = task
