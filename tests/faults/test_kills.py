@@ -59,7 +59,9 @@ def arm(point: str) -> None:
         writer.write_synced = at(writer.write_synced, lambda path, _: path.name == "COMPLETE")  # type: ignore[assignment]
     elif point == "deleting an old one":
         remove = writer.shutil.rmtree
-        writer.shutil.rmtree = at(remove, lambda path, **_: str(path).endswith(("02", "04", "06")))  # type: ignore[assignment]
+        writer.shutil.rmtree = at(
+            remove, lambda path, **_: str(path).endswith(("02.deleted", "04.deleted", "06.deleted"))
+        )  # type: ignore[assignment]
 
 
 def train(folder: str, output: str, point: str | None) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.checkpoint.export import (
     TOLERANCE,
@@ -26,7 +27,7 @@ from toolkit.checkpoint.export import (
 )
 from toolkit.checkpoint.manifest import Manifest, check_files, latest, read_checkpoint, step_folder
 from toolkit.checkpoint.state import MODEL
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import add_adapter, has_adapter, write_adapter
 from toolkit.model.load import auto_class
 from toolkit.places import GIB
@@ -58,12 +59,11 @@ def export_checkpoint(
     problem = check_files(folder, manifest, manifest.files)
     if problem is not None:
         raise BadInputError(f"{str(folder)!r}: {problem}")
-    config = AutoConfig.from_pretrained(run / MODEL_FILES)
-    tokenizer = AutoTokenizer.from_pretrained(run / MODEL_FILES)
+    config, tokenizer = _configuration(run / MODEL_FILES)
     model = _empty_model(config, manifest)
-    # Written beside its place and renamed: what is cut off is never taken for a model.
-    unfinished = to.with_name(f".{to.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    # Written beside its place and renamed: what is cut off is never taken for a model. Under a name of its own, as two
+    # exports to one place would write into each other's files.
+    unfinished = to.with_name(f".{to.name}.{uuid.uuid4().hex}.unfinished")
     unfinished.mkdir(parents=True)
     try:
         tensors = read_whole(folder, manifest, settings.max_shard_bytes)
@@ -78,10 +78,30 @@ def export_checkpoint(
         if difference is not None:
             require_close(difference, TOLERANCE[settings.dtype])
         let_others_read(unfinished)
-        os.replace(unfinished, to)
+        _put(unfinished, to)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return difference
+
+
+def _configuration(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """The run's configuration and tokenizer; a run's folder may come from anywhere, and none of its code is run."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return config, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInputError(
+            f"{str(folder)!r} holds no configuration and tokenizer that transformers knows without running code of the "
+            f"folder: {first_line(error)}; a run exports a model with code of its own itself (export.enabled)"
+        ) from error
+
+
+def _put(unfinished: Path, to: Path) -> None:
+    """Moves an export to its place, unless another has got there first."""
+    try:
+        os.rename(unfinished, to)
+    except OSError as error:
+        raise BadInputError(f"--to: {str(to)!r} was made meanwhile; name a new folder") from error
 
 
 @dataclass(frozen=True)
@@ -134,7 +154,7 @@ def _last(run: Path) -> Path:
 def _empty_model(config: PretrainedConfig, manifest: Manifest) -> PreTrainedModel:
     """The run's model without weights, with adapters where it has them."""
     with init_empty_weights():
-        model: PreTrainedModel = auto_class(config).from_config(config)
+        model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     model.tie_weights()
     recipe = manifest.recipe
     if recipe["adapter"]["kind"] == "none":
@@ -165,7 +185,7 @@ def _loaded(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[st
 @torch.no_grad()
 def _difference(folder: Path, manifest: Manifest, config: object, export: Path, dtype: torch.dtype) -> float:
     """Of the logits between the checkpoint's own tensors and the reloaded export, on arbitrary tokens."""
-    model: PreTrainedModel = auto_class(config).from_config(config)
+    model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     state = dict(read_whole(folder, manifest, max_bytes=2**62))
     # Not strict: tied weights are in a checkpoint once.
     model.load_state_dict(state, strict=False)

@@ -204,13 +204,20 @@ def write_configuration(
 
 
 def reload(
-    folder: Path, device: torch.device, dtype: torch.dtype, base: PretrainedConfig | None = None
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    base: PretrainedConfig | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The exported model in evaluation mode; on `device` if it is sure to have room, else on the host.
 
     Args:
         base: configuration of the model that an exported adapter belongs to.
+        trust_remote_code: whether the model's own Python code is run, as the recipe says.
     """
+    # Never left to transformers, which would ask on the terminal.
+    trust = {"trust_remote_code": trust_remote_code}
     if device.type == "cuda":
         needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         free, _ = torch.cuda.mem_get_info(device)
@@ -218,10 +225,10 @@ def reload(
     if (folder / "adapter_config.json").is_file():
         adapter = peft.PeftConfig.from_pretrained(str(folder))
         name, revision = adapter.base_model_name_or_path, adapter.revision
-        model = auto_class(base).from_pretrained(name, config=base, revision=revision, dtype=dtype)
+        model = auto_class(base).from_pretrained(name, config=base, revision=revision, dtype=dtype, **trust)
         return peft.PeftModel.from_pretrained(model, str(folder)).to(device).eval()
-    auto = auto_class(AutoConfig.from_pretrained(folder))
-    return auto.from_pretrained(folder, dtype=dtype).to(device).eval()
+    auto = auto_class(AutoConfig.from_pretrained(folder, **trust))
+    return auto.from_pretrained(folder, dtype=dtype, **trust).to(device).eval()
 
 
 @torch.no_grad()

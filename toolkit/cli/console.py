@@ -7,11 +7,10 @@ import platform
 import time
 import traceback
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from toolkit.errors import RankError, StoppedError, ToolkitError, first_line
+from toolkit.terminal import Terminal
 
 PATIENCE_SECONDS = 20.0
 """How long other ranks stay alive after an error, so that rank 0 gets to print it before a launcher ends it."""
@@ -28,8 +27,9 @@ PATIENCE_WHEN_STOPPED = 2.0
 def print_error(error: ToolkitError) -> int:
     """Prints the error once for all ranks; returns the exit code."""
     if int(os.environ.get("RANK", "0")) == 0 or isinstance(error, RankError):
-        word = "" if isinstance(error, StoppedError) else "[bold red]error:[/] "
-        Console(stderr=True, highlight=False, soft_wrap=True).print(word + escape(str(error)))
+        terminal = Terminal()
+        tell = terminal.print if isinstance(error, StoppedError) else terminal.fail
+        tell(str(error))
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(PATIENCE_WHEN_STOPPED if isinstance(error, StoppedError) else PATIENCE_SECONDS)
     return error.exit_code
@@ -42,13 +42,13 @@ def print_failure(error: Exception) -> int:
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     where = f"rank {rank} of {world_size} on {platform.node()}" if world_size != "1" else "the run"
     when = "".join(f", {note}" for note in getattr(error, "__notes__", []))
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Terminal()
     if _is_out_of_memory(error):
         what = f"ran out of memory{when}: {first_line(error)}; {MORE_MEMORY}"
     else:
         console.print("".join(traceback.format_exception(error)), markup=False, end="")
         what = f"failed{when}: {type(error).__name__}: {first_line(error)}"
-    console.print(f"[bold red]error:[/] {escape(where)} {escape(what)}")
+    console.fail(f"{where} {what}")
     return 1
 
 
@@ -70,5 +70,5 @@ def print_table(columns: list[str], rows: list[list[str]]) -> None:
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    Console(highlight=False).print(table)
+        table.add_row(*row)
+    Terminal(stderr=False, soft_wrap=False).print(table)

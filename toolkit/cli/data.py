@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from toolkit.cli.arguments import AsJson, RecipeArguments, RecipeOption, load_recipe
+from toolkit.terminal import Terminal
 
 
 def data(
@@ -36,7 +36,7 @@ def data(
     if as_json:
         print(json.dumps(report.to_dict(), indent=1))
         return
-    console = Console(highlight=False)
+    console = Terminal(stderr=False, soft_wrap=False)
     show_report(console, report.to_dict())
     if output is not None:
         console.print(f"page: {output / DATA_PAGE}", markup=False, soft_wrap=True)

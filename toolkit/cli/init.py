@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from toolkit.cli.arguments import AsJson
 from toolkit.errors import BadInputError
 from toolkit.places import GIB, atomic_write
+from toolkit.terminal import Terminal
 
 if TYPE_CHECKING:
     from toolkit.suggest.suggestion import Machine, Suggestion
@@ -72,7 +72,7 @@ def init(
     _require_new(file, force)
     from toolkit.suggest.suggestion import suggest  # torch is imported only for arguments that are right
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Terminal()
     found = suggest(
         model,
         data,
@@ -130,7 +130,7 @@ def _machine(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine
 
 def _print(found: Suggestion, file: Path) -> None:
     row, setup = found.row, found.row.setup
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(stderr=False)
     lines = [
         f"{file}: method {found.method.name} trains {found.method.about}",
         f"data: {len(found.rows.lengths):,} rows ({found.layout}), {found.rows.num_tokens:,} tokens; "

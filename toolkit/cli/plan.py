@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from toolkit.cli.arguments import AsJson, ConfigOption, RecipeArguments, RecipeOption, load_recipe, split_arguments
 from toolkit.cli.configs import find_config
@@ -22,6 +21,7 @@ from toolkit.errors import BadInputError
 from toolkit.places import GIB
 from toolkit.planning.time.hardware import Hardware, hardware_of, presets, profile_path
 from toolkit.recipe.recipe import Recipe
+from toolkit.terminal import Terminal
 
 if TYPE_CHECKING:
     from toolkit.planning.planner import PlanRow
@@ -181,7 +181,7 @@ def _print_plan(found: Plan, name: str, overrides: list[str], shown: Shown) -> N
         result = plan_console.as_json(found, launch)
         print(json.dumps(result if traced is None else {**result, "traced": traced}, indent=1))
         return
-    console = Console(highlight=False)
+    console = Terminal(stderr=False, soft_wrap=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = IN_A_FILE
     plan_console.show(console, found, launch, shown.every_row)

@@ -7,11 +7,11 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from toolkit.cli.arguments import AsJson, ConfigOption, RecipeArguments, RecipeOption, load_recipe
 from toolkit.cli.configs import find_config
 from toolkit.cli.console import print_table
+from toolkit.terminal import Terminal
 
 if TYPE_CHECKING:
     from toolkit.verify import Report
@@ -43,7 +43,7 @@ def verify(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clears up, as after Ctrl-C
     from toolkit import verify as verification  # torch is imported only for a recipe that is right
 
-    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    progress = Terminal()
     report = verification.verify(
         loaded,
         None if config is None else find_config(config),

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from rich.console import Console
 from rich.progress import track
 
 from toolkit.errors import BadInputError
@@ -25,6 +24,7 @@ from toolkit.generation.evaluation import Comparison, Evaluation, choose, evalua
 from toolkit.generation.load import Loaded, find_model, load_model, turn_ends
 from toolkit.generation.options import Options, Sampling, encodable
 from toolkit.generation.rows import PromptRow, completions, encode_rows, read_rows
+from toolkit.terminal import Terminal
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ def _with_bar(items: Iterable[T], total: int, options: Options) -> Iterable[T]:
         items,
         "generating",
         total=total,
-        console=Console(stderr=True),
+        console=Terminal(soft_wrap=False),
         transient=True,
         disable=busy or not sys.stderr.isatty(),
     )

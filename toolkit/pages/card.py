@@ -13,6 +13,7 @@ import yaml
 
 from toolkit.places import is_file_source
 from toolkit.recipe.recipe import Recipe
+from toolkit.terminal import harmless
 
 CARD, CURVE = "README.md", "curve.png"
 
@@ -49,8 +50,8 @@ def render_card(
     about = f"{name}, fine-tuned from {base}." if base else f"{name}, trained from random weights."
     parts = [
         f"---\n{yaml.safe_dump(_header(recipe), sort_keys=False)}---\n",
-        f"# {name}\n",
-        f"{about} {recipe.description}\n",
+        f"# {_plain(name)}\n",
+        f"{_plain(about)} {_plain(recipe.description)}\n",
         "## Results\n\n![Loss over the optimizer steps](curve.png)\n",
         _evaluations(metrics),
         f"## Data\n\n{_data(data_report)}",
@@ -114,12 +115,13 @@ def _data(report: dict[str, Any]) -> str:
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
-    return "".join("| " + " | ".join(_cell(cell) for cell in line) + " |\n" for line in lines)
+    return "".join("| " + " | ".join(_plain(cell) for cell in line) + " |\n" for line in lines)
 
 
-def _cell(text: str) -> str:
-    # Markdown passes HTML on, and names of files and labels come from the data.
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+def _plain(text: str) -> str:
+    """Text on one line, without HTML, links and pictures: names of files and labels may come from anybody."""
+    text = " ".join(harmless(text).split()).replace("\\", "\\\\")
+    return text.replace("|", "\\|").replace("[", "\\[").replace("`", "\\`").replace("<", "&lt;")
 
 
 def recipe_for_readers(recipe: Recipe) -> str:

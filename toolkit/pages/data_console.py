@@ -17,6 +17,7 @@ from rich.text import Text
 
 from toolkit.pages.data_page import Report, by_count, count_of, splits, window_remark
 from toolkit.pages.page import format_count, format_names, format_percent, format_short, number
+from toolkit.terminal import harmless
 
 MAX_LISTED_ROWS = 5
 """Rows named for each reason (rows)."""
@@ -40,13 +41,6 @@ TARGET_STYLE, CONTEXT_STYLE = "green", "dim"
 
 Stretch = tuple[str, bool]
 """Text, and whether the model is trained to write it."""
-
-_HARMLESS = {
-    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},  # the pictures of control codes
-    0x7F: 0x2421,
-    **dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD),
-}
-"""Codes that would move the cursor, change colours or reverse the text after them, and what is shown instead."""
 
 
 def show_report(console: Console, report: Report) -> None:
@@ -258,5 +252,4 @@ def _in_one_line(console: Console, text: str) -> str:
 
 def _plain(console: Console, text: str) -> str:
     """Text without what would work on the terminal, and with a `?` for what the console cannot encode."""
-    harmless = text.replace("\r\n", "\n").translate(_HARMLESS)
-    return harmless.encode(console.encoding, "replace").decode(console.encoding)
+    return harmless(text).encode(console.encoding, "replace").decode(console.encoding)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from rich.console import Console
 from transformers import AutoConfig
 
 from toolkit import ranks
@@ -31,6 +30,7 @@ from toolkit.sharding.plugin import (
     ShardingPlugin,
 )
 from toolkit.sharding.unit_plan import UnitPlan
+from toolkit.terminal import Terminal
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,7 +119,8 @@ def export_model(
         # In the type that training computes in: only what the export changed may differ.
         compute, config = PRECISIONS[accelerator.mixed_precision] or dtype, accelerator.unwrap_model(parts.model).config
         # The others wait over the host: inside a collective NCCL gives up after ten minutes.
-        reloaded = ranks.alone_on_first_rank(lambda: reload(folder, accelerator.device, compute, config))
+        trust = recipe.model.trust_remote_code
+        reloaded = ranks.alone_on_first_rank(lambda: reload(folder, accelerator.device, compute, config, trust))
     difference = sample = None
     if settings.verify:
         # The same sample on every rank: where the model is sharded, all of them take part in its forward.
@@ -146,7 +147,7 @@ def write_pages(
     write_report(result.output_dir / FINISHED, summary)
 
 
-def conclude(console: Console, recipe: Recipe, result: FinetuneResult) -> None:
+def conclude(console: Terminal, recipe: Recipe, result: FinetuneResult) -> None:
     """Prints the last lines: the held-out loss, a sample, and where everything lies."""
     if result.initial_eval_loss is not None and result.final_eval_loss is not None:
         change = result.final_eval_loss / result.initial_eval_loss - 1
@@ -155,20 +156,20 @@ def conclude(console: Console, recipe: Recipe, result: FinetuneResult) -> None:
             f"in {result.seconds:.0f} s"
         )
     for doubt in result.doubts:
-        console.print(f"[yellow]warning:[/] {doubt}")
+        console.warn(doubt)
     if result.sample is not None:
         console.print("sample:", style="bold")
         console.print((recipe.logging.sample_prompt or "") + result.sample, markup=False)
     console.print(f"run: {result.output_dir}", markup=False)
     console.print(f"report: {result.output_dir / 'report.html'}", markup=False)
     if result.export_dir is not None:
-        console.print(f"model: {_how_to_load(result.export_dir)}", markup=False)
+        console.print(f"model: {_how_to_load(result.export_dir, recipe)}", markup=False)
 
 
-def _how_to_load(export_dir: Path) -> str:
+def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
     if (export_dir / "adapter_config.json").is_file():
         return f"PeftModel.from_pretrained(base, {str(export_dir)!r})"
-    auto = auto_class(AutoConfig.from_pretrained(export_dir)).__name__
+    auto = auto_class(AutoConfig.from_pretrained(export_dir, trust_remote_code=recipe.model.trust_remote_code)).__name__
     return f"{auto}.from_pretrained({str(export_dir)!r})"
 
 

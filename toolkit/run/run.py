@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from rich.console import Console
 from torch import nn
 
 from toolkit import ranks
@@ -41,6 +40,7 @@ from toolkit.run.parts import Parts, build_evaluation, build_parts
 from toolkit.sharding.plugin import (
     ShardingPlugin,
 )
+from toolkit.terminal import Terminal
 from toolkit.training.metrics import Metrics
 from toolkit.training.profile import StepProfile
 from toolkit.training.stop import StopRequests
@@ -72,7 +72,7 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
         found = _found(recipe, output_dir)
         with claimed(output_dir, recipe, found) as told:
             for line in told:
-                console.print(f"warning: {line}", markup=False, style="yellow")
+                console.warn(line)
             parts = build_parts(accelerator, recipe, plugin)
         # The parts fit each other: what fails from here on leaves the output folder as it is.
         facts = facts_of(accelerator, recipe, plugin, parts)
@@ -109,7 +109,7 @@ def rehearse(recipe: Recipe) -> None:
 
 
 @contextmanager
-def _started(recipe: Recipe) -> Iterator[tuple[Accelerator, ShardingPlugin, Path, Console]]:
+def _started(recipe: Recipe) -> Iterator[tuple[Accelerator, ShardingPlugin, Path, Terminal]]:
     """The accelerator, its plugin, the output folder's path and rank 0's console; released at the end."""
     quiet_libraries()
     # Both before the accelerator: CUDA is not started yet, and a setting that cannot be used ends here.
@@ -118,7 +118,7 @@ def _started(recipe: Recipe) -> Iterator[tuple[Accelerator, ShardingPlugin, Path
     plugin: ShardingPlugin = plugins["fsdp_plugin"]
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
     accelerator = build_accelerator(recipe, plugins, output_dir)
-    console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
+    console = Terminal(quiet=not accelerator.is_main_process)
     with released_at_last(accelerator, plugin):
         yield accelerator, plugin, output_dir, console
 
@@ -143,7 +143,7 @@ def _fit(
     parts: Parts,
     output_dir: Path,
     found: tuple[Path, Manifest] | None,
-    console: Console,
+    console: Terminal,
 ) -> _Fitted:
     """Trains to the run's end, from the beginning or from the checkpoint `found`."""
     model = accelerator.unwrap_model(parts.model)

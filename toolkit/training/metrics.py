@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from toolkit.places import GIB
 from toolkit.recipe.schema import LoggingSection
+from toolkit.terminal import Terminal
 
 SHARES = {"accuracy": "accuracy", "f1_macro": "F1"}
 """Figures of an evaluation that are shares -> their name on the console."""
@@ -45,7 +46,7 @@ class Metrics:
         self._path = path
         self._every_steps = logging.every_steps
         self._num_steps = num_steps
-        self._console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False)
+        self._console = Terminal(quiet=not accelerator.is_main_process, soft_wrap=False)
         self._bar = _progress_bar(self._console)
         self._task = self._bar.add_task("training", total=num_steps, facts="")
 
@@ -85,7 +86,7 @@ class Metrics:
 
     def warn(self, message: str) -> None:
         """Shows a warning, whatever the console line is due."""
-        self._console.print(f"[yellow]warning:[/] {message}", soft_wrap=True)
+        self._console.warn(message)
 
     def _write(self, record: dict[str, Any]) -> None:
         record = finite_or_null(record)

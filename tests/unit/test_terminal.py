@@ -1,0 +1,46 @@
+"""What strangers write does nothing on the terminal, and no bracket ends a run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+
+import pytest
+from test_layout import FILES, PACKAGE
+
+from toolkit.cli.console import print_error, print_table
+from toolkit.errors import BadInputError
+from toolkit.pages.card import _plain
+from toolkit.terminal import Terminal
+
+HOSTILE = "a[/]b [red]c[/red] :smile: \x1b[2J\x9b1m\u202ed"
+SHOWN = "a[/]b [red]c[/red] :smile: \u241b[2J\ufffd1m\ufffdd"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda: Terminal().print(HOSTILE),
+        lambda: Terminal().warn(HOSTILE),
+        lambda: Terminal().fail(HOSTILE),
+        lambda: print_error(BadInputError(HOSTILE)),
+        lambda: print_table(["name"], [[HOSTILE]]),
+    ],
+    ids=["print", "warn", "fail", "error", "table"],
+)
+def test_text_is_printed_as_it_is(write: Callable[[], object]) -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as told, contextlib.redirect_stdout(told):
+        write()
+    assert SHOWN in told.getvalue()
+
+
+def test_nobody_else_makes_a_console() -> None:
+    makers = [path for path in FILES if " Console(" in path.read_text() or "=Console(" in path.read_text()]
+    assert [str(path.relative_to(PACKAGE)) for path in makers] == []
+
+
+def test_markdown_of_a_card_is_no_link_and_no_html() -> None:
+    assert _plain("a|b\n![x](http://h/p.png) <img src=x> `c` \\[y](z)") == (
+        "a\\|b !\\[x](http://h/p.png) &lt;img src=x> \\`c\\` \\\\\\[y](z)"
+    )
