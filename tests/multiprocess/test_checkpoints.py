@@ -303,8 +303,11 @@ def test_export_of_a_checkpoint_is_the_runs_own(finished_run: Path, tmp_path: Pa
     assert all(torch.equal(exported[name], own[name]) for name in own)
     assert AutoTokenizer.from_pretrained(tmp_path / "last").vocab_size > 0
 
-    done = call("export", finished_run, "--checkpoint", 3, "--dtype", "bf16", "--to", tmp_path / "third")
+    done = call("export", finished_run, "--checkpoint", 3, "--dtype", "bf16", "--to", tmp_path / "third", "--json")
     assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert 0 <= told.pop("logits_difference") < 1e-2
+    assert told == {"folder": str(tmp_path / "third"), "step": 3, "dtype": "bfloat16"}
     third = AutoModelForCausalLM.from_pretrained(tmp_path / "third")
     assert third.dtype == torch.bfloat16
     assert not torch.equal(third.lm_head.weight.float(), own["model.embed_tokens.weight"].bfloat16().float())

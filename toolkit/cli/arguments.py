@@ -60,7 +60,7 @@ ConfigOption = Annotated[
 ]
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
 NewFile = Annotated[Path, typer.Argument(help="New file, or a folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def split_arguments(arguments: Sequence[str] | None, option: str | None) -> tuple[str, list[str]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from toolkit.cli.arguments import RunFolder, parse_dtype
+from toolkit.cli.arguments import AsJson, RunFolder, parse_dtype
 from toolkit.recipe.schema import ExportSection
 
 MAX_SHARD_GIB = ExportSection().max_shard_gib
@@ -29,12 +31,16 @@ def export(
     max_shard_gib: Annotated[
         float, typer.Option(help="Split the weights into files of at most this size (GiB).")
     ] = MAX_SHARD_GIB,
+    as_json: AsJson = False,
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder, in one process, with one of its files in memory at a time."""
     type_name = parse_dtype(dtype)
     from toolkit.checkpoint.consolidate import export_run
 
     done = export_run(run, to, checkpoint, type_name, check, max_shard_gib)
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(done), "folder": str(done.folder), "dtype": type_name}, indent=1))
+        return
     difference = done.logits_difference
     checked = "" if difference is None else f"; logits differ by {difference:.1e} of the largest"
     print(f"{to}: step {done.step} in {type_name}{checked}")

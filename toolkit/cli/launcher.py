@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 
-from toolkit.errors import BadInputError, ToolkitError, first_line
+import psutil
+
+from toolkit.errors import BadInputError, StoppedError, ToolkitError, first_line
+
+SECONDS_TO_SAVE = 600
+"""How long ranks that are asked to stop may take to save their state. torch's 30 are too few for a large model."""
 
 
-def run_launcher(arguments: Sequence[str]) -> int:
+def run_launcher(arguments: Sequence[str], output_dir: Path) -> int:
     """`accelerate launch ARGUMENTS`; returns the exit code of the rank that failed first, 0 where none did.
+
+    Asked to stop by a signal, it hands the signal on, and waits until the ranks have saved their state.
+
+    Args:
+        output_dir: of the run, where that state is looked for.
 
     Raises:
         BadInputError: where the launcher refuses its arguments or the config.
@@ -25,18 +40,52 @@ def run_launcher(arguments: Sequence[str]) -> int:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
+    started = time.time()
     try:
-        launch_command(launch_command_parser().parse_args(list(arguments)))
+        with _signals_for_a_single_rank():
+            launch_command(launch_command_parser().parse_args(list(arguments)))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return _exit_code(rank, failure.exitcode)
     except subprocess.CalledProcessError as error:
         return _exit_code(0, error.returncode)
     except SignalException as error:
-        return 128 + int(error.sigval)
+        # The launcher knows which signal it had, and not how the ranks ended: what they have left says it.
+        return StoppedError.exit_code if _has_saved(output_dir, started) else 128 + int(error.sigval)
     except ValueError as error:
         raise BadInputError(f"accelerate launch: {first_line(error)}") from error
     return 0
+
+
+@contextmanager
+def _signals_for_a_single_rank() -> Iterator[None]:
+    """Hands signals on to the one process that Accelerate starts without torch's launcher, which has its own handlers.
+
+    Without it SIGTERM would end this process and leave the rank behind, and Ctrl-C would not wait for its checkpoint.
+    """
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        children = psutil.Process().children()
+        if not children:
+            raise SystemExit(128 + number)
+        for child in children:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _has_saved(output_dir: Path, since: float) -> bool:
+    """Whether the run has a checkpoint that is no older than `since` (seconds since the epoch)."""
+    from toolkit.checkpoint.manifest import latest
+
+    last = latest(output_dir)
+    return last is not None and last.folder.stat().st_mtime >= since
 
 
 def _exit_code(rank: int, code: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -13,6 +15,7 @@ import yaml
 from toolkit.cli.arguments import (
     DEFAULT_CPU_CONFIG,
     DEFAULT_GPU_CONFIG,
+    AsJson,
     ConfigOption,
     RecipeArguments,
     RecipeOption,
@@ -49,6 +52,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan and the first batch; train nothing.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a recipe, and print the `accelerate launch` command that does the same.
 
@@ -59,13 +63,38 @@ def train(
     options = launcher_options(loaded, gpus, cpu, strategy, config)
     script = shown_path(shipped_folder("recipes") / "finetune.py")
     words = [*options, script, name, *overrides, *(["--dry-run"] if dry_run else [])]
-    environment = f"{ON_CPU}=true " if cpu is not None else ""
-    print(f"{environment}accelerate launch {shlex.join(words)}", file=sys.stderr, flush=True)
+    command = f"{f'{ON_CPU}=true ' if cpu is not None else ''}accelerate launch {shlex.join(words)}"
+    print(command, file=sys.stderr, flush=True)
     if cpu is not None:
         os.environ[ON_CPU] = "true"
     from toolkit.cli.launcher import run_launcher  # torch is imported only for a recipe that is right
 
-    raise typer.Exit(run_launcher(words))
+    folder = Path(loaded.training.output_dir).expanduser()
+    code = run_launcher(words, folder)
+    if as_json:
+        print(json.dumps({"command": command, "exit_code": code, **({} if dry_run else _outcome(folder))}, indent=1))
+    raise typer.Exit(code)
+
+
+def _outcome(folder: Path) -> dict[str, Any]:
+    """What a run has left: where, how many steps, and the first and the last loss of each split."""
+    file = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+    losses = {
+        f"{split}_loss": [found[0], found[-1]] if (found := _losses(records, split)) else None
+        for split in ("train", "eval")
+    }
+    parts = {name: str(folder / path) for name, path in (("export_dir", "export"), ("report", "report.html"))}
+    return {
+        "output_dir": str(folder),
+        "steps": max((record["step"] for record in records), default=0),
+        **losses,
+        **{name: path if Path(path).exists() else None for name, path in parts.items()},
+    }
+
+
+def _losses(records: list[dict[str, Any]], split: str) -> list[float]:
+    return [record["loss"] for record in records if record["split"] == split]
 
 
 def launcher_options(

@@ -239,10 +239,10 @@ def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None
     if model.positions is not None and length > model.positions:
         length = model.positions
         told += f" The model has {model.positions:,} positions."
-    longer = rows.longer_than(draft.get("data.max_length", length))
     if is_text:
         told += " Documents share samples, and longer ones are split."
     draft.set("data.max_length", length, told)
+    longer = rows.longer_than(draft.get("data.max_length"))
     if longer and not is_text:
         # A text can be classified by its beginning. An answer cut short would teach the model to stop early.
         cut = method.objective == "sequence_classification"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What the launcher was started with; it does nothing, on a machine with two GPUs."""
     found: list[list[str]] = []
 
-    def note(words: list[str]) -> int:
+    def note(words: list[str], output_dir: Path) -> int:
         found.append(words)
         return 3
 
@@ -104,9 +105,48 @@ def test_the_exit_code_of_the_rank_that_failed(code: str, exit_code: int | None,
     words = ["--config_file", str(ROOT / "accelerate_configs/gpu_1.yaml"), str(script)]
     if exit_code is None:
         with pytest.raises(ToolkitError, match="rank 0 was ended by SIGKILL: the machine may have run out of memory"):
-            run_launcher(words)
+            run_launcher(words, tmp_path)
     else:
-        assert run_launcher(words) == exit_code
+        assert run_launcher(words, tmp_path) == exit_code
+
+
+def test_json_tells_the_command_and_what_the_run_has_left(launched: list[list[str]], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "export").mkdir(parents=True)
+    splits = [("eval", 0, 5.0), ("train", 1, 4.0), ("train", 2, 3.0), ("eval", 2, 2.0)]
+    lines = [json.dumps({"split": split, "step": step, "loss": loss}) for split, step, loss in splits]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    result = run("sft", "--json", f"training.output_dir={folder}")
+    told = json.loads(result.stdout)
+    assert told.pop("command") == result.stderr.splitlines()[-1]
+    assert told == {
+        "exit_code": 3,
+        "output_dir": str(folder),
+        "steps": 2,
+        "train_loss": [4.0, 3.0],
+        "eval_loss": [5.0, 2.0],
+        "export_dir": str(folder / "export"),
+        "report": None,
+    }
+    assert result.exit_code == 3
+    dry = run("sft", "--json", "--dry-run", f"training.output_dir={tmp_path / 'none'}")
+    assert set(json.loads(dry.stdout)) == {"command", "exit_code"}
+
+
+def test_a_signal_goes_to_a_single_rank_and_its_exit_code_comes_back(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"  # as a batch system would, to the launcher alone
+        "time.sleep(60)\n"
+    )
+    config = tmp_path / "one.yaml"  # as `accelerate config` writes it for one process, which torchrun does not start
+    values = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_machines": 1, "use_cpu": True}
+    config.write_text(yaml.safe_dump({**values, "mixed_precision": "no", "num_processes": 1}))
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_launcher(["--config_file", str(config), str(script)], tmp_path) == 3
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_configs_are_listed_and_copied(tmp_path: Path) -> None:

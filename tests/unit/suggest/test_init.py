@@ -123,6 +123,8 @@ def test_lengths_steps_and_held_out_rows_follow_from_the_data(place: Path) -> No
     steps = -(-round(2 * round(-(-kept // 64) * 0.9)) // 2)  # two epochs, two ranks of one sample
     assert recipe["training"]["micro_batch_size"] * recipe["training"]["gradient_accumulation_steps"] == 1
     assert recipe["training"]["eval_every_steps"] == recipe["checkpoint"]["every_steps"] == steps // 5
+    longer = sum(length > 64 for length in lengths)
+    assert recipe["data"].get("long_rows") == ("drop" if longer else None)
     comments = Path("chat.yaml").read_text(encoding="utf-8")
     assert f"99% of the 120 rows have at most {sorted(lengths)[-2]} tokens." in comments.replace("\n  # ", " ")
 
@@ -135,7 +137,9 @@ def test_what_is_given_stays_and_replaces_its_rival_and_long_rows_are_told() -> 
     assert (recipe.sharding.strategy, recipe.data.chat_template) == ("ddp", "chatml")
     assert (recipe.data.max_length, recipe.data.long_rows) == (64, "drop"), "the model's positions"
     assert found.reasons["data.max_length"].endswith("The model has 64 positions.")
-    assert found.reasons["data.long_rows"].endswith("rows are longer and are left out.")
+    longer = found.rows.longer_than(64)
+    assert 1 < longer < 120
+    assert found.reasons["data.long_rows"] == f"{longer} of 120 rows are longer and are left out."
     assert found.reasons["sharding.strategy"] == "Given on the command line."
 
 
