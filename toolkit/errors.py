@@ -66,9 +66,14 @@ class ExportError(ToolkitError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, or its class where it has none."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """The first line of an exception's text, with the next where it ends in a colon; its class where it has none."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def in_words(error: BaseException) -> str:
+    """Why a library failed, with the class of the exception, as the words alone may be a bare key."""
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

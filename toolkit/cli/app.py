@@ -13,7 +13,7 @@ import typer
 import toolkit
 from toolkit.cli.checkpoints import checkpoints
 from toolkit.cli.configs import configs_app
-from toolkit.cli.console import print_error
+from toolkit.cli.console import INTERRUPTED, print_error, print_interrupt
 from toolkit.cli.data import data
 from toolkit.cli.doctor import doctor
 from toolkit.cli.export import export
@@ -34,11 +34,15 @@ app.add_typer(configs_app, name="configs")
 
 
 def main() -> None:
-    """Entry point of the `toolkit` command. Exit codes: 0 done, 1 failed, 2 bad input."""
+    """Entry point of the `toolkit` command. Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C."""
     try:
         app(standalone_mode=True)
     except ToolkitError as error:
         sys.exit(print_error(error))
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # typer ends so without a word
+            print_interrupt()
+        raise
 
 
 def _version(asked: bool) -> None:

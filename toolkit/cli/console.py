@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import time
 import traceback
 
@@ -33,6 +34,17 @@ def print_error(error: ToolkitError) -> int:
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(PATIENCE_WHEN_STOPPED if isinstance(error, StoppedError) else PATIENCE_SECONDS)
     return error.exit_code
+
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C where there is no state to save, as shells have it."""
+
+
+def print_interrupt() -> int:
+    """Prints, once for all ranks, that Ctrl-C ended the command; returns the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        Console(stderr=True, highlight=False, soft_wrap=True).print("stopped by Ctrl-C")
+    return INTERRUPTED
 
 
 def print_failure(error: Exception) -> int:

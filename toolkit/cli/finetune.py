@@ -7,7 +7,7 @@ import os
 import sys
 
 from toolkit.cli.arguments import DEFAULT_RECIPE, split_arguments
-from toolkit.cli.console import print_error, print_failure
+from toolkit.cli.console import print_error, print_failure, print_interrupt
 from toolkit.cli.recipes import recipe_rows
 from toolkit.errors import RankError, ToolkitError
 from toolkit.recipe.recipe import Recipe
@@ -28,6 +28,8 @@ def finetune_command(arguments: list[str]) -> int:
         return _leave(print_error(error))
     except ToolkitError as error:
         return print_error(error)
+    except KeyboardInterrupt:  # outside training, whose own end saves the state
+        return _leave(print_interrupt())
     except Exception as error:
         return _leave(print_failure(error))
     return 0

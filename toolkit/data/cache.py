@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import BadInputError
 from toolkit.places import user_cache
 from toolkit.recipe.schema import DataSection
 
@@ -34,9 +35,14 @@ def kept(folder: Path, write: Callable[[Path], None]) -> Path:
     """`folder`, filled by `write` if it is not there yet; never seen half-written."""
     if folder.exists():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its final place: a rename is atomic only within one file system.
-    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Beside its final place: a rename is atomic only within one file system.
+        unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+    except OSError as error:
+        raise BadInputError(
+            f"data.cache_dir: {str(folder.parent)!r} cannot be written: {error.strerror}; name a folder that can"
+        ) from error
     try:
         write(unfinished)
         os.rename(unfinished, folder)

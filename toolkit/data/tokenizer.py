@@ -22,7 +22,7 @@ from toolkit.data.problem import RowProblem
 from toolkit.data.readers import read
 from toolkit.data.sources import identify_rows, open_source
 from toolkit.data.templates import MARKERS, use_template
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError, in_words
 from toolkit.places import require_folder
 from toolkit.recipe.schema import DataSection, ModelSection
 
@@ -59,8 +59,11 @@ def _load(model: ModelSection, data: DataSection, objective: str) -> PreTrainedT
     revision = None if model.tokenizer else model.revision
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{field}: no tokenizer can be loaded from {name!r}: {first_line(error)}") from error
+    except Exception as error:  # transformers and tokenizers raise a great many kinds about a broken file
+        raise BadInputError(
+            f"{field}: no tokenizer can be loaded from {name!r}: {in_words(error)}. Correct its tokenizer.json, "
+            "tokenizer_config.json or config.json, download them again, or name another one"
+        ) from error
 
 
 def train(data: DataSection, vocab_size: int, objective: str = "causal_lm") -> Path:

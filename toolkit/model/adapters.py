@@ -74,10 +74,10 @@ def add_adapter(
     try:
         # On the meta device: the values are those of `AdapterWeights`, and no rank makes whole ones.
         adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, re.error) as error:
         raise BadInputError(
             f"adapter.target_modules: {section.target_modules!r} cannot be adapted: {first_line(error)}. "
-            f"This model has {_linear_names(model)}"
+            f"Name some of {_linear_names(model)}"
         ) from error
     for parameter in adapted.parameters():
         if parameter.requires_grad:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -27,16 +26,20 @@ from transformers import (
 
 from toolkit import ranks
 from toolkit.data.tokenizer import pad_id
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter
 from toolkit.model.weights import (
+    Fit,
     RankZeroWeights,
     SafetensorsWeights,
     Weights,
     materialize,
     readable,
     require_fitting,
+    require_some_values,
+    require_values,
     stored_names,
+    told_by_us,
     unused_names,
 )
 from toolkit.places import require_folder
@@ -72,11 +75,13 @@ def load(
         BadInputError: where there is no such model.
     """
     auto, config, settings, rows = _settings(model, tokenizer, label_names)
-    built = _without_weights(auto, config, settings, rows)
-    weights: Weights = _weights(model, built, lambda: _whole_model(auto, model, config, settings, seed, rows))
+    built = _without_weights(auto, config, settings, rows, _field(model))
+    fit = Fit(all_drawn=model.name_or_path is None)
+    weights: Weights = _weights(model, built, lambda: _whole_model(auto, model, config, settings, seed, rows, fit), fit)
     if adapter is not None and adapter.kind == "lora":
         built = add_adapter(built, adapter, model.name_or_path, model.revision)
         weights = AdapterWeights(weights, built, seed)
+    built.fit = fit
     built.materialize_weights = lambda keep_master=None: materialize(built, weights, keep_master)
     return built
 
@@ -92,7 +97,7 @@ def load_without_weights(
     Raises:
         BadInputError: where there is no such model.
     """
-    built = _without_weights(*_settings(model, tokenizer, label_names))
+    built = _without_weights(*_settings(model, tokenizer, label_names), _field(model))
     if adapter is not None and adapter.kind == "lora":
         return add_adapter(built, adapter, model.name_or_path, model.revision)
     return built
@@ -114,11 +119,13 @@ def _settings(
     return auto, config, settings, len(tokenizer) if model.add_tokens is not None else 0
 
 
-def _without_weights(auto: Any, config: PretrainedConfig, settings: dict[str, Any], rows: int) -> PreTrainedModel:
-    """The model on the meta device."""
+def _without_weights(
+    auto: Any, config: PretrainedConfig, settings: dict[str, Any], rows: int, field: str
+) -> PreTrainedModel:
+    """The model on the meta device. `field`: of the recipe, for errors."""
     # Computed buffers, such as rotary frequencies, are in no file: they need their values now.
     with init_empty_weights(include_buffers=False):
-        built = _of_kind(auto, copy.deepcopy(config), settings)  # resizing changes the configuration
+        built = _of_kind(auto, copy.deepcopy(config), settings, field)  # resizing changes the configuration
         _make_rows(built, rows, mean_resizing=False)
     # `init_empty_weights` puts a new parameter in each place, which parts those that were tied.
     built.tie_weights()
@@ -126,7 +133,8 @@ def _without_weights(auto: Any, config: PretrainedConfig, settings: dict[str, An
     return built
 
 
-def _of_kind(auto: Any, config: PretrainedConfig, settings: dict[str, Any]) -> PreTrainedModel:
+def _of_kind(auto: Any, config: PretrainedConfig, settings: dict[str, Any], field: str) -> PreTrainedModel:
+    what = "generate text" if auto is AutoModelForCausalLM else "classify texts"
     try:
         model: PreTrainedModel = auto.from_config(config, **settings)
         return model
@@ -135,11 +143,23 @@ def _of_kind(auto: Any, config: PretrainedConfig, settings: dict[str, Any]) -> P
             f"model.attention: {settings.get('attn_implementation')} cannot be used: {first_line(error)}; install it, "
             "or set model.attention=auto"
         ) from error
-    except ValueError as error:
-        what = "generate text" if auto is AutoModelForCausalLM else "classify texts"
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a model's code makes of sizes and names that do not fit each other
         raise BadInputError(
-            f"model: a model of type {config.model_type} cannot be made to {what}: {first_line(error)}"
+            f"{field}: no model of type {config.model_type} can be made to {what}: {in_words(error)}. Correct "
+            f"{_where(field)}, or name another model"
         ) from error
+
+
+def _field(model: ModelSection) -> str:
+    """The field that says what model it is."""
+    return "model.config" if model.name_or_path is None else "model.name_or_path"
+
+
+def _where(field: str) -> str:
+    """Where a configuration stands."""
+    return "model.config" if field == "model.config" else "its config.json"
 
 
 def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: SpecialTokens) -> None:
@@ -158,14 +178,17 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
 
 
-def _weights(model: ModelSection, built: PreTrainedModel, make_whole: Callable[[], nn.Module]) -> Weights:
+def _weights(model: ModelSection, built: PreTrainedModel, make_whole: Callable[[], nn.Module], fit: Fit) -> Weights:
     if model.name_or_path is not None:
         folder = _model_folder(model)
         with readable(model.name_or_path):
             files = stored_names(folder, built)
             unused = unused_names(folder, built)
         if files is not None:
-            require_fitting(model.name_or_path, [], unused, model.allow_new_weights or [], _below_new_head(built))
+            name, allowed = model.name_or_path, model.allow_new_weights or []
+            require_fitting(name, [], unused, {}, allowed, _below_new_head(built))
+            ranks.on_first_rank(lambda: require_values(name, folder, built, files, allowed))
+            fit.unused += sorted(unused)
             return SafetensorsWeights(files)
     return RankZeroWeights(make_whole)
 
@@ -177,9 +200,9 @@ def _below_new_head(model: nn.Module) -> str | None:
 
 
 def _whole_model(
-    auto: Any, model: ModelSection, config: PretrainedConfig, settings: dict[str, Any], seed: int, rows: int
+    auto: Any, model: ModelSection, config: PretrainedConfig, settings: dict[str, Any], seed: int, rows: int, fit: Fit
 ) -> nn.Module:
-    """The model with its weights, on the host of this rank."""
+    """The model with its weights, on the host of this rank; `fit` is told which of them are new."""
     # The seed is for the weights: the run's own random state must not depend on who made them.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -187,12 +210,22 @@ def _whole_model(
             whole: nn.Module = auto.from_config(config, **settings)
         else:
             name, revision = model.name_or_path, model.revision
-            with readable(name):
+            with readable(name), told_by_us():
                 whole, found = auto.from_pretrained(
-                    name, config=config, revision=revision, output_loading_info=True, **settings
+                    name,
+                    config=config,
+                    revision=revision,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    **settings,
                 )
             missing, unused = found["missing_keys"], found["unexpected_keys"]
-            require_fitting(name, missing, unused, model.allow_new_weights or [], _below_new_head(whole))
+            reshaped = {key: (stored, needed) for key, stored, needed in found["mismatched_keys"]}
+            require_fitting(name, missing, unused, reshaped, model.allow_new_weights or [], _below_new_head(whole))
+            fit.drawn += sorted([*missing, *reshaped])
+            fit.unused += sorted(unused)
+            read = (tensor for key, tensor in whole.state_dict().items() if key not in fit.drawn and tensor.ndim > 1)
+            require_some_values(name, read)
         _make_rows(whole, rows, mean_resizing=True)
         return whole
 
@@ -219,16 +252,44 @@ def _model_folder(model: ModelSection) -> Path:
 
 
 def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedConfig:
+    field = _field(model)
     try:
         if model.name_or_path is not None:
-            return AutoConfig.from_pretrained(
+            config = AutoConfig.from_pretrained(
                 model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
             )
-        return _random_configuration(dict(model.config or {}), tokenizer)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        field = "model.name_or_path" if model.name_or_path is not None else "model.config"
-        found = model.name_or_path or model.config
-        raise BadInputError(f"{field}: no model can be made of {found!r}: {first_line(error)}") from error
+        else:
+            config = _random_configuration(dict(model.config or {}), tokenizer)
+    except ToolkitError:
+        raise
+    except Exception as error:  # transformers checks a configuration with exceptions of a great many kinds
+        raise BadInputError(
+            f"{field}: no model can be made of {model.name_or_path or 'it'!r}: {in_words(error)}. Correct "
+            f"{_where(field)}, or name another model"
+        ) from error
+    _require_possible(config, field, model.name_or_path or "it")
+    return config
+
+
+SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
+"""Of a configuration; with none of them below one could a model be made."""
+
+
+def _require_possible(config: PretrainedConfig, field: str, name: str) -> None:
+    """Raises BadInputError for sizes that no model has, and for weights that cannot be trained as they are held."""
+    text = config.get_text_config()
+    wrong = [f"{key} is {size}" for key in SIZES if isinstance(size := getattr(text, key, 1), int) and size < 1]
+    if wrong:
+        raise BadInputError(
+            f"{field}: no model can be made of {name!r}: {', '.join(wrong)}; needs at least 1. Correct {_where(field)}"
+        )
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise BadInputError(
+            f"{field}: the weights of {name!r} are quantised (quantization_config in {_where(field)}: {method}), and "
+            "only whole ones can be trained; name the model that they were made of"
+        )
 
 
 def _random_configuration(fields: dict[str, Any], tokenizer: SpecialTokens) -> PretrainedConfig:

@@ -7,9 +7,11 @@ names them (a conversion, a missing head, random weights), rank 0 makes them and
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError, in_words
 from toolkit.sharding.apply import KeepsMasters
 from toolkit.sharding.shards import shard_rows
 
@@ -32,6 +34,28 @@ Rows = slice
 
 NAMES_SHOWN = 5
 """Tensors that an error lists."""
+
+
+@dataclass
+class Fit:
+    """How a model's files fit it; on rank 0, and where one rank reads for all, once the weights are there.
+
+    Attributes:
+        all_drawn: there are no files.
+        drawn: names of what was drawn at random.
+        unused: names of what the files hold and the model has no place for.
+    """
+
+    all_drawn: bool = False
+    drawn: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """For people; empty where the files hold exactly the model."""
+        if self.all_drawn:
+            return "all drawn at random (model.config)"
+        told = {"drawn at random": self.drawn, "left unused": self.unused}
+        return "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in told.items() if names)
 
 
 class Weights(Protocol):
@@ -148,11 +172,17 @@ class RankZeroWeights:
 
 
 def require_fitting(
-    source: str, missing: Iterable[str], unexpected: Iterable[str], allowed: Sequence[str], prefix: str | None
+    source: str,
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    reshaped: Mapping[str, tuple[Sequence[int], Sequence[int]]],
+    allowed: Sequence[str],
+    prefix: str | None,
 ) -> None:
     """Raises BadInputError for weights that a model lacks in its files, or that its files hold in vain.
 
     Args:
+        reshaped: those whose shape in the files is another than the model's, with both.
         allowed: patterns of those that are meant.
         prefix: of the model below a new head, which is meant too; None: no new head.
     """
@@ -164,6 +194,11 @@ def require_fitting(
     odd = {
         "are missing from its files, and would be random": [name for name in sorted(missing) if not is_meant(name)],
         "are in its files, and have no place in the model": [name for name in sorted(unexpected) if not is_meant(name)],
+        "have another shape in its files than in the model, and would be random": [
+            f"{name} {list(stored)} for {list(needed)}"
+            for name, (stored, needed) in sorted(reshaped.items())
+            if not any(fnmatchcase(name, pattern) for pattern in allowed)
+        ],
     }
     lines = [f"  - {len(names)} {what}: {_some(names)}" for what, names in odd.items() if names]
     if lines:
@@ -173,6 +208,86 @@ def require_fitting(
             "Name another folder, correct its config.json, or, where that is meant, list them in "
             'model.allow_new_weights (for example ["lm_head.*"])'
         )
+
+
+def require_values(
+    source: str, folder: Path, model: PreTrainedModel, files: dict[str, tuple[Path, str]], allowed: Sequence[str]
+) -> None:
+    """Raises BadInputError for files that hold nothing but zeros, whole numbers, or two values for a tied weight.
+
+    Args:
+        files: as of `stored_names`.
+        allowed: patterns of weights that may be left unused.
+    """
+    state = model.state_dict()
+    with readable(source):
+        whole = [name for name, stored in files.items() if _is_whole(*stored) and state[name].is_floating_point()]
+        if whole:
+            raise BadInputError(
+                f"model.name_or_path: {len(whole)} of the weights of {source!r} are stored as whole numbers, as those "
+                f"of quantised models are: {_some(whole)}; name the model that they were made of"
+            )
+        require_some_values(source, _pieces(stored for name, stored in files.items() if state[name].ndim > 1))
+        stored = _index(folder)
+        for alias, name in _first_names(model).items():
+            other = None if alias == name else _lookup(alias, stored, model.base_model_prefix)
+            is_meant = any(fnmatchcase(alias, pattern) for pattern in allowed)
+            if other is not None and not is_meant and not _is_same(files[name], other):
+                raise BadInputError(
+                    f"model.name_or_path: {alias} and {name} differ in the files of {source!r}, and its config.json "
+                    "says that they are one weight; set tie_word_embeddings to false there, or list the first in "
+                    "model.allow_new_weights to leave it unused"
+                )
+
+
+def require_some_values(source: str, matrices: Iterable[torch.Tensor]) -> None:
+    """Raises BadInputError where all matrices are zero; looks no further than the first that is not."""
+    if not any(bool(tensor.float().any()) for tensor in matrices):  # `any` is not there for 8 bits
+        raise BadInputError(
+            f"model.name_or_path: every matrix in the files of {source!r} is zero, and nothing can be learned from "
+            "there; download them again, or name another model"
+        )
+
+
+PIECE_ROWS = 4096
+"""Rows of a stored tensor that a check holds at a time."""
+
+
+def _pieces(stored: Iterable[tuple[Path, str]]) -> Iterator[torch.Tensor]:
+    for path, name in stored:
+        with safe_open(path, framework="pt") as file:
+            rows = file.get_slice(name)
+            for start in range(0, rows.get_shape()[0], PIECE_ROWS):
+                yield rows[start : start + PIECE_ROWS]
+
+
+def _is_whole(path: Path, name: str) -> bool:
+    """Whether a tensor is stored as whole numbers or as truth values."""
+    with safe_open(path, framework="pt") as file:
+        return file.get_slice(name).get_dtype() not in FLOATS
+
+
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0")
+"""safetensors' names of the types of weights."""
+
+
+def _is_same(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
+    """Whether two stored tensors of one shape hold the same numbers."""
+    return first == second or all(
+        torch.equal(one, other) for one, other in zip(_pieces([first]), _pieces([second]), strict=False)
+    )
+
+
+@contextmanager
+def told_by_us() -> Iterator[None]:
+    """transformers' own report of missing tensors stays unsaid: our error lists them, or they are meant."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _some(names: list[str]) -> str:
@@ -240,9 +355,11 @@ def readable(source: str) -> Iterator[None]:
     """Tells what is wrong with files that hold no weights: a Git-LFS pointer, one cut short, another format."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInputError(
-            f"model.name_or_path: the weights of {source!r} cannot be read: {first_line(error)}. A file of some 130 "
+            f"model.name_or_path: the weights of {source!r} cannot be read: {in_words(error)}. A file of some 130 "
             "bytes is a Git-LFS pointer (run `git lfs pull` there); one that was cut short has to be downloaded again"
         ) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,6 +39,13 @@ def find_recipe(name_or_path: str | Path) -> Path:
     raise BadInputError(f"recipe {text!r}: there is no recipe of that name{hint}. Shipped recipes: {names}")
 
 
+NOT_YAML = (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError, RecursionError)
+"""What reading YAML raises: its own errors, and Python's about keys, dates and depth."""
+
+YAML_HINT = "Use UTF-8, spaces and no tabs, each key once, and quotes around text with signs such as : # * ! { ["
+"""How to fix it."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.2 floats (`3e-4` is a number) and no duplicate keys."""
 
@@ -62,14 +70,28 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False)
 _Loader.construct_mapping = _unique_mapping  # type: ignore[method-assign, assignment]
 
 
+def _yaml_value(text: str) -> Any:
+    """The value of a YAML text. Raises one of `NOT_YAML`."""
+    value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    # Written out once: an alias may stand inside what it stands for, and would be followed for ever.
+    json.dumps(value, default=str, skipkeys=True)
+    return value
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
-        raise RecipeError(str(path), [f"not readable as YAML: {error}"]) from None
+        values = _yaml_value(path.read_text(encoding="utf-8"))
+    except NOT_YAML as error:
+        raise RecipeError(str(path), [f"not readable as YAML: {error}. {YAML_HINT}"]) from None
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
-        raise RecipeError(str(path), [f"a recipe is a mapping of sections (model, data, ...), found {found}"])
+        raise RecipeError(
+            str(path),
+            [
+                f"a recipe is a mapping of sections (model, data, ...), found {found}; "
+                "run `toolkit recipes copy quickstart mine.yaml` for one to edit"
+            ],
+        )
     return values
 
 
@@ -122,9 +144,9 @@ def _parsed(texts: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str]]:
             problems.append(f"override {text!r}: expected key.sub=value, for example training.max_steps=50")
             continue
         try:
-            pairs.append((key, yaml.load(raw, Loader=_Loader)))  # noqa: S506 (a SafeLoader)
-        except yaml.YAMLError as error:
-            problems.append(f"override {text!r}: the value is not readable as YAML: {error}")
+            pairs.append((key, _yaml_value(raw)))
+        except NOT_YAML as error:
+            problems.append(f"override {text!r}: the value is not readable as YAML: {error}. {YAML_HINT}")
     return pairs, problems
 
 
@@ -136,7 +158,7 @@ def _set_path(values: dict[str, Any], key: str, value: Any) -> list[str]:
             node[parent] = {}
         node = node[parent]
         if not isinstance(node, dict):
-            return [f"override {key}: {parent} is no section and has no key {last}"]
+            return [f"override {key}: {parent} is no section and has no key {last}; remove .{last}"]
     node[last] = value
     return []
 

@@ -53,7 +53,8 @@ def _hidden_contradictions(root: type[Section], values: dict[str, Any], unknown:
     for location in unknown:
         node: Any = values
         for part in location[:-1]:
-            node = node[part]
+            # A bare mapping stands for a list of one.
+            node = node if part == 0 and isinstance(node, dict) else node[part]
         del node[location[-1]]
     try:
         root.model_validate(values)
@@ -105,8 +106,10 @@ def _type_name(value: Any) -> str:
 
 def _allowed(root: type[Section], location: Location) -> str:
     """The values that a field takes: words, types and ranges; empty where the location names no field."""
-    section = _section_at(root, location)
-    field = section.model_fields.get(str(location[-1])) if section is not None and location else None
+    # An item of a list is told what the whole list takes.
+    named = location[:-1] if location and isinstance(location[-1], int) else location
+    section = _section_at(root, named)
+    field = section.model_fields.get(str(named[-1])) if section is not None and named else None
     return ", ".join(allowed_values(field.annotation, field.metadata)) if field is not None else ""
 
 
@@ -127,12 +130,15 @@ def allowed_values(annotation: Any, bounds: Sequence[Any] = ()) -> list[str]:
         (item,) = get_args(annotation)
         if section_of(item) is not None:
             return ["a path", "a mapping", "a list of them"]
-        return [f"a list with items that are {' or '.join(allowed_values(item))}"]
+        some = "one item or more" if any(getattr(bound, "min_length", 0) == 1 for bound in bounds) else "items"
+        return [f"a list with {some} that are {' or '.join(allowed_values(item))}"]
     kind = annotation if isinstance(annotation, type) else get_origin(annotation)
     name = TYPE_WORDS.get(kind, "a mapping")
     limits = [
         f"{words} {_plain(getattr(bound, key))}" for bound in bounds for key, words in BOUNDS if hasattr(bound, key)
     ]
+    if kind is str and any(getattr(bound, "min_length", 0) for bound in bounds):
+        return [f"{name} that is not empty"]
     return [" and ".join([f"{name} {limits[0]}", *limits[1:]]) if limits and kind in (int, float) else name]
 
 

@@ -61,7 +61,9 @@ def _forbid_both(section: Section, first: str, second: str, where: str) -> None:
 class ModelSection(Section):
     """Where the model and its tokenizer come from. Exactly one of `name_or_path` and `config`."""
 
-    name_or_path: str | None = Field(None, description="Load a pretrained model from this hub name or folder.")
+    name_or_path: str | None = Field(
+        None, min_length=1, description="Load a pretrained model from this hub name or folder."
+    )
     config: dict[str, Any] | None = Field(
         None, description="Build a model with random weights from this configuration; it needs `model_type`."
     )
@@ -77,15 +79,18 @@ class ModelSection(Section):
     )
     allow_new_weights: list[str] | None = Field(
         None,
+        min_length=1,
         description="Accept weights with these names (`*` stands for anything) that the files lack, and draw them "
         "at random, or that the model has no place for; null: none, but for the head of a classifier.",
     )
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     tokenizer: str | None = Field(
-        None, description="Load the tokenizer from this name or folder instead of the model's."
+        None, min_length=1, description="Load the tokenizer from this name or folder instead of the model's."
     )
-    add_tokens: list[str] | None = Field(
-        None, description="Add these special tokens to the tokenizer, and rows for them to the embeddings."
+    add_tokens: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        None,
+        min_length=1,
+        description="Add these special tokens to the tokenizer, and rows for them to the embeddings.",
     )
     train_tokenizer_vocab_size: int | None = Field(
         None, ge=300, description="Train a byte-pair tokenizer with this many entries on data.train."
@@ -94,8 +99,8 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSection:
         _require_one(self, "name_or_path", "config", "model")
-        if self.config is not None and "model_type" not in self.config:
-            raise contradiction("model.config needs the key model_type, for example model_type: llama")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise contradiction("model.config.model_type: missing, or no text; needs a name, for example llama")
         if self.config is not None and self.revision is not None:
             raise contradiction("model.revision has no effect with model.config; remove one of them")
         _forbid_both(self, "tokenizer", "train_tokenizer_vocab_size", "model")
@@ -195,7 +200,9 @@ class DataSection(Section):
     max_validation_samples: PositiveInt | None = Field(None, description="Evaluate on the first N samples only.")
     num_proc: PositiveInt = Field(1, description="Tokenise with N processes.")
     cache_dir: str | None = Field(
-        None, description="Keep tokenised data in this folder; null: finetune-toolkit in the user's cache."
+        None,
+        min_length=1,
+        description="Keep tokenised data in this folder; null: finetune-toolkit in the user's cache.",
     )
 
     @field_validator("train", "validation", mode="before")
@@ -327,10 +334,13 @@ class AdapterSection(Section):
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="Drop this share of the adapters' inputs.")
     target_modules: str | list[str] = Field(
         "all-linear",
+        min_length=1,
         description="Adapt these modules: all-linear (every linear layer but the head), a list of names, or a regular "
         "expression for whole paths.",
     )
-    modules_to_save: list[str] | None = Field(None, description="Train these modules in full and save them.")
+    modules_to_save: list[str] | None = Field(
+        None, min_length=1, description="Train these modules in full and save them."
+    )
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r) (arXiv 2312.03732).")
     use_dora: bool = Field(False, description="Learn magnitudes and directions separately (arXiv 2402.09353).")
 
@@ -354,7 +364,7 @@ class ShardingSection(Section):
         "agree.",
     )
     unit_classes: list[str] | None = Field(
-        None, description="Make each module of these classes a unit, instead of those that are found."
+        None, min_length=1, description="Make each module of these classes a unit, instead of those that are found."
     )
     activation_checkpointing: PositiveInt | Literal["auto"] | None = Field(
         None,
@@ -387,7 +397,10 @@ class ShardingSection(Section):
             if self.offload == "none" and getattr(self, key) is not None:
                 raise contradiction(f"sharding.{key} has no effect with sharding.offload: none; remove one of them")
         if self.offload_checkpoints and self.activation_checkpointing is None:
-            raise contradiction("sharding.offload_checkpoints has no effect without sharding.activation_checkpointing")
+            raise contradiction(
+                "sharding.offload_checkpoints has no effect without sharding.activation_checkpointing; remove it, or "
+                "set sharding.activation_checkpointing=1"
+            )
         return self
 
 
@@ -432,11 +445,11 @@ class ScheduleSection(Section):
     def _consistent(self) -> ScheduleSection:
         _forbid_both(self, "warmup_steps", "warmup_fraction", "schedule")
         if self.kind != "warmup_stable_decay" and self.decay_fraction is not None:
-            raise contradiction(f"schedule.decay_fraction has no effect with schedule.kind {self.kind}")
+            raise contradiction(f"schedule.decay_fraction has no effect with schedule.kind {self.kind}; remove it")
         if self.kind == "constant" and self.min_factor != 0.0:
-            raise contradiction("schedule.min_factor has no effect with schedule.kind constant")
+            raise contradiction("schedule.min_factor has no effect with schedule.kind constant; remove it")
         if (self.warmup_fraction or 0.0) + (self.decay_fraction or 0.0) > 1.0:
-            raise contradiction("schedule.warmup_fraction and schedule.decay_fraction exceed 1 together")
+            raise contradiction("schedule.warmup_fraction and schedule.decay_fraction exceed 1 together; lower one")
         return self
 
 
@@ -444,10 +457,14 @@ MOST_PROFILED_STEPS = 20
 """Every operator of a profiled step is held in memory and written down (steps)."""
 
 
+MAX_SEED = 4_000_000_000
+"""NumPy's seeds end at 2^32 - 1, and each rank adds its number to this one for its dropout."""
+
+
 class TrainingSection(Section):
     """The loop. One optimizer step sees micro_batch_size x ranks x gradient_accumulation_steps samples."""
 
-    output_dir: str = Field(description="Write the run to this folder, which must not hold another run.")
+    output_dir: str = Field(min_length=1, description="Write the run to this folder, which must not hold another run.")
     max_steps: PositiveInt | None = Field(None, description="Train for N optimizer steps.")
     num_epochs: float | None = Field(None, gt=0.0, description="Train for this many passes over the data.")
     micro_batch_size: PositiveInt = Field(1, description="Run N samples through each forward on each rank.")
@@ -463,7 +480,7 @@ class TrainingSection(Section):
     compile: bool = Field(
         False, description="Compile each block with torch.compile. Steps are shorter; the first takes up to minutes."
     )
-    seed: int = Field(0, ge=0, description="Seed the weights, the order of samples, and dropout.")
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed the weights, the order of samples, and dropout.")
     eval_every_steps: PositiveInt | None = Field(
         None, description="Evaluate every N optimizer steps; null: at the start and the end."
     )
@@ -526,9 +543,11 @@ class CheckpointSection(Section):
     def _consistent(self) -> CheckpointSection:
         for key in ("keep_every", "keep_best"):
             if getattr(self, key) and self.keep_last is None:
-                raise contradiction(f"checkpoint.{key} has no effect with checkpoint.keep_last: null, which keeps all")
+                raise contradiction(
+                    f"checkpoint.{key} has no effect with checkpoint.keep_last: null, which keeps all; remove it"
+                )
             if getattr(self, key) and self.every_steps is None:
-                raise contradiction(f"checkpoint.{key} has no effect without checkpoint.every_steps")
+                raise contradiction(f"checkpoint.{key} has no effect without checkpoint.every_steps; set that, too")
         return self
 
 
@@ -546,7 +565,7 @@ class LoggingSection(Section):
     @model_validator(mode="after")
     def _consistent(self) -> LoggingSection:
         if self.sample_prompt is None and "sample_max_new_tokens" in self.model_fields_set:
-            raise contradiction("logging.sample_max_new_tokens has no effect without logging.sample_prompt")
+            raise contradiction("logging.sample_max_new_tokens has no effect without logging.sample_prompt; remove it")
         return self
 
 

@@ -130,6 +130,10 @@ def _mixed_precision(recipe: Recipe) -> str | None:
     """The recipe's precision; None leaves it to the Accelerate config. Raises where they contradict."""
     asked = recipe.training.mixed_precision
     configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if configured not in PRECISIONS:
+        raise BadInputError(
+            f"mixed_precision: the Accelerate config says {configured!r}; allowed: {', '.join(PRECISIONS)}"
+        )
     # The launcher exports "no" where its config says nothing, so "no" contradicts nobody.
     if asked is not None and configured not in ("no", asked):
         raise BadInputError(

@@ -24,8 +24,11 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
         "steps": f"{parts.num_steps} of {parts.windows.samples_per_step} samples of {recipe.data.max_length} tokens",
         "memory": parts.planned.describe(),
     }
-    if has_adapter(inner := accelerator.unwrap_model(parts.model)):
+    inner = accelerator.unwrap_model(parts.model)
+    if has_adapter(inner):
         facts["adapters"] = adapter_fact(inner)
+    if told := inner.fit.describe():
+        facts["weights"] = told
     if recipe.notes:
         facts["recipe"] = "; ".join(recipe.notes)
     if recipe.sharding.activation_checkpointing == "auto":

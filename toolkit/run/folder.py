@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -185,6 +186,16 @@ def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
             "this one"
         )
     return False
+
+
+def require_writable(output_dir: Path) -> None:
+    """Raises BadInputError where the folder could not be made or written; leaves nothing behind."""
+    nearest = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())
+    try:
+        # Tried, as access rights alone do not tell it: of a read-only file system, or of root.
+        Path(tempfile.mkdtemp(prefix=".writable-", dir=nearest)).rmdir()
+    except OSError as error:
+        raise _unwritable(output_dir, error) from error
 
 
 def is_finished(output_dir: Path, recipe: Recipe) -> bool:

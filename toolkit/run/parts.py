@@ -217,6 +217,8 @@ def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe
     """Raises BadInputError where samples do not fit the model's positions or its vocabulary."""
     config = model.config
     positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < 1:
+        positions = None  # XLNet says -1: any length
     if positions is not None:
         positions -= first_position(model)  # RoBERTa's family leaves the first ones unused
     if positions is not None and recipe.data.max_length > positions:
@@ -225,10 +227,13 @@ def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe
             f"(max_position_embeddings); lower it to {positions} or less"
         )
     rows = int(model.get_input_embeddings().weight.shape[0])
-    if len(tokens) > rows:
+    # By the largest number, too: a vocabulary may leave some out.
+    needed = max(len(tokens), 1 + max(tokens.get_vocab().values(), default=0))
+    if needed > rows:
+        field = "model.tokenizer" if recipe.model.tokenizer is not None else "model.name_or_path"
         raise BadInputError(
-            f"model.tokenizer: {len(tokens)} tokens, but the model's embeddings have {rows} rows; "
-            "use the tokenizer that belongs to the model"
+            f"{field}: the tokenizer has {needed} tokens, but the model's embeddings have {rows} rows; "
+            "use the tokenizer that belongs to the model, or correct vocab_size in its config.json"
         )
 
 

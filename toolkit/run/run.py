@@ -34,7 +34,15 @@ from toolkit.run.accelerator import (
 )
 from toolkit.run.doubts import uniform_guess
 from toolkit.run.facts import facts_of, introduce
-from toolkit.run.folder import claimed, is_finished, is_inside, require_unfinished, write_beginning, write_data_report
+from toolkit.run.folder import (
+    claimed,
+    is_finished,
+    is_inside,
+    require_unfinished,
+    require_writable,
+    write_beginning,
+    write_data_report,
+)
 from toolkit.run.outcome import FinetuneResult, conclude, export_model, finished_before, result_of, write_pages
 from toolkit.run.parts import Parts, build_evaluation, build_parts
 from toolkit.sharding.plugin import (
@@ -96,6 +104,7 @@ def rehearse(recipe: Recipe) -> None:
     with _started(recipe) as (accelerator, plugin, output_dir, console):
         found = _found(recipe, output_dir)
         ranks.on_first_rank(lambda: require_unfinished(output_dir, recipe, is_inside(found.start, output_dir)))
+        ranks.on_first_rank(lambda: require_writable(output_dir))
         for checkpoint in found.passed_over:
             console.print(f"a run would pass over {checkpoint.folder.name}: {checkpoint.problem}", markup=False)
         parts = build_parts(accelerator, recipe, plugin)

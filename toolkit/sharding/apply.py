@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from toolkit.errors import BadInputError
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
 from toolkit.sharding.fsdp import forget_uncalled_modules, sharded_modules
@@ -42,6 +43,8 @@ def precision_policies(
     Args:
         reduce_dtype: None: the type of compute, for one rank, where nothing is summed.
     """
+    if mixed_precision not in PRECISIONS:
+        raise BadInputError(f"mixed_precision: found {mixed_precision!r}; allowed: {', '.join(PRECISIONS)}")
     param_dtype = PRECISIONS[mixed_precision]
     unit = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     root = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=torch.float32)

@@ -82,7 +82,9 @@ def test_new_weights_that_are_meant_are_drawn(folder: Path) -> None:
 
 
 def test_a_classifiers_head_is_new_and_its_language_model_must_be_whole(folder: Path) -> None:
-    loaded(folder, labels=["good", "bad"])
+    assert loaded(folder, labels=["good", "bad"]).fit.describe() == (
+        "1 drawn at random: score.weight; 1 left unused: lm_head.weight"
+    )
     change(folder, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(BadInputError, match=r"1 are missing .*model\.norm\.weight"):
         loaded(folder, labels=["good", "bad"])

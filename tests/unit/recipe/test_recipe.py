@@ -58,7 +58,7 @@ def test_overrides_replace_and_are_named_as_origin(tmp_path: Path) -> None:
         ("data.train=3", "found 3 (int); allowed: a path, a mapping, a list of them"),
         ("logging.trackers=wandb", "found 'wandb' (text); allowed: a list with items that are tensorboard or wandb"),
         ("data.shuffle=maybe", "found 'maybe' (text); allowed: true or false"),
-        ("training.output_dir=null", "found null; allowed: text"),
+        ("training.output_dir=null", "found null; allowed: text that is not empty"),
     ],
 )
 def test_an_error_lists_values_types_and_ranges(tmp_path: Path, override: str, message: str) -> None:

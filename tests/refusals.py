@@ -1,0 +1,125 @@
+"""What becomes of an input: runs a command in this process, as the shell would, and looks at what a user sees.
+
+An input is refused well when the exit code is 2 and stderr holds one error that names what is wrong and how to fix it,
+without a traceback and in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from toolkit.cli.app import main
+from toolkit.cli.finetune import finetune_command
+from toolkit.sharding.plugin import reset_accelerate
+
+SECONDS = 20
+"""No input here takes one on a quiet machine; one that takes so long stalls."""
+
+MENDS = re.compile(
+    r"allowed|did you mean|\b(set|name|give|choose|remove|lower|raise|use|install|leave|run|correct|add|needs?|"
+    r"expected|must be|quote|write|delete|lists?|unpack|free|make|Shipped|it has|download)\b",
+    re.IGNORECASE,
+)
+"""Words by which an error says how to fix it."""
+
+
+class StallError(Exception):
+    """An input took more than `SECONDS`."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a user sees of a command.
+
+    Attributes:
+        code: exit code.
+        told: stderr.
+    """
+
+    code: int
+    told: str
+
+    def problems(self, named: str) -> list[str]:
+        """Why this is no good refusal; empty where it is one.
+
+        Args:
+            named: the field or the file, which the error has to name.
+        """
+        found = []
+        if self.code != 2:
+            found.append(f"exit code {self.code}, not 2")
+        if "Traceback" in self.told:
+            found.append("a traceback")
+        if len(re.findall(r"(?:^|\n)error: |(?:^|\n).{2} Error ", self.told)) != 1:
+            found.append("not one error")
+        if named not in self.told:
+            found.append(f"{named!r} is not named")
+        if MENDS.search(self.told) is None:
+            found.append("no word on how to fix it")
+        return found
+
+
+def toolkit(*arguments: str) -> Outcome:
+    """`toolkit ARGUMENTS`."""
+
+    def command() -> int:
+        with patch.object(sys, "argv", ["toolkit", *arguments]):
+            main()
+        return 0
+
+    return _outcome(command)
+
+
+def finetune(*arguments: str) -> Outcome:
+    """`recipes/finetune.py ARGUMENTS`."""
+    try:
+        return _outcome(lambda: finetune_command(list(arguments)))
+    finally:
+        # As the end of the process would.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        reset_accelerate()
+
+
+def _outcome(command: Any) -> Outcome:
+    told, code = io.StringIO(), 0
+    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()), _in_time():
+        try:
+            code = command()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    return Outcome(code, told.getvalue())
+
+
+@contextlib.contextmanager
+def _in_time() -> Iterator[None]:
+    def fail(*_: Any) -> None:
+        raise StallError(f"not done after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def key_of(override: str) -> str:
+    """The field that an override sets."""
+    return override.partition("=")[0]
+
+
+def shown(arguments: Sequence[str]) -> str:
+    """A test's name from what it is given."""
+    return " ".join(arguments)[:60]

@@ -1,0 +1,235 @@
+"""Model folders that are broken in one place each: a dry run refuses them with one clear error, or takes them for a
+reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from refusals import finetune
+from safetensors.torch import load_file, save_file
+from tiny import recipe_values, save_llama
+
+TEXTS = ["a king and a queen walked by the river", "the moon was high"]
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+Spoil = Callable[[Path], object]
+
+
+def configured(**fields: Any) -> Spoil:
+    """config.json with other fields; `...` takes one out."""
+    return lambda folder: rewritten(folder / "config.json", fields)
+
+
+def tokenized(**fields: Any) -> Spoil:
+    """The same of tokenizer.json."""
+    return lambda folder: rewritten(folder / "tokenizer.json", fields)
+
+
+def rewritten(path: Path, fields: dict[str, Any]) -> None:
+    values = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+
+
+def written(name: str, content: str | bytes) -> Spoil:
+    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def changed(edit: Callable[[dict[str, torch.Tensor]], object]) -> Spoil:
+    """The weights, after `edit`."""
+
+    def spoil(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        edit(tensors)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return spoil
+
+
+def indexed(index: str) -> Spoil:
+    """Weights in two files with this index of them, or what should be one."""
+
+    def spoil(folder: Path) -> None:
+        (folder / WEIGHTS).rename(folder / "part.safetensors")
+        (folder / INDEX).write_text(index)
+
+    return spoil
+
+
+def as_folder(name: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return spoil
+
+
+def without(name: str) -> Spoil:
+    return lambda folder: (folder / name).unlink()
+
+
+def pickled(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def cut(name: str) -> Spoil:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:100])
+
+
+def quantised(method: str) -> Spoil:
+    return configured(quantization_config={"quant_method": method, "bits": 4, "group_size": 128})
+
+
+NORM, HEAD, EMBEDDINGS = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
+
+REFUSED: dict[str, tuple[Spoil, str]] = {
+    "heads that do not divide": (configured(num_attention_heads=5), "number of attention heads (5)"),
+    "no heads": (configured(num_attention_heads=0), "model.name_or_path"),
+    "key heads that do not divide": (configured(num_key_value_heads=3), "k_proj.weight [24, 48] for [36, 48]"),
+    "hidden size 0": (configured(hidden_size=0), "hidden_size is 0"),
+    "hidden size below 0": (configured(hidden_size=-8), "hidden_size is -8"),
+    "hidden size as text": (configured(hidden_size="48"), "hidden_size"),
+    "another hidden size": (configured(hidden_size=96), "48] for ["),
+    "layers as text": (configured(num_hidden_layers="two"), "num_hidden_layers"),
+    "no layers": (configured(num_hidden_layers=0), "num_hidden_layers is 0"),
+    "layers below 0": (configured(num_hidden_layers=-1), "num_hidden_layers is -1"),
+    "layers null": (configured(num_hidden_layers=None), "num_hidden_layers"),
+    "more layers than the files": (configured(num_hidden_layers=3), "model.layers.2."),
+    "fewer layers than the files": (configured(num_hidden_layers=1), "model.layers.1."),
+    "vocabulary below the tokenizer's": (configured(vocab_size=100), "100 rows"),
+    "vocabulary as text": (configured(vocab_size="many"), "vocab_size"),
+    "no vocabulary": (configured(vocab_size=0), "vocab_size is 0"),
+    "unknown activation": (configured(hidden_act="gelu_nope"), "gelu_nope"),
+    "padding outside the vocabulary": (configured(pad_token_id=100_000), "model.name_or_path"),
+    "unknown rope": (configured(rope_parameters={"rope_type": "nope"}), "nope"),
+    "rope without its factor": (configured(rope_scaling={"type": "linear"}), "factor"),
+    "positions as text": (configured(max_position_embeddings="x"), "max_position_embeddings"),
+    "unknown type of weights": (configured(dtype="float7"), "float7"),
+    "no model type": (configured(model_type=...), "model_type"),
+    "unknown model type": (configured(model_type="lama"), "lama"),
+    "model type as a number": (configured(model_type=3), "model type"),
+    "encoder and decoder": (configured(model_type="t5"), "t5"),
+    "another architecture": (configured(model_type="gpt2"), "model.name_or_path"),
+    "a model of pictures": (configured(model_type="vit"), "vit"),
+    "code of its own": (
+        configured(model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}),
+        "custom code",
+    ),
+    "gptq": (quantised("gptq"), "gptq"),
+    "awq": (quantised("awq"), "awq"),
+    "bitsandbytes": (quantised("bitsandbytes"), "bitsandbytes"),
+    "unknown quantisation": (quantised("other"), "other"),
+    "quantisation as a list": (configured(quantization_config=[1]), "config.json"),
+    "config is a list": (written("config.json", "[1]"), "config.json"),
+    "config is null": (written("config.json", "null"), "config.json"),
+    "config is cut": (cut("config.json"), "config.json"),
+    "config is empty": (written("config.json", ""), "config.json"),
+    "config is no text": (written("config.json", b"\xff\xfe\x00"), "config.json"),
+    "config is a folder": (as_folder("config.json"), "config.json"),
+    "no config": (without("config.json"), "config.json"),
+    "all weights zero": (changed(lambda t: [tensor.zero_() for tensor in t.values()]), "is zero"),
+    "weights as whole numbers": (changed(lambda t: t.update({n: w.char() for n, w in t.items()})), "whole numbers"),
+    "a norm of another size": (changed(lambda t: t.update({NORM: torch.ones(7)})), f"{NORM} [7] for [48]"),
+    "embeddings of another size": (changed(lambda t: t.update({EMBEDDINGS: torch.ones(7, 48)})), EMBEDDINGS),
+    "no embeddings": (changed(lambda t: t.pop(EMBEDDINGS)), EMBEDDINGS),
+    "a weight too many": (changed(lambda t: t.update(extra=torch.ones(2))), "extra"),
+    "tied weights that differ": (configured(tie_word_embeddings=True), HEAD),
+    "weights are a pointer": (written(WEIGHTS, "version https://git-lfs.github.com/spec/v1\n"), "Git-LFS"),
+    "weights are empty": (written(WEIGHTS, ""), "weights"),
+    "weights are cut": (cut(WEIGHTS), "weights"),
+    "weights are a folder": (as_folder(WEIGHTS), "weights"),
+    "no weights": (without(WEIGHTS), "weights"),
+    "a pickle without weights": (pickled, "weights"),
+    "index is cut": (indexed("{"), "weights"),
+    "index is a list": (indexed("[]"), "weights"),
+    "index without a map": (indexed("{}"), "weight_map"),
+    "index of numbers": (indexed('{"weight_map": {"a": 3}}'), "weights"),
+    "index of a missing file": (indexed('{"weight_map": {"lm_head.weight": "gone.safetensors"}}'), "weights"),
+    "tokenizer is cut": (cut("tokenizer.json"), "tokenizer.json"),
+    "tokenizer is empty": (written("tokenizer.json", ""), "tokenizer.json"),
+    "tokenizer is a list": (written("tokenizer.json", "[]"), "tokenizer.json"),
+    "tokenizer is null": (written("tokenizer.json", "null"), "tokenizer.json"),
+    "tokenizer is an empty object": (written("tokenizer.json", "{}"), "tokenizer.json"),
+    "tokenizer is no text": (written("tokenizer.json", b"\xff\xfe\x00"), "tokenizer.json"),
+    "tokenizer is a folder": (as_folder("tokenizer.json"), "tokenizer"),
+    "tokenizer without a model": (tokenized(model=None), "tokenizer.json"),
+    "tokenizer of an unknown kind": (tokenized(model={"type": "Other"}), "tokenizer.json"),
+    "added tokens as text": (tokenized(added_tokens="x"), "tokenizer.json"),
+    "tokenizer with a number too large": (
+        tokenized(added_tokens=[], model={"type": "WordLevel", "vocab": {"a": 0, "king": 900}, "unk_token": "a"}),
+        "rows; use the tokenizer",
+    ),
+    "settings of the tokenizer are cut": (cut("tokenizer_config.json"), "tokenizer_config.json"),
+    "settings of the tokenizer are a list": (written("tokenizer_config.json", "[]"), "tokenizer_config.json"),
+    "class of the tokenizer is a number": (
+        written("tokenizer_config.json", '{"tokenizer_class": 3}'),
+        "tokenizer_config.json",
+    ),
+}
+"""Name -> what is done to a good folder, and what the error names."""
+
+TAKEN: dict[str, tuple[Spoil, str]] = {
+    "one matrix zero": (
+        changed(lambda t: t["model.layers.0.mlp.up_proj.weight"].zero_()),
+        "some models begin with layers that add nothing",
+    ),
+    "no limit of positions": (configured(max_position_embeddings=-1), "so says XLNet, whose positions have no limit"),
+    "unknown class of the tokenizer": (
+        written("tokenizer_config.json", '{"tokenizer_class": "Other", "eos_token": "<|endoftext|>"}'),
+        "tokenizer.json holds all that it needs",
+    ),
+    "a chat template that is broken": (written("chat_template.jinja", "{% for %}"), "plain text does not use it"),
+    "no settings of generation": (written("generation_config.json", "{"), "training generates nothing"),
+    "an unknown key of the config": (configured(colour="red"), "configurations carry notes of their makers"),
+}
+"""Name -> what is done to a good folder, and why it is trained all the same."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a good model, rows, and a recipe that trains it."""
+    place = tmp_path_factory.mktemp("models")
+    save_llama(place / "good", TEXTS, tied=False)
+    (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 10))
+    values = recipe_values(place / "good", place / "rows.jsonl", place / "out", place / "cache")
+    (place / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return place
+
+
+@pytest.fixture
+def folder(place: Path) -> Path:
+    """A copy of the good model."""
+    folder = place / "model"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(place / "good", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, place: Path, folder: Path) -> None:
+    spoil, named = REFUSED[name]
+    spoil(folder)
+    outcome = finetune(str(place / "recipe.yaml"), f"model.name_or_path={folder}", "--dry-run")
+    assert outcome.problems(named) == [], outcome.told
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(name: str, place: Path, folder: Path) -> None:
+    TAKEN[name][0](folder)
+    outcome = finetune(str(place / "recipe.yaml"), f"model.name_or_path={folder}", "--dry-run")
+    assert outcome.code == 0, outcome.told
+
+
+def test_what_is_drawn_at_random_or_left_unused_is_told(place: Path, folder: Path) -> None:
+    changed(lambda t: t.update(extra=t.pop(HEAD)))(folder)
+    recipe, allowed = str(place / "recipe.yaml"), "model.allow_new_weights=[lm_head.*, extra]"
+    outcome = finetune(recipe, f"model.name_or_path={folder}", allowed, "--dry-run")
+    assert "weights: 1 drawn at random: lm_head.weight; 1 left unused: extra\n" in outcome.told
+    assert "weights:" not in finetune(recipe, "--dry-run").told
