@@ -1,8 +1,9 @@
 """The commands that README and docs print: found in their blocks, checked against the programs that they call.
 
-A block of commands is a fence of bash, or lines indented by four spaces, and a command begins with one of PROGRAMS. The
-comment `<!-- runs here -->` above a block has the test execute it. Others, marked `<!-- needs a GPU -->`, `<!-- needs
-the network -->` or not at all, are checked without being run: their options, recipes, keys and files must exist.
+A block of commands is a fence of bash, or lines indented by four spaces, and a command begins with one of PROGRAMS. A
+comment above a block says that it `runs here` or what it needs, as in `<!-- needs the network -->`. Every command is
+checked: its options, recipes, keys and files must exist. Those of `toolkit` that start no ranks are run as well, with
+STAND_INS for what a reader has.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from toolkit.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ("toolkit", "accelerate", "torchrun", "python", "pip", "pytest", "srun")
-RUNS_HERE = "runs here"
+STARTS_RANKS = ("train", "verify", "doctor")
+"""Commands of `toolkit` that have tests of their own, on ranks."""
+STAND_INS = {
+    "meta-llama/Llama-3.2-1B-Instruct": "model",
+    "meta-llama/Llama-3.1-8B": "model",
+    "outputs/chat": "outputs/notes",
+    "outputs/hand": "outputs/notes",
+    "--checkpoint 400": "--checkpoint 4",
+}
+"""What a page names -> what a test has in its place."""
 MARK = re.compile(r"<!-- (.+) -->")
 SHELL_VARIABLE = re.compile(r"\$\(\(.+?\)\)|\$[A-Z_]+")
 
@@ -30,12 +40,23 @@ class Printed:
     """A command of a page.
 
     Attributes:
-        runs: whether the page says that it runs here.
+        mark: what the page says that it needs; empty where it says nothing.
     """
 
     page: str
     words: tuple[str, ...]
-    runs: bool
+    mark: str
+
+    @property
+    def arguments(self) -> list[str] | None:
+        """Of `toolkit`, with stand-ins; None for another program and for what starts ranks."""
+        program, *arguments = self.words
+        if program != "toolkit" or arguments[0] in STARTS_RANKS:
+            return None
+        line = shlex.join(arguments)
+        for theirs, ours in STAND_INS.items():
+            line = line.replace(theirs, ours)
+        return shlex.split(line)
 
 
 def printed(page: Path) -> Iterator[Printed]:
@@ -47,7 +68,7 @@ def printed(page: Path) -> Iterator[Printed]:
             fence = line[3:] if fence is None else None
         elif fence == "bash" or (fence is None and line.startswith("    ")):
             for words in commands(line):
-                yield Printed(str(page.relative_to(ROOT)), words, mark == RUNS_HERE)
+                yield Printed(str(page.relative_to(ROOT)), words, mark)
         elif fence is None and line:
             found = MARK.fullmatch(line)
             mark = found[1] if found else ""

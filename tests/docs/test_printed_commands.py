@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+from conftest import make_texts
 from docs_commands import ROOT, Printed, check, commands, printed
+from ranks import run_on_ranks
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
@@ -18,25 +21,60 @@ PRINTED = [command for page in PAGES for command in printed(page)]
 ON_PAGES = [list(group) for _, group in itertools.groupby(PRINTED, lambda command: command.page)]
 
 
+def train_a_little(folder: Path) -> None:
+    """Leaves `model` and the finished run `outputs/notes`, with checkpoints after steps 2 and 4."""
+    from toolkit import Recipe, finetune
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    recipe = Recipe.load(
+        "sft",
+        {
+            "model.config": {"model_type": "llama", "max_position_embeddings": 512, **sizes},
+            "model.train_tokenizer_vocab_size": 320,
+            "data.train": str(folder / "chat.jsonl"),
+            "data.cache_dir": str(folder / "cache"),
+            "training.output_dir": str(folder / "outputs/notes"),
+            "training.max_steps": 4,
+            "checkpoint.every_steps": 2,
+        },
+    )
+    finetune(recipe)
+    shutil.copytree(folder / "outputs/notes/export", folder / "model")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a reader has after the first pages: conversations, a model and a finished run."""
+    folder = tmp_path_factory.mktemp("reader")
+    turns = [[("user", text[:9]), ("assistant", text[9:30])] for text in make_texts(40)]
+    rows = [{"messages": [{"role": role, "content": words} for role, words in turn]} for turn in turns]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "prompts.txt").write_text("Who goes there?\n")
+    (folder / "questions.jsonl").write_text('{"prompt": "Who goes there?", "answer": "A friend."}\n')
+    run_on_ranks(train_a_little, 1, folder)
+    return folder
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout's folder as a reader has it: a recipe of one's own, some conversations, no finished run."""
+    """A checkout's folder as a reader has it."""
     for name in ("accelerate_configs", "recipes", "docs", "benchmarks", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "chats").mkdir()
-    turns = [{"role": "user", "content": "Who goes there?"}, {"role": "assistant", "content": "A friend."}]
-    (tmp_path / "chats/one.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
 
-def own_recipe(name: str = "mine.yaml") -> None:
-    assert CliRunner().invoke(app, ["recipes", "copy", "quickstart", name]).exit_code == 0
+def own_recipes(page: list[Printed]) -> None:
+    """Writes the recipes that a reader of the page has: mine.yaml, and what the page's own commands make."""
+    made = [command.words[-1] for command in page if command.words[1:3] in (("recipes", "copy"), ("configs", "copy"))]
+    for name in {"mine.yaml", *made}:
+        assert CliRunner().invoke(app, ["recipes", "copy", "quickstart", name]).exit_code == 0
 
 
 @pytest.mark.parametrize("page", ON_PAGES, ids=lambda page: page[0].page)
 def test_what_is_printed_exists(page: list[Printed], place: Path) -> None:
-    own_recipe()
+    own_recipes(page)
     wrong = []
     for command in page:
         try:
@@ -47,19 +85,19 @@ def test_what_is_printed_exists(page: list[Printed], place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in ON_PAGES if any(c.runs for c in page)], ids=lambda page: page[0].page
+    "page", [page for page in ON_PAGES if any(c.arguments for c in page)], ids=lambda page: page[0].page
 )
-def test_what_runs_here_runs(page: list[Printed], place: Path) -> None:
-    for program, *arguments in (command.words for command in page if command.runs):
-        assert program == "toolkit", "launches have tests of their own: tests/recipes, tests/traces"
-        done = CliRunner().invoke(app, arguments)
+def test_what_starts_no_ranks_runs(page: list[Printed], place: Path, trained: Path) -> None:
+    shutil.copytree(trained, place, dirs_exist_ok=True)
+    for arguments in (command.arguments for command in page if command.arguments):
+        done = CliRunner().invoke(app, arguments, input="Who goes there?\n/quit\n")
         assert done.exit_code == 0, (arguments, done.output, done.exception)
 
 
 def test_commands_are_found() -> None:
     programs = {command.words[0] for command in PRINTED}
     assert {"toolkit", "accelerate", "torchrun", "pip"} <= programs
-    assert any(command.runs for command in PRINTED)
+    assert sum(command.arguments is not None for command in PRINTED) > 20
     for page in PAGES:  # none slips through another way of writing a block
         text = page.read_text(encoding="utf-8")
         lines = re.findall(r"^(?:    )?(?:toolkit|accelerate launch|torchrun) .*", text, re.MULTILINE)
