@@ -1,4 +1,7 @@
-"""The toolkit's exceptions. Exit codes: 1 failed, 2 bad input, 3 stopped on request (`ToolkitError.exit_code`)."""
+"""The toolkit's exceptions.
+
+Exit codes: 1 failed, 2 bad input, 3 stopped on request, 4 a rank stood still (`ToolkitError.exit_code`).
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,12 @@ class StoppedError(ToolkitError):
     """The run was asked to end, by a signal or its time limit, and its state is saved."""
 
     exit_code = 3
+
+
+class StalledError(ToolkitError):
+    """A rank stood still for longer than `training.stall_minutes`."""
+
+    exit_code = 4
 
 
 class ExportError(ToolkitError):

@@ -43,7 +43,7 @@ INTERRUPTED = 128 + signal.SIGINT
 def print_interrupt() -> int:
     """Prints, once for all ranks, that Ctrl-C ended the command; returns the exit code."""
     if os.environ.get("RANK", "0") == "0":
-        Console(stderr=True, highlight=False, soft_wrap=True).print("stopped by Ctrl-C")
+        Terminal().print("stopped by Ctrl-C")
     return INTERRUPTED
 
 

@@ -56,7 +56,7 @@ def train(
 ) -> None:
     """Train a recipe, and print the `accelerate launch` command that does the same.
 
-    Exit codes: 0 done, 1 failed, 2 bad input, 3 stopped on request with its state saved.
+    Exit codes: 0 done, 1 failed, 2 bad input, 3 stopped on request with its state saved, 4 a rank stood still.
     """
     loaded = load_recipe(arguments, recipe)  # a wrong recipe is told before any rank starts
     name, overrides = split_arguments(arguments, recipe)

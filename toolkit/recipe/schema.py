@@ -493,6 +493,11 @@ class TrainingSection(Section):
     max_non_finite_steps: PositiveInt = Field(
         3, description="Stop after N steps in a row whose loss or gradient is not finite."
     )
+    stall_minutes: PositiveFloat | None = Field(
+        10.0,
+        description="End the run with exit code 4, and say which rank is behind, where one stands still for this many "
+        "minutes; null: never. Starting may take 36, saving 3, exporting 6 times as long.",
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainingSection:

@@ -29,6 +29,7 @@ from toolkit.model.adapters import base_of
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
 from toolkit.places import atomic_write
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.status import FOLDER as BEATS_FOLDER
 from toolkit.training.profile import FOLDER as PROFILE_FOLDER
 
 FINISHED = "report.html"
@@ -76,6 +77,7 @@ def claimed(output_dir: Path, recipe: Recipe, found: Resumption) -> Iterator[lis
         if ranks.rank() == 0 and not goes_on:
             if is_ours and _run_files(output_dir) == ["recipe.yaml"]:
                 (output_dir / "recipe.yaml").unlink(missing_ok=True)
+            shutil.rmtree(output_dir / BEATS_FOLDER, ignore_errors=True)
             if made and not any(output_dir.iterdir()):
                 output_dir.rmdir()
         raise

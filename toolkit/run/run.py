@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,12 @@ from toolkit.run.folder import (
 )
 from toolkit.run.outcome import FinetuneResult, conclude, export_model, finished_before, result_of, write_pages
 from toolkit.run.parts import Parts, build_evaluation, build_parts
+from toolkit.run.watch import watched
 from toolkit.sharding.plugin import (
     ShardingPlugin,
 )
 from toolkit.terminal import Terminal
+from toolkit.training.beats import Beats, Phase
 from toolkit.training.metrics import Metrics
 from toolkit.training.profile import StepProfile
 from toolkit.training.stop import StopRequests
@@ -73,7 +75,7 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
         recipe = Recipe.load(recipe, overrides)
     elif overrides:
         raise BadInputError("overrides: the recipe is loaded already; give them to Recipe.load")
-    with _started(recipe) as (accelerator, plugin, output_dir, console):
+    with _started(recipe) as (accelerator, plugin, output_dir, console), ExitStack() as running:
         if ranks.on_first_rank(lambda: is_finished(output_dir, recipe)):
             console.print(f"this run is finished already, and nothing was done: {output_dir}", markup=False)
             return ranks.on_first_rank(lambda: finished_before(output_dir))
@@ -81,11 +83,13 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
         with claimed(output_dir, recipe, found) as told:
             for line in told:
                 console.warn(line)
+            beats = running.enter_context(watched(output_dir, recipe.training.stall_minutes))
             parts = build_parts(accelerator, recipe, plugin)
         # The parts fit each other: what fails from here on leaves the output folder as it is.
         facts = facts_of(accelerator, recipe, plugin, parts)
         introduce(console, facts, plugin, parts)
-        fitted = _fit(accelerator, recipe, plugin, parts, output_dir, found.start, console)
+        fitted = _fit(accelerator, recipe, plugin, parts, output_dir, found.start, console, beats)
+        beats.at(Phase.EXPORT)
         export_dir, difference, sample = export_model(accelerator, recipe, parts, output_dir)
         seconds = time.perf_counter() - started
         guess = uniform_guess(parts.objective, accelerator.unwrap_model(parts.model), recipe.objective.class_weights)
@@ -153,6 +157,7 @@ def _fit(
     output_dir: Path,
     found: tuple[Path, Manifest] | None,
     console: Terminal,
+    beats: Beats,
 ) -> _Fitted:
     """Trains to the run's end, from the beginning or from the checkpoint `found`."""
     model = accelerator.unwrap_model(parts.model)
@@ -173,12 +178,13 @@ def _fit(
         checkpoints = RunCheckpoints(
             accelerator, output_dir, recipe, plugin.text, parts.data.fingerprint, parts.model, inner, metrics
         )
-        trainer = _build_trainer(accelerator, recipe, parts, metrics, stop, checkpoints, profile)
+        trainer = _build_trainer(accelerator, recipe, parts, metrics, stop, checkpoints, profile, beats)
         if found is not None:
             checkpoints.restore(*found, trainer, trainer.schedule, num_positions)
         try:
             trainer.fit()
         finally:
+            beats.at(Phase.SAVE)
             # After an error, too: the save under way may be what the next start goes on from.
             checkpoints.wait()
         if plugin.engine is not None:
@@ -198,6 +204,7 @@ def _build_trainer(
     stop: StopRequests,
     checkpoints: RunCheckpoints,
     profile: StepProfile | None,
+    beats: Beats,
 ) -> Trainer:
     return Trainer(
         accelerator,
@@ -213,6 +220,7 @@ def _build_trainer(
         stop_reason=lambda: stop.reason,
         checkpoints=checkpoints,
         profile=profile,
+        beats=beats,
     )
 
 

@@ -22,6 +22,7 @@ from toolkit.objectives.objective import Objective
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.offload import engine_of
 from toolkit.sharding.shards import whole_tensor
+from toolkit.training.beats import Beats, Phase
 from toolkit.training.garbage import collect_at, collected_by_step
 from toolkit.training.metrics import Metrics
 from toolkit.training.profile import DATA, UPDATE, StepProfile, label
@@ -129,6 +130,7 @@ class Trainer:
         stop_reason: why this rank wants to end, or None; asked once a step.
         checkpoints: None: nothing is saved.
         profile: of some steps; None: nothing is profiled.
+        beats: told what begins.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class Trainer:
         stop_reason: Callable[[], str | None] = lambda: None,
         checkpoints: Checkpoints | None = None,
         profile: StepProfile | None = None,
+        beats: Beats | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -160,6 +163,7 @@ class Trainer:
         self.stop_reason = stop_reason
         self.checkpoints = checkpoints
         self.profile = profile
+        self.beats = beats or Beats()
         self.counters = Counters()
         self._upcoming: list[Batch] | None = None
         self._counted: Counts | None = None  # of the next window, over all ranks
@@ -202,7 +206,8 @@ class Trainer:
     def _fit(self, windows: Iterator[list[Batch]]) -> None:
         self._profile_from(self.global_step + 1)
         started = time.perf_counter()
-        for window, self._upcoming in with_next(_waited_for(windows)):
+        waited_for = self._waited_for(windows)
+        for window, self._upcoming in with_next(waited_for):
             learning_rate = float(self.schedule.get_last_lr()[0])
             step = self.train_step(window)
             if step.skipped:
@@ -223,6 +228,19 @@ class Trainer:
             # Evaluation and checkpoint are no part of a step's time.
             started = time.perf_counter()
 
+    def _waited_for(self, windows: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        """The same; a profile sees how long each was waited for."""
+        while True:
+            self._begin(Phase.DATA)
+            with label(DATA):
+                window = next(windows, None)
+            if window is None:
+                return
+            yield window
+
+    def _begin(self, phase: Phase) -> None:
+        self.beats.at(phase, self.counters.global_step + 1)
+
     def _profile_from(self, step: int) -> None:
         if self.profile is not None:
             self.profile.before(step)
@@ -232,10 +250,12 @@ class Trainer:
             return
         # Before what is due: one save, which the end waits for.
         if stop is not None:
+            self._begin(Phase.SAVE)
             saved = self.checkpoints.save(self, wait=True)
             what = "its state is saved; the same command goes on from there" if saved else "its state was NOT saved"
             raise StoppedError(f"stopped after step {self.global_step}: {stop}; {what}")
         if self.checkpoints.due(self.global_step):
+            self._begin(Phase.SAVE)
             self.checkpoints.save(self)
 
     def train_step(self, window: list[Batch]) -> Step:
@@ -249,14 +269,17 @@ class Trainer:
         scale = self.accelerator.num_processes * len(window) / max(1, counts.targets)
         loss_sum = torch.zeros((), device=self.accelerator.device)
         for batch in window:
+            self._begin(Phase.FORWARD)
             batch = send_to_device(self.objective.on_host(batch), self.accelerator.device, non_blocking=True)
             with self.accelerator.accumulate(self.model):
                 loss = self.objective.loss_sum(self.model, batch)
                 # Summed on the device: to read each loss, the host would have to wait for every micro-batch.
                 loss_sum += loss.detach()
+                self._begin(Phase.BACKWARD)
                 self.accelerator.backward(loss * scale)
                 del loss
                 if self.accelerator.sync_gradients:
+                    self._begin(Phase.COLLECTIVE)
                     step = self._gathered(loss_sum, self._clip(), counts)
                     step = replace(step, skipped=self._update(step.grad_norm))
         return step
@@ -284,6 +307,7 @@ class Trainer:
                 f"step {self.global_step + 1}: the gradient norm is {grad_norm}, and the weights were stepped during "
                 "backward; set training.max_grad_norm, for example to 1.0, and such steps are skipped"
             )
+        self._begin(Phase.OPTIMIZER)
         with label(UPDATE):
             if not skipped or self.accelerator.scaler is not None:
                 self.optimizer.step()
@@ -387,21 +411,13 @@ class Trainer:
         parts = []
         with torch.no_grad():
             for batch in self.evaluation():
+                self._begin(Phase.EVALUATE)
                 batch = send_to_device(self.objective.on_host(batch), self.accelerator.device, non_blocking=True)
                 parts.append(self.objective.evaluation_sums(self.model, batch))
+        self._begin(Phase.COLLECTIVE)
         sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
         self.model.train()
         self.metrics.evaluation({"step": self.global_step, **self.objective.evaluation_record(sums)})
-
-
-def _waited_for(windows: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
-    """The same; a profile sees how long each was waited for."""
-    while True:
-        with label(DATA):
-            window = next(windows, None)
-        if window is None:
-            return
-        yield window
 
 
 def _stop_reason(mine: str | None, ranks_that_want: list[bool]) -> str | None:

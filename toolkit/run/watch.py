@@ -1,0 +1,241 @@
+"""Watches over the ranks of a run: a thread on each of them ends the run where one stands still, and says which."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from toolkit import ranks
+from toolkit.errors import StalledError
+from toolkit.places import atomic_write
+from toolkit.run.status import FOLDER, FROZEN_SHARE, RankStatus, account, host_files, read_host, to_text
+from toolkit.terminal import harmless
+from toolkit.training.beats import RECORD_BYTES, Beats, Phase, mark_watched, read_beat
+
+STALL_FILE = "stall.txt"
+
+# Looks after a rank was found late: the first writes stacks, the second tells, and the last ends those who are left.
+LOOKS_BEFORE_TELLING = 3
+LOOKS_BEFORE_LEAVING = 6
+
+LONGEST_INTERVAL, SHORTEST_INTERVAL = 5.0, 0.2
+"""Seconds between two looks; of a short limit a twentieth."""
+
+
+class Watch:
+    """What one rank's watching thread does, look by look.
+
+    Ranks of one host read each other's records in memory. Each of them writes what it read to a file of the output
+    folder, where the other hosts see it: one that still runs is enough.
+
+    Args:
+        local: folder on this host, with a record for each of its ranks.
+        shared: folder that all ranks see.
+        limit: seconds; see `RankStatus.is_late`.
+        interval: seconds between looks.
+        thread: identifies the thread that trains.
+        leave: ends the process with an exit code.
+    """
+
+    def __init__(
+        self,
+        memory: bytearray | mmap.mmap,
+        rank: int,
+        local: Path,
+        shared: Path,
+        limit: float,
+        interval: float,
+        thread: int,
+        leave: Callable[[int], None] = os._exit,
+    ) -> None:
+        self.interval = interval
+        self._memory = memory
+        self._rank = rank
+        self._shared = shared
+        self._limit = limit
+        self._thread = thread
+        self._leave = leave
+        self._records = {int(path.name.removeprefix("rank_")): path for path in local.glob("rank_*")}
+        self._host_file = shared / f"host_{min(self._records):05d}.json"
+        self._others: dict[Path, tuple[int, float]] = {}
+        self._looks = 0
+        self._late_looks = 0
+        self._looked: float | None = None
+        self._awake_since: float | None = None
+
+    def look(self, now: float) -> None:
+        """Looks once; `now` is in monotonic seconds."""
+        # After a pause of this process itself the records of the others are old, though nobody stood still.
+        if self._looked is not None and now - self._looked > FROZEN_SHARE * self._limit:
+            self._awake_since = now
+        self._looked = now
+        self._looks += 1
+        mark_watched(self._memory, int(now * 1e9), os.getpid())
+        here = self._here(now)
+        with contextlib.suppress(OSError):  # a full disk is no reason to end
+            atomic_write(self._host_file, to_text(here, self._looks, time.time()))
+        places = self._seen(sorted([*here, *self._elsewhere(now)], key=lambda place: place.rank), now)
+        if not any(place.is_late(self._limit) for place in places):
+            if self._late_looks:
+                self._stack_of(self._rank).unlink(missing_ok=True)
+            self._late_looks = 0
+            return
+        self._late_looks += 1
+        if self._late_looks == 1:
+            self._write_stack()
+        running = [place for place in places if not place.is_frozen(self._limit)]
+        tells = self._rank == min((place.rank for place in running), default=self._rank)
+        if self._late_looks >= (LOOKS_BEFORE_TELLING if tells else LOOKS_BEFORE_LEAVING):
+            if tells:
+                self._tell(places)
+            self._end(here)
+
+    def _seen(self, places: list[RankStatus], now: float) -> list[RankStatus]:
+        if self._awake_since is None:
+            return places
+        return [place.at_most(now - self._awake_since) for place in places]
+
+    def _here(self, now: float) -> list[RankStatus]:
+        """The ranks of this host; those that have ended have no record any more."""
+        found = []
+        for rank, path in self._records.items():
+            with contextlib.suppress(OSError):
+                beat = read_beat(path.read_bytes())
+                if beat is not None:
+                    seconds, silent = now - beat.at_ns / 1e9, now - beat.watched_ns / 1e9
+                    process = (platform.node(), beat.pid, _state_of(beat.pid))
+                    doing = (beat.phase.name.lower(), beat.step, beat.sequence)
+                    found.append(RankStatus(rank, *process, *doing, seconds, silent))
+        return found
+
+    def _elsewhere(self, now: float) -> list[RankStatus]:
+        """The ranks of other hosts. Their age grows by this host's clock: those of hosts need not agree."""
+        found = []
+        for path in host_files(self._shared):
+            host = read_host(path) if path != self._host_file else None
+            if host is not None:
+                count, _, places = host
+                if self._others.get(path, (None, 0.0))[0] != count:
+                    self._others[path] = (count, now)
+                found += [place.aged(now - self._others[path][1]) for place in places]
+        return found
+
+    def _stack_of(self, rank: int) -> Path:
+        return self._shared / f"rank_{rank:05d}.stack"
+
+    def _write_stack(self) -> None:
+        frame = sys._current_frames().get(self._thread)
+        with contextlib.suppress(OSError):
+            atomic_write(self._stack_of(self._rank), "".join(traceback.format_stack(frame)))
+
+    def _tell(self, places: list[RankStatus]) -> None:
+        stacks = {}
+        for place in places:
+            with contextlib.suppress(OSError):
+                stacks[place.rank] = self._stack_of(place.rank).read_text(encoding="utf-8")
+        text = account(places, stacks, self._limit)
+        with contextlib.suppress(OSError):
+            atomic_write(self._shared.parent / STALL_FILE, text)
+        minutes = self._limit / 60
+        print(
+            f"error: the run stands still for more than training.stall_minutes ({minutes:g}); nothing is saved, and "
+            f"the same command goes on from the last checkpoint\n\n{harmless(text)}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _end(self, here: list[RankStatus]) -> None:
+        for place in here:
+            if place.is_frozen(self._limit) and place.rank != self._rank:
+                _kill_soon(place.pid)
+        self._leave(StalledError.exit_code)
+
+
+def _state_of(pid: int) -> str:
+    """Linux's letter; X where there is no such process, empty where nothing tells."""
+    try:
+        # The name, in brackets, may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "X" if Path("/proc/self/stat").exists() else ""
+
+
+def _kill_soon(pid: int) -> None:
+    """Kills a process after this one has ended.
+
+    The launcher's exit code is that of the rank that ended first, and it waits half a minute for one that is stopped.
+    """
+    command = ["/bin/sh", "-c", f"sleep 2; kill -KILL {pid}"]
+    with contextlib.suppress(OSError):
+        os.posix_spawn(command[0], command, os.environ)
+
+
+def _keep_looking(watch: Watch, done: threading.Event) -> None:
+    while not done.is_set():
+        watch.look(time.monotonic())
+        done.wait(watch.interval)
+
+
+@contextmanager
+def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Beats]:
+    """While entered, this rank is watched, and watches over the others; gives what its training thread reports to.
+
+    Collective at the start. A run that stands still ends with exit code 4, on all ranks.
+
+    Args:
+        stall_minutes: how long a rank may stand still; None: for ever.
+    """
+    limit = 60 * stall_minutes if stall_minutes is not None else float("inf")
+    interval = min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, limit / 20))
+    shared = output_dir / FOLDER
+    token = ranks.on_first_rank(lambda: _prepare(shared, output_dir / STALL_FILE))
+    # On a disk of the host: what is mapped from a network file system can end the process when the network fails.
+    local = Path(tempfile.gettempdir()) / f"finetune-toolkit-{token}"
+    local.mkdir(mode=0o700, exist_ok=True)
+    record = local / f"rank_{ranks.rank():05d}"
+    memory = _mapped(record)
+    beats = Beats(memory)
+    beats.at(Phase.START)
+    mark_watched(memory, time.monotonic_ns(), os.getpid())
+    ranks.gather_objects(None)  # every rank's record is there
+    watch = Watch(memory, ranks.rank(), local, shared, limit, interval, threading.get_ident())
+    done = threading.Event()
+    thread = threading.Thread(target=_keep_looking, args=(watch, done), name="watch", daemon=True)
+    thread.start()
+    try:
+        yield beats
+    finally:
+        done.set()
+        thread.join()
+        record.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the last one out removes it
+            local.rmdir()
+        if ranks.rank() == 0:
+            shutil.rmtree(shared, ignore_errors=True)
+
+
+def _prepare(shared: Path, stall_file: Path) -> str:
+    """Makes the shared folder anew; a name for the folders on the hosts."""
+    shutil.rmtree(shared, ignore_errors=True)
+    stall_file.unlink(missing_ok=True)
+    shared.mkdir()
+    return uuid.uuid4().hex
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    # Written, not only made longer: a page without a block on a full disk ends the process that touches it.
+    path.write_bytes(bytes(RECORD_BYTES))
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), RECORD_BYTES)

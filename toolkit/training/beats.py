@@ -1,0 +1,80 @@
+"""Where a rank is: a record of fixed size that its training thread overwrites, and that other processes read."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Phase(IntEnum):
+    """What a rank does."""
+
+    START = 0
+    DATA = 1
+    FORWARD = 2
+    BACKWARD = 3
+    COLLECTIVE = 4
+    OPTIMIZER = 5
+    SAVE = 6
+    EVALUATE = 7
+    EXPORT = 8
+
+
+# Sequence number, phase, step, monotonic nanoseconds, and the sequence number again.
+_BEAT = struct.Struct("=qqqqq")
+# Monotonic nanoseconds at which the rank's watching thread last ran, and its process id.
+_WATCHER = struct.Struct("=qq")
+
+RECORD_BYTES = _BEAT.size + _WATCHER.size
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank's record.
+
+    Attributes:
+        sequence: number of beats; ranks that train the same steps count alike.
+        step: the optimizer step under way; 0 before the first.
+        at_ns: time.monotonic_ns of the last beat; processes of one host share that clock.
+        watched_ns: when the rank's watching thread last ran.
+    """
+
+    sequence: int
+    phase: Phase
+    step: int
+    at_ns: int
+    watched_ns: int
+    pid: int
+
+
+class Beats:
+    """Writes a rank's record. A beat takes no lock and no system call, so that it can be taken many times a step.
+
+    Args:
+        memory: of at least RECORD_BYTES, which others may read; None: nobody reads.
+    """
+
+    def __init__(self, memory: bytearray | mmap.mmap | None = None) -> None:
+        self._memory = bytearray(RECORD_BYTES) if memory is None else memory
+        self._sequence = 0
+
+    def at(self, phase: Phase, step: int = 0) -> None:
+        """Says that `phase` of `step` begins."""
+        self._sequence = sequence = self._sequence + 1
+        _BEAT.pack_into(self._memory, 0, sequence, phase, step, time.monotonic_ns(), sequence)
+
+
+def mark_watched(memory: bytearray | mmap.mmap, now_ns: int, pid: int) -> None:
+    """Says that the rank's watching thread runs."""
+    _WATCHER.pack_into(memory, _BEAT.size, now_ns, pid)
+
+
+def read_beat(memory: bytes) -> Beat | None:
+    """The record; None while it is being written, or where there is none yet."""
+    sequence, phase, step, at_ns, again = _BEAT.unpack_from(memory)
+    if sequence != again or sequence == 0:
+        return None
+    return Beat(sequence, Phase(phase), step, at_ns, *_WATCHER.unpack_from(memory, _BEAT.size))
