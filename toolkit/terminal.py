@@ -6,6 +6,7 @@ and codes that move the cursor or change colours. Here none of them works.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -24,8 +25,12 @@ def harmless(text: str) -> str:
     return text.replace("\r\n", "\n").translate(HARMLESS)
 
 
+def in_notebook() -> bool:
+    return Console(quiet=True).is_jupyter
+
+
 class Terminal(Console):
-    """A console without markup; colours come by `style`.
+    """A console without markup; colours come by `style`. In a notebook plain text on stdout.
 
     Args:
         quiet: prints nothing, as on ranks other than 0.
@@ -33,7 +38,13 @@ class Terminal(Console):
     """
 
     def __init__(self, stderr: bool = True, quiet: bool = False, soft_wrap: bool = True) -> None:
-        super().__init__(stderr=stderr, quiet=quiet, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
+        # rich would make an output of the cell for every line, and in a forked rank a message that never arrives: those
+        # of ipykernel, but for stdout and stderr, are for the process that it started ("attempted to send message from
+        # fork").
+        place: dict[str, Any] = {"stderr": stderr}
+        if in_notebook():
+            place = {"file": sys.stdout, "force_jupyter": False, "force_terminal": False, "color_system": None}
+        super().__init__(**place, quiet=quiet, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(harmless(text), **options)

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -131,6 +132,11 @@ def runs(folder: Path) -> dict[str, Any]:
     size = {"micro_batch_size": 4 // ranks, "gradient_accumulation_steps": 2}
     for case, adapter in CASES.items():
         run(case, adapter, {"packing": False}, {"beta": BETA}, **size)
+    kept = list((folder / f"c-{ranks}").glob("reference-*/*.npy"))
+    for steps in (1, 2):
+        run(f"steps-{steps}", None, {"packing": False}, {"beta": BETA}, **size, max_steps=steps, seed=SEED + 1)
+        [path] = [path for path in (folder / f"c-{ranks}").glob("reference-*/*.npy") if path not in kept]
+        found[f"known-{steps}"] = np.load(path)
     for loss in ("ipo", "simpo", "orpo"):
         validation = {"validation": str(folder / "pairs.jsonl")}
         run(loss, CASES["lora"], validation, {"loss": loss}, micro_batch_size=2)
@@ -153,6 +159,20 @@ def test_the_run_is_the_plain_loop(ranks: int, folder: Path, plain: dict[str, An
         assert losses == pytest.approx(plain[case]["loss"], rel=1e-5), case
         assert losses[0] == pytest.approx(math.log(2), rel=1e-5), "at first the model is its own reference"
         assert losses[-1] < losses[0]
+        margins = [record["margin"] for record in found[case] if record["split"] == "train"]
+        of_pairs = plain[case]["margins"]
+        expected = [
+            sum(of_pairs[i : i + PAIRS_PER_STEP]) / PAIRS_PER_STEP for i in range(0, len(of_pairs), PAIRS_PER_STEP)
+        ]
+        assert margins == pytest.approx(expected, rel=1e-4, abs=1e-6), case
+        for record in found[case]:
+            assert record["chosen_reward"] - record["rejected_reward"] == pytest.approx(record["margin"], abs=1e-6)
+            assert (record["pairs"], record["pairs_per_second"] > 0) == (PAIRS_PER_STEP * record["step"], True)
+            assert "target_tokens" not in record, "what is counted are pairs"
+    first, second = (found[f"known-{steps}"] for steps in (1, 2))
+    reached = ~np.isnan(first).any(axis=1)
+    assert (reached.sum(), (~np.isnan(second)).all(axis=1).sum()) == (8, 16), "the rows that the run comes to"
+    assert (first[reached] == second[reached]).all(), "and those that are known stay"
     for loss in ("ipo", "simpo", "orpo", "packed"):
         first, last = (record for record in found[loss] if record["split"] == "eval")
         assert first["pairs"] == last["pairs"] == len(PAIRS), "each pair once"

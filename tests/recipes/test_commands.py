@@ -67,7 +67,7 @@ def test_the_readmes_first_command(overrides: list[str], fall: float, tmp_path: 
     assert losses[-1] < fall * losses[0], losses
     assert f"{losses[0]:.4f} -> {losses[-1]:.4f}" in done.stderr
     assert "sample:" in done.stderr
-    assert str(out) in done.stderr
+    assert f"run: {out}" in done.stdout.splitlines(), "what programs read"
     assert "ranks: 2 on" in done.stderr
     assert "model.layers.0..3" in done.stderr
     model = AutoModelForCausalLM.from_pretrained(out / "export")

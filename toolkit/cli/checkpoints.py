@@ -10,11 +10,13 @@ import typer
 from toolkit.cli.arguments import AsJson, RunFolder
 from toolkit.cli.console import print_table
 from toolkit.errors import BadInputError
+from toolkit.pages.page import format_bytes
 
 if TYPE_CHECKING:
     from toolkit.checkpoint.manifest import Checkpoint
 
 COLUMNS = ("step", "samples", "ranks", "strategy", "precision", "eval_loss", "bytes", "date", "problem")
+"""Of `--json`; the table has `size` and `state` in place of `bytes` and `problem`."""
 
 
 def checkpoints(
@@ -32,8 +34,8 @@ def checkpoints(
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        cells = [[_cell(row.get(column), "whole" if column == "problem" else "") for column in COLUMNS] for row in rows]
-        print_table([*COLUMNS[:-1], "state"], cells)
+        cells = [[_cell(column, row.get(column)) for column in COLUMNS] for row in rows]
+        print_table([{"bytes": "size", "problem": "state"}.get(column, column) for column in COLUMNS], cells)
     # One without a marker is no damage: it may be being written.
     if any(row["problem"] is not None and not c.unfinished for row, c in zip(rows, found, strict=True)):
         raise typer.Exit(1)
@@ -60,7 +62,11 @@ def _row(found: Checkpoint, check: bool) -> dict[str, Any]:
     }
 
 
-def _cell(value: Any, missing: str) -> str:
+def _cell(column: str, value: Any) -> str:
     if value is None:
-        return missing
+        return "whole" if column == "problem" else ""
+    if column == "bytes":
+        return format_bytes(value)
+    if column == "date":
+        return str(value)[:16].replace("T", " ")  # the seconds and the time zone are in --json
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -21,6 +21,9 @@ MORE_MEMORY = (
     "with `toolkit plan`"
 )
 
+WORD = 45
+"""Columns; what is longer than the longest key of a recipe is a path or a list, and may be folded."""
+
 PATIENCE_WHEN_STOPPED = 2.0
 """The same where all ranks end for one reason at one time."""
 
@@ -78,9 +81,26 @@ def _is_lost_peer(error: Exception) -> bool:
 
 
 def print_table(columns: list[str], rows: list[list[str]]) -> None:
+    """Prints rows so that no key and no number is cut: a line each in pipes, and blocks where a terminal is narrow."""
+    console = Terminal(stderr=False, soft_wrap=False)
+    cells = list(zip(columns, *rows, strict=True))
+    if not console.is_terminal:
+        widths = [max(map(len, column)) for column in cells]
+        for row in [columns, *rows]:
+            console.print(
+                "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), soft_wrap=True
+            )
+        return
+    least = [min(WORD, max(len(word) for cell in column for word in cell.split() or [""])) for column in cells]
+    if sum(least) + 2 * len(least) > console.width:
+        for row in rows:
+            for column, cell in zip(columns, row, strict=True):
+                console.print(f"{column}: {cell}")
+            console.print()
+        return
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for column, width in zip(columns, least, strict=True):
+        table.add_column(column, overflow="fold", min_width=width)
     for row in rows:
         table.add_row(*row)
-    Terminal(stderr=False, soft_wrap=False).print(table)
+    console.print(table)

@@ -46,6 +46,12 @@ class EpochOrder:
             self._epoch = epoch
         return self._order[offset]
 
+    def first(self, num_positions: int) -> list[int]:
+        """The samples at the first positions of a run, each once, in the data set's order."""
+        if num_positions >= self.num_samples:
+            return list(range(self.num_samples))
+        return sorted(self[position] for position in range(num_positions))
+
 
 class TrainLoader:
     """Yields, per optimizer step, this rank's micro-batches.

@@ -37,6 +37,7 @@ class CausalLM:
     """
 
     unit = "targets"
+    figures = ()
 
     def __init__(self, model: nn.Module, packed: bool = True) -> None:
         self._packed = packed
@@ -101,6 +102,11 @@ class CausalLM:
             with _packing_of(batch):
                 return self.head_loss.summed(model, self._inputs(batch), _targets(batch), batch.get("counted"))
         return self._sum_of_logits(model, batch)
+
+    def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss alone."""
+        loss = self.loss_sum(model, batch)
+        return loss, loss.new_empty(0)
 
     def _sum_of_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         logits = self.logits(model, batch)

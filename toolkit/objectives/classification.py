@@ -24,6 +24,7 @@ class SequenceClassification:
     """
 
     unit = "rows"
+    figures = ()
 
     def __init__(self, model: nn.Module, num_classes: int, class_weights: list[float] | None = None) -> None:
         accepted = inspect.signature(base_of(model).forward).parameters
@@ -44,6 +45,11 @@ class SequenceClassification:
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return self._loss_sum(self.logits(model, batch), batch["labels"])
+
+    def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss alone."""
+        loss = self.loss_sum(model, batch)
+        return loss, loss.new_empty(0)
 
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         weights = None if self._weights is None else self._weights.to(logits.device, non_blocking=True)

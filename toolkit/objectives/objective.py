@@ -15,10 +15,18 @@ from toolkit.data.samples import Batch
 
 
 class Objective(Protocol):
-    """One kind of training. `unit`: what it counts."""
+    """One kind of training.
+
+    Attributes:
+        unit: what it counts: `targets` (tokens), `rows` or `pairs`.
+        figures: what a training record has beside the loss, means over these.
+    """
 
     @property
     def unit(self) -> str: ...
+
+    @property
+    def figures(self) -> tuple[str, ...]: ...
 
     def count_targets(self, batch: Batch) -> int:
         """Terms of the loss's sum in a micro-batch."""
@@ -31,6 +39,9 @@ class Objective(Protocol):
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The summed loss of a micro-batch, float32, with a graph to the parameters."""
+
+    def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """`loss_sum`, and the sums of `figures` over a micro-batch, (F,) without a graph."""
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Numbers to add up over a held-out data set, float64, equally many for each batch; the loss first."""

@@ -15,7 +15,7 @@ from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.preference_losses import Loss, Pairs
 
 FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward", "kl")
-"""Figures of an evaluation of preferences; the last where there is a reference."""
+"""Figures of preferences in steps and evaluations; the last where there is a reference."""
 
 
 class Preference:
@@ -61,10 +61,19 @@ class Preference:
         sums, counts = self._causal.log_probabilities(model, batch, num_segments)
         return sums.view(-1, 2), counts.view(-1, 2)
 
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Rewards, their margin and accuracy, and KL where there is a reference."""
+        return FIGURES if self.loss.needs_reference else FIGURES[:-1]
+
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        losses, _, counted = self._compared(model, batch)
+        return self.training_sums(model, batch)[0]
+
+    def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, figures, counted = self._compared(model, batch)
         # Filled, not multiplied by 0, which would let a NaN through.
-        return losses.masked_fill(~counted, 0.0).sum()
+        sums = torch.stack([figures[name].masked_fill(~counted, 0.0).sum() for name in self.figures])
+        return losses.masked_fill(~counted, 0.0).sum(), sums
 
     def _compared(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
         """Losses, figures and which pairs count, each (P,)."""
@@ -89,12 +98,11 @@ class Preference:
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         losses, figures, counted = self._compared(model, batch)
-        kept = [losses, counted.float(), *(figures[name] for name in FIGURES if name in figures)]
+        kept = [losses, counted.float(), *(figures[name] for name in self.figures)]
         return torch.stack([values.double().masked_fill(~counted, 0.0).sum() for values in kept])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
         """Means over the pairs: loss, rewards, their margin, how often it is positive, and KL to the reference."""
         pairs = max(1.0, sums[1])
-        names = FIGURES if self.loss.needs_reference else FIGURES[:-1]
-        figures = {name: value / pairs for name, value in zip(names, sums[2:], strict=True)}
+        figures = {name: value / pairs for name, value in zip(self.figures, sums[2:], strict=True)}
         return {"loss": sums[0] / pairs, "pairs": int(sums[1]), **figures}

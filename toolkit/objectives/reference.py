@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,15 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from toolkit import ranks
-from toolkit.data.cache import digest, kept
+from toolkit.data.cache import digest
 from toolkit.data.samples import PairSamples
 from toolkit.objectives.preference import Preference
 from toolkit.recipe.schema import ModelSection
 
 FILE = "reference.npy"
+
+KEPT_SECONDS = 15.0
+"""How often what has been computed is written: a run that is cut off loses no more than that."""
 
 
 def with_reference(
@@ -27,49 +32,78 @@ def with_reference(
     model: nn.Module,
     objective: Preference,
     samples: PairSamples,
+    reached: Sequence[int],
     micro_batch_size: int,
     cache: Path,
     identity: Sequence[Any],
+    tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> PairSamples:
     """The samples with the reference's log-probabilities, (rows, 2), float32. Every rank calls this.
 
+    What has been computed is kept as it comes, so that a run that is cut off goes on there.
+
     Args:
         model: prepared, with the weights that it starts from.
+        reached: numbers of the samples that the run comes to; the rows of others are NaN.
         cache: where they are kept.
         identity: all that decides them.
+        tell: called with the samples that are done and all that are to do.
     """
-    folder = cache / f"reference-{digest(*identity)}"
-    if not ranks.on_first_rank(folder.exists):
-        found = _compute(accelerator, model, objective, samples, micro_batch_size)
-        ranks.on_first_rank(lambda: kept(folder, lambda unfinished: np.save(unfinished / FILE, found)))
-    reference = ranks.on_first_rank(lambda: np.load(folder / FILE, allow_pickle=False))
-    return replace(samples, reference=reference)
+    path = cache / f"reference-{digest(*identity)}" / FILE
+    known = ranks.on_first_rank(lambda: _kept(path, len(samples.rows)))
+    missing = [number for number in reached if np.isnan(known[samples.pairs(number)]).any()]
+    kept_at = time.monotonic()
+    for done in _compute(accelerator, model, objective, samples, missing, micro_batch_size, known):
+        tell(done, len(missing))
+        if ranks.rank() == 0 and (done == len(missing) or time.monotonic() - kept_at > KEPT_SECONDS):
+            _keep(path, known)
+            kept_at = time.monotonic()
+    return replace(samples, reference=known)
+
+
+def _kept(path: Path, num_rows: int) -> Any:
+    """What is known, (rows, 2); NaN for what is not."""
+    return np.load(path, allow_pickle=False) if path.exists() else np.full((num_rows, 2), np.nan, dtype=np.float32)
+
+
+def _keep(path: Path, known: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name of its own, and whole or not at all: another run may be at the same rows.
+    unfinished = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        np.save(unfinished, known)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 @torch.no_grad()
 def _compute(
-    accelerator: Accelerator, model: nn.Module, objective: Preference, samples: PairSamples, micro_batch_size: int
-) -> Any:
-    """(rows, 2); rows that are in no sample are zero."""
+    accelerator: Accelerator,
+    model: nn.Module,
+    objective: Preference,
+    samples: PairSamples,
+    missing: Sequence[int],
+    micro_batch_size: int,
+    known: Any,
+) -> Iterator[int]:
+    """Fills `known` on every rank, some samples at a time; yields how many are done."""
     was_training = model.training
     # The reference is a fixed model: without dropout, whose masks would be kept for the whole run.
     model.eval()
-    reference = np.zeros((len(samples.rows), 2), dtype=np.float32)
-    mine: dict[int, list[float]] = {}
     stride = micro_batch_size * accelerator.num_processes
-    for round_start in range(0, len(samples), stride):
+    for round_start in range(0, len(missing), stride):
         start = round_start + accelerator.process_index * micro_batch_size
         # A rank without samples left takes the first: all ranks run the same collectives.
-        numbers = list(range(start, min(start + micro_batch_size, len(samples))))
-        batch = send_to_device(objective.on_host(samples.batch(numbers or [0])), accelerator.device)
+        numbers = list(missing[start : start + micro_batch_size])
+        batch = send_to_device(objective.on_host(samples.batch(numbers or [missing[0]])), accelerator.device)
         sums, _ = objective.log_probabilities(model, batch)
         rows = [row for number in numbers for row in samples.pairs(number)]
-        # Not strict: a rank that took the first sample for want of its own has sums, and no rows.
-        mine |= dict(zip(rows, sums.tolist(), strict=False))
-    for part in ranks.gather_objects(mine):
-        reference[list(part)] = np.array(list(part.values()), dtype=np.float32).reshape(-1, 2)
+        # Not more than its rows: a rank that took the first sample for want of its own has sums, and no rows.
+        for rows_of_rank, found in ranks.gather_objects((rows, sums.float().cpu().numpy()[: len(rows)])):
+            known[rows_of_rank] = found
+        yield min(round_start + stride, len(missing))
     model.train(was_training)
-    return reference
 
 
 def identity_of(model: ModelSection, mixed_precision: str, data: str, seed: int, split: str) -> list[Any]:

@@ -158,10 +158,10 @@ def _delta(values: Sequence[float]) -> str:
 
 def _tokens_tile(train: Metrics) -> str:
     last = train[-1] if train else {}
-    tokens, samples, targets = (number(last.get(key)) for key in ("tokens", "samples", "target_tokens"))
-    parts = [(targets, "with loss"), (samples, "samples")]
+    counts = {"target_tokens": "with loss", "pairs": "pairs", "rows": "rows", "samples": "samples"}
+    parts = [(number(last.get(key)), what) for key, what in counts.items()]
     note = ", ".join(f"{format_short(value)} {what}" for value, what in parts if math.isfinite(value))
-    return tile("tile-tokens", "Tokens trained", format_short(tokens), note)
+    return tile("tile-tokens", "Tokens trained", format_short(number(last.get("tokens"))), note)
 
 
 def _duration_tile(train: Metrics, facts: dict[str, str]) -> str:
@@ -178,9 +178,9 @@ def _duration_tile(train: Metrics, facts: dict[str, str]) -> str:
 def _throughput_tile(train: Metrics) -> str:
     rates, mfu = finite(column(train, "tokens_per_second")), finite(column(train, "mfu"))
     note = f"median; MFU {100 * statistics.median(mfu):.1f} %" if mfu else "median over the run"
-    for key, what in (("targets_per_second", "targets/s"), ("samples_per_second", "samples/s")):
-        found = finite(column(train, key))
-        note += f"; {format_short(statistics.median(found))} {what}" if found else ""
+    for what in ("targets", "pairs", "rows", "samples"):
+        found = finite(column(train, f"{what}_per_second"))
+        note += f"; {format_short(statistics.median(found))} {what}/s" if found else ""
     value = format_short(statistics.median(rates)) if rates else MISSING
     return tile("tile-throughput", "Tokens per second", value, note)
 

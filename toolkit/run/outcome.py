@@ -160,10 +160,13 @@ def conclude(console: Terminal, recipe: Recipe, result: FinetuneResult) -> None:
     if result.sample is not None:
         console.print("sample:", style="bold")
         console.print((recipe.logging.sample_prompt or "") + result.sample, markup=False)
-    console.print(f"run: {result.output_dir}", markup=False)
-    console.print(f"report: {result.output_dir / 'report.html'}", markup=False)
+    if console.quiet:
+        return
+    # On stdout, for programs: all else is for people, and on stderr.
+    print(f"run: {result.output_dir}")
+    print(f"report: {result.output_dir / 'report.html'}")
     if result.export_dir is not None:
-        console.print(f"model: {_how_to_load(result.export_dir, recipe)}", markup=False)
+        print(f"model: {_how_to_load(result.export_dir, recipe)}", flush=True)
 
 
 def _how_to_load(export_dir: Path, recipe: Recipe) -> str:

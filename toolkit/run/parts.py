@@ -12,10 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.data import build, tokenizer
 from toolkit.data.build import TokenisedData
 from toolkit.data.cache import cache_folder
-from toolkit.data.loader import TrainLoader, evaluation_batches
+from toolkit.data.loader import EpochOrder, TrainLoader, evaluation_batches
 from toolkit.data.samples import Batch, PairSamples, TextSamples
 from toolkit.data.stream import StreamLoader
 from toolkit.errors import BadInputError
@@ -44,6 +45,8 @@ from toolkit.sharding.plugin import (
 from toolkit.sharding.strategy import MeshShape
 from toolkit.sharding.units import plan_units
 from toolkit.sharding.unused import has_branches
+from toolkit.terminal import Terminal
+from toolkit.training.progress import Pass
 
 # Fewest blocks first, because the forward of each one is computed twice.
 AUTO_CHECKPOINTING = (4, 3, 2, 1)
@@ -88,8 +91,14 @@ class Parts:
     leaks: Leaks | None
 
 
-def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin) -> Parts:
-    """Tokenizer, data, model, optimizer, in this order; the model is sharded and has its weights."""
+def build_parts(
+    accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, resumed: Manifest | None = None
+) -> Parts:
+    """Tokenizer, data, model, optimizer, in this order; the model is sharded and has its first weights.
+
+    Args:
+        resumed: of the checkpoint that the run goes on from.
+    """
     training = recipe.training
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
@@ -117,11 +126,15 @@ def build_parts(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin
     head_loss = None
     if not isinstance(objective, SequenceClassification):
         head_loss = objective.check_head_loss(model, accelerator.device, in_16_bits)
+    accumulation, world_size = training.gradient_accumulation_steps, accelerator.num_processes
+    size = training.micro_batch_size * accumulation * world_size
+    num_steps = steps_of_run(training, len(data.train), size)
     # Before the first step, while the model is its own reference.
     if isinstance(objective, Preference) and objective.needs_references:
-        data = _with_references(accelerator, recipe, model, objective, data)
-    accumulation, world_size = training.gradient_accumulation_steps, accelerator.num_processes
-    num_steps = steps_of_run(training, len(data.train), training.micro_batch_size * accumulation * world_size)
+        last = num_positions(recipe, len(data.train), num_steps * size)
+        if resumed is not None:
+            _, last = rest_of_run(recipe, num_steps, size, last, resumed)
+        data = _with_references(accelerator, recipe, model, objective, data, last)
     windows = build_windows(recipe, data, num_steps, accumulation, accelerator.process_index, world_size)
     return Parts(
         model,
@@ -175,16 +188,22 @@ def _checkpointings(recipe: Recipe, plugin: ShardingPlugin) -> list[Checkpointin
 
 
 def _with_references(
-    accelerator: Accelerator, recipe: Recipe, model: nn.Module, objective: Preference, data: TokenisedData
+    accelerator: Accelerator, recipe: Recipe, model: nn.Module, objective: Preference, data: TokenisedData, last: int
 ) -> TokenisedData:
-    """The data with the log-probabilities of the model before its first step."""
+    """The data with the log-probabilities of the model before its first step, as far as the run's `last` position."""
+    tell = Pass(Terminal(quiet=not accelerator.is_main_process), "log-probabilities of the reference")
+    limit = recipe.data.max_validation_samples
     found: dict[str, Any] = {}
     for split, samples in (("train", data.train), ("validation", data.validation)):
         if isinstance(samples, PairSamples):
             precision, seed = accelerator.mixed_precision, recipe.training.seed
             identity = identity_of(recipe.model, precision, data.fingerprint, seed, split)
             size, cache = recipe.training.micro_batch_size, cache_folder(recipe.data)
-            found[split] = with_reference(accelerator, model, objective, samples, size, cache, identity)
+            if split == "train":
+                reached = EpochOrder(len(samples), seed, recipe.data.shuffle).first(last)
+            else:
+                reached = list(range(len(samples) if limit is None else min(limit, len(samples))))
+            found[split] = with_reference(accelerator, model, objective, samples, reached, size, cache, identity, tell)
     return replace(data, **found)
 
 
@@ -211,6 +230,20 @@ def num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
     if recipe.training.num_epochs is None:
         return all_steps
     return max(1, round(recipe.training.num_epochs * num_samples))
+
+
+def rest_of_run(recipe: Recipe, num_steps: int, size: int, positions: int, manifest: Manifest) -> tuple[int, int]:
+    """Steps and samples of the whole run, where the first steps may have been of another size.
+
+    Args:
+        num_steps: of the whole run, if all its steps were of `size` samples.
+        positions: samples of the whole run in that case.
+        manifest: of the checkpoint that the run goes on from.
+    """
+    # max_steps counts steps of any size; epochs count samples.
+    if recipe.training.num_epochs is None:
+        return num_steps, manifest.samples + max(0, num_steps - manifest.step) * size
+    return manifest.step + max(0, -(-(positions - manifest.samples) // size)), positions
 
 
 def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:

@@ -44,7 +44,7 @@ from toolkit.run.folder import (
     write_data_report,
 )
 from toolkit.run.outcome import FinetuneResult, conclude, export_model, finished_before, result_of, write_pages
-from toolkit.run.parts import Parts, build_evaluation, build_parts
+from toolkit.run.parts import Parts, build_evaluation, build_parts, rest_of_run
 from toolkit.run.watch import watched
 from toolkit.sharding.plugin import (
     ShardingPlugin,
@@ -84,7 +84,7 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
             for line in told:
                 console.warn(line)
             beats = running.enter_context(watched(output_dir, recipe.training.stall_minutes))
-            parts = build_parts(accelerator, recipe, plugin)
+            parts = build_parts(accelerator, recipe, plugin, found.start[1] if found.start is not None else None)
         # The parts fit each other: what fails from here on leaves the output folder as it is.
         facts = facts_of(accelerator, recipe, plugin, parts)
         introduce(console, facts, plugin, parts)
@@ -166,7 +166,8 @@ def _fit(
     set_seed(recipe.training.seed, device_specific=True)  # dropout differs between ranks
     num_positions = parts.windows.num_positions
     if found is not None:
-        parts.num_steps, num_positions = _rest_of_run(recipe, parts, found[1])
+        size = parts.windows.samples_per_step
+        parts.num_steps, num_positions = rest_of_run(recipe, parts.num_steps, size, num_positions, found[1])
         console.print(_resumed_from(*found), markup=False)
     metrics_file, unit = output_dir / "metrics.jsonl", parts.objective.unit
     profile = _profile_of(accelerator, recipe, output_dir)
@@ -233,16 +234,6 @@ def _tell_stream(accelerator: Accelerator, recipe: Recipe, parts: Parts, output_
     report = describe_stream(parts.data.report, stream, samples, parts.tokenizer)
     parts.data = replace(parts.data, report=report)
     ranks.on_first_rank(lambda: write_data_report(output_dir, recipe, report))
-
-
-def _rest_of_run(recipe: Recipe, parts: Parts, manifest: Manifest) -> tuple[int, int]:
-    """Steps and samples of the whole run, where the first steps may have been of another size."""
-    size = parts.windows.samples_per_step
-    # max_steps counts steps of any size; epochs count samples.
-    if recipe.training.num_epochs is None:
-        return parts.num_steps, manifest.samples + max(0, parts.num_steps - manifest.step) * size
-    positions = parts.windows.num_positions
-    return manifest.step + max(0, -(-(positions - manifest.samples) // size)), positions
 
 
 def _resumed_from(folder: Path, manifest: Manifest) -> str:

@@ -1,4 +1,4 @@
-"""What a run tells: a progress bar or lines, `metrics.jsonl`, and Accelerate's trackers."""
+"""What a run tells: its progress, `metrics.jsonl`, and Accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from types import TracebackType
 from typing import Any
 
 from accelerate import Accelerator
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from toolkit.places import GIB
 from toolkit.recipe.schema import LoggingSection
 from toolkit.terminal import Terminal
+from toolkit.training.progress import Progress
 
 SHARES = {"accuracy": "accuracy", "f1_macro": "F1"}
 """Figures of an evaluation that are shares -> their name on the console."""
@@ -44,25 +43,22 @@ class Metrics:
         self.records: list[dict[str, Any]] = []
         self._accelerator = accelerator
         self._path = path
-        self._every_steps = logging.every_steps
-        self._num_steps = num_steps
-        self._console = Terminal(quiet=not accelerator.is_main_process, soft_wrap=False)
-        self._bar = _progress_bar(self._console)
-        self._task = self._bar.add_task("training", total=num_steps, facts="")
+        self._console = Terminal(quiet=not accelerator.is_main_process)
+        self.progress = Progress(self._console, num_steps, logging.every_steps)
 
     def __enter__(self) -> Metrics:
-        if self._console.is_terminal:
-            self._bar.start()
+        self.progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self.progress.stop()
 
     def resume(self, records: list[dict[str, Any]]) -> None:
         """Goes on after these records; later ones that the file may hold are dropped."""
         self.records = list(records)
+        self.progress.resume(max((record["step"] for record in records), default=0))
         if self._accelerator.is_main_process:
             text = "".join(json.dumps(record) + "\n" for record in records)
             self._path.write_text(text, encoding="utf-8")
@@ -70,22 +66,15 @@ class Metrics:
     def train(self, record: dict[str, Any]) -> None:
         """One optimizer step; `record` holds the train keys but `split` and the plan's."""
         self._write({"split": "train", **record, "planned_peak_bytes": self._planned_peak_bytes})
-        facts = _train_facts(record, self._unit)
-        self._bar.update(self._task, completed=record["step"], facts=facts)
-        due = record["step"] % self._every_steps == 0 or record["step"] == self._num_steps
-        if due and not self._console.is_terminal:
-            self._console.print(f"step {record['step']}/{self._num_steps}  {facts}", soft_wrap=True)
+        self.progress.show(record["step"], _train_figures(record, self._unit))
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """One evaluation: `step`, `loss` and what the objective adds."""
         self._write({"split": "eval", **record})
-        figures = "".join(f"  {name} {record[key]:.1%}" for key, name in SHARES.items() if key in record)
-        self._console.print(
-            f"step {record['step']}/{self._num_steps}  held-out loss {record['loss']:.4f}{figures}", soft_wrap=True
-        )
+        self.progress.line(record["step"], f"held-out loss {record['loss']:.4f}", *_shares(record))
 
     def warn(self, message: str) -> None:
-        """Shows a warning, whatever the console line is due."""
+        """Shows a warning, whether a line is due or not."""
         self._console.warn(message)
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -107,23 +96,25 @@ def finite_or_null(record: dict[str, Any]) -> dict[str, Any]:
     return {**cleaned, "non_finite": True} if cleaned != record else record
 
 
-def _progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[facts]}"),
-        console=console,
-    )
-
-
-def _train_facts(record: dict[str, Any], unit: str) -> str:
+def _train_figures(record: dict[str, Any], unit: str) -> list[str]:
+    """What a line says of a step, the most important first."""
     device_bytes = record["peak_device_bytes"]
     memory = f"{device_bytes / GIB:.2f} GiB" if device_bytes else f"{record['peak_host_bytes'] / GIB:.2f} GiB host"
-    mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
-    return (
-        f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
-        f"{record['tokens_per_second']:,.0f} tokens/s  {record['targets_per_second']:,.0f} {unit}/s  peak {memory}{mfu}"
-    )
+    return [
+        f"loss {record['loss']:.4f}",
+        *_shares(record),
+        f"lr {record['learning_rate']:.2e}",
+        f"{format_rate(record['tokens_per_second'])} tokens/s",
+        f"{format_rate(record[f'{unit}_per_second'])} {unit}/s",
+        f"peak {memory}",
+        *([f"mfu {record['mfu']:.1%}"] if record["mfu"] is not None else []),
+    ]
+
+
+def _shares(record: dict[str, Any]) -> list[str]:
+    return [f"{name} {record[key]:.1%}" for key, name in SHARES.items() if key in record]
+
+
+def format_rate(value: float) -> str:
+    """Whole from 10 on; below that with decimals, since a rate of 0.3 is not none."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

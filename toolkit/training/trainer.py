@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +59,7 @@ class Step:
     peak_device_bytes: int
     peak_host_bytes: int
     non_finite_ranks: list[int]
+    figures: list[float]
     skipped: bool
     stop: str | None
 
@@ -74,6 +75,7 @@ class RankStep:
         grad_norm: over all ranks, before clipping.
         wants_to_stop: after this step.
         next_counts: of this rank's part of the next window; 0 where there is none.
+        figures: the objective's own, sums over this rank's part.
     """
 
     loss_sum: float
@@ -82,21 +84,26 @@ class RankStep:
     peak_host_bytes: int
     wants_to_stop: bool
     next_counts: Counts
+    figures: list[float]
 
     @staticmethod
-    def pack(loss_sum: torch.Tensor, grad_norm: torch.Tensor, *on_host: float) -> torch.Tensor:
-        """The row, (9,): the first two fields, which are on the device, and the others, in their order."""
+    def pack(loss_sum: torch.Tensor, grad_norm: torch.Tensor, figures: torch.Tensor, *on_host: float) -> torch.Tensor:
+        """The row, (9 + F,): the first two fields, which are on the device, what is on the host, and F figures."""
         device = loss_sum.device
         on_device = torch.stack([loss_sum.detach().double(), grad_norm.detach().to(device).double()])
         # Not made on the device at once: that would wait for all of backward.
-        return torch.cat([on_device, torch.tensor(on_host, dtype=torch.float64).to(device, non_blocking=True)])
+        told = torch.tensor(on_host, dtype=torch.float64).to(device, non_blocking=True)
+        return torch.cat([on_device, told, figures.detach().double()])
 
     @staticmethod
     def unpack(row: list[float]) -> RankStep:
         """The fields of a row that `pack` made."""
-        loss_sum, grad_norm, device_bytes, host_bytes, stops, *counts = row
-        next_counts = Counts(*map(int, counts))
-        return RankStep(loss_sum, grad_norm, int(device_bytes), int(host_bytes), stops > 0, next_counts)
+        loss_sum, grad_norm, device_bytes, host_bytes, stops, *rest = row
+        num_counts = len(fields(Counts))
+        next_counts = Counts(*map(int, rest[:num_counts]))
+        return RankStep(
+            loss_sum, grad_norm, int(device_bytes), int(host_bytes), stops > 0, next_counts, rest[num_counts:]
+        )
 
 
 @dataclass
@@ -268,19 +275,21 @@ class Trainer:
         # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks: both are undone.
         scale = self.accelerator.num_processes * len(window) / max(1, counts.targets)
         loss_sum = torch.zeros((), device=self.accelerator.device)
+        figures = torch.zeros(len(self.objective.figures), device=self.accelerator.device)
         for batch in window:
             self._begin(Phase.FORWARD)
             batch = send_to_device(self.objective.on_host(batch), self.accelerator.device, non_blocking=True)
             with self.accelerator.accumulate(self.model):
-                loss = self.objective.loss_sum(self.model, batch)
+                loss, of_batch = self.objective.training_sums(self.model, batch)
                 # Summed on the device: to read each loss, the host would have to wait for every micro-batch.
                 loss_sum += loss.detach()
+                figures += of_batch
                 self._begin(Phase.BACKWARD)
                 self.accelerator.backward(loss * scale)
                 del loss
                 if self.accelerator.sync_gradients:
                     self._begin(Phase.COLLECTIVE)
-                    step = self._gathered(loss_sum, self._clip(), counts)
+                    step = self._gathered(loss_sum, self._clip(), figures, counts)
                     step = replace(step, skipped=self._update(step.grad_norm))
         return step
 
@@ -314,12 +323,13 @@ class Trainer:
             self.optimizer.zero_grad()
         return skipped
 
-    def _gathered(self, loss_sum: torch.Tensor, norm: torch.Tensor, counts: Counts) -> Step:
+    def _gathered(self, loss_sum: torch.Tensor, norm: torch.Tensor, figures: torch.Tensor, counts: Counts) -> Step:
         """What the ranks found, before the update. Also takes the counts of the next window."""
         reason = self.stop_reason()
         mine = RankStep.pack(
             loss_sum,
             norm,
+            figures,
             peak_device_bytes(self.accelerator.device),
             peak_host_bytes(),
             reason is not None,
@@ -337,6 +347,9 @@ class Trainer:
             peak_device_bytes=max(rank.peak_device_bytes for rank in found),
             peak_host_bytes=max(rank.peak_host_bytes for rank in found),
             non_finite_ranks=[number for number, rank in enumerate(found) if not math.isfinite(rank.loss_sum)],
+            figures=[
+                sum(sums) / max(1, counts.targets) for sums in zip(*(rank.figures for rank in found), strict=True)
+            ],
             skipped=False,
             stop=_stop_reason(reason, [rank.wants_to_stop for rank in found]),
         )
@@ -350,7 +363,7 @@ class Trainer:
         counts, samples = step.counts, self.windows.samples_at(self.global_step)
         self.counters.tokens += counts.tokens
         self.counters.target_tokens += counts.targets
-        mfu = None
+        unit, mfu = self.objective.unit, None
         if self.flops is not None:
             flops, peak = self.flops
             mfu = flops.of(counts) / (seconds * peak * self.accelerator.num_processes)
@@ -360,13 +373,14 @@ class Trainer:
                 "epoch": self.windows.epoch_at(self.global_step),
                 "samples": samples,
                 "tokens": self.counters.tokens,
-                "target_tokens": self.counters.target_tokens,
+                "target_tokens" if unit == "targets" else unit: self.counters.target_tokens,
                 "loss": step.loss,
+                **dict(zip(self.objective.figures, step.figures, strict=True)),
                 "grad_norm": step.grad_norm,
                 "learning_rate": learning_rate,
                 "tokens_per_second": counts.tokens / seconds,
                 "padded_tokens_per_second": counts.padded_tokens / seconds,
-                "targets_per_second": counts.targets / seconds,
+                f"{unit}_per_second": counts.targets / seconds,
                 "samples_per_second": (samples - self.windows.samples_at(self.global_step - 1)) / seconds,
                 "step_seconds": seconds,
                 "peak_device_bytes": step.peak_device_bytes or None,

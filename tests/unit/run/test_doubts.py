@@ -51,10 +51,10 @@ def test_without_a_guess_only_held_out_losses_speak() -> None:
     assert doubts_of(records([0.6931] * 20), None) == []
 
 
-def test_the_last_lines_tell_it(tmp_path: Path) -> None:
+def test_the_last_lines_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = result_of(tmp_path, records(BURST, (7.0, 9.0)), None, guess=TOKENS)
     console = Console(file=io.StringIO(), soft_wrap=True)
     conclude(console, Recipe.load("quickstart"), result)
     lines = console.file.getvalue().splitlines()
-    heads = [line.partition(":")[0] for line in lines[1:]]
-    assert heads == ["warning", "warning", "run", "report"]
+    assert [line.partition(":")[0] for line in lines[1:]] == ["warning", "warning"]
+    assert capsys.readouterr().out == f"run: {tmp_path}\nreport: {tmp_path / 'report.html'}\n"

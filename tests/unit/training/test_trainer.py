@@ -38,15 +38,18 @@ class Told:
 class Product:
     """The weight times the batch: a gradient is what the batch holds; of 0, the loss is finite and the gradient not."""
 
+    unit = "pairs"
+    figures = ("margin",)
+
     def count_targets(self, batch: dict[str, torch.Tensor]) -> int:
         return 1
 
     def on_host(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return batch
 
-    def loss_sum(self, model: nn.Linear, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def training_sums(self, model: nn.Linear, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         product = model(batch["input_ids"]).sum()
-        return product.sqrt() if product == 0 else product
+        return product.sqrt() if product == 0 else product, 3 * product.detach()[None]
 
 
 class Steps:
@@ -123,5 +126,5 @@ def test_without_a_scaler_the_schedule_waits_too() -> None:
 
 
 def test_a_row_of_what_ranks_exchange_comes_back_as_it_went() -> None:
-    row = RankStep.pack(torch.tensor(1.5), torch.tensor(2.5), 2**40, 3, True, 5, 2**53, 7, 8)
-    assert RankStep.unpack(row.tolist()) == RankStep(1.5, 2.5, 2**40, 3, True, Counts(5, 2**53, 7, 8))
+    row = RankStep.pack(torch.tensor(1.5), torch.tensor(2.5), torch.tensor([0.5, 4.0]), 2**40, 3, True, 5, 2**53, 7, 8)
+    assert RankStep.unpack(row.tolist()) == RankStep(1.5, 2.5, 2**40, 3, True, Counts(5, 2**53, 7, 8), [0.5, 4.0])

@@ -1,0 +1,44 @@
+"""Tables in pipes and narrow terminals: no key and no number is cut."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from toolkit.cli import console as consoles
+from toolkit.cli.checkpoints import _cell
+from toolkit.cli.console import print_table
+
+COLUMNS = ["key", "value", "from"]
+ROWS = [
+    ["training.gradient_accumulation_steps", "16", "/a/long/folder/of/somebody/with/recipes/of/their/own/recipe.yaml"],
+    ["optimizer.learning_rate", "0.00000123456789", "default"],
+]
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int) -> list[str]:
+    monkeypatch.setattr(consoles, "Terminal", lambda **_: Console(force_terminal=True, width=width, color_system=None))
+    print_table(COLUMNS, ROWS)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_in_a_pipe_a_row_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(COLUMNS, ROWS)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [COLUMNS, *ROWS]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_in_a_terminal_keys_and_numbers_stay_whole(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = printed(monkeypatch, capsys, width)
+    words = {word for line in lines for word in line.split()}
+    assert {row[0] for row in ROWS} | {row[1] for row in ROWS} <= words
+    assert max(map(len, lines)) <= width
+
+
+def test_checkpoints_have_sizes_for_people() -> None:
+    assert _cell("bytes", 3 * 2**30) == "3.00 GiB"
+    assert _cell("date", "2026-11-22T19:00:01+0000") == "2026-11-22 19:00"
+    assert (_cell("step", 4000), _cell("problem", None), _cell("eval_loss", None)) == ("4,000", "whole", "")

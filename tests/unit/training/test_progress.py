@@ -1,0 +1,127 @@
+"""Progress: a line says count and time left first, and nothing is cut in a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+import types
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from toolkit import terminal
+from toolkit.terminal import Terminal
+from toolkit.training import progress as module
+from toolkit.training.metrics import _train_figures, format_rate
+from toolkit.training.progress import Pass, Progress, clock, fitting
+
+RECORD = {
+    "loss": 12.34567,
+    "accuracy": 0.987,
+    "learning_rate": 1.25e-5,
+    "tokens_per_second": 123456.7,
+    "targets_per_second": 0.31,
+    "peak_device_bytes": None,
+    "peak_host_bytes": 3 * 2**30,
+    "mfu": 0.4321,
+}
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(0.31, "0.31"), (0.004, "0.004"), (3.7, "3.7"), (12.4, "12"), (9876, "9,876")]
+)
+def test_a_small_rate_is_not_none(rate: float, text: str) -> None:
+    assert format_rate(rate) == text
+
+
+def test_a_clock() -> None:
+    assert [clock(seconds) for seconds in (7, 65.2, 3600, 100000)] == ["0:07", "1:05", "1:00:00", "27:46:40"]
+
+
+def test_lines_begin_with_count_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = io.StringIO()
+    monkeypatch.setattr(time, "monotonic", iter([0.0, 0.0, 60.0, 90.0, 120.0]).__next__)
+    shown = Progress(Console(file=told, soft_wrap=True), 30, 10)
+    shown.resume(4)
+    shown.start()
+    shown.show(10, ["loss 3.1"])  # 6 steps in 60 s
+    shown.show(11, ["loss 3.0"])
+    shown.line(11, "held-out loss 3.2")
+    assert told.getvalue().splitlines() == [
+        "step 10/30  3:20 left  loss 3.1",
+        "step 11/30  held-out loss 3.2",
+    ]
+
+
+def test_figures_that_do_not_fit_are_left_out_whole() -> None:
+    figures = _train_figures(RECORD, "targets")
+    assert fitting(figures, 14) == "loss 12.3457"
+    assert fitting(figures, 33) == "loss 12.3457  accuracy 98.7%"
+    assert fitting(figures, 200).endswith("0.31 targets/s  peak 3.00 GiB host  mfu 43.2%")
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_bar_fits_into_the_terminal(width: int) -> None:
+    told = io.StringIO()
+    console = Console(file=told, force_terminal=True, width=width, color_system=None)
+    shown = Progress(console, 123456, 10)
+    shown.start()
+    shown.show(2345, _train_figures(RECORD, "targets"))
+    shown.stop()
+    last = [line for line in told.getvalue().replace("\r", "\n").splitlines() if "/123456" in line][-1]
+    assert "2345/123456" in last
+    assert "\N{HORIZONTAL ELLIPSIS}" not in last
+    assert ("loss 12.3457" in last) == (width == 80)
+
+
+def test_a_long_pass_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    tell = Pass(Console(file=told, soft_wrap=True), "reading")
+    for done in range(1, 41):
+        now[0] = float(done)
+        tell(done, 40)
+    assert told.getvalue().splitlines() == [
+        "reading: 5/40  0:35 left",
+        "reading: 10/40  0:30 left",
+        "reading: 20/40  0:20 left",
+    ]
+
+
+class Displays:
+    """Stands for IPython.display in a kernel."""
+
+    def __init__(self) -> None:
+        self.outputs: list[list[Any]] = []
+
+    def display(self, data: Any, raw: bool, display_id: bool) -> Any:
+        self.outputs.append([data])
+        return types.SimpleNamespace(update=lambda data, raw: self.outputs[-1].append(data))
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_notebook_has_one_bar_and_a_forked_rank_lines(
+    forked: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is sent to the browser from a forked rank is lost, but for stdout and stderr."""
+    displays = Displays()
+    monkeypatch.setitem(sys.modules, "IPython.display", displays)
+    monkeypatch.setattr(module, "in_notebook", lambda: True)
+    monkeypatch.setattr(terminal, "in_notebook", lambda: True)
+    monkeypatch.setattr(module.multiprocessing, "parent_process", lambda: object() if forked else None)
+    console = Terminal()
+    shown = Progress(console, 40, 10)
+    shown.start()
+    for step in range(1, 41):
+        shown.show(step, ["loss 1.0"])
+    shown.line(40, "held-out loss 2.0")
+    shown.stop()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "step 40/40  held-out loss 2.0"
+    assert len(lines) == (5 if forked else 1)
+    assert len(displays.outputs) == (0 if forked else 1)
+    for output in displays.outputs:
+        assert output[-1]["text/plain"].startswith("step 40/40")
+        assert '<progress value="40" max="40">' in output[-1]["text/html"]

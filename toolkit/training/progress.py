@@ -1,0 +1,204 @@
+"""How a run's progress is shown: a bar in a terminal or a notebook, lines elsewhere."""
+
+from __future__ import annotations
+
+import html
+import multiprocessing
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+from toolkit.terminal import in_notebook
+
+BAR_WIDTH = 12
+"""Of the bar in a terminal (columns): count, time left and loss need the room of 80 columns."""
+
+TIME_WIDTH = 8
+"""Of the time left (columns); a day and more is wider, and then the last figure is left out."""
+
+PASS_SECONDS = 5.0
+"""Of silence, before what takes that long says how far it is."""
+
+NOTEBOOK_SECONDS = 0.5
+"""Least time between two changes of a notebook's bar: each is a message to the browser."""
+
+
+def _is_forked() -> bool:
+    """Whether another process has started this one as its child, as `notebook_launcher` does."""
+    return multiprocessing.parent_process() is not None
+
+
+class Bar(Protocol):
+    """A bar that is changed in its place."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def show(self, step: int, left: float | None, figures: Sequence[str]) -> None: ...
+
+
+class Progress:
+    """Shows steps as they are taken.
+
+    Args:
+        console: silent on ranks other than 0.
+        num_steps: length of the run.
+        every_steps: where there is no bar, a line every so many steps.
+    """
+
+    def __init__(self, console: Console, num_steps: int, every_steps: int) -> None:
+        self._console = console
+        self._num_steps = num_steps
+        self._every_steps = every_steps
+        self._first_step = 0
+        self._started = time.monotonic()
+        self._bar = _bar_of(console, num_steps)
+
+    def start(self) -> None:
+        self._started = time.monotonic()
+        if self._bar is not None:
+            self._bar.start()
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def resume(self, step: int) -> None:
+        """Goes on after `step` steps, which took no time of this process."""
+        self._first_step = step
+
+    def seconds_left(self, step: int) -> float | None:
+        """Time for the rest of the run at its pace so far, evaluations and saves included; None before a first step."""
+        done = step - self._first_step
+        return (time.monotonic() - self._started) / done * (self._num_steps - step) if done > 0 else None
+
+    def show(self, step: int, figures: Sequence[str]) -> None:
+        """One optimizer step, and what there is to say of it."""
+        left = self.seconds_left(step)
+        if self._bar is not None:
+            self._bar.show(step, left, figures)
+        elif step % self._every_steps == 0 or step == self._num_steps:
+            self.line(step, *([f"{clock(left)} left"] if left else []), *figures)
+
+    def line(self, step: int, *figures: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        self._console.print("  ".join([f"step {step}/{self._num_steps}", *figures]))
+
+
+class Pass:
+    """Tells how far something has come that takes long: first after five seconds, then less and less often.
+
+    Args:
+        what: the thing in words.
+    """
+
+    def __init__(self, console: Console, what: str) -> None:
+        self._console = console
+        self._what = what
+        self._started = time.monotonic()
+        self._due = PASS_SECONDS
+
+    def __call__(self, done: int, total: int) -> None:
+        taken = time.monotonic() - self._started
+        if taken >= self._due and done < total:
+            self._due = taken + min(taken, 12 * PASS_SECONDS)
+            left = clock(taken / done * (total - done))
+            self._console.print(f"{self._what}: {done}/{total}  {left} left")
+        if done == total:
+            self._started, self._due = time.monotonic(), PASS_SECONDS
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03, or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _bar_of(console: Console, num_steps: int) -> Bar | None:
+    """What can be changed in its place here; None for pipes, files and forked ranks."""
+    if console.quiet:
+        return None
+    if console.is_terminal:
+        return _TerminalBar(console, num_steps)
+    return _NotebookBar(num_steps) if in_notebook() and not _is_forked() else None
+
+
+class _TerminalBar:
+    def __init__(self, console: Console, num_steps: int) -> None:
+        columns = (MofNCompleteColumn(), TimeRemainingColumn(), BarColumn(BAR_WIDTH), _Figures(console))
+        self._progress = RichProgress(*columns, console=console)
+        self._task = self._progress.add_task("training", total=num_steps, figures=())
+
+    def start(self) -> None:
+        self._progress.start()
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def show(self, step: int, left: float | None, figures: Sequence[str]) -> None:
+        self._progress.update(self._task, completed=step, figures=figures)
+
+
+class _Figures(ProgressColumn):
+    """The first figures that fit beside the other columns, each of them whole."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def render(self, task: Task) -> Text:
+        count = 2 * len(f"{task.total:.0f}") + 1
+        room = self._console.width - count - TIME_WIDTH - BAR_WIDTH - 4  # and a space between two columns
+        return Text(fitting(task.fields["figures"], room), no_wrap=True)
+
+
+def fitting(figures: Sequence[str], room: int) -> str:
+    """The first figures that fit into a line of `room` columns."""
+    line = ""
+    for figure in figures:
+        longer = f"{line}  {figure}" if line else figure
+        if len(longer) > room:
+            break
+        line = longer
+    return line
+
+
+class _NotebookBar:
+    """One output of the cell, which changes."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._handle: Any = None
+        self._shown = 0.0
+        self._last: dict[str, str] | None = None
+
+    def start(self) -> None:
+        from IPython.display import display
+
+        self._handle = display(  # type: ignore[no-untyped-call]
+            _notebook_line(0, self._num_steps, None, ()), raw=True, display_id=True
+        )
+
+    def stop(self) -> None:
+        if self._last is not None:
+            self._handle.update(self._last, raw=True)
+
+    def show(self, step: int, left: float | None, figures: Sequence[str]) -> None:
+        self._last = _notebook_line(step, self._num_steps, left, figures)
+        if time.monotonic() - self._shown > NOTEBOOK_SECONDS:
+            self._shown = time.monotonic()
+            self._handle.update(self._last, raw=True)
+
+
+def _notebook_line(step: int, num_steps: int, left: float | None, figures: Sequence[str]) -> dict[str, str]:
+    """The bar as text and as HTML, by MIME type."""
+    text = "  ".join([f"step {step}/{num_steps}", *([f"{clock(left)} left"] if left else []), *figures])
+    bar = f'<progress value="{step}" max="{num_steps}"></progress>'
+    return {"text/plain": text, "text/html": f"<div>{bar} <code>{html.escape(text)}</code></div>"}
