@@ -34,9 +34,14 @@ MISSING = "\N{EN DASH}"
 # ---- the page as a whole ----
 
 
-def render_page(title: str, sections: Iterable[str], style: str = "") -> str:
-    """The whole page as HTML text; empty sections are left out, and `style` adds rules to those of all pages."""
-    return _PAGE.format(title=escaped(title), style=_STYLE + style, body="\n".join(filter(None, sections)))
+def render_page(title: str, sections: Iterable[str], style: str = "", head: str = "") -> str:
+    """The whole page as HTML text; empty sections are left out.
+
+    Args:
+        style: rules besides those of all pages.
+        head: elements at the beginning of the head, as HTML.
+    """
+    return _PAGE.format(head=head, title=escaped(title), style=_STYLE + style, body="\n".join(filter(None, sections)))
 
 
 def write_page(path: Path, text: str) -> None:
@@ -286,7 +291,7 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+{head}<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <link rel="icon" href="data:,">

@@ -141,7 +141,7 @@ def write_pages(
     step_seconds: dict[str, float] | None,
 ) -> None:
     """Writes the model card and, last, the report, which marks the run as done. On rank 0."""
-    summary = replace(_summary(recipe, plugin, parts, facts, result), step_seconds=step_seconds)
+    summary = replace(summary_of(recipe, plugin, parts, facts, result), step_seconds=step_seconds)
     if result.export_dir is not None:
         write_card(result.export_dir, recipe, summary.facts, result.metrics, summary.data_report, summary.versions)
     write_report(result.output_dir / FINISHED, summary)
@@ -176,9 +176,10 @@ def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
     return f"{auto}.from_pretrained({str(export_dir)!r})"
 
 
-def _summary(
+def summary_of(
     recipe: Recipe, plugin: ShardingPlugin, parts: Parts, facts: dict[str, str], result: FinetuneResult
 ) -> RunSummary:
+    """What the report shows of a run, as far as it has come."""
     facts = {**facts, "duration": f"{result.seconds:.0f} s"}
     facts["memory"] += f"; measured {_measured_memory(result.metrics)}"
     if parts.compilation is not None:

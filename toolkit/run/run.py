@@ -22,6 +22,7 @@ from toolkit.data.samples import TextSamples
 from toolkit.data.stream import describe_stream
 from toolkit.errors import BadInputError
 from toolkit.optim.build import build_schedule
+from toolkit.pages.run_page import RunSummary
 from toolkit.planning.time.hardware import peak_flops_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import (
@@ -35,6 +36,7 @@ from toolkit.run.accelerator import (
 from toolkit.run.doubts import uniform_guess
 from toolkit.run.facts import facts_of, introduce
 from toolkit.run.folder import (
+    FINISHED,
     claimed,
     is_finished,
     is_inside,
@@ -43,7 +45,16 @@ from toolkit.run.folder import (
     write_beginning,
     write_data_report,
 )
-from toolkit.run.outcome import FinetuneResult, conclude, export_model, finished_before, result_of, write_pages
+from toolkit.run.live import LiveReport, ended_in
+from toolkit.run.outcome import (
+    FinetuneResult,
+    conclude,
+    export_model,
+    finished_before,
+    result_of,
+    summary_of,
+    write_pages,
+)
 from toolkit.run.parts import Parts, build_evaluation, build_parts, rest_of_run
 from toolkit.run.watch import watched
 from toolkit.sharding.plugin import (
@@ -88,13 +99,15 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
         # The parts fit each other: what fails from here on leaves the output folder as it is.
         facts = facts_of(accelerator, recipe, plugin, parts)
         introduce(console, facts, plugin, parts)
-        fitted = _fit(accelerator, recipe, plugin, parts, output_dir, found.start, console, beats)
-        beats.at(Phase.EXPORT)
-        export_dir, difference, sample = export_model(accelerator, recipe, parts, output_dir)
-        seconds = time.perf_counter() - started
-        guess = uniform_guess(parts.objective, accelerator.unwrap_model(parts.model), recipe.objective.class_weights)
-        result = result_of(output_dir, fitted.records, export_dir, difference, sample, seconds, guess)
-        ranks.on_first_rank(lambda: write_pages(recipe, plugin, parts, facts, result, fitted.step_seconds))
+        live = _live_report(recipe, plugin, parts, facts, output_dir, started)
+        with ended_in(live):
+            fitted = _fit(accelerator, recipe, plugin, parts, output_dir, found.start, console, beats, live)
+            beats.at(Phase.EXPORT)
+            export_dir, difference, sample = export_model(accelerator, recipe, parts, output_dir)
+            seconds, inner = time.perf_counter() - started, accelerator.unwrap_model(parts.model)
+            guess = uniform_guess(parts.objective, inner, recipe.objective.class_weights)
+            result = result_of(output_dir, fitted.records, export_dir, difference, sample, seconds, guess)
+            ranks.on_first_rank(lambda: write_pages(recipe, plugin, parts, facts, result, fitted.step_seconds))
         conclude(console, recipe, result)
         return result
 
@@ -158,6 +171,7 @@ def _fit(
     found: tuple[Path, Manifest] | None,
     console: Terminal,
     beats: Beats,
+    live: LiveReport,
 ) -> _Fitted:
     """Trains to the run's end, from the beginning or from the checkpoint `found`."""
     model = accelerator.unwrap_model(parts.model)
@@ -174,7 +188,9 @@ def _fit(
     inner = inner_optimizer(parts.optimizer)
     with (
         StopRequests(recipe.checkpoint.time_limit_minutes) as stop,
-        Metrics(accelerator, metrics_file, recipe.logging, parts.num_steps, unit, parts.planned.peak_bytes) as metrics,
+        Metrics(
+            accelerator, metrics_file, recipe.logging, parts.num_steps, unit, parts.planned.peak_bytes, live.record
+        ) as metrics,
     ):
         checkpoints = RunCheckpoints(
             accelerator, output_dir, recipe, plugin.text, parts.data.fingerprint, parts.model, inner, metrics
@@ -195,6 +211,16 @@ def _fit(
     if parts.data.stream is not None:
         _tell_stream(accelerator, recipe, parts, output_dir)
     return _Fitted(metrics.records, profile.seconds if profile is not None else None)
+
+
+def _live_report(
+    recipe: Recipe, plugin: ShardingPlugin, parts: Parts, facts: dict[str, str], output_dir: Path, started: float
+) -> LiveReport:
+    def summary(records: list[dict[str, Any]]) -> RunSummary:
+        result = result_of(output_dir, records, None, seconds=time.perf_counter() - started)
+        return replace(summary_of(recipe, plugin, parts, facts, result), doubts=())  # it may get better yet
+
+    return LiveReport(output_dir / FINISHED, summary, lambda: parts.num_steps)
 
 
 def _build_trainer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,7 @@ class Metrics:
         num_steps: length of the run, for the progress bar.
         unit: what the objective counts, for the console.
         planned_peak_bytes: stands in each train record beside what was measured; None: there is no plan.
+        on_record: called with all records and the time left (seconds) after each record.
     """
 
     def __init__(
@@ -37,9 +39,11 @@ class Metrics:
         num_steps: int,
         unit: str = "targets",
         planned_peak_bytes: int | None = None,
+        on_record: Callable[[list[dict[str, Any]], float | None], None] | None = None,
     ) -> None:
         self._unit = unit
         self._planned_peak_bytes = planned_peak_bytes
+        self._on_record = on_record
         self.records: list[dict[str, Any]] = []
         self._accelerator = accelerator
         self._path = path
@@ -86,6 +90,8 @@ class Metrics:
         split = record["split"]
         values = {f"{split}/{key}": value for key, value in record.items() if isinstance(value, int | float)}
         self._accelerator.log(values, step=record["step"])
+        if self._on_record is not None:
+            self._on_record(self.records, self.progress.seconds_left(record["step"]))
 
 
 def finite_or_null(record: dict[str, Any]) -> dict[str, Any]:

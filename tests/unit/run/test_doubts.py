@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.doubts import Guess, doubts_of
 from toolkit.run.outcome import conclude, result_of
+from toolkit.terminal import Terminal
 
 TOKENS = Guess(1024, "tokens")
 
@@ -53,8 +52,7 @@ def test_without_a_guess_only_held_out_losses_speak() -> None:
 
 def test_the_last_lines_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = result_of(tmp_path, records(BURST, (7.0, 9.0)), None, guess=TOKENS)
-    console = Console(file=io.StringIO(), soft_wrap=True)
-    conclude(console, Recipe.load("quickstart"), result)
-    lines = console.file.getvalue().splitlines()
-    assert [line.partition(":")[0] for line in lines[1:]] == ["warning", "warning"]
-    assert capsys.readouterr().out == f"run: {tmp_path}\nreport: {tmp_path / 'report.html'}\n"
+    conclude(Terminal(), Recipe.load("quickstart"), result)
+    told = capsys.readouterr()
+    assert [line.partition(":")[0] for line in told.err.splitlines() if ":" in line][-2:] == ["warning", "warning"]
+    assert told.out == f"run: {tmp_path}\nreport: {tmp_path / 'report.html'}\n"

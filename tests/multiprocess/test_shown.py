@@ -1,0 +1,120 @@
+"""What a run shows while it goes on, and when it ends before its time, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_texts
+from ranks import meet, run_on_ranks
+from tiny import recipe_values, save_llama
+
+
+def runs(folder: Path) -> dict[str, Any]:
+    from toolkit import Recipe, finetune
+    from toolkit.errors import StoppedError
+    from toolkit.pages.run_page import render_report
+    from toolkit.run import live
+    from toolkit.training.trainer import Trainer
+
+    live.EVERY_SECONDS = live.COST_SHARE = 1e-9
+    live.COST_SHARE = 1e9
+    pages: list[str] = []
+    found: dict[str, Any] = {"pages": pages}
+    write_report, train_step = live.write_report, Trainer.train_step
+
+    def writing(path: Path, summary: Any) -> None:
+        pages.append(render_report(summary))
+        write_report(path, summary)
+
+    def failing(self: Any, window: Any) -> Any:
+        if self.global_step == 2:
+            raise ValueError("<the disk> is on fire")
+        return train_step(self, window)
+
+    live.write_report = writing
+
+    def run(name: str, error: type[Exception] | None = None, **sections: Any) -> None:
+        meet()
+        values = recipe_values(folder / "model", folder / "texts.jsonl", folder / name, folder / "cache", max_steps=4)
+        values["data"]["validation"] = str(folder / "texts.jsonl")
+        values["export"] = {"enabled": False}
+        for section, fields in sections.items():
+            values[section] = {**values.get(section, {}), **fields}
+        recipe = Recipe.from_mapping(values)
+        if error is None:
+            found[name] = finetune(recipe).doubts
+        else:
+            with pytest.raises(error):
+                finetune(recipe)
+
+    run("whole")
+    found["num_pages"] = len(pages)
+    run("stopped", StoppedError, checkpoint={"time_limit_minutes": 1e-4})
+    found["report-stopped"] = (folder / "stopped/report.html").read_text()
+    live.EVERY_SECONDS, live.COST_SHARE = 1e9, 0.01
+    Trainer.train_step = failing  # type: ignore[method-assign]
+    run("failed", ValueError)
+    Trainer.train_step = train_step  # type: ignore[method-assign]
+    found["report-failed"] = (folder / "failed/report.html").read_text()
+    run("failed")  # the same command, from its beginning
+    run(
+        "spoiled",
+        training={"max_steps": 12},
+        optimizer={"learning_rate": 3.0},
+        schedule={"warmup_steps": 1, "kind": "constant"},
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shown")
+    save_llama(folder / "model", make_texts(60), tied=True)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(60)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    first, second = run_on_ranks(runs, 2, folder)
+    assert second["pages"] == [], "one rank writes"
+    return first
+
+
+def test_the_report_lives_while_the_run_does(found: dict[str, Any], folder: Path) -> None:
+    pages = found["pages"][: found["num_pages"]]
+    assert len(pages) == 4 + 2, "after each record: steps and evaluations"
+    steps = [int(re.findall(r"Running: step (\d) of 4", page)[0]) for page in pages]
+    assert steps == [0, 1, 2, 3, 4, 4]
+    assert "left." not in pages[0].partition("<strong>Running")[2].partition("</strong>")[0]
+    for page in pages[1:]:
+        assert re.search(r"Running: step \d of 4, [\d.e-]+ s left\.", page)
+        assert re.search(r'<meta name="run-state" content="running"><meta http-equiv="refresh" content="1">', page)
+    assert 'id="chart-loss"' in pages[2]
+    last = (folder / "whole/report.html").read_text()
+    assert "run-state" not in last
+    assert 'http-equiv="refresh"' not in last
+
+
+def test_a_run_that_ended_before_its_time_says_so(found: dict[str, Any], folder: Path) -> None:
+    stopped, failed = found["report-stopped"], found["report-failed"]
+    assert '<meta name="run-state" content="stopped">' in stopped
+    assert "checkpoint.time_limit_minutes (0.0001) is over; its state is saved" in stopped
+    assert "<strong>Failed after step 2 of 4.</strong> ValueError: &lt;the disk&gt; is on fire" in failed
+    assert "refresh" not in stopped + failed
+    assert "run-state" not in (folder / "failed/report.html").read_text(), "the same command has finished it"
+    assert not list((folder / "failed").glob(".*")), os.listdir(folder / "failed")
+
+
+def test_a_learning_rate_that_spoils_the_model_is_told(found: dict[str, Any], folder: Path) -> None:
+    assert found["whole"] == ()
+    doubts = " ".join(found["spoiled"])
+    assert "no better than a uniform guess over" in doubts or "worse than" in doubts
+    page = (folder / "spoiled/report.html").read_text()
+    assert 'id="doubts"' in page
+    assert "lower optimizer.learning_rate" in page
