@@ -21,8 +21,8 @@ from toolkit.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ("toolkit", "accelerate", "torchrun", "python", "pip", "pytest", "srun")
-STARTS_RANKS = ("train", "verify", "doctor")
-"""Commands of `toolkit` that have tests of their own, on ranks."""
+STARTS_RANKS = ("train", "verify", "doctor", "status")
+"""Commands of `toolkit` that start ranks or look at running ones, and have tests of their own."""
 STAND_INS = {
     "meta-llama/Llama-3.2-1B-Instruct": "model",
     "meta-llama/Llama-3.1-8B": "model",

@@ -1,0 +1,52 @@
+"""`toolkit status`: the table of a run that is under way."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from toolkit.cli.app import app
+from toolkit.errors import ToolkitError
+from toolkit.run.status import FOLDER, RankStatus, to_text
+
+GOES = RankStatus(0, "one", 10, "S", "forward", 7, 41, 0.5, 1.0)
+
+
+def shown(run: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["status", str(run), *options])
+
+
+def write(run: Path, *ranks: RankStatus) -> None:
+    (run / FOLDER).mkdir(exist_ok=True)
+    (run / FOLDER / "host_00000.json").write_text(to_text(list(ranks), 1, time.time()))
+
+
+def test_a_row_for_each_rank(tmp_path: Path) -> None:
+    write(tmp_path, GOES, replace(GOES, rank=1, pid=11))
+    lines = shown(tmp_path).output.splitlines()
+    assert [line.split()[:5] for line in lines[1:]] == [
+        ["0", "one", "10", "forward", "7"],
+        ["1", "one", "11", "forward", "7"],
+    ], "and no word of who waits, as all go on"
+
+
+def test_who_waits_for_whom_once_a_rank_stands_still(tmp_path: Path) -> None:
+    write(tmp_path, replace(GOES, seconds=40.0), replace(GOES, rank=1, state="T", seconds=40.0, silent_seconds=40.0))
+    assert "Rank 0 waits for it." in shown(tmp_path).output
+    found = json.loads(shown(tmp_path, "--json").output)
+    assert found["late"] == [0, 1]
+    assert "Rank 1 on one" in found["verdict"]
+    assert [rank["state"] for rank in found["ranks"]] == ["S", "T"]
+
+
+def test_nothing_is_under_way(tmp_path: Path) -> None:
+    (tmp_path / "stall.txt").touch()
+    result = shown(tmp_path)
+    assert isinstance(result.exception, ToolkitError)
+    assert result.exception.exit_code == 1
+    assert "no run is under way; the last one stood still" in str(result.exception)
+    assert shown(tmp_path, "--json").exit_code == 1
