@@ -58,6 +58,10 @@ class RankError(TrainingError):
     """One rank alone cannot go on, and the others know nothing of it."""
 
 
+class RankLostError(ToolkitError):
+    """A signal ended a rank, as the kernel does where memory runs out."""
+
+
 class StoppedError(ToolkitError):
     """The run was asked to end, by a signal or its time limit, and its state is saved."""
 

@@ -14,7 +14,7 @@ from types import FrameType
 
 import psutil
 
-from toolkit.errors import BadInputError, StoppedError, ToolkitError, first_line
+from toolkit.errors import BadInputError, RankLostError, StoppedError, first_line
 
 SECONDS_TO_SAVE = 600
 """How long ranks that are asked to stop may take to save their state. torch's 30 are too few for a large model."""
@@ -30,7 +30,7 @@ def run_launcher(arguments: Sequence[str], output_dir: Path) -> int:
 
     Raises:
         BadInputError: where the launcher refuses its arguments or the config.
-        ToolkitError: where a signal ended a rank.
+        RankLostError: where a signal ended a rank.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -93,4 +93,4 @@ def _exit_code(rank: int, code: int) -> int:
         return code
     name = signal.Signals(-code).name
     hint = ": the machine may have run out of memory" if name == "SIGKILL" else ""
-    raise ToolkitError(f"rank {rank} was ended by {name}{hint}")
+    raise RankLostError(f"rank {rank} was ended by {name}{hint}")

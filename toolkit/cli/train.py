@@ -23,6 +23,7 @@ from toolkit.cli.arguments import (
     split_arguments,
 )
 from toolkit.cli.configs import find_config
+from toolkit.cli.retries import require_useful, with_retries
 from toolkit.errors import BadInputError
 from toolkit.places import shipped_folder, shown_path
 from toolkit.recipe.recipe import Recipe
@@ -52,6 +53,13 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan and the first batch; train nothing.")
     ] = False,
+    retries: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Start again up to N times, from the last checkpoint, where a signal ended a rank or one stood still.",
+        ),
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe, and print the `accelerate launch` command that does the same.
@@ -59,6 +67,7 @@ def train(
     Exit codes: 0 done, 1 failed, 2 bad input, 3 stopped on request with its state saved, 4 a rank stood still.
     """
     loaded = load_recipe(arguments, recipe)  # a wrong recipe is told before any rank starts
+    require_useful(loaded, retries, dry_run)
     name, overrides = split_arguments(arguments, recipe)
     options = launcher_options(loaded, gpus, cpu, strategy, config)
     script = shown_path(shipped_folder("recipes") / "finetune.py")
@@ -70,10 +79,18 @@ def train(
     from toolkit.cli.launcher import run_launcher  # torch is imported only for a recipe that is right
 
     folder = Path(loaded.training.output_dir).expanduser()
-    code = run_launcher(words, folder)
+    code = with_retries(lambda: run_launcher(words, folder), retries, lambda: _saved_step(folder))
     if as_json:
         print(json.dumps({"command": command, "exit_code": code, **({} if dry_run else _outcome(folder))}, indent=1))
     raise typer.Exit(code)
+
+
+def _saved_step(folder: Path) -> int:
+    """Of the newest checkpoint; -1 where there is none."""
+    from toolkit.checkpoint.manifest import latest
+
+    found = latest(folder)
+    return -1 if found is None else found.step
 
 
 def _outcome(folder: Path) -> dict[str, Any]:

@@ -17,6 +17,9 @@ PATIENCE = {"start": 36.0, "save": 3.0, "export": 6.0}
 FROZEN_SHARE = 0.5
 """A process whose watching thread has not run for this share of the limit is frozen."""
 
+DEAD_SECONDS = 60.0
+"""The others end then, if a launcher has not ended them: inside a collective they do not hear its SIGTERM."""
+
 STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger", "D": "waits for a disk", "Z": "dead", "X": "dead"}
 """Process states of Linux that say why a rank does not go on."""
 
@@ -57,11 +60,17 @@ class RankStatus:
         """The same for somebody who has looked on for this long only."""
         return replace(self, seconds=min(self.seconds, seconds), silent_seconds=min(self.silent_seconds, seconds))
 
+    @property
+    def is_dead(self) -> bool:
+        return self.state in ("X", "Z")
+
     def is_frozen(self, limit: float) -> bool:
-        return self.silent_seconds > FROZEN_SHARE * limit
+        return self.is_dead or self.silent_seconds > FROZEN_SHARE * limit
 
     def is_late(self, limit: float) -> bool:
-        """Whether it stands still for longer than its phase may take, or is stopped for longer than `limit`."""
+        """Whether it stands still for longer than its phase may take, is stopped for longer than `limit`, or died."""
+        if self.is_dead:
+            return self.silent_seconds > min(limit, DEAD_SECONDS)
         patience = PATIENCE.get(self.phase, 1.0)
         return self.seconds > patience * limit or (self.is_stopped and self.silent_seconds > limit)
 

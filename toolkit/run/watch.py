@@ -150,7 +150,7 @@ class Watch:
             atomic_write(self._shared.parent / STALL_FILE, text)
         minutes = self._limit / 60
         print(
-            f"error: the run stands still for more than training.stall_minutes ({minutes:g}); nothing is saved, and "
+            f"error: the run stands still (training.stall_minutes: {minutes:g}); nothing is saved, and "
             f"the same command goes on from the last checkpoint\n\n{harmless(text)}",
             file=sys.stderr,
             flush=True,
@@ -158,7 +158,7 @@ class Watch:
 
     def _end(self, here: list[RankStatus]) -> None:
         for place in here:
-            if place.is_frozen(self._limit) and place.rank != self._rank:
+            if place.is_frozen(self._limit) and not place.is_dead and place.rank != self._rank:
                 _kill_soon(place.pid)
         self._leave(StalledError.exit_code)
 

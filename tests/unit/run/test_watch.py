@@ -43,6 +43,8 @@ def test_a_record_is_read_back() -> None:
         ("start", "S", 2000.0, False),
         ("start", "T", 59.0, False),
         ("start", "T", 61.0, True),
+        ("start", "X", 59.0, False),
+        ("start", "X", 61.0, True),
     ],
 )
 def test_late_is_what_stands_for_longer_than_its_phase_may_take(
@@ -141,7 +143,7 @@ def test_a_rank_that_is_frozen_is_told_by_the_other_and_killed(
     assert "Rank 1 on" in text
     assert "backward of step 7, for 69 s; its process does not answer" in text
     assert "test_a_rank_that_is_frozen" in text, "the stack of the rank that runs"
-    assert "training.stall_minutes (1)" in capsys.readouterr().err
+    assert "training.stall_minutes: 1" in capsys.readouterr().err
 
 
 def test_other_ranks_leave_the_telling_to_the_lowest(tmp_path: Path, killed: list[int]) -> None:
@@ -163,6 +165,19 @@ def test_a_beat_in_time_starts_anew(tmp_path: Path) -> None:
     for beat in (0, 58, 116, 174):
         host.beat(0, Phase.FORWARD, beat)
         assert looks(watch, host, 0, beat, beat + 58) is None
+
+
+def test_a_rank_that_is_dead_is_waited_for_a_minute(
+    tmp_path: Path, killed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(tmp_path, "one", [0, 1])
+    for rank in (0, 1):
+        host.beat(rank, Phase.START, 100.0)
+    monkeypatch.setattr(watch_module, "_state_of", lambda pid: "X")
+    watch = host.watch(1)
+    monkeypatch.setattr(watch, "_rank", 1)
+    assert looks(watch, host, 1, 100, 200) == 169, "rank 0 cannot tell, and 1 does"
+    assert killed == [], "its number may be another process's by now"
 
 
 def test_a_process_that_was_paused_does_not_blame_the_others(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""`toolkit train --retries`: starts ranks again after a loss, as long as that leads anywhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from toolkit.errors import BadInputError, RankLostError, StalledError
+from toolkit.recipe.recipe import Recipe
+
+FRUITLESS = 2
+"""Restarts in a row without a new checkpoint, after which there are no more."""
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
+"""Seconds before a restart; twice as long after each that was fruitless."""
+
+
+def require_useful(recipe: Recipe, retries: int, dry_run: bool) -> None:
+    """Raises BadInputError where restarts would have no effect, or would begin at the first step."""
+    if retries and dry_run:
+        raise BadInputError("--retries has no effect with --dry-run; leave one of them out")
+    if retries and recipe.checkpoint.every_steps is None:
+        raise BadInputError(
+            "--retries needs checkpoints to go on from, and checkpoint.every_steps is not set; "
+            "set it, for example checkpoint.every_steps=200"
+        )
+    if retries and recipe.checkpoint.resume == "never":
+        raise BadInputError("--retries needs checkpoint.resume=auto: with never each restart begins at the first step")
+
+
+def with_retries(
+    launch: Callable[[], int],
+    retries: int,
+    saved_step: Callable[[], int],
+    pause: Callable[[float], None] = lambda seconds: time.sleep(seconds),
+) -> int:
+    """The exit code of the last `launch`, which is repeated after a lost rank and after a stall.
+
+    Args:
+        launch: starts the ranks; gives their exit code, or raises RankLostError.
+        saved_step: of the newest checkpoint; -1 where there is none.
+    """
+    fruitless, step = 0, saved_step()
+    for number in range(retries + 1):
+        code, lost = _tried(launch)
+        if lost is None and code != StalledError.exit_code:
+            return code
+        reached = saved_step()
+        fruitless = fruitless + 1 if number and reached <= step else 0
+        step = reached
+        if number == retries or fruitless == FRUITLESS:
+            break
+        seconds = min(LONGEST_PAUSE, SHORTEST_PAUSE * 2**fruitless)
+        where = f"after step {step}" if step >= 0 else "at the first step"
+        _tell(f"{lost or 'a rank stood still'}; restart {number + 1} of {retries} in {seconds:.0f} s goes on {where}")
+        pause(seconds)
+    if fruitless == FRUITLESS:
+        _tell(f"no more restarts: {FRUITLESS} in a row ended without a new checkpoint")
+    if lost is not None:
+        raise lost
+    return code
+
+
+def _tried(launch: Callable[[], int]) -> tuple[int, RankLostError | None]:
+    try:
+        return launch(), None
+    except RankLostError as error:
+        return error.exit_code, error
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
