@@ -182,7 +182,7 @@ def _surveyed(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tu
 def _sections(draft: Draft) -> Recipe:
     """The model and the data as they stand, checked; what is given elsewhere may need values that are not there yet."""
     nested = draft.nested()
-    needed = {"training": {"output_dir": "", "num_epochs": 1}, "optimizer": {"learning_rate": 1.0}}
+    needed = {"training": {"output_dir": "outputs", "num_epochs": 1}, "optimizer": {"learning_rate": 1.0}}
     return Recipe.from_mapping({"model": nested["model"], "data": nested["data"], **needed})
 
 
