@@ -5,10 +5,26 @@ tests/unit/planning/memory/test_planning_private_names.py says when one of them 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-__all__ = ["FakeTensorMode", "has_values", "unset_fake_temporarily"]
+__all__ = ["FakeTensorMode", "has_values", "unset_fake_temporarily", "without_logs"]
+
+
+@contextmanager
+def without_logs() -> Iterator[None]:
+    """An operator without a kernel for such tensors is told by its exception alone; torch would log a traceback."""
+    logger = logging.getLogger(FakeTensor.__module__)
+    was_disabled = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 def has_values(tensor: torch.Tensor) -> bool:

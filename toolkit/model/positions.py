@@ -1,8 +1,17 @@
-"""Where a model's own positions begin."""
+"""Whether a model takes positions, and where its own begin."""
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
+
+from toolkit.model.adapters import base_of
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether a forward can be told that positions restart, without which rows that share a sample see each other."""
+    return "position_ids" in inspect.signature(base_of(model).forward).parameters
 
 
 def first_position(model: nn.Module) -> int:

@@ -16,9 +16,10 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of, known_packing
 from toolkit.model.fake_tensors import has_values
-from toolkit.model.positions import first_position
+from toolkit.model.positions import first_position, takes_positions
 from toolkit.objectives.head_loss import HeadLoss, find_head_loss, numbers_of_targets
 from toolkit.objectives.preference_losses import predicted, sequence_log_probabilities, summed_by_document
+from toolkit.sharding.fsdp import class_name
 
 HEAD_LOSS_TOLERANCE = {False: 1e-5, True: 1e-2}
 """By whether compute is in 16 bits: the largest difference from whole logits' loss, as a share of it."""
@@ -41,10 +42,10 @@ class CausalLM:
 
     def __init__(self, model: nn.Module, packed: bool = True) -> None:
         self._packed = packed
-        if packed and "position_ids" not in inspect.signature(base_of(model).forward).parameters:
+        if packed and not takes_positions(model):
             raise BadInputError(
-                f"data.packing: {type(model).__name__} takes no position_ids, so rows that share a sample would see "
-                "each other; set data.packing=false"
+                f"data.packing: {class_name(base_of(model))} takes no position_ids, so rows that share a sample would "
+                "see each other; set data.packing=false"
             )
         self._first_position = first_position(base_of(model))
         # Its kernels tell documents apart in a single row only; in several they would leak.

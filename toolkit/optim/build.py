@@ -100,7 +100,8 @@ def learning_rate_factor(section: ScheduleSection, num_steps: int) -> Callable[[
     """Step (from 0) -> factor of the peak learning rate.
 
     Linear warm-up ((step + 1) / (warm-up + 1), so that the first step moves), then the section's shape,
-    which reaches `min_factor` at the last step of `num_steps`.
+    which reaches `min_factor` one step after the last of `num_steps`, as in transformers: with a factor of 0 the
+    last step would be paid for and move nothing.
     """
     warmup = warmup_steps(section, num_steps)
     decay_start = warmup
@@ -114,7 +115,7 @@ def learning_rate_factor(section: ScheduleSection, num_steps: int) -> Callable[[
             return (step + 1) / (warmup + 1)
         if section.kind == "constant":
             return 1.0
-        progress = (step - decay_start) / max(1, num_steps - 1 - decay_start)
+        progress = (step - decay_start) / max(1, num_steps - decay_start)
         progress = min(max(progress, 0.0), 1.0)
         shape = 0.5 * (1 + math.cos(math.pi * progress)) if section.kind == "cosine" else 1 - progress
         return section.min_factor + (1 - section.min_factor) * shape

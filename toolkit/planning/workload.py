@@ -19,6 +19,7 @@ from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
 from toolkit.model.document_attention import BY_DOCUMENT
 from toolkit.model.load import SpecialTokens, load_without_weights
+from toolkit.model.positions import takes_positions
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
@@ -112,6 +113,8 @@ def workload_of_model(
         label_counts: as `build_objective` takes them.
     """
     packed = is_packed(recipe.data, recipe.objective)
+    if recipe.data.packing is None and recipe.objective.kind == "causal_lm":
+        packed = takes_positions(model)  # a run pads its rows, too
 
     def objective(model: nn.Module) -> Objective:
         return build_objective(recipe.objective, model, packed, label_counts)

@@ -191,7 +191,7 @@ class DataSection(Section):
     packing: bool | None = Field(
         None,
         description="Put several rows into one sample, where they cannot see each other. false: pad each row. Null: "
-        "true, but false for classification.",
+        "true, but false for classification and for models that cannot keep rows apart.",
     )
     streaming: bool = Field(
         False, description="Read rows while training, for data larger than the disk. Every rank reads all of it."
@@ -436,7 +436,7 @@ class ScheduleSection(Section):
     )
     warmup_steps: int | None = Field(None, ge=0, description="Warm up linearly over N optimizer steps.")
     warmup_fraction: Fraction | None = Field(None, description="Warm up linearly over this share of all steps.")
-    min_factor: Fraction = Field(0.0, description="End at this factor of the peak learning rate.")
+    min_factor: Fraction = Field(0.0, description="Decay towards this factor of the peak, reached after the last step.")
     decay_fraction: Fraction | None = Field(
         None, description="Decay over this last share of all steps (warmup_stable_decay only); null: 0.1."
     )

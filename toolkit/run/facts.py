@@ -38,6 +38,8 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
         facts["loss"] = parts.head_loss
     if parts.leaks is not None:
         facts["packing"] = _packing_fact(parts.leaks)
+    if parts.padded is not None:
+        facts["packing"] = f"none, each row is padded: {parts.padded}"
     if plugin.engine is not None:
         facts["offload"] = plugin.engine.describe()
     if parts.compilation is not None:

@@ -14,8 +14,10 @@ from torch import nn
 from toolkit.checkpoint.export import relative_difference
 from toolkit.data.samples import Batch, TextSamples, sample_of, stack
 from toolkit.errors import BadInputError
+from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
 from toolkit.objectives.objective import Objective
+from toolkit.sharding.fsdp import class_name
 
 SAMPLES = 256
 """Samples among which the one with the longest last document is looked for."""
@@ -24,6 +26,10 @@ TOLERANCE = {False: (1e-5, 1e-4), True: (1e-2, 5e-2)}
 """By whether compute is in 16 bits: the largest change of a document's logits when the others are
 replaced (kernels and shapes stay, so it is zero but for experts that share a matrix product), and the
 largest difference from its logits alone (rounding differs); both as a share of the largest logit."""
+
+
+class LeakError(BadInputError):
+    """Rows that share a sample see each other."""
 
 
 @torch.no_grad()
@@ -46,7 +52,7 @@ def check_leaks(
         None where no sample holds two documents, or the logits are not finite.
 
     Raises:
-        BadInputError: where they are more than `TOLERANCE`.
+        LeakError: where they are more than `TOLERANCE`.
     """
     numbers = _numbers(samples, micro_batch_size)
     if numbers is None:
@@ -103,7 +109,7 @@ def _require_small(found: tuple[float, float], tolerance: tuple[float, float], m
     elif differs > tolerance[1]:
         what = f"differ by {differs:.1e} of the largest from its own alone, more than {tolerance[1]:.0e}"
     if what is not None:
-        raise BadInputError(
-            f"data.packing: rows that share a sample see each other in {type(model).__name__} with attention "
+        raise LeakError(
+            f"data.packing: rows that share a sample see each other in {class_name(base_of(model))} with attention "
             f"{attention_of(model)!r}: the logits of one {what}. Set data.packing=false, or another model.attention"
         )

@@ -23,7 +23,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of, require_mergeable
 from toolkit.model.attention import settle_attention
 from toolkit.model.load import load
-from toolkit.model.positions import first_position
+from toolkit.model.positions import first_position, takes_positions
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
@@ -35,10 +35,11 @@ from toolkit.planning.check import Planned, plan_run
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.accelerator import checkpointing_of, compilation_of
-from toolkit.run.leaks import check_leaks
+from toolkit.run.leaks import LeakError, check_leaks
 from toolkit.sharding.apply import prepare_blocks
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
+from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.plugin import (
     ShardingPlugin,
 )
@@ -75,6 +76,7 @@ class Parts:
         attention: the implementation that was chosen, and why.
         head_loss: what the losses come from; None for objectives that have no choice.
         leaks: what was found about rows that share a sample; None where none do.
+        padded: why rows are padded although `data.packing` is not set; None where that is not so.
     """
 
     model: nn.Module
@@ -89,6 +91,7 @@ class Parts:
     attention: str
     head_loss: str | None
     leaks: Leaks | None
+    padded: str | None
 
 
 def build_parts(
@@ -103,6 +106,7 @@ def build_parts(
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
     model = load(recipe.model, tokens, training.seed, data.label_names, recipe.adapter)
+    data, padded = _fitting(recipe, tokens, data, model)
     if recipe.export.merge:
         require_mergeable(model)
     # The model is on the meta device still: what cannot work ends here, before any weight is read.
@@ -116,13 +120,14 @@ def build_parts(
     # Before `prepare`, which wraps the blocks that the plan has chosen to checkpoint.
     planned = _planned(accelerator, recipe, model, plugin, label_counts)
     plugin.checkpointing = planned.checkpointing
-    compilation = plugin.compilation
-    if not plugin.strategy.sharded:
-        compilation = _prepare_for_ddp(accelerator, model, recipe, planned.checkpointing)
+    compilation = _prepared(accelerator, model, recipe, plugin)
     optimizer = build_optimizer(model, recipe.optimizer, recipe.sharding.unit_classes)
     model, optimizer = accelerator.prepare(model, optimizer)
     # After `prepare`: the model is checked as it is trained, with its kernels and its precision.
-    leaks = _check_leaks(accelerator, recipe, model, objective, data, in_16_bits)
+    leaks, leak = _check_leaks(accelerator, recipe, model, objective, data, in_16_bits)
+    if leak is not None:
+        padded, data = leak, _padded(recipe, tokens)
+        objective = build_objective(recipe.objective, model, False, label_counts)
     head_loss = None
     if not isinstance(objective, SequenceClassification):
         head_loss = objective.check_head_loss(model, accelerator.device, in_16_bits)
@@ -131,9 +136,7 @@ def build_parts(
     num_steps = steps_of_run(training, len(data.train), size)
     # Before the first step, while the model is its own reference.
     if isinstance(objective, Preference) and objective.needs_references:
-        last = num_positions(recipe, len(data.train), num_steps * size)
-        if resumed is not None:
-            _, last = rest_of_run(recipe, num_steps, size, last, resumed)
+        last = _last_position(recipe, data, num_steps, size, resumed)
         data = _with_references(accelerator, recipe, model, objective, data, last)
     windows = build_windows(recipe, data, num_steps, accumulation, accelerator.process_index, world_size)
     return Parts(
@@ -149,6 +152,7 @@ def build_parts(
         attention,
         head_loss,
         leaks,
+        padded,
     )
 
 
@@ -270,6 +274,32 @@ def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe
         )
 
 
+def _may_pad(recipe: Recipe, data: TokenisedData) -> bool:
+    """Whether rows may be padded instead of packed: where the recipe leaves it open."""
+    return data.report.packing and recipe.data.packing is None and recipe.objective.kind == "causal_lm"
+
+
+def _fitting(
+    recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData, model: PreTrainedModel
+) -> tuple[TokenisedData, str | None]:
+    """The data as the model can take it, and why its rows are padded, if they are for that."""
+    if takes_positions(model) or not _may_pad(recipe, data):
+        return data, None
+    return _padded(recipe, tokens), f"{class_name(base_of(model))} takes no position_ids"
+
+
+def _last_position(recipe: Recipe, data: TokenisedData, num_steps: int, size: int, resumed: Manifest | None) -> int:
+    """Samples of the whole run, in steps of `size`."""
+    last = num_positions(recipe, len(data.train), num_steps * size)
+    return last if resumed is None else rest_of_run(recipe, num_steps, size, last, resumed)[1]
+
+
+def _padded(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> TokenisedData:
+    """The data with a sample for each row; nothing is tokenised again."""
+    section = recipe.data.model_copy(update={"packing": False})
+    return build.build(section, tokens, recipe.training.seed, recipe.objective)
+
+
 def _check_leaks(
     accelerator: Accelerator,
     recipe: Recipe,
@@ -277,23 +307,45 @@ def _check_leaks(
     objective: Objective,
     data: TokenisedData,
     in_16_bits: bool,
-) -> Leaks | None:
-    """What was found about rows that share a sample; None where none do. Raises BadInputError where they leak."""
+) -> tuple[Leaks | None, str | None]:
+    """What was found about rows that share a sample, if any do; why they must not, where the recipe leaves it open.
+
+    Raises BadInputError where they leak and the recipe asks for them.
+    """
     if not isinstance(data.train, TextSamples) or not data.train.packed:
-        return None
-    found = check_leaks(
-        model,
-        accelerator.unwrap_model(model),
-        objective,
-        data.train,
-        recipe.training.micro_batch_size,
-        accelerator.device,
-        in_16_bits,
-    )
+        return None, None
+    found, leak = None, None
+    try:
+        found = check_leaks(
+            model,
+            accelerator.unwrap_model(model),
+            objective,
+            data.train,
+            recipe.training.micro_batch_size,
+            accelerator.device,
+            in_16_bits,
+        )
+    except LeakError as error:
+        leak = error
+    # All or none: ranks whose rounding differs must not train on different samples.
+    leak = next((told for told in ranks.gather_objects(leak) if told is not None), None)
+    if leak is not None:
+        if not _may_pad(recipe, data):
+            raise leak
+        return None, str(leak).removeprefix("data.packing: ").partition(". Set ")[0]
     train = data.report.train
     assert train is not None
     assert train.fill_rate is not None, "rows are packed"
-    return Leaks(train.fill_rate, found)
+    return Leaks(train.fill_rate, found), None
+
+
+def _prepared(
+    accelerator: Accelerator, model: PreTrainedModel, recipe: Recipe, plugin: ShardingPlugin
+) -> Compilation | None:
+    """How blocks are compiled; what the plugin shards, it prepares itself."""
+    if plugin.strategy.sharded:
+        return plugin.compilation
+    return _prepare_for_ddp(accelerator, model, recipe, plugin.checkpointing)
 
 
 def _prepare_for_ddp(

@@ -14,6 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of a module's own class: `fully_shard` puts one with FSDP before it in its place."""
+    return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+
+
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     """Every module that `fully_shard` was called on, the root first."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))

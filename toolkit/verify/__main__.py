@@ -69,6 +69,9 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     if accelerator.mixed_precision == "fp16":
         raise BadInputError("mixed_precision fp16: its gradient scaler skips steps, which no plain loop does; use bf16")
     parts = build_parts(accelerator, recipe, plugins["fsdp_plugin"])
+    if parts.padded is not None:
+        # The plain side has packed them, as the recipe leaves it open.
+        raise BadInputError(f"data.packing: {parts.padded}; set data.packing=false")
     model = accelerator.unwrap_model(parts.model)
     # The plain side draws no masks that these ranks could share.
     set_dropout(model, 0.0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from typing import Any
 
 import pytest
 import torch
 from tiny import llama
 from torch import nn
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from toolkit.errors import BadInputError
 from toolkit.optim.build import QUANTISED, build_optimizer, build_schedule, learning_rate_factor, parameter_groups
@@ -22,15 +24,31 @@ def factors(num_steps: int, **fields: object) -> list[float]:
 
 
 def test_linear() -> None:
-    assert factors(6, kind="linear", warmup_steps=2) == pytest.approx([1 / 3, 2 / 3, 1, 2 / 3, 1 / 3, 0])
+    assert factors(6, kind="linear", warmup_steps=2) == pytest.approx([1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4])
 
 
 def test_linear_to_a_floor() -> None:
-    assert factors(5, kind="linear", min_factor=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+    assert factors(5, kind="linear", min_factor=0.2) == pytest.approx([1, 0.84, 0.68, 0.52, 0.36])
 
 
 def test_cosine() -> None:
-    assert factors(5, kind="cosine", min_factor=0.1) == pytest.approx([1, 0.868198, 0.55, 0.231802, 0.1], abs=1e-6)
+    assert factors(4, kind="cosine", min_factor=0.1) == pytest.approx([1, 0.868198, 0.55, 0.231802], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"), [("linear", get_linear_schedule_with_warmup), ("cosine", get_cosine_schedule_with_warmup)]
+)
+def test_the_last_step_moves_as_in_transformers(kind: str, theirs: Any) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = theirs(optimizer, num_warmup_steps=0, num_training_steps=7)
+    expected = []
+    for _ in range(7):
+        expected.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    found = factors(7, kind=kind)
+    assert found == pytest.approx(expected)
+    assert found[-1] > 0
 
 
 def test_constant_after_warmup_fraction() -> None:
@@ -39,7 +57,7 @@ def test_constant_after_warmup_fraction() -> None:
 
 def test_warmup_stable_decay() -> None:
     found = factors(10, kind="warmup_stable_decay", warmup_steps=1, decay_fraction=0.4)
-    assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 2 / 3, 1 / 3, 0])
+    assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4])
 
 
 def test_the_scheduler_steps_once_per_optimizer_step() -> None:
@@ -51,7 +69,7 @@ def test_the_scheduler_steps_once_per_optimizer_step() -> None:
         seen.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    assert seen == pytest.approx([1.0, 0.5, 0.0])
+    assert seen == pytest.approx([1, 2 / 3, 1 / 3])
 
 
 def test_vectors_and_frozen_parameters() -> None:
