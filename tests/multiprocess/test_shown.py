@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_texts
 from ranks import meet, run_on_ranks
 from tiny import recipe_values, save_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def runs(folder: Path) -> dict[str, Any]:
@@ -47,7 +50,9 @@ def runs(folder: Path) -> dict[str, Any]:
             values[section] = {**values.get(section, {}), **fields}
         recipe = Recipe.from_mapping(values)
         if error is None:
-            found[name] = finetune(recipe).doubts
+            result = finetune(recipe)
+            found[name] = result.doubts
+            found[f"losses-{name}"] = [record["loss"] for record in result.metrics]
         else:
             with pytest.raises(error):
                 finetune(recipe)
@@ -62,6 +67,12 @@ def runs(folder: Path) -> dict[str, Any]:
     Trainer.train_step = train_step  # type: ignore[method-assign]
     found["report-failed"] = (folder / "failed/report.html").read_text()
     run("failed")  # the same command, from its beginning
+    asked = {"train": str(folder / "asked.jsonl"), "validation": str(folder / "asked.jsonl"), "max_length": 64}
+    run("unsampled", data=asked)
+    run("sampled", data=asked, logging={"held_out_samples": 2}, export={"enabled": True})
+    pairs = {"train": str(folder / "pairs.jsonl"), "validation": str(folder / "pairs.jsonl"), "max_length": 64}
+    objective = {"kind": "preference"}
+    run("compared", data=pairs, objective=objective, logging={"held_out_samples": 1}, training={"max_steps": 1})
     run(
         "spoiled",
         training={"max_steps": 12},
@@ -75,6 +86,10 @@ def runs(folder: Path) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shown")
     save_llama(folder / "model", make_texts(60), tied=True)
+    asked = [{"prompt": text, "completion": " and the king"} for text in ("by the river", "a fox")]
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked * 8))
+    pairs = [{"prompt": "the moon", "chosen": " was high", "rejected": f" {n}"} for n in range(8)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(60)))
     return folder
 
@@ -118,3 +133,33 @@ def test_a_learning_rate_that_spoils_the_model_is_told(found: dict[str, Any], fo
     page = (folder / "spoiled/report.html").read_text()
     assert 'id="doubts"' in page
     assert "lower optimizer.learning_rate" in page
+
+
+@torch.no_grad()
+def greedy(folder: Path, prompt: str) -> str:
+    """The most likely tokens, one after the other, up to the first special one."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).float()
+    ids = tokenizer(prompt)["input_ids"]
+    asked = len(ids)
+    for _ in range(40):
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] in tokenizer.all_special_ids:
+            ids.pop()
+            break
+    return tokenizer.decode(ids[asked:])  # type: ignore[no-any-return]
+
+
+def test_held_out_prompts_are_continued_before_and_after(found: dict[str, Any], folder: Path) -> None:
+    assert found["losses-sampled"] == found["losses-unsampled"], "training is as if nothing had been sampled"
+    samples = json.loads((folder / "sampled/samples.json").read_text())
+    assert [sample["expected"] for sample in samples] == [" and the king"] * 2
+    for sample in samples:
+        assert sample["before"] == greedy(folder / "model", sample["prompt"])
+        assert sample["after"] == greedy(folder / "sampled/export", sample["prompt"])
+    page = (folder / "sampled/report.html").read_text()
+    assert page.index("Before training") < page.index("After training") < page.index("In the data")
+    assert html.escape(samples[0]["prompt"]) in page
+    [pair] = json.loads((folder / "compared/samples.json").read_text())
+    assert (pair["prompt"], pair["expected"]) == ("the moon", " was high")
+    assert pair["before"] == greedy(folder / "model", "the moon")
+    assert not (folder / "unsampled/samples.json").exists()

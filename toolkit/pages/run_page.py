@@ -22,7 +22,6 @@ from toolkit.pages.page import (
     NARROW_PX,
     WIDE_PX,
     card,
-    card_head,
     escaped,
     finite,
     format_bytes,
@@ -40,36 +39,16 @@ from toolkit.pages.page import (
     write_page,
 )
 from toolkit.pages.run_metrics import Metrics, NonFinite, column, non_finite, split_lines
-
-STATE, HEAD_CHARACTERS = "run-state", 2000
-"""Name of the field that only the report of an unfinished run has, near its beginning."""
+from toolkit.pages.samples import STYLE as SAMPLES_STYLE
+from toolkit.pages.samples import SideBySide, sample_card, side_by_side_card
+from toolkit.pages.status import STYLE as STATUS_STYLE
+from toolkit.pages.status import Status, status_head, status_note
 
 MAX_LISTED_STEPS = 20
 """Non-finite steps named in the note before it says how many more there are (steps)."""
 
 MAX_EVALUATION_ROWS = 12
 """Evaluations in the table; of more, the first, the last and evenly spaced ones are shown (rows)."""
-
-
-@dataclass(frozen=True)
-class Status:
-    """How it stands with a run that is not finished.
-
-    Attributes:
-        state: running, stopped or failed.
-        seconds_left: of a running one, if it is known.
-        written: when, for people.
-        every_seconds: how often the page of a running one is written.
-        problem: why it ended.
-    """
-
-    state: str
-    step: int
-    num_steps: int
-    seconds_left: float | None
-    written: str
-    every_seconds: int
-    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +63,7 @@ class RunSummary:
     facts: dict[str, str]  # strategy, ranks, precision, parameters, duration
     versions: dict[str, str]
     sample: tuple[str, str] | None  # prompt, continuation
+    side_by_side: Sequence[SideBySide] = ()
     doubts: Sequence[str] = ()  # what the losses say against the run
     status: Status | None = None  # None: finished
     step_seconds: dict[str, float] | None = None  # of a profiled step, by what took them
@@ -99,48 +79,17 @@ def render_report(summary: RunSummary) -> str:
     train, evals = split_lines(summary.metrics, "train"), split_lines(summary.metrics, "eval")
     sections = [
         _header(summary),
-        _status_note(summary.status),
+        status_note(summary.status),
         _headline(train, evals, summary.facts),
         _doubts_note(summary.doubts),
         _non_finite_note(non_finite(train + evals)),
         _charts_section(train, evals),
-        _sample_card(summary.sample),
+        sample_card(summary.sample),
+        side_by_side_card(summary.side_by_side),
         _tables_section(summary, evals),
         _recipe_card(summary.recipe_yaml),
     ]
-    return render_page(summary.title, sections, _STYLE, _head(summary.status))
-
-
-def is_finished(path: Path) -> bool:
-    """Whether a report is there, and is that of a run that is done."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return f'<meta name="{STATE}"' not in file.read(HEAD_CHARACTERS)
-    except OSError:
-        return False
-
-
-def _head(status: Status | None) -> str:
-    if status is None:
-        return ""
-    again = f'<meta http-equiv="refresh" content="{status.every_seconds}">' if status.state == "running" else ""
-    return f'<meta name="{STATE}" content="{escaped(status.state)}">{again}\n'
-
-
-def _status_note(status: Status | None) -> str:
-    if status is None:
-        return ""
-    bar = f'<progress value="{status.step}" max="{max(1, status.num_steps)}"></progress>'
-    where = f"step {status.step:,} of {status.num_steps:,}"
-    if status.state != "running":
-        lead, text = f"{status.state.capitalize()} after {where}.", f" {status.problem} Written {status.written}."
-        return f'<section class="status {status.state}"><strong>{lead}</strong>{escaped(text)}{bar}</section>'
-    left = "" if status.seconds_left is None else f", {format_seconds(status.seconds_left)} left"
-    text = (
-        f" Written {status.written}, and again every {status.every_seconds} s while it runs; this page reloads itself. "
-        "Where that time is long past, the run was killed."
-    )
-    return f'<section class="status running"><strong>Running: {where}{left}.</strong>{escaped(text)}{bar}</section>'
+    return render_page(summary.title, sections, _STYLE + STATUS_STYLE + SAMPLES_STYLE, status_head(summary.status))
 
 
 # ---- header and headline ----
@@ -358,15 +307,6 @@ def _gaps(lines: Metrics, field: str) -> list[int]:
 # ---- sample, tables, recipe ----
 
 
-def _sample_card(sample: tuple[str, str] | None) -> str:
-    if sample is None:
-        return ""
-    prompt, continuation = (escaped(part) for part in sample)
-    keys = '<ul class="legend"><li><i class="prompt"></i>prompt</li><li><i class="said"></i>model</li></ul>'
-    text = f'<div class="sample"><span class="prompt">{prompt}</span><span class="said">{continuation}</span></div>'
-    return card("sample", f"{card_head('Sample', keys)}{text}")
-
-
 def _tables_section(summary: RunSummary, evals: Metrics) -> str:
     left = _data_card(summary.data_report)
     right = _evaluations_card(evals)
@@ -465,15 +405,6 @@ def _format_loss(value: float) -> str:
 
 
 _STYLE = """
-.status { background: var(--tint); border: 1px solid var(--edge); border-left: 4px solid var(--chart-1); }
-.status { border-radius: 12px; padding: 12px 16px; margin-top: 16px; font-size: 14px; }
-.status.failed { border-left-color: var(--bad); background: var(--bad-page); }
-.status.stopped { border-left-color: var(--warn); background: var(--warn-page); }
-.status progress { display: block; width: 100%; margin-top: 8px; accent-color: var(--chart-1); }
-.legend i.prompt, .legend i.said { width: 12px; height: 12px; border: 1px solid var(--muted); border-radius: 3px; }
-.legend i.said { background: var(--tint); border-color: var(--chart-1); }
-.sample .prompt { color: var(--muted); }
-.sample .said { background: var(--tint); border-radius: 3px; padding: 2px 0; -webkit-box-decoration-break: clone; }
 #units td:first-child { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 #units .scroll { max-height: 480px; }
 #units td { overflow-wrap: normal; }

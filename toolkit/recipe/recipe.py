@@ -61,6 +61,10 @@ class Recipe(Section):
             )
         if self.logging.sample_prompt is not None and not self.export.enabled:
             raise contradiction("logging.sample_prompt needs export.enabled: the sample is made from the export")
+        if self.logging.held_out_samples and not self.data.has_validation:
+            raise contradiction(
+                "logging.held_out_samples has no effect without data.validation or data.validation_fraction; remove it"
+            )
         if self.data.streaming and self.training.num_epochs is not None:
             raise contradiction(
                 "training.num_epochs is not possible with data.streaming, whose length is not known; "
@@ -119,6 +123,8 @@ class Recipe(Section):
         for key in ("targets", "chat_template"):
             if getattr(self.data, key) is not None:
                 raise contradiction(f"data.{key} has no effect {what}; remove it")
+        if self.logging.held_out_samples:
+            raise contradiction(f"logging.held_out_samples has no effect {what}: the model writes no text; remove it")
         if self.logging.sample_prompt is not None:
             raise contradiction(f"logging.sample_prompt has no effect {what}: the model writes no text; remove it")
 

@@ -566,6 +566,9 @@ class LoggingSection(Section):
     project_name: str = Field("finetune", description="Name the project in the trackers.")
     sample_prompt: str | None = Field(None, description="Print a continuation of this prompt at the end; null: none.")
     sample_max_new_tokens: PositiveInt = Field(80, description="Stop that continuation after N tokens.")
+    held_out_samples: int = Field(
+        0, ge=0, description="Show in the report what the model writes behind N held-out prompts before and after."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> LoggingSection:

@@ -26,8 +26,8 @@ from toolkit.checkpoint.resume import Resumption, set_aside
 from toolkit.data.report import DataReport
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
-from toolkit.pages import run_page
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
+from toolkit.pages.status import is_finished as is_whole
 from toolkit.places import atomic_write
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.status import FOLDER as BEATS_FOLDER
@@ -45,6 +45,7 @@ RUN_FILES = (
     MODEL_FILES,
     FINISHED,
     PROFILE_FOLDER,
+    "samples.json",
     "export",
     "checkpoints",
 )
@@ -104,7 +105,7 @@ def _make(output_dir: Path) -> bool:
 def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
     if require_unfinished(output_dir, recipe, goes_on):
         # A run that was killed before its first checkpoint left these; the new one starts from nothing.
-        for name in ("metrics.jsonl", "data_report.json", DATA_PAGE, FINISHED):
+        for name in ("metrics.jsonl", "data_report.json", DATA_PAGE, "samples.json", FINISHED):
             (output_dir / name).unlink(missing_ok=True)
         shutil.rmtree(output_dir / PROFILE_FOLDER, ignore_errors=True)
     try:
@@ -175,7 +176,7 @@ def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
     Raises BadInputError where it holds another run, or one that is done and is not the one to go on from.
     """
     found = _run_files(output_dir)
-    finished = run_page.is_finished(output_dir / FINISHED)
+    finished = is_whole(output_dir / FINISHED)
     # A run that is done is trained further only where the recipe names its checkpoint, not by `auto`.
     if goes_on and (not finished or recipe.checkpoint.resume != "auto"):
         return False
@@ -207,7 +208,7 @@ def is_finished(output_dir: Path, recipe: Recipe) -> bool:
         saved = (output_dir / "recipe.yaml").read_text(encoding="utf-8")
     except OSError:
         return False
-    return run_page.is_finished(output_dir / FINISHED) and saved == recipe.to_yaml()
+    return is_whole(output_dir / FINISHED) and saved == recipe.to_yaml()
 
 
 def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:

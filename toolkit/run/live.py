@@ -12,7 +12,8 @@ from typing import Any
 
 from toolkit import ranks
 from toolkit.errors import StoppedError, first_line
-from toolkit.pages.run_page import RunSummary, Status, write_report
+from toolkit.pages.run_page import RunSummary, write_report
+from toolkit.pages.status import Status
 
 EVERY_SECONDS = 30.0
 """Least time between two writings."""

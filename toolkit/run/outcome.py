@@ -202,6 +202,7 @@ def summary_of(
         facts=facts,
         versions={**{package: version(package) for package in packages}, "machine": machine},
         sample=sample,
+        side_by_side=parts.side_by_side,
         doubts=result.doubts,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from toolkit.objectives.objective import Objective
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.reference import identity_of, with_reference
 from toolkit.optim.build import build_optimizer
+from toolkit.pages.samples import SideBySide
 from toolkit.planning.check import Planned, plan_run
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
@@ -77,6 +78,7 @@ class Parts:
         head_loss: what the losses come from; None for objectives that have no choice.
         leaks: what was found about rows that share a sample; None where none do.
         padded: why rows are padded although `data.packing` is not set; None where that is not so.
+        side_by_side: what the model writes behind held-out prompts, if that was asked for.
     """
 
     model: nn.Module
@@ -92,6 +94,7 @@ class Parts:
     head_loss: str | None
     leaks: Leaks | None
     padded: str | None
+    side_by_side: list[SideBySide] = field(default_factory=list)
 
 
 def build_parts(

@@ -56,6 +56,7 @@ from toolkit.run.outcome import (
     write_pages,
 )
 from toolkit.run.parts import Parts, build_evaluation, build_parts, rest_of_run
+from toolkit.run.samples import first_samples, last_samples
 from toolkit.run.watch import watched
 from toolkit.sharding.plugin import (
     ShardingPlugin,
@@ -198,6 +199,8 @@ def _fit(
         trainer = _build_trainer(accelerator, recipe, parts, metrics, stop, checkpoints, profile, beats)
         if found is not None:
             checkpoints.restore(*found, trainer, trainer.schedule, num_positions)
+        count = recipe.logging.held_out_samples
+        prompts = first_samples(accelerator, parts, count, output_dir, resumed=found is not None)
         try:
             trainer.fit()
         finally:
@@ -206,6 +209,7 @@ def _fit(
             checkpoints.wait()
         if plugin.engine is not None:
             plugin.engine.flush()  # the last step may still fail
+        last_samples(accelerator, parts, prompts, output_dir)
     if profile is not None:
         console.print(_where_time_went(profile.seconds), markup=False)
     if parts.data.stream is not None:

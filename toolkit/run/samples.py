@@ -1,0 +1,147 @@
+"""Held-out prompts that the model continues before the first step and after the last."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+
+from toolkit import ranks
+from toolkit.data.samples import IGNORED, Batch, PairSamples, TextSamples
+from toolkit.data.tokenizer import pad_id
+from toolkit.objectives.classification import SequenceClassification
+from toolkit.pages.samples import SideBySide
+from toolkit.places import atomic_write
+from toolkit.run.parts import Parts
+from toolkit.terminal import Terminal
+
+SAMPLES_FILE = "samples.json"
+"""Of a run's folder: a run that is resumed knows from there what its model wrote at first."""
+
+NEW_TOKENS = 40
+"""Of a continuation at most; each takes a forward of all prompts, as the model is trained, without a cache."""
+
+PLAIN_PROMPT = 16
+"""Tokens of a row that are its prompt where all of it is learned, as of plain text."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens of a held-out row: what is asked, and what stands behind it."""
+
+    asked: list[int]
+    answer: list[int]
+
+
+def held_out_prompts(parts: Parts, count: int) -> list[Prompt]:
+    """The first held-out rows that leave room for an answer; of pairs, with the chosen one."""
+    samples = parts.data.validation
+    if not isinstance(samples, TextSamples):
+        return []
+    found: list[Prompt] = []
+    for number in range(len(samples)):
+        pieces = samples.tokens(number)
+        # The completions of a pair follow each other, the chosen one first.
+        for ids, targets in pieces[:: 2 if isinstance(samples, PairSamples) else 1]:
+            prompt = _prompt(ids, targets)
+            if len(found) < count and prompt is not None and len(prompt.asked) + NEW_TOKENS <= samples.max_length:
+                found.append(prompt)
+        if len(found) == count:
+            break
+    return found
+
+
+def _prompt(ids: np.ndarray, targets: np.ndarray) -> Prompt | None:
+    """What comes before the first target, and the targets from there on; None where nothing is asked or answered."""
+    learned = np.asarray(targets, dtype=bool)
+    first = PLAIN_PROMPT if learned[1:].all() else int(learned.argmax())
+    if first == 0 or first >= len(ids):
+        return None
+    ends = np.flatnonzero(~learned[first:])
+    end = first + int(ends[0]) if len(ends) else len(ids)
+    return Prompt([int(token) for token in ids[:first]], [int(token) for token in ids[first:end]])
+
+
+@torch.no_grad()
+def continuations(accelerator: Accelerator, parts: Parts, prompts: list[Prompt]) -> list[str]:
+    """The most likely tokens behind each prompt, as text. Every rank calls this.
+
+    By the model as it is trained, sharded and without a cache, so that nothing of it is copied; every rank runs the
+    same forwards. Without dropout no random number is drawn, and training goes on as if nothing had been.
+    """
+    assert not isinstance(parts.objective, SequenceClassification)
+    rows = [list(prompt.asked) for prompt in prompts]
+    width, padding = max(map(len, rows)) + NEW_TOKENS, pad_id(parts.tokenizer)
+    parts.model.eval()
+    for _ in range(NEW_TOKENS):
+        batch = parts.objective.on_host(_batch(rows, width, padding))
+        logits = parts.objective.logits(parts.model, send_to_device(batch, accelerator.device))
+        ends = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
+        chosen = logits[torch.arange(len(rows), device=logits.device), ends].argmax(dim=-1).tolist()
+        for row, token in zip(rows, chosen, strict=True):
+            row.append(token)
+    parts.model.train()
+    return [_text(parts, row[len(prompt.asked) :]) for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def _batch(rows: list[list[int]], width: int, padding: int) -> Batch:
+    """(B, `width`), padded on the right, where a causal model never looks."""
+    ids = torch.tensor([row + [padding] * (width - len(row)) for row in rows])
+    positions = torch.arange(width).expand(len(rows), -1).contiguous()
+    return {"input_ids": ids, "labels": torch.full_like(ids, IGNORED), "position_ids": positions}
+
+
+def _text(parts: Parts, ids: list[int]) -> str:
+    """The tokens up to the first special one, which ends a text or a turn."""
+    special = set(parts.tokenizer.all_special_ids)
+    end = next((place for place, token in enumerate(ids) if token in special), len(ids))
+    text: str = parts.tokenizer.decode(ids[:end])
+    return text
+
+
+def first_samples(accelerator: Accelerator, parts: Parts, count: int, output_dir: Path, resumed: bool) -> list[Prompt]:
+    """What the model writes before its first step goes into `parts`; of a resumed run it is read. Collective.
+
+    Returns:
+        The prompts, for the end of the run; none where nothing is asked for, or a resumed run has not begun with any.
+    """
+    path = output_dir / SAMPLES_FILE
+    if count == 0 or (resumed and not ranks.on_first_rank(path.exists)):
+        return []
+    prompts = held_out_prompts(parts, count)
+    if not prompts:
+        told = f"logging.held_out_samples: no held-out row leaves room for {NEW_TOKENS} tokens within data.max_length"
+        Terminal(quiet=ranks.rank() != 0).warn(told)
+        return []
+    if resumed:
+        saved = ranks.on_first_rank(lambda: json.loads(path.read_text(encoding="utf-8")))
+        parts.side_by_side = [SideBySide(**sample) for sample in saved]
+        return prompts
+    before = continuations(accelerator, parts, prompts)
+    decode = parts.tokenizer.decode
+    parts.side_by_side = [
+        SideBySide(decode(prompt.asked), _text(parts, prompt.answer), text)
+        for prompt, text in zip(prompts, before, strict=True)
+    ]
+    _keep(parts, output_dir)
+    return prompts
+
+
+def _keep(parts: Parts, output_dir: Path) -> None:
+    text = json.dumps([asdict(sample) for sample in parts.side_by_side], indent=1)
+    ranks.on_first_rank(lambda: atomic_write(output_dir / SAMPLES_FILE, text))
+
+
+def last_samples(accelerator: Accelerator, parts: Parts, prompts: list[Prompt], output_dir: Path) -> None:
+    """Puts what the model writes after its last step beside what it wrote before. Collective."""
+    if prompts:
+        after = continuations(accelerator, parts, prompts)
+        parts.side_by_side = [
+            replace(sample, after=text) for sample, text in zip(parts.side_by_side, after, strict=True)
+        ]
+        _keep(parts, output_dir)
