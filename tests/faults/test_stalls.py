@@ -1,4 +1,4 @@
-"""A rank stands still, and the run ends with exit code 4 and the name of that rank."""
+"""A rank stands still, and the run ends with exit code 4 and the name of that rank; a checkpoint on request."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 import ranks
 from conftest import make_texts
 from tiny import recipe_values, save_llama
+
+from toolkit.checkpoint import latest
 
 LIMIT_SECONDS = 4.0
 
@@ -39,13 +41,15 @@ def until(found: Any, seconds: float) -> Any:
     raise AssertionError(f"nothing in {seconds:.0f} s")
 
 
-def test_a_stopped_rank_ends_the_run_by_name(tmp_path: Path, capfd: Any) -> None:
+def test_a_checkpoint_on_request_and_a_stopped_rank_that_ends_the_run_by_name(tmp_path: Path, capfd: Any) -> None:
     rows = [json.dumps({"text": text}) for text in make_texts(60)]
     (tmp_path / "texts.jsonl").write_text("\n".join(rows))
     save_llama(tmp_path / "model", make_texts(60), tied=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
     with ranks.started(train, 2, str(tmp_path)) as processes:
         until(lambda: metrics.exists() and metrics.read_text().count("\n") > 5, 60)
+        os.kill(processes[1].pid, signal.SIGUSR1)
+        until(lambda: latest(tmp_path / "run"), 30)  # the recipe asks for no checkpoint
         os.kill(processes[1].pid, signal.SIGSTOP)
         for process in processes:
             process.join(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 
 from toolkit.cli.arguments import DEFAULT_RECIPE, split_arguments
@@ -15,6 +16,8 @@ from toolkit.recipe.recipe import Recipe
 
 def finetune_command(arguments: list[str]) -> int:
     """`recipes/finetune.py [RECIPE] [section.key=value ...]`; returns the exit code."""
+    # Ranks that still start are not ended by a request for a checkpoint.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     options = _parser().parse_intermixed_args(arguments)
     try:
         recipe = Recipe.load(*split_arguments(options.arguments, options.recipe))

@@ -43,7 +43,7 @@ def run_launcher(arguments: Sequence[str], output_dir: Path) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
     started = time.time()
     try:
-        with _signals_for_a_single_rank():
+        with _signals_handed_on():
             launch_command(launch_command_parser().parse_args(list(arguments)))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -58,21 +58,25 @@ def run_launcher(arguments: Sequence[str], output_dir: Path) -> int:
     return 0
 
 
+HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
 @contextmanager
-def _signals_for_a_single_rank() -> Iterator[None]:
-    """Hands signals on to the one process that Accelerate starts without torch's launcher, which has its own handlers.
+def _signals_handed_on() -> Iterator[None]:
+    """Hands SIGUSR1 on to the ranks, and SIGTERM and SIGINT to a single one, which has no launcher of torch's.
 
     Without it SIGTERM would end this process and leave the rank behind, and Ctrl-C would not wait for its checkpoint.
+    For several ranks torch's launcher puts handlers of its own in their place.
     """
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         children = psutil.Process().children()
-        if not children:
+        if not children and number != signal.SIGUSR1:
             raise SystemExit(128 + number)
         for child in children:
             child.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
     try:
         yield
     finally:

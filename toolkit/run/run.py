@@ -249,6 +249,7 @@ def _build_trainer(
         evaluation=build_evaluation(accelerator, recipe, parts.data),
         flops=_flops(accelerator, parts.model),
         stop_reason=lambda: stop.reason,
+        save_requested=stop.take_save,
         checkpoints=checkpoints,
         profile=profile,
         beats=beats,

@@ -1,4 +1,4 @@
-"""Requests to end a run early: Ctrl-C, SIGTERM, a time limit."""
+"""Requests to end a run early: Ctrl-C, SIGTERM, a time limit. And to save a checkpoint now: SIGUSR1."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 from toolkit.errors import StoppedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAVE_SIGNAL = signal.SIGUSR1
 # A launcher passes on what the ranks have had from the terminal or the batch system already.
 SAME_REQUEST_SECONDS = 3.0
 
 
 class StopRequests:
     """While entered, SIGTERM and SIGINT only ask for an end; a SIGINT some seconds later ends at once, as usual.
+
+    SIGUSR1 asks for a checkpoint after the step.
 
     What a terminal or a batch system sends to all processes, a launcher sends to its ranks once more.
 
@@ -30,6 +33,7 @@ class StopRequests:
     def __init__(self, time_limit_minutes: float | None) -> None:
         self._signal: str | None = None
         self._signalled = 0.0
+        self._save = False
         self._until = None if time_limit_minutes is None else time.monotonic() + 60 * time_limit_minutes
         self._time_limit_minutes = time_limit_minutes
         self._handlers: dict[signal.Signals, Any] = {}
@@ -40,10 +44,16 @@ class StopRequests:
             return f"checkpoint.time_limit_minutes ({self._time_limit_minutes:g}) is over"
         return self._signal
 
+    def take_save(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        asked, self._save = self._save, False
+        return asked
+
     def __enter__(self) -> StopRequests:
         # Python lets no other thread set handlers.
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self._handlers[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, self._on_save)
         return self
 
     def __exit__(
@@ -54,6 +64,9 @@ class StopRequests:
             ends = number == signal.SIGTERM and self._signal == number.name and isinstance(error, StoppedError)
             signal.signal(number, signal.SIG_IGN if ends else handler)
         self._handlers = {}
+
+    def _on_save(self, number: int, frame: FrameType | None) -> None:
+        self._save = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is None:

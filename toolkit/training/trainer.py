@@ -62,6 +62,7 @@ class Step:
     figures: list[float]
     skipped: bool
     stop: str | None
+    save: bool
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class RankStep:
         loss_sum: over this rank's targets.
         grad_norm: over all ranks, before clipping.
         wants_to_stop: after this step.
+        wants_to_save: after this step.
         next_counts: of this rank's part of the next window; 0 where there is none.
         figures: the objective's own, sums over this rank's part.
     """
@@ -83,12 +85,13 @@ class RankStep:
     peak_device_bytes: int
     peak_host_bytes: int
     wants_to_stop: bool
+    wants_to_save: bool
     next_counts: Counts
     figures: list[float]
 
     @staticmethod
     def pack(loss_sum: torch.Tensor, grad_norm: torch.Tensor, figures: torch.Tensor, *on_host: float) -> torch.Tensor:
-        """The row, (9 + F,): the first two fields, which are on the device, what is on the host, and F figures."""
+        """The row, (10 + F,): the first two fields, which are on the device, what is on the host, and F figures."""
         device = loss_sum.device
         on_device = torch.stack([loss_sum.detach().double(), grad_norm.detach().to(device).double()])
         # Not made on the device at once: that would wait for all of backward.
@@ -98,12 +101,11 @@ class RankStep:
     @staticmethod
     def unpack(row: list[float]) -> RankStep:
         """The fields of a row that `pack` made."""
-        loss_sum, grad_norm, device_bytes, host_bytes, stops, *rest = row
+        loss_sum, grad_norm, device_bytes, host_bytes, stops, saves, *rest = row
         num_counts = len(fields(Counts))
         next_counts = Counts(*map(int, rest[:num_counts]))
-        return RankStep(
-            loss_sum, grad_norm, int(device_bytes), int(host_bytes), stops > 0, next_counts, rest[num_counts:]
-        )
+        peaks = (int(device_bytes), int(host_bytes))
+        return RankStep(loss_sum, grad_norm, *peaks, stops > 0, saves > 0, next_counts, rest[num_counts:])
 
 
 @dataclass
@@ -135,6 +137,7 @@ class Trainer:
         evaluation: makes this rank's evaluation batches, equally many on every rank; None: no evaluation.
         flops: of the model, and the peak of one device (FLOP/s), for the MFU; None where unknown.
         stop_reason: why this rank wants to end, or None; asked once a step.
+        save_requested: whether this rank was asked for a checkpoint since the last call; asked once a step.
         checkpoints: None: nothing is saved.
         profile: of some steps; None: nothing is profiled.
         beats: told what begins.
@@ -153,6 +156,7 @@ class Trainer:
         evaluation: Callable[[], Iterable[Batch]] | None = None,
         flops: tuple[ModelFlops, float] | None = None,
         stop_reason: Callable[[], str | None] = lambda: None,
+        save_requested: Callable[[], bool] = lambda: False,
         checkpoints: Checkpoints | None = None,
         profile: StepProfile | None = None,
         beats: Beats | None = None,
@@ -168,6 +172,7 @@ class Trainer:
         self.evaluation = evaluation
         self.flops = flops
         self.stop_reason = stop_reason
+        self.save_requested = save_requested
         self.checkpoints = checkpoints
         self.profile = profile
         self.beats = beats or Beats()
@@ -227,7 +232,7 @@ class Trainer:
             self._watch(step, learning_rate)
             if self._evaluation_due():
                 self.evaluate()
-            self._save_or_stop(step.stop)
+            self._save_or_stop(step.stop, step.save)
             collect_at(self.global_step)
             if self.profile is not None:
                 self.profile.after(self.global_step)
@@ -252,7 +257,7 @@ class Trainer:
         if self.profile is not None:
             self.profile.before(step)
 
-    def _save_or_stop(self, stop: str | None) -> None:
+    def _save_or_stop(self, stop: str | None, save: bool) -> None:
         if self.checkpoints is None:
             return
         # Before what is due: one save, which the end waits for.
@@ -261,7 +266,7 @@ class Trainer:
             saved = self.checkpoints.save(self, wait=True)
             what = "its state is saved; the same command goes on from there" if saved else "its state was NOT saved"
             raise StoppedError(f"stopped after step {self.global_step}: {stop}; {what}")
-        if self.checkpoints.due(self.global_step):
+        if save or self.checkpoints.due(self.global_step):
             self._begin(Phase.SAVE)
             self.checkpoints.save(self)
 
@@ -333,6 +338,7 @@ class Trainer:
             peak_device_bytes(self.accelerator.device),
             peak_host_bytes(),
             reason is not None,
+            self.save_requested(),
             *astuple(self._count(self._upcoming)),
         )
         found = [RankStep.unpack(row) for row in self.accelerator.gather(mine[None]).tolist()]
@@ -352,6 +358,7 @@ class Trainer:
             ],
             skipped=False,
             stop=_stop_reason(reason, [rank.wants_to_stop for rank in found]),
+            save=any(rank.wants_to_save for rank in found),
         )
 
     def _total(self, counts: Counts) -> Counts:

@@ -110,6 +110,18 @@ def test_the_exit_code_of_the_rank_that_failed(code: str, exit_code: int | None,
         assert run_launcher(words, tmp_path) == exit_code
 
 
+def test_a_request_for_a_checkpoint_is_handed_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    lines = [
+        "import os, signal, sys, time",
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))",
+        "os.kill(os.getppid(), signal.SIGUSR1)",
+        "time.sleep(20)",
+    ]
+    script.write_text("\n".join(lines))
+    assert run_launcher(["--config_file", str(ROOT / "accelerate_configs/gpu_1.yaml"), str(script)], tmp_path) == 7
+
+
 def test_json_tells_the_command_and_what_the_run_has_left(launched: list[list[str]], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "export").mkdir(parents=True)

@@ -126,5 +126,7 @@ def test_without_a_scaler_the_schedule_waits_too() -> None:
 
 
 def test_a_row_of_what_ranks_exchange_comes_back_as_it_went() -> None:
-    row = RankStep.pack(torch.tensor(1.5), torch.tensor(2.5), torch.tensor([0.5, 4.0]), 2**40, 3, True, 5, 2**53, 7, 8)
-    assert RankStep.unpack(row.tolist()) == RankStep(1.5, 2.5, 2**40, 3, True, Counts(5, 2**53, 7, 8), [0.5, 4.0])
+    on_host = (2**40, 3, True, False, 5, 2**53, 7, 8)
+    row = RankStep.pack(torch.tensor(1.5), torch.tensor(2.5), torch.tensor([0.5, 4.0]), *on_host)
+    found = RankStep.unpack(row.tolist())
+    assert found == RankStep(1.5, 2.5, 2**40, 3, True, False, Counts(5, 2**53, 7, 8), [0.5, 4.0])
