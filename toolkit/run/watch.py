@@ -30,6 +30,12 @@ STALL_FILE = "stall.txt"
 LOOKS_BEFORE_TELLING = 3
 LOOKS_BEFORE_LEAVING = 6
 
+PREFIX = "finetune-toolkit-"
+"""Of the folders with records, in the folder for temporary files of each host."""
+
+ABANDONED_SECONDS = 24 * 3600.0
+"""Records of killed runs are removed when nobody has watched over them for so long."""
+
 LONGEST_INTERVAL, SHORTEST_INTERVAL = 5.0, 0.2
 """Seconds between two looks; of a short limit a twentieth."""
 
@@ -202,7 +208,9 @@ def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Beats]:
     shared = output_dir / FOLDER
     token = ranks.on_first_rank(lambda: _prepare(shared, output_dir / STALL_FILE))
     # On a disk of the host: what is mapped from a network file system can end the process when the network fails.
-    local = Path(tempfile.gettempdir()) / f"finetune-toolkit-{token}"
+    temporary = Path(tempfile.gettempdir())
+    clear_abandoned(temporary, time.monotonic())
+    local = temporary / f"{PREFIX}{token}"
     local.mkdir(mode=0o700, exist_ok=True)
     record = local / f"rank_{ranks.rank():05d}"
     memory = _mapped(record)
@@ -232,6 +240,15 @@ def _prepare(shared: Path, stall_file: Path) -> str:
     stall_file.unlink(missing_ok=True)
     shared.mkdir()
     return uuid.uuid4().hex
+
+
+def clear_abandoned(temporary: Path, now: float) -> None:
+    """Removes the records of runs that were killed; `now` is in monotonic seconds."""
+    for folder in temporary.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            beats = [read_beat(path.read_bytes()) for path in folder.glob("rank_*")]
+            if beats and all(beat and now - beat.watched_ns / 1e9 > ABANDONED_SECONDS for beat in beats):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _mapped(path: Path) -> mmap.mmap:

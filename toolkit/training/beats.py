@@ -74,6 +74,8 @@ def mark_watched(memory: bytearray | mmap.mmap, now_ns: int, pid: int) -> None:
 
 def read_beat(memory: bytes) -> Beat | None:
     """The record; None while it is being written, or where there is none yet."""
+    if len(memory) < RECORD_BYTES:
+        return None
     sequence, phase, step, at_ns, again = _BEAT.unpack_from(memory)
     if sequence != again or sequence == 0:
         return None

@@ -12,7 +12,7 @@ import pytest
 
 from toolkit.run import watch as watch_module
 from toolkit.run.status import RankStatus, account, behind, read_statuses, verdict
-from toolkit.run.watch import STALL_FILE, Watch
+from toolkit.run.watch import ABANDONED_SECONDS, STALL_FILE, Watch, clear_abandoned
 from toolkit.training.beats import RECORD_BYTES, Beats, Phase, mark_watched, read_beat
 
 LIMIT = 60.0
@@ -212,3 +212,15 @@ def test_a_run_is_read_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found: list[Any] = [(r.rank, r.phase, r.step, r.seconds) for r in read_statuses(tmp_path / "run", 1005.0)]
     assert found == [(0, "start", 0, 17.0), (1, "data", 4, 7.0)]
     assert read_statuses(tmp_path, 1005.0) == []
+
+
+def test_records_of_killed_runs_are_removed_after_a_day(tmp_path: Path) -> None:
+    old = Host(tmp_path, "finetune-toolkit-old", [0, 1])
+    young = Host(tmp_path, "finetune-toolkit-young", [0, 1])
+    young.alive(1, 100.0)
+    begins = tmp_path / "finetune-toolkit-begins"
+    begins.mkdir()
+    (begins / "rank_00000").touch()
+    clear_abandoned(tmp_path, ABANDONED_SECONDS + 50.0)
+    assert [host.local.exists() for host in (old, young)] == [False, True]
+    assert begins.exists()
