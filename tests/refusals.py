@@ -26,8 +26,8 @@ SECONDS = 20
 """No input here takes one on a quiet machine; one that takes so long stalls."""
 
 MENDS = re.compile(
-    r"allowed|did you mean|\b(set|name|give|choose|remove|lower|raise|use|install|leave|run|correct|add|needs?|"
-    r"expected|must be|quote|write|delete|lists?|unpack|free|make|Shipped|it has|download)\b",
+    r"allowed|did you mean|\b(set|name|give|choose|remove|lower|raise|use|install|leave|run|correct|add|rename|save|"
+    r"needs?|needed|expected|must be|quote|write|delete|lists?|unpack|free|make|Shipped|it has|download)\b",
     re.IGNORECASE,
 )
 """Words by which an error says how to fix it."""

@@ -173,7 +173,9 @@ def test_bad_input_under_toolkit_train(tmp_path: Path, cache: Path) -> None:
     assert done.returncode == 2, done.stderr
     launched, *rest = done.stderr.splitlines()
     assert launched.startswith("ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/cpu_2.yaml")
-    assert [line for line in rest if "torch" not in line] == ["error: data.train: there is no file 'nowhere.jsonl'"]
+    assert [line for line in rest if "torch" not in line] == [
+        "error: data.train: there is no file 'nowhere.jsonl'; correct the path, or name a data set of the hub"
+    ]
 
 
 def test_the_notebook(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

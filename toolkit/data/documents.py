@@ -114,7 +114,7 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
     """
     work = folder / "work"
     if not source.shards:  # an opened data set; of files a first row has been read
-        raise DataError(f"{source.field}: {source.name!r} holds no rows")
+        raise DataError(f"{source.field}: {source.name!r} holds no rows; name another file")
     # Somebody at a terminal waits for this; a log needs no bars.
     (datasets.enable_progress_bars if sys.stderr.isatty() else datasets.disable_progress_bars)()
     made = datasets.Dataset.from_generator(

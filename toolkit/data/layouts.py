@@ -131,6 +131,7 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
             )
     usual = {**{what: what for what in ColumnsSection.model_fields}, **by_hand}
     candidates = [kind for objective in objectives for kind in LAYOUTS_OF[objective]]
+    idle: tuple[str, str] | None = None
     for kind in candidates:
         # ShareGPT's `conversations` stand for `messages`, unless the recipe names that column by hand.
         sharegpt = kind == "conversations" or (kind == "chosen and rejected" and "messages" not in source.columns)
@@ -140,12 +141,20 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
         # A needed column that is named by hand picks the layout; an optional one rules out layouts without it.
         chosen = any(what in by_hand for what in KINDS[kind]) or all(what in OPTIONAL[kind] for what in by_hand)
         if chosen and all(name in source.columns for name in needed.values()):
+            unused = [what for what in by_hand if what not in {*KINDS[kind], *OPTIONAL[kind]}]
+            if unused:
+                idle = idle or (unused[0], kind)
+                continue
             # The first rows need not have all columns, and what a row may lack is looked for in each.
             extra = {
                 what: names[what] for what in OPTIONAL[kind] if what != "text_pair" or names[what] in source.columns
             }
             labels = source.label_names.get(needed.get("label", ""), [])
             return Layout(kind, {**needed, **extra}, tuple(labels))
+    if idle is not None:
+        raise DataError(
+            f"data.columns.{idle[0]} has no effect on {source.name!r}, whose rows would be read as {idle[1]}; remove it"
+        )
     # `conversations` needs the same column as `messages`; it would be listed twice.
     allowed = "; ".join(" + ".join(KINDS[kind]) for kind in candidates if kind != "conversations")
     raise DataError(

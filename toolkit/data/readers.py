@@ -76,7 +76,8 @@ def opened(path: str | Path) -> IO[bytes]:
 
 def unreadable(field: str, path: str, error: Exception) -> DataError:
     """The error about a file or data set that a library could not read."""
-    return DataError(f"{field}: {path!r} cannot be read: {first_line(error.__cause__ or error)}")
+    why = first_line(error.__cause__ or error).removesuffix(".")
+    return DataError(f"{field}: {path!r} cannot be read: {why}; name another, or make it again")
 
 
 def listed(names: list[str]) -> str:
@@ -153,9 +154,9 @@ def _read_list(shard: Shard) -> Iterator[Row]:
             # A list is parsed whole; a file larger than memory needs a row on each line.
             values = json.loads(file.read().decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start})") from error
+            raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"data: {shard.path!r} is not JSON: {first_line(error)}") from error
+            raise DataError(f"data: {shard.path!r} is not JSON: {first_line(error)}; correct it there") from error
     if isinstance(values, dict):
         values = next((values[key] for key in WRAPPERS if isinstance(values.get(key), list)), values)
     if isinstance(values, dict):
@@ -222,9 +223,9 @@ class _Lines:
 
 def _csv_header(header: list[str], path: str) -> list[str]:
     if any(_has_surrogate(column) for column in header):
-        raise DataError(f"data: {path!r} is not UTF-8")
+        raise DataError(f"data: {path!r} is not UTF-8; save it as UTF-8")
     if len(set(header)) < len(header):
-        raise DataError(f"data: {path!r}: a column stands twice in the header: {listed(header)}")
+        raise DataError(f"data: {path!r}: a column stands twice in the header: {listed(header)}; rename one")
     return header
 
 
@@ -248,7 +249,7 @@ def _read_text(shard: Shard) -> Iterator[Row]:
         try:
             yield {"text": file.read().decode("utf-8-sig")}
         except UnicodeDecodeError as error:
-            raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start})") from error
+            raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
 
 
 def _read_table(shard: Shard) -> Iterator[Row]:

@@ -123,7 +123,10 @@ def too_many_long(field: str, lengths: Any, num_rows: int, num_long: int, max_le
 
 def nothing_left(field: str, rows: Rows, dropped: dict[int, str]) -> str:
     """The error's text where no row is left: the reasons, and the first rows of each."""
-    return f"{field}: none of its {len(rows):,} rows can be trained on. {reasons_in_words(_listed(rows, dropped))}"
+    return (
+        f"{field}: none of its {len(rows):,} rows can be trained on. {reasons_in_words(_listed(rows, dropped))}. "
+        "Correct them, or name other columns in data.columns"
+    )
 
 
 def too_many_dropped(field: str, num_rows: int, allowed: float, reasons: dict[str, tuple[int, list[str]]]) -> str:
@@ -156,7 +159,10 @@ def hold_out(chosen: Selection, fraction: float, seed: int) -> tuple[Selection, 
     """
     count = len(chosen.kept)
     if count < 2:
-        raise DataError("data.validation_fraction: data.train has a single usable row, so no row can be held out")
+        raise DataError(
+            "data.validation_fraction: data.train has a single usable row, so no row can be held out; remove it, or "
+            "name held-out rows in data.validation"
+        )
     num_held = min(max(1, round(fraction * count)), count - 1)
     mixed_up = np.random.default_rng(seed).permutation(chosen.kept)
     # Sorted again: `one_pass` looks up the sources in it by bisection.

@@ -116,14 +116,14 @@ def expand_files(source: str, field: str) -> list[Path]:
         [named] if os.path.exists(named) else [Path(match) for match in sorted(glob.glob(str(named), recursive=True))]
     )
     if not paths:
-        raise DataError(f"{field}: there is no file {source!r}")
+        raise DataError(f"{field}: there is no file {source!r}; correct the path, or name a data set of the hub")
     for path in paths:
         if not path.exists():
-            raise DataError(f"{field}: {str(path)!r} is a link to a file that does not exist")
+            raise DataError(f"{field}: {str(path)!r} is a link to a file that does not exist; name another")
         if path.is_dir():
             raise DataError(f"{field}: {source!r} is a folder; name files, for example {source.rstrip('/')}/*.jsonl")
         if path.stat().st_size == 0:
-            raise DataError(f"{field}: {str(path)!r} is empty")
+            raise DataError(f"{field}: {str(path)!r} is empty; remove it from {field}, or write rows to it")
         _suffix(path, field)
     return paths
 
@@ -173,7 +173,7 @@ def _columns(shards: list[Shard], field: str, name: str) -> list[str]:
     if found:
         return sorted(set().union(*found))
     if not problems:
-        raise DataError(f"{field}: {name!r} holds no rows")
+        raise DataError(f"{field}: {name!r} holds no rows; name another file")
     reasons = "; ".join(f"{why}: {len(rows):,} ({', '.join(rows[:3])})" for why, rows in problems.items())
     raise DataError(
         f"{field}: {name!r} cannot be read. {reasons}. Needed: UTF-8, and in a .jsonl file an object on each line"
@@ -259,7 +259,7 @@ def _saved_shards(section: SourceSection, field: str) -> tuple[list[Shard], data
     try:
         table = datasets.load_from_disk(str(_path(section.path)))
     except IndexError as error:  # saved without a row, it has no file
-        raise DataError(f"{field}: {section.path!r} holds no rows") from error
+        raise DataError(f"{field}: {section.path!r} holds no rows; name another folder") from error
     except Exception as error:
         raise unreadable(field, section.path, error) from error
     if isinstance(table, datasets.DatasetDict):
