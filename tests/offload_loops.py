@@ -251,7 +251,9 @@ def offloaded(case: Case, executor: str = "cpu_torch", delay: float = 0.0, **set
         delay: seconds that every unit's step takes longer, so that a forward that does not wait is caught.
     """
     from toolkit.sharding import OffloadSettings
+    from toolkit.sharding.offload import executors
 
+    executors.STREAM_CHUNK = 2048  # every unit passes through the device in several chunks
     accelerator, model, optimizer = prepare(case, OffloadSettings(executor=executor, **settings))
     if delay:
         slow_down(model, delay)

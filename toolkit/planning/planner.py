@@ -19,8 +19,9 @@ from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic
 from toolkit.planning.workload import Workload
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.offload.executors import STREAM_BYTES
+from toolkit.sharding.offload.executors import stream_bytes
 from toolkit.sharding.offload.host import plan_host
+from toolkit.sharding.offload.probe import STREAM_SHARE
 from toolkit.sharding.offload.state import STAGING_BUFFERS
 
 Verdict = Literal["fits", "tight", "no"]
@@ -202,12 +203,20 @@ class Planner:
         return int(copied + min(state, CHECKPOINT_FILE_BYTES))
 
     def _streamed_bytes(self, setup: Setup) -> int:
-        """Device buffers through which offloaded state streams, as long as the longest unit that is offloaded."""
-        if not setup.offload or self.recipe.sharding.offload_executor != "device_stream":
+        """Device buffers through which offloaded state streams, where it does or `auto` may have it so."""
+        executor = self.recipe.sharding.offload_executor or "auto"
+        if not setup.offload or executor not in ("auto", "device_stream"):
             return 0
         residents = self.residents(setup)
         hosted = [unit.trainable_numel(setup.mesh.shard) for i, unit in enumerate(self.units) if i not in residents]
-        return STREAM_BYTES * max(hosted, default=0)
+        taken = stream_bytes(max(hosted, default=0))
+        # `auto` measures on the machine of the run: the plan counts what it may choose.
+        chosen = executor == "device_stream" or self._auto_may_take(taken)
+        return taken if chosen else 0
+
+    def _auto_may_take(self, num_bytes: int) -> bool:
+        is_cpu = self.hardware.device_type == "cpu"
+        return not is_cpu and num_bytes <= STREAM_SHARE * self.hardware.memory_bytes
 
     def _offloaded_bytes(self, setup: Setup) -> int:
         if not setup.offload:

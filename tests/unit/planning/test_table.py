@@ -27,6 +27,7 @@ from toolkit.planning.time.hardware import Hardware, hardware_of
 from toolkit.planning.workload import workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.offload import executors
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 LAYERS, HIDDEN, INNER, VOCABULARY, LENGTH = 6, 64, 160, 2048, 128
@@ -358,16 +359,21 @@ def test_a_save_is_counted_on_the_host_as_long_as_it_may_last() -> None:
     assert host_bytes(True, None) == 0
 
 
-def test_state_that_streams_through_the_device_takes_buffers_of_the_longest_unit() -> None:
+def test_state_that_streams_through_the_device_takes_buffers_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the longest unit where that is shorter; also where `auto` may have it stream."""
     longest = VOCABULARY * HIDDEN + HIDDEN
 
-    def peak(executor: str) -> Any:
+    def peak(executor: str | None, memory: int = 2**36) -> Any:
         own = recipe(sharding={"offload_executor": executor, "offload": "optimizer"})
-        planner = Planner(own, workload_of(own, "bf16"), hardware_of("h100_sxm"))
-        return planner.peak(replace(_asked(), offload=True))
+        hardware = replace(hardware_of("h100_sxm"), memory_bytes=memory)
+        return Planner(own, workload_of(own, "bf16"), hardware).peak(replace(_asked(), offload=True))
 
     streamed, stepped = peak("device_stream"), peak("cpu_torch")
     assert streamed.total - stepped.total == streamed.optimizer == pytest.approx(32 * longest / 2, rel=0.01)
+    assert peak(None).optimizer == peak("auto").optimizer == streamed.optimizer
+    assert peak(None, 8 * streamed.optimizer - 1).optimizer == 0, "auto leaves it out"
+    monkeypatch.setattr(executors, "STREAM_CHUNK", 128)
+    assert peak("device_stream").optimizer == 32 * 128
 
 
 def test_a_gpu_run_whose_host_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,9 +269,8 @@ class OffloadEngine:
             # The shards are overwritten: a forward without gradients between backward and step may still read them.
             stream.wait_event(after)
             with self._handle.stream(stream):
-                weights = executor.step(step)
-                for slot in step.slots:
-                    local_tensor(slot.parameter).copy_(slot.view(weights), non_blocking=True)
+                for begin, weights in executor.step(step):
+                    _send(step, begin, weights)
                 unit.arrived = stream.record_event()
             executor.sent(unit.arrived)
         # Last: who has waited for it reads `arrived` next.
@@ -384,6 +383,17 @@ class _Clip:
             self._event.synchronize()
         norm, self.scale = self._both.tolist()
         self.skip = not math.isfinite(norm)
+
+
+def _send(step: UnitStep, begin: int, weights: torch.Tensor) -> None:
+    """Copies new weights into the shards, rounded to their type: those from element `begin` of the unit on."""
+    for slot in step.slots:
+        first = max(slot.offset, begin)
+        last = min(slot.offset + slot.numel, begin + weights.numel())
+        if first < last:
+            shard = local_tensor(slot.parameter).view(-1)
+            new = weights[first - begin : last - begin]
+            shard[first - slot.offset : last - slot.offset].copy_(new, non_blocking=True)
 
 
 def _end(worker: Worker, handle: Any, slabs: Slabs) -> None:

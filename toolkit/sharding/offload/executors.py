@@ -1,17 +1,18 @@
 """How a unit's state is stepped: on the host by torch, by our kernel, or passing through the device.
 
 An executor is called by the worker thread alone. It gets a landed gradient and leaves new masters and
-moments behind; what it returns is the flat of new weights that goes to the device.
+moments behind; what it gives are the new weights that go to the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
+from toolkit.sharding.offload.chunks import ALIGNMENT, chunks_of
 from toolkit.sharding.offload.kernel import AdamWKernel, Segment
 from toolkit.sharding.offload.settings import counts_steps, hyper_parameters
 from toolkit.sharding.offload.units import OffloadedUnit
@@ -41,12 +42,17 @@ class UnitStep:
         return (slot for i, slot in numbered if i in self.present and slot.group is not None)
 
 
+Weights = Iterable[tuple[int, torch.Tensor]]
+"""New weights of a unit in stretches: the first element's place in the unit's flat tensors, and what lies there, flat.
+Each is readable until the next one is asked for."""
+
+
 class Executor(Protocol):
     def stream(self, unit: OffloadedUnit) -> Any:
         """The device's stream on which this unit is stepped and its weights are sent off."""
 
-    def step(self, step: UnitStep) -> torch.Tensor:
-        """Takes the step; the new weights, flat, readable on the current stream, which is `stream(unit)`."""
+    def step(self, step: UnitStep) -> Weights:
+        """Takes the step; the new weights, readable on the current stream, which is `stream(unit)`."""
 
     def sent(self, event: Any) -> None:
         """The weights returned last are needed until `event`."""
@@ -176,10 +182,10 @@ class CpuTorch(_Staged):
         super().__init__(staging)
         self._scratch = scratch
 
-    def step(self, step: UnitStep) -> torch.Tensor:
+    def step(self, step: UnitStep) -> Weights:
         self._inner[step.unit].step(step, _scaled(step, self._scratch))
         # The buffer is asked for after the step: its last copy to the device has had that long to end.
-        return self._staging.take(step.unit.numel).copy_(step.unit.master)
+        return [(0, self._staging.take(step.unit.numel).copy_(step.unit.master))]
 
 
 class CpuFused(_Staged):
@@ -190,7 +196,7 @@ class CpuFused(_Staged):
         self._kernel = kernel
         self._threads = threads
 
-    def step(self, step: UnitStep) -> torch.Tensor:
+    def step(self, step: UnitStep) -> Weights:
         unit = step.unit
         # Asked for before the step, as the kernel writes the rounded weights on its way.
         weights = self._staging.take(unit.numel)
@@ -208,7 +214,7 @@ class CpuFused(_Staged):
             step.scale,
             self._threads,
         )
-        return weights
+        return [(0, weights)]
 
 
 def _segment(slot: Any, settings: dict[str, Any]) -> Segment:
@@ -239,35 +245,47 @@ class Resident:
     def sent(self, event: Any) -> None:
         """Masters stay where they are."""
 
-    def step(self, step: UnitStep) -> torch.Tensor:
+    def step(self, step: UnitStep) -> Weights:
         self._inner[step.unit].step(step, _scaled(step, None))
-        return step.unit.master
+        return [(0, step.unit.master)]
 
 
 STREAM_BYTES = 2 * 4 * 4
-"""Of device memory for each element of the longest unit that streams through: two sets of master, gradient and two
-moments in float32."""
+"""Of device memory for each element that passes through at once: two sets of master, gradient and two moments in
+float32."""
+
+STREAM_CHUNK = 2**24
+"""Elements that pass through the device at once: of 512 MiB of buffers. Whole units would ask for 15.7 GiB for an 8B
+model on one GPU, whose head alone has 525 million parameters; and a copy of 64 MiB is as fast as a longer one."""
+assert STREAM_CHUNK % ALIGNMENT == 0
+
+
+def stream_bytes(longest: int) -> int:
+    """Of device memory that `device_stream` takes, where the longest unit has so many elements."""
+    return STREAM_BYTES * min(longest, STREAM_CHUNK)
 
 
 class DeviceStream:
-    """State lives on the host and passes through the device, a unit at a time.
+    """State lives on the host and passes through the device, a chunk of a unit at a time.
 
-    Two sets of device buffers, used in turn, each with a stream of its own: one unit's state comes in
+    Two sets of device buffers, used in turn by the units, each with a stream of its own: one unit's state comes in
     while the other's goes out.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[OffloadedUnit], device: torch.device) -> None:
         handle = getattr(torch, device.type)
-        longest = max(unit.numel for unit in units)
+        longest = min(STREAM_CHUNK, max(unit.numel for unit in units))
         names = ("master", "gradient", *units[0].moments)
         self._streams = [handle.Stream() for _ in range(2)]
         self._buffers = [{name: torch.empty(longest, device=device) for name in names} for _ in range(2)]
         self._lane = {unit: i % 2 for i, unit in enumerate(units)}
+        self._chunks = {unit: chunks_of(unit, STREAM_CHUNK) for unit in units}
         self._inner = {}
         for unit in units:
-            flats = self._flats(unit)
-            moments = {name: flats[name] for name in unit.moments}
-            self._inner[unit] = FlatOptimizer(optimizer, unit, flats["master"], moments)
+            for chunk in self._chunks[unit]:
+                flats = self._flats(unit, chunk.unit.numel)
+                moments = {name: flats[name] for name in unit.moments}
+                self._inner[chunk] = FlatOptimizer(optimizer, chunk.unit, flats["master"], moments)
 
     def stream(self, unit: OffloadedUnit) -> Any:
         return self._streams[self._lane[unit]]
@@ -275,21 +293,25 @@ class DeviceStream:
     def sent(self, event: Any) -> None:
         """A set of buffers is used by one stream alone, which keeps the order."""
 
-    def step(self, step: UnitStep) -> torch.Tensor:
-        flats, unit = self._flats(step.unit), step.unit
+    def step(self, step: UnitStep) -> Weights:
+        unit = step.unit
         host = {"master": unit.master, **unit.moments}
-        # All of it on the unit's one stream, so that in, step and out keep their order; only units of the other set of
-        # buffers run beside it.
-        flats["gradient"].copy_(step.gradient, non_blocking=True)
-        for name, tensor in host.items():
-            flats[name].copy_(tensor, non_blocking=True)
-        # On the device, and not on the host: there it would be one more pass over host memory.
-        if step.scale != 1.0:
-            flats["gradient"].mul_(step.scale)
-        self._inner[unit].step(step, flats["gradient"])
-        for name, tensor in host.items():
-            tensor.copy_(flats[name], non_blocking=True)
-        return flats["master"]
+        for chunk in self._chunks[unit]:
+            flats = self._flats(unit, chunk.unit.numel)
+            # All of it on the unit's one stream, so that in, step and out keep their order; only units of the other set
+            # of buffers run beside it.
+            flats["gradient"].copy_(chunk.of(step.gradient), non_blocking=True)
+            for name, tensor in host.items():
+                flats[name].copy_(chunk.of(tensor), non_blocking=True)
+            # On the device, and not on the host: there it would be one more pass over host memory.
+            if step.scale != 1.0:
+                flats["gradient"].mul_(step.scale)
+            chunk.take_counts(unit)
+            part = replace(step, unit=chunk.unit, present=chunk.present(step.present))
+            self._inner[chunk].step(part, flats["gradient"])
+            for name, tensor in host.items():
+                chunk.of(tensor).copy_(flats[name], non_blocking=True)
+            yield chunk.begin, flats["master"]
 
-    def _flats(self, unit: OffloadedUnit) -> dict[str, torch.Tensor]:
-        return {name: flat[: unit.numel] for name, flat in self._buffers[self._lane[unit]].items()}
+    def _flats(self, unit: OffloadedUnit, numel: int) -> dict[str, torch.Tensor]:
+        return {name: flat[:numel] for name, flat in self._buffers[self._lane[unit]].items()}

@@ -12,13 +12,13 @@ import torch
 from toolkit import ranks
 from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.sharding.offload.executors import (
-    STREAM_BYTES,
     CpuFused,
     CpuTorch,
     DeviceStream,
     Executor,
     Staging,
     UnitStep,
+    stream_bytes,
 )
 from toolkit.sharding.offload.kernel import load_kernel
 from toolkit.sharding.offload.settings import ExecutorName, fused_kernel_refuses, hyper_parameters, state_names
@@ -29,8 +29,7 @@ PROBE_SECONDS = 0.5
 """Most that one executor is measured for."""
 
 STREAM_SHARE = 1 / 8
-"""Of the device's memory, that `auto` lets `device_stream` take. For an 8B model on one GPU, whose head alone is a unit
-of 525 million parameters, it would take 15.7 GiB."""
+"""Of the device's memory, that `auto` lets `device_stream` take."""
 
 
 def default_threads(device: torch.device) -> int:
@@ -49,7 +48,7 @@ def choose(
     """The executor and why it was chosen; the same on every rank. Collective.
 
     Args:
-        longest: elements of the longest unit, for which `device_stream` takes `STREAM_BYTES` each on the device.
+        longest: elements of the longest unit, by which `device_stream` takes memory on the device.
 
     Raises:
         BadInputError: an executor that was asked for and cannot be had.
@@ -63,7 +62,7 @@ def choose(
     if asked != "auto":
         return asked, "as asked"
     candidates = ["cpu_torch"] if problem is not None else ["cpu_torch", "cpu_fused"]
-    if device.type != "cpu" and all(ranks.gather_objects(_has_room(device, STREAM_BYTES * longest))):
+    if device.type != "cpu" and all(ranks.gather_objects(_has_room(device, stream_bytes(longest)))):
         candidates.append("device_stream")
     if len(candidates) == 1:
         return candidates[0], f"cpu_fused: {problem}"
@@ -139,8 +138,13 @@ def _rate(name: str, optimizer: torch.optim.Optimizer, device: torch.device, thr
     target = torch.empty(unit.numel, dtype=torch.bfloat16, device=device)
     best, until = float("inf"), time.perf_counter() + PROBE_SECONDS
     while time.perf_counter() < until:
-        best = min(best, _seconds(lambda: target.copy_(executor.step(step), non_blocking=True), device))
+        best = min(best, _seconds(lambda: _step(executor, step, target), device))
     return unit.numel / best
+
+
+def _step(executor: Executor, step: UnitStep, target: torch.Tensor) -> None:
+    for begin, weights in executor.step(step):
+        target[begin : begin + weights.numel()].copy_(weights, non_blocking=True)
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:

@@ -9,7 +9,7 @@ from torch import nn
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import offload_of
-from toolkit.sharding.offload import OffloadSettings, probe
+from toolkit.sharding.offload import OffloadSettings, executors, probe
 from toolkit.sharding.offload.host import HostPlan
 from toolkit.sharding.offload.settings import hyper_parameters, state_names
 from toolkit.sharding.plugin import STRATEGY_VARIABLE, resolve_offload, resolve_strategy
@@ -118,6 +118,8 @@ def test_auto_leaves_out_a_stream_whose_buffers_do_not_fit(monkeypatch: pytest.M
     optimizer, device = torch.optim.AdamW(parameters()), torch.device("cuda")
     assert probe.choose("auto", optimizer, device, 1, longest=3)[0] == "device_stream"  # 96 of 100 bytes
     assert probe.choose("auto", optimizer, device, 1, longest=4)[0] == "cpu_torch"
+    monkeypatch.setattr(executors, "STREAM_CHUNK", 3)
+    assert probe.choose("auto", optimizer, device, 1, longest=4)[0] == "device_stream"
 
 
 def test_without_the_kernel_torch_steps_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

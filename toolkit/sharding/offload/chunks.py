@@ -1,0 +1,92 @@
+"""A unit in pieces of bounded size, so that what passes through the device does not grow with the longest unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from toolkit.sharding.offload.units import OffloadedUnit, Slot
+
+ALIGNMENT = 64
+"""Each part of a parameter but the last is a multiple of so many elements. torch's vectorised kernels round the last
+few elements of a tensor differently: only where the whole parameter ends may a part have such."""
+
+Part = tuple[int, int, int]
+"""Index of a slot, and the first and the last element of its part."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Consecutive elements of a unit's flat tensors.
+
+    Attributes:
+        begin: first element.
+        end: one behind the last.
+        unit: the parameters, or parts of them, that lie there, as a unit of its own; its offsets count from `begin`.
+        sources: the whole parameters, in the same order.
+    """
+
+    begin: int
+    end: int
+    unit: OffloadedUnit
+    sources: list[int]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This chunk of a flat tensor of the unit."""
+        return flat[self.begin : self.end]
+
+    def present(self, present: frozenset[int]) -> frozenset[int]:
+        """Its slots that have a gradient, by those of the unit that have one."""
+        return frozenset(i for i, source in enumerate(self.sources) if source in present)
+
+    def take_counts(self, unit: OffloadedUnit) -> None:
+        """Tells parts how many steps their parameter has taken. Its last part counts on for all of it."""
+        for part, source in zip(self.unit.slots, self.sources, strict=True):
+            if part.step is not unit.slots[source].step:
+                part.step.copy_(unit.slots[source].step)
+
+
+def chunks_of(unit: OffloadedUnit, limit: int) -> list[Chunk]:
+    """The unit in chunks of at most `limit` elements, which is a multiple of `ALIGNMENT`."""
+    return [_chunk(unit, parts) for parts in _parts(unit, limit)]
+
+
+def _parts(unit: OffloadedUnit, limit: int) -> Iterator[list[Part]]:
+    """The parts of each chunk, in order."""
+    parts: list[Part] = []
+    end = limit
+    for index, slot in enumerate(unit.slots):
+        start = 0
+        while start < slot.numel or slot.numel == 0:
+            if not parts:
+                end = slot.offset + start + limit
+            rest, room = slot.numel - start, end - slot.offset - start
+            taken = rest if rest <= room else room // ALIGNMENT * ALIGNMENT
+            if taken > 0 or rest == 0:  # a shard can be empty, and its steps are counted all the same
+                parts.append((index, start, start + taken))
+                start += taken
+            if start < slot.numel:
+                yield parts
+                parts = []
+            elif slot.numel == 0:
+                break
+    yield parts
+
+
+def _chunk(unit: OffloadedUnit, parts: list[Part]) -> Chunk:
+    begin = unit.slots[parts[0][0]].offset + parts[0][1]
+    # An empty shard may stand far behind the last element.
+    end = max([begin, *(unit.slots[index].offset + stop for index, start, stop in parts if stop > start)])
+    slots = [_slot(unit.slots[index], start, stop, begin) for index, start, stop in parts]
+    return Chunk(begin, end, OffloadedUnit(unit.name, [], slots, end - begin), [index for index, _, _ in parts])
+
+
+def _slot(slot: Slot, start: int, stop: int, begin: int) -> Slot:
+    offset = slot.offset + start - begin
+    if stop - start == slot.numel:
+        return replace(slot, offset=offset)
+    # Each part is stepped by itself, and would count the parameter's steps once more.
+    step = slot.step if stop == slot.numel else slot.step.clone()
+    return replace(slot, offset=offset, shape=torch.Size((stop - start,)), step=step)
