@@ -19,8 +19,10 @@ import torch
 import yaml
 from tiny import recipe_values, save_llama
 
+from toolkit.checkpoint.manifest import list_checkpoints
+
 TEXTS = ["a king and a queen walked by the river", "the moon was high"]
-POINTS = ("data", "forward", "backward", "optimizer", "export", "memory")
+POINTS = ("parts", "data", "forward", "backward", "optimizer", "saving", "export", "memory")
 
 
 class BrokenError(Exception):
@@ -40,13 +42,17 @@ def eat_memory(*_: Any, **__: Any) -> Any:
 
 def arm(point: str) -> None:
     """Breaks this rank at `point`; in training, in its third optimizer step."""
+    from toolkit.checkpoint import session
     from toolkit.data import samples
     from toolkit.objectives.causal_lm import CausalLM
-    from toolkit.run import run
+    from toolkit.run import parts, run
     from toolkit.training.trainer import Trainer
 
     if point == "data":
         samples.TextSamples.batch = fail  # type: ignore[method-assign]
+        return
+    if point == "parts":  # the other rank goes on into `prepare`, and waits there
+        parts.build_optimizer = fail
         return
     if point == "export":
         run.export_model = fail
@@ -59,6 +65,8 @@ def arm(point: str) -> None:
                 self.accelerator.backward = fail
             elif point == "optimizer":
                 self.optimizer.step = fail
+            elif point == "saving":  # the other rank waits in the save
+                session.named_tensors = fail
             else:
                 CausalLM.loss_sum = fail if point == "forward" else eat_memory  # type: ignore[method-assign]
         return train_step(self, window)
@@ -118,4 +126,6 @@ def test_the_error_of_the_rank_that_fails_is_told(recipe: Path, point: str) -> N
         assert (", in optimizer step 3: " in line) == (point in ("forward", "backward", "optimizer"))
     assert "error" not in told[0], "the other rank's broken connection is not what the user reads"
     saved = sorted(path.name for path in (folder / f"out-{point}/checkpoints").glob("step_*"))
-    assert saved[-1:] == {"data": [], "export": ["step_00000004"]}.get(point, ["step_00000002"])
+    assert saved[-1:] == {"parts": [], "data": [], "export": ["step_00000004"]}.get(point, ["step_00000002"])
+    usable = [c.folder.name for c in list_checkpoints(folder / f"out-{point}") if c.problem is None]
+    assert usable == saved, "what was saved before is whole"
