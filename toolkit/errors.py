@@ -93,3 +93,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of an error's sentence that names the closest of the known words; empty where none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+    return "DistError" in names or any(text in str(error) for text in lost)

@@ -38,7 +38,7 @@ from toolkit.checkpoint.manifest import (
     write_synced,
 )
 from toolkit.checkpoint.state import described, first_failure, first_non_finite, host_copy
-from toolkit.errors import ToolkitError, first_line
+from toolkit.errors import ToolkitError, first_line, is_lost_peer
 from toolkit.places import CHECKPOINT_FILE_BYTES
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.shards import local_tensor
@@ -138,9 +138,10 @@ class Checkpointer:
                 )
         # Whatever it is, as a full disk: it costs one checkpoint, not the run.
         except Exception as error:
+            # Without the lost rank the run does not go on, and what that rank failed at is what is to be read.
+            why = "another rank has ended" if is_lost_peer(error) else f"{first_line(error)}; the run goes on"
             self._problem = (
-                f"the checkpoint of step {job.manifest.step} was not saved: {first_line(error)}; "
-                "the run goes on, and the last whole checkpoint stays"
+                f"the checkpoint of step {job.manifest.step} was not saved: {why}, and the last whole checkpoint stays"
             )
             if ranks.rank() == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)

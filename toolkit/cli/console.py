@@ -10,7 +10,7 @@ import traceback
 
 from rich.table import Table
 
-from toolkit.errors import RankError, StoppedError, ToolkitError, first_line
+from toolkit.errors import RankError, StoppedError, ToolkitError, first_line, is_lost_peer
 from toolkit.terminal import Terminal
 
 PATIENCE_SECONDS = 20.0
@@ -52,7 +52,7 @@ def print_interrupt() -> int:
 
 def print_failure(error: Exception) -> int:
     """Prints, at once and on the rank that failed, an error that nobody has foreseen; returns the exit code."""
-    if _is_lost_peer(error):
+    if is_lost_peer(error):
         time.sleep(PATIENCE_SECONDS)  # the rank that was lost has an error of its own, and the launcher ends this one
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     where = f"rank {rank} of {world_size} on {platform.node()}" if world_size != "1" else "the run"
@@ -71,13 +71,6 @@ def _is_out_of_memory(error: Exception) -> bool:
     """Of the device (torch.OutOfMemoryError) or of the host, for which torch has a RuntimeError alone."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool({"OutOfMemoryError", "MemoryError"} & names) or "can't allocate memory" in str(error)
-
-
-def _is_lost_peer(error: Exception) -> bool:
-    """Whether a collective failed because another rank is gone."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
-    return "DistError" in names or any(text in str(error) for text in lost)
 
 
 def print_table(columns: list[str], rows: list[list[str]]) -> None:

@@ -105,7 +105,8 @@ def test_offload_moves_16_bytes_a_parameter_to_the_host_of_a_node(found: Plan) -
     row = row_of(found, "zero3", offload=True)
     staging = 8 * 2 * 2 * (VOCABULARY * HIDDEN + HIDDEN) / 8
     assert row.host_bytes == pytest.approx(16 * P + staging, rel=0.01)
-    assert row.peak.optimizer == 0
+    # On the device the buffers through which `auto` may have the state stream.
+    assert row.peak.optimizer == pytest.approx(32 * (VOCABULARY * HIDDEN + HIDDEN) / 8, rel=0.01)
     assert 2 * P / 8 <= row.peak.parameters <= 2 * P / 8 + SLACK
 
 
@@ -190,6 +191,7 @@ def test_other_objectives(changes: dict[str, Any]) -> None:
 
 def test_the_recipes_own_settings_are_the_row_as_it_stands() -> None:
     sharding = {"strategy": "zero2", "activation_checkpointing": 2, "offload": "optimizer", "device_state_gib": 0.0015}
+    sharding["offload_executor"] = "cpu_fused"
     asked = plan(recipe(sharding=sharding, **ALONE), hardware_of("l40s"), 2).asked
     assert (asked.setup.name, asked.setup.checkpoints) == ("zero2+offload", "every 2")
     # Master, moments and gradient of the embeddings and one block; a second block has no room.
