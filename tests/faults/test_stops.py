@@ -87,6 +87,29 @@ def test_a_launcher_that_is_terminated_and_a_rank_that_is_killed(tmp_path: Path,
     assert "exitcode  : -9" in told
 
 
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_alone(tmp_path: Path, text_file: Path) -> None:
+    """A second start is refused while they live. The ranks end by themselves, and then the same command goes on."""
+    recipe = write_recipe(tmp_path, text_file)
+    process = start(LAUNCH, recipe)
+    wait_for_checkpoint(tmp_path / "run", process)
+    again = start([sys.executable], recipe)
+    _, told = again.communicate(timeout=120)
+    assert again.returncode == 2
+    assert "another run is writing to" in " ".join(told.split())
+    left = children_of(process.pid)
+    process.kill()
+    until = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in left):
+        assert time.monotonic() < until, "a rank outlived its launcher by a minute"
+        time.sleep(0.1)
+    reached = latest(tmp_path / "run")
+    assert reached is not None
+    _, told = start(LAUNCH, recipe, f"training.max_steps={reached.step + 5}").communicate(timeout=240)
+    assert f"resumed: after step {reached.step}" in " ".join(told.split())
+    assert (tmp_path / "run" / "report.html").exists()
+
+
 def test_ctrl_c_and_the_time_limit(tmp_path: Path, text_file: Path) -> None:
     recipe = write_recipe(tmp_path, text_file)
     process = start([sys.executable], recipe)

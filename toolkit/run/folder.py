@@ -30,6 +30,7 @@ from toolkit.pages.data_page import DATA_PAGE, write_data_page
 from toolkit.pages.status import is_finished as is_whole
 from toolkit.places import atomic_write
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.lease import unwritable
 from toolkit.run.status import FOLDER as BEATS_FOLDER
 from toolkit.training.profile import FOLDER as PROFILE_FOLDER
 
@@ -58,7 +59,7 @@ LISTING_SECONDS = 10.0
 
 @contextmanager
 def claimed(output_dir: Path, recipe: Recipe, found: Resumption) -> Iterator[list[str]]:
-    """Makes the output folder and writes the resolved recipe; takes both back if what follows fails.
+    """Writes the resolved recipe into the output folder; takes it back if what follows fails.
 
     Checkpoints that the run passes over are set aside; what the block is given says which and why.
 
@@ -66,7 +67,6 @@ def claimed(output_dir: Path, recipe: Recipe, found: Resumption) -> Iterator[lis
     Raises BadInputError where the folder already holds a run that this one does not go on.
     """
     goes_on = is_inside(found.start, output_dir)
-    made = ranks.on_first_rank(lambda: _make(output_dir))
     is_ours = False
     try:
         _require_one_folder(output_dir)
@@ -80,26 +80,12 @@ def claimed(output_dir: Path, recipe: Recipe, found: Resumption) -> Iterator[lis
             if is_ours and _run_files(output_dir) == ["recipe.yaml"]:
                 (output_dir / "recipe.yaml").unlink(missing_ok=True)
             shutil.rmtree(output_dir / BEATS_FOLDER, ignore_errors=True)
-            if made and not any(output_dir.iterdir()):
-                output_dir.rmdir()
         raise
 
 
 def is_inside(resumed: tuple[Path, Manifest] | None, output_dir: Path) -> bool:
     """Whether the run goes on from a checkpoint of its own folder."""
     return resumed is not None and resumed[0].is_relative_to(output_dir)
-
-
-def _make(output_dir: Path) -> bool:
-    """Makes the folder; whether it was not there."""
-    if output_dir.exists() and not output_dir.is_dir():
-        raise BadInputError(f"training.output_dir: {str(output_dir)!r} is a file; name a folder")
-    made = not output_dir.exists()
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(output_dir, error) from error
-    return made
 
 
 def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
@@ -112,13 +98,7 @@ def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
         # Whole or not at all: a run that was killed just then is known again by its recipe.
         atomic_write(output_dir / "recipe.yaml", recipe.to_yaml())
     except OSError as error:
-        raise _unwritable(output_dir, error) from error
-
-
-def _unwritable(output_dir: Path, error: OSError) -> BadInputError:
-    return BadInputError(
-        f"training.output_dir: {str(output_dir)!r} cannot be written: {error.strerror}; name another folder"
-    )
+        raise unwritable(output_dir, error) from error
 
 
 def _require_one_folder(output_dir: Path) -> None:
@@ -137,7 +117,7 @@ def _require_one_folder(output_dir: Path) -> None:
         try:
             path.write_text(token, encoding="utf-8")
         except OSError as error:
-            raise _unwritable(output_dir, error) from error
+            raise unwritable(output_dir, error) from error
 
     ranks.on_first_rank(write)
     try:
@@ -199,7 +179,7 @@ def require_writable(output_dir: Path) -> None:
         # Tried, as access rights alone do not tell it: of a read-only file system, or of root.
         Path(tempfile.mkdtemp(prefix=".writable-", dir=nearest)).rmdir()
     except OSError as error:
-        raise _unwritable(output_dir, error) from error
+        raise unwritable(output_dir, error) from error
 
 
 def is_finished(output_dir: Path, recipe: Recipe) -> bool:

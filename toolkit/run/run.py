@@ -45,7 +45,9 @@ from toolkit.run.folder import (
     write_beginning,
     write_data_report,
 )
+from toolkit.run.lease import owned
 from toolkit.run.live import LiveReport, ended_in
+from toolkit.run.orphans import ended_with_launcher
 from toolkit.run.outcome import (
     FinetuneResult,
     conclude,
@@ -91,6 +93,7 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
         if ranks.on_first_rank(lambda: is_finished(output_dir, recipe)):
             console.print(f"this run is finished already, and nothing was done: {output_dir}", markup=False)
             return ranks.on_first_rank(lambda: finished_before(output_dir))
+        running.enter_context(owned(output_dir))
         found = _found(recipe, output_dir)
         with claimed(output_dir, recipe, found) as told:
             for line in told:
@@ -146,7 +149,7 @@ def _started(recipe: Recipe) -> Iterator[tuple[Accelerator, ShardingPlugin, Path
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
     accelerator = build_accelerator(recipe, plugins, output_dir)
     console = Terminal(quiet=not accelerator.is_main_process)
-    with released_at_last(accelerator, plugin):
+    with released_at_last(accelerator, plugin), ended_with_launcher():
         yield accelerator, plugin, output_dir, console
 
 

@@ -1,0 +1,227 @@
+"""One run at a time in an output folder: held while its process lives, taken over when it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import BadInputError
+from toolkit.run import lease
+from toolkit.run.lease import LEASE, Lease, acquire, owned, read_lease
+
+ELSEWHERE = {"host": "other", "boot": "another boot", "pid": 1}
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(lease, "STALE_SECONDS", 0.6)
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.1)
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / LEASE
+
+
+def put(path: Path, held: Lease) -> Lease:
+    path.write_text(json.dumps(asdict(held)))
+    return held
+
+
+def test_a_second_start_is_refused_and_told_who_holds_it(path: Path) -> None:
+    with owned(path.parent):
+        mine, _ = read_lease(path)
+        assert mine is not None
+        with pytest.raises(BadInputError, match="another run is writing to") as error, owned(path.parent):
+            pytest.fail("two runs in one folder")
+        for told in (f"process {os.getpid()} on {mine.host}", mine.since, "kill", "training.output_dir"):
+            assert told in str(error.value)
+        assert read_lease(path)[0] == mine
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_folder_that_was_made_for_nothing_is_taken_back(path: Path) -> None:
+    with owned(path.parent / "new"):
+        assert (path.parent / "new" / LEASE).exists()
+    assert not (path.parent / "new").exists()
+    with owned(path.parent / "new"):
+        (path.parent / "new" / "recipe.yaml").touch()
+    assert [found.name for found in (path.parent / "new").iterdir()] == ["recipe.yaml"]
+
+
+def test_a_killed_owner_holds_nothing(path: Path) -> None:
+    """Even where nobody has waited for the process, and its pid is not free."""
+    code = f"import time; from toolkit.run.lease import *; acquire(Path({str(path)!r})); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with pytest.raises(BadInputError, match=f"process {process.pid} on"):
+        acquire(path)
+    process.send_signal(signal.SIGKILL)
+    time.sleep(0.1)
+    started = time.monotonic()
+    mine = acquire(path)
+    assert time.monotonic() - started < lease.STALE_SECONDS / 2
+    assert read_lease(path)[0] == mine
+    process.wait()
+
+
+def test_a_pid_that_is_used_again_is_another_process(path: Path) -> None:
+    put(path, Lease(born="1"))
+    acquire(path)
+
+
+def test_on_another_host_it_is_over_when_nobody_touches_it(path: Path) -> None:
+    put(path, Lease(**ELSEWHERE))
+    started = time.monotonic()
+    mine = acquire(path)
+    assert time.monotonic() - started >= lease.STALE_SECONDS
+    assert read_lease(path)[0] == mine
+
+
+def test_on_another_host_it_is_held_while_somebody_touches_it(path: Path) -> None:
+    held = put(path, Lease(**ELSEWHERE))
+    holder = lease._Holder(path, held)
+    with pytest.raises(BadInputError, match="process 1 on other"):
+        acquire(path)
+    holder.release()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("SLURM_JOB_ID", "SLURM_RESTART_COUNT"), ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
+)
+def test_the_next_attempt_of_a_job_does_not_wait(
+    path: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: str
+) -> None:
+    monkeypatch.setenv(name, "77")
+    monkeypatch.setattr(lease, "STALE_SECONDS", 60.0)
+    put(path, Lease(**ELSEWHERE))
+    monkeypatch.setenv(count, "1")
+    acquire(path)
+    put(path, Lease(**ELSEWHERE, attempt=0, job="another"))
+    monkeypatch.setattr(lease, "STALE_SECONDS", 0.1)
+    assert Lease(**ELSEWHERE, attempt=0, job="another").is_over() is None
+
+
+def test_of_many_that_find_it_stale_one_takes_it(path: Path) -> None:
+    put(path, Lease(**ELSEWHERE))
+    outcomes: list[object] = []
+
+    def attempt() -> None:
+        try:
+            outcomes.append(acquire(path))
+        except BadInputError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=attempt) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [outcome for outcome in outcomes if isinstance(outcome, Lease)]
+    assert len(outcomes) == 12
+    assert winners == [read_lease(path)[0]]
+    assert [found.name for found in path.parent.iterdir()] == [LEASE]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1, "x": 2}', "{" * 5000])
+def test_a_file_that_says_nothing_is_waited_for(path: Path, text: str) -> None:
+    path.write_text(text)
+    assert read_lease(path)[0] is None
+    assert read_lease(path)[1] is not None
+    acquire(path)
+
+
+def test_who_stood_still_and_was_replaced_ends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    mine = acquire(path)
+    holder = lease._Holder(path, mine)
+    monkeypatch.setattr(lease.os, "_exit", lambda code: (ended.append(code), holder._ended.set()))
+    other = put(path, replace(mine, token="another"))
+    holder._thread.join(5)
+    assert ended == [1]
+    holder.release()
+    assert read_lease(path)[0] == other, "what is another's stays"
+
+
+def test_a_lease_that_was_deleted_is_made_again(path: Path) -> None:
+    with owned(path.parent):
+        mine, _ = read_lease(path)
+        path.unlink()
+        until = time.monotonic() + 10
+        while read_lease(path)[0] != mine:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+def without_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(lease.os, "link", refuse)
+
+
+@pytest.mark.parametrize("prepare", [without_links])
+def test_file_systems_without_links(
+    path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    prepare(monkeypatch)
+    mine = acquire(path)
+    assert read_lease(path)[0] == mine
+    with pytest.raises(BadInputError, match="another run is writing"):
+        acquire(path)
+
+
+ORPHAN = """
+import sys, time
+from pathlib import Path
+from toolkit.run import orphans
+orphans.LOOK_SECONDS, orphans.GRACE_SECONDS = 0.1, 0.3
+with orphans.ended_with_launcher():
+    Path(sys.argv[1]).touch()
+    time.sleep(60)
+"""
+
+LAUNCHER = """
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", *sys.argv[1:]]).pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_ranks_end_when_their_launcher_is_gone(tmp_path: Path, by_torch: bool) -> None:
+    """And a process that was started otherwise may outlive what started it."""
+    environment = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_RUN_ID"}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, ORPHAN, str(tmp_path / "started")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**environment, **({"TORCHELASTIC_RUN_ID": "none"} if by_torch else {})},
+    )
+    assert launcher.stdout is not None
+    rank = int(launcher.stdout.readline())
+    until = time.monotonic() + 60
+    while not (tmp_path / "started").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    launcher.kill()
+    launcher.wait()
+    until = time.monotonic() + (20 if by_torch else 1.0)
+    while lease._born(rank) is not None and time.monotonic() < until:
+        time.sleep(0.02)
+    alive = lease._born(rank) is not None
+    if alive:
+        os.kill(rank, signal.SIGKILL)
+    assert alive is not by_torch
