@@ -6,6 +6,7 @@ and codes that move the cursor or change colours. Here none of them works.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -48,6 +49,17 @@ class Terminal(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(harmless(text), **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        # Where it goes to a file on a full disk: a line that cannot be told is no reason to end a run.
+        with contextlib.suppress(OSError):
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads any more: a command's output ends here, and a run goes on."""
+        if not self.stderr:
+            super().on_broken_pipe()
+        self.quiet = True
 
     def warn(self, message: str) -> None:
         self.print(Text.assemble(("warning:", "yellow"), " ", harmless(message)), soft_wrap=True)

@@ -36,7 +36,8 @@ def test_text_is_printed_as_it_is(write: Callable[[], object]) -> None:
 
 
 def test_nobody_else_makes_a_console() -> None:
-    makers = [path for path in FILES if " Console(" in path.read_text() or "=Console(" in path.read_text()]
+    others = [path for path in FILES if path.name != "terminal.py"]
+    makers = [path for path in others if " Console(" in path.read_text() or "=Console(" in path.read_text()]
     assert [str(path.relative_to(PACKAGE)) for path in makers] == []
 
 

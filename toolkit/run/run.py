@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -65,6 +66,7 @@ from toolkit.sharding.plugin import (
 )
 from toolkit.terminal import Terminal
 from toolkit.training.beats import Beats, Phase
+from toolkit.training.full_disk import patiently
 from toolkit.training.metrics import Metrics
 from toolkit.training.profile import StepProfile
 from toolkit.training.stop import StopRequests
@@ -111,7 +113,8 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
             seconds, inner = time.perf_counter() - started, accelerator.unwrap_model(parts.model)
             guess = uniform_guess(parts.objective, inner, recipe.objective.class_weights)
             result = result_of(output_dir, fitted.records, export_dir, difference, sample, seconds, guess)
-            ranks.on_first_rank(lambda: write_pages(recipe, plugin, parts, facts, result, fitted.step_seconds))
+            pages = functools.partial(write_pages, recipe, plugin, parts, facts, result, fitted.step_seconds)
+            ranks.on_first_rank(lambda: patiently(pages, "the report and the model card", console.warn))
         conclude(console, recipe, result)
         return result
 
@@ -213,6 +216,8 @@ def _fit(
         if plugin.engine is not None:
             plugin.engine.flush()  # the last step may still fail
         last_samples(accelerator, parts, prompts, output_dir)
+    # On all ranks: the others wait here, and not inside a collective, which would give up.
+    ranks.on_first_rank(lambda: patiently(metrics.catch_up, "metrics.jsonl", console.warn))
     if profile is not None:
         console.print(_where_time_went(profile.seconds), markup=False)
     if parts.data.stream is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from accelerate import Accelerator
 from toolkit.places import GIB
 from toolkit.recipe.schema import LoggingSection
 from toolkit.terminal import Terminal
+from toolkit.training.full_disk import TELL_SECONDS, LinesFile
 from toolkit.training.progress import Progress
 
 SHARES = {"accuracy": "accuracy", "f1_macro": "F1"}
@@ -46,7 +48,8 @@ class Metrics:
         self._on_record = on_record
         self.records: list[dict[str, Any]] = []
         self._accelerator = accelerator
-        self._path = path
+        self._file = LinesFile(path, self.warn)
+        self._told_trackers = -TELL_SECONDS
         self._console = Terminal(quiet=not accelerator.is_main_process)
         self.progress = Progress(self._console, num_steps, logging.every_steps)
 
@@ -58,14 +61,14 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.progress.stop()
+        self.catch_up()
 
     def resume(self, records: list[dict[str, Any]]) -> None:
         """Goes on after these records; later ones that the file may hold are dropped."""
         self.records = list(records)
         self.progress.resume(max((record["step"] for record in records), default=0))
         if self._accelerator.is_main_process:
-            text = "".join(json.dumps(record) + "\n" for record in records)
-            self._path.write_text(text, encoding="utf-8")
+            self._file.replace([json.dumps(record) + "\n" for record in records])
 
     def train(self, record: dict[str, Any]) -> None:
         """One optimizer step; `record` holds the train keys but `split` and the plan's."""
@@ -77,6 +80,10 @@ class Metrics:
         self._write({"split": "eval", **record})
         self.progress.line(record["step"], f"held-out loss {record['loss']:.4f}", *_shares(record))
 
+    def catch_up(self) -> bool:
+        """Writes the records that a full disk has kept waiting; whether none is left."""
+        return not self._accelerator.is_main_process or self._file.catch_up()
+
     def warn(self, message: str) -> None:
         """Shows a warning, whether a line is due or not."""
         self._console.warn(message)
@@ -85,13 +92,20 @@ class Metrics:
         record = finite_or_null(record)
         self.records.append(record)
         if self._accelerator.is_main_process:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            self._file.append(json.dumps(record) + "\n")
         split = record["split"]
         values = {f"{split}/{key}": value for key, value in record.items() if isinstance(value, int | float)}
-        self._accelerator.log(values, step=record["step"])
+        self._track(values, record["step"])
         if self._on_record is not None:
             self._on_record(self.records, self.progress.seconds_left(record["step"]))
+
+    def _track(self, values: dict[str, Any], step: int) -> None:
+        try:
+            self._accelerator.log(values, step=step)
+        except OSError as error:
+            if time.monotonic() - self._told_trackers >= TELL_SECONDS:
+                self._told_trackers = time.monotonic()
+                self.warn(f"a tracker (logging.trackers) cannot write ({error.strerror}), and lacks records")
 
 
 def finite_or_null(record: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""A disk that is full, over its quota, or cannot be written any more: training goes on, and what it told waits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from itertools import takewhile
+from pathlib import Path
+
+from toolkit.errors import ToolkitError
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+"""Errors that a person can mend while a run goes on."""
+
+TELL_SECONDS = 60.0
+RETRY_SECONDS = 5.0
+PATIENCE_SECONDS = 1200.0
+"""Longest wait for room at the end of a run, where nothing is left to do but to write."""
+
+
+class LinesFile:
+    """A file of lines that grows; what the disk does not take waits in memory, in order.
+
+    Args:
+        warn: told once a minute how much is waiting, and why.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+        self._size = 0
+        self._waiting: list[str] = []
+        self._told = -TELL_SECONDS
+        self._tried = -RETRY_SECONDS
+
+    def replace(self, lines: list[str]) -> None:
+        """These lines and no others; the file is not emptied before it is written."""
+        there = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+        # What is the same stays as it is, and needs no room.
+        same = [
+            line for line, found in takewhile(lambda pair: pair[0].encode() == pair[1], zip(lines, there, strict=False))
+        ]
+        self._size = sum(len(line.encode()) for line in same)
+        self._waiting = lines[len(same) :]
+        self.catch_up()
+
+    def append(self, line: str) -> None:
+        self._waiting.append(line)
+        # A disk that hangs before it says no must not be asked in every step.
+        if len(self._waiting) == 1 or time.monotonic() - self._tried > RETRY_SECONDS:
+            self.catch_up()
+
+    def catch_up(self) -> bool:
+        """Writes what is waiting; whether nothing is left."""
+        try:
+            self._write()
+        except OSError as error:
+            self._tried = time.monotonic()
+            if self._tried - self._told >= TELL_SECONDS:
+                self._told = self._tried
+                self._warn(
+                    f"{self._path} cannot be written ({error.strerror}): training goes on, and {len(self._waiting)} "
+                    "records wait for room"
+                )
+            return False
+        if self._told > 0:
+            self._told = -TELL_SECONDS
+            self._warn(f"{self._path} is written again, and holds all records")
+        return True
+
+    def _write(self) -> None:
+        data = "".join(self._waiting).encode()
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            written = 0
+            try:
+                while written < len(data):
+                    written += os.pwrite(descriptor, data[written:], self._size + written)
+            except OSError:
+                os.ftruncate(descriptor, self._size)  # half a line is none
+                raise
+            self._size += written
+            self._waiting.clear()
+            os.ftruncate(descriptor, self._size)
+        finally:
+            os.close(descriptor)
+
+
+def patiently(write: Callable[[], bool | None], what: str, warn: Callable[[str], None]) -> None:
+    """Calls `write` until it can write, for up to `PATIENCE_SECONDS`; says once a minute what waits.
+
+    Args:
+        write: raises OSError, or returns False, where it could not.
+    """
+    started, told = time.monotonic(), -TELL_SECONDS
+    while True:
+        reason = _reason(write)
+        if reason is None:
+            return
+        now = time.monotonic()
+        if now - started > PATIENCE_SECONDS:
+            raise ToolkitError(
+                f"{what} could not be written ({reason}); make room, and start the same command again: it goes on from "
+                "the last checkpoint"
+            )
+        if now - told >= TELL_SECONDS:
+            told = now
+            warn(f"{what} cannot be written ({reason}); waiting for room")
+        time.sleep(RETRY_SECONDS)
+
+
+def _reason(write: Callable[[], bool | None]) -> str | None:
+    """Why it could not be written; None: it was. What nobody can mend while the run waits is raised."""
+    try:
+        return "no room" if write() is False else None
+    except (OSError, ToolkitError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            return cause.strerror or type(cause).__name__
+        raise
