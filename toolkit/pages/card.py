@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from toolkit.places import is_file_source
+from toolkit.recipe.load import read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import harmless
 
@@ -51,7 +52,7 @@ def render_card(
     parts = [
         f"---\n{yaml.safe_dump(_header(recipe), sort_keys=False)}---\n",
         f"# {_plain(name)}\n",
-        f"{_plain(about)} {_plain(recipe.description)}\n",
+        f"{_plain(about)} {_plain(_description(recipe))}".rstrip() + "\n",
         "## Results\n\n![Loss over the optimizer steps](curve.png)\n",
         _evaluations(metrics),
         f"## Data\n\n{_data(data_report)}",
@@ -60,6 +61,12 @@ def render_card(
         f"## Recipe\n\n````yaml\n{recipe_for_readers(recipe)}````\n",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _description(recipe: Recipe) -> str:
+    """The user's own words; those of a shipped recipe tell of its model and data, which a copy replaces."""
+    shipped = {read_yaml(path).get("description") for path in shipped_recipes().values()}
+    return "" if recipe.description in shipped else recipe.description
 
 
 def _header(recipe: Recipe) -> dict[str, Any]:

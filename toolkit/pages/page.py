@@ -367,7 +367,8 @@ ul { list-style: none; margin: 0; padding: 0; }
 .chart svg { display: block; width: 100%; height: auto; overflow: visible; stroke-linejoin: round; }
 .chart svg text { font-family: inherit !important; font-variant-numeric: tabular-nums; }
 .chart.narrow { display: none; }
-.grid > div { min-width: 0; }
+.grid > div { min-width: 0; display: flex; flex-direction: column; }
+.grid > div > .card:last-child { flex: 1; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 0 16px; }
 .scroll { overflow: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; margin-top: 8px; }

@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -241,8 +241,11 @@ def _charts_section(train: Metrics, evals: Metrics) -> str:
         _memory_chart(train, x_range),
     ]
     small = [*figure_charts(train, evals, x_range), *small]
-    cards = [chart_card(chart) for chart in small if chart.values()]
-    return f"{chart_card(_loss_chart(train, evals, x_range))}\n{grid(cards)}"
+    small = [chart for chart in small if chart.values()]
+    # Two stand side by side; the last of an odd number would leave a hole beside it.
+    wide = [replace(small.pop(), sizes=(WIDE_PX, NARROW_PX))] if len(small) % 2 else []
+    parts = [chart_card(_loss_chart(train, evals, x_range)), grid(map(chart_card, small)), *map(chart_card, wide)]
+    return "\n".join(filter(None, parts))
 
 
 def _loss_chart(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> Chart:
@@ -284,13 +287,13 @@ def _throughput_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:
 
 
 def _memory_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:
-    # The plan counts tensors; on CPU ranks the process is measured, with Python and its libraries.
-    has_device = bool(finite(column(train, "peak_device_bytes")))
-    planned = _train_series("device, planned", train, "planned_peak_bytes", scale=2**-30, variable="muted")
+    # The plan is of the device, or on CPU ranks of the process, with Python and its libraries: of what is measured.
+    planned_of = "device" if finite(column(train, "peak_device_bytes")) else "host"
+    planned = _train_series(f"{planned_of}, planned", train, "planned_peak_bytes", scale=2**-30, variable="muted")
     series = [
         _train_series("device", train, "peak_device_bytes", scale=2**-30),
         _train_series("host", train, "peak_host_bytes", scale=2**-30, variable="chart-2"),
-        *([planned] if has_device else []),
+        planned,
     ]
     return Chart("memory", "Peak memory (GiB)", [item for item in series if finite(item.ys)], [], x_range)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -74,9 +75,18 @@ def test_a_figure_that_is_not_finite_says_so() -> None:
 
 
 @pytest.mark.parametrize("device", [True, False])
-def test_the_plan_of_a_device_stands_beside_a_device_alone(device: bool) -> None:
+def test_the_plan_stands_beside_what_it_is_of(device: bool) -> None:
     metrics = [{**line, "peak_device_bytes": 2**29 if device else None} for line in lines({})]
     assert ("device, planned" in page(metrics)) == device
+    assert ("host, planned" in page(metrics)) != device
+
+
+@pytest.mark.parametrize("figures", [{}, {"accuracy": 0.7}])
+def test_no_chart_leaves_a_hole_beside_it(figures: dict[str, Any]) -> None:
+    sizes = re.findall(r'id="chart-[\w-]+"><div class="chart-head">.*?<div class="chart (\w+)">', page(lines(figures)))
+    assert sizes[0] == "wide", "the loss"
+    assert sizes.count("any") % 2 == 0
+    assert len(sizes) == 2 + bool(figures)
 
 
 def test_curves_of_training_stand_behind_those_of_evaluations() -> None:
@@ -102,5 +112,8 @@ def test_the_recipe_for_readers_has_neither_nulls_nor_places() -> None:
     assert "  train:\n  - rows.jsonl\n" in text
     assert "output_dir: mine" in text
     card = render_card(recipe, {}, lines(CLASSES), {}, {})
+    assert "of somebody else" in card
+    shipped = Recipe.load("sft")
+    assert shipped.description not in render_card(shipped, {}, [], {}, {}), "a copy is of another model and other data"
     assert "confusion" not in card
     assert "| 0.7 | 0.6875 |" in card
