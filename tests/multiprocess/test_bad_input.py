@@ -20,7 +20,7 @@ def cases(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
         "no tokenizer": ({"model.name_or_path": str(folder / "empty")}, "model.name_or_path: no tokenizer"),
         "no model": (
             {"model.name_or_path": str(folder / "only-tokenizer")},
-            "model.name_or_path: no model can be made",
+            "model.name_or_path: no model can be built",
         ),
         "missing data": ({"data.train": str(folder / "nowhere.jsonl")}, "data.train: there is no file"),
         "empty file": ({"data.train": str(folder / "empty.jsonl")}, "is empty"),
@@ -29,7 +29,7 @@ def cases(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
         "too long": ({"data.max_length": 100}, "data.max_length: 100 is more than the model's 64 positions"),
         "model type": (
             {"model": {"config": {"model_type": "lama"}, "tokenizer": str(folder / "model")}},
-            "model.config: no model can be made",
+            "model.config: no model can be built",
         ),
         "config key": (
             {"model": {"config": {"model_type": "llama", "hiden_size": 8}, "tokenizer": str(folder / "model")}},

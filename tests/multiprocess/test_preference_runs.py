@@ -189,7 +189,9 @@ def test_the_run_is_the_plain_loop(ranks: int, folder: Path, plain: dict[str, An
     }
     text, exit_code = found["none"]
     assert exit_code == 2
-    assert "'no_rejected.jsonl' is laid out in no known way; it has chosen, prompt; needed: chosen + rejected" in text
+    assert (
+        "'no_rejected.jsonl' matches no known column layout; it has chosen, prompt; needed: chosen + rejected" in text
+    )
 
 
 def test_the_recipes_settings_are_the_losses() -> None:

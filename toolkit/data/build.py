@@ -159,7 +159,7 @@ class Builder:
         if conversation and not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
                 f"{source.field}: {source.name!r} holds conversations ({layout}), and the tokenizer has no chat "
-                "template; set data.chat_template=chatml, or alpaca for a vocabulary without its markers"
+                "template; set data.chat_template=chatml, or alpaca if the vocabulary lacks its markers"
             )
         if layout == "text" and self.data.targets not in (None, "all"):
             raise DataError(

@@ -41,7 +41,7 @@ def kept(folder: Path, write: Callable[[Path], None]) -> Path:
         unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
     except OSError as error:
         raise BadInputError(
-            f"data.cache_dir: {str(folder.parent)!r} cannot be written: {error.strerror}; name a folder that can"
+            f"data.cache_dir: {str(folder.parent)!r} cannot be written: {error.strerror}; name a writable folder"
         ) from error
     try:
         write(unfinished)

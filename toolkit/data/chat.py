@@ -27,9 +27,9 @@ Targets = Literal["assistant", "last_turn", "all"]
 Message = dict[str, Any]
 Span = tuple[int, int]
 
-NO_WAY = "the chat template gives no way to find the assistant's words"
+NO_WAY = "the assistant's words cannot be located in what the chat template renders"
 NO_TURN = "no assistant turn"
-ALL_UNLEARNED = "weight 0 on every turn that would be learned"
+ALL_UNLEARNED = "every turn that would be learned has weight 0"
 NO_FUNCTION = "a tool call names no function"
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -134,7 +134,7 @@ class _Conversation:
                 messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt
             )
         except _REFUSALS as error:
-            raise RowProblem(f"the chat template refuses it: {first_line(error)}") from error
+            raise RowProblem(f"the chat template rejects it: {first_line(error)}") from error
         return text
 
     def attempt(self, messages: list[Message], *, prompt: bool = False) -> str | None:

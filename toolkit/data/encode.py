@@ -86,8 +86,8 @@ class Encoder:
         needs_offsets = any(item.spans != [(0, len(item.text))] for item in prepared)
         if needs_offsets and not self.tokenizer.is_fast:
             raise DataError(
-                f"model.tokenizer: {type(self.tokenizer).__name__} does not tell where in the text its tokens are, so "
-                "the assistant's cannot be marked; use a model with a fast tokenizer, or data.targets=all"
+                f"model.tokenizer: {type(self.tokenizer).__name__} does not report where in the text its tokens are, "
+                "so the assistant's cannot be marked; use a model with a fast tokenizer, or data.targets=all"
             )
         encoded = self.tokenizer(
             [item.text for item in prepared],

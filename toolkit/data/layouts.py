@@ -100,8 +100,8 @@ class Layout:
         for column in ("label", "kto_tag"):
             if str(row.get(column)).lower() in ("true", "false"):
                 raise DataError(
-                    f"data: rows are judged good or bad one by one ({column}: {row[column]}), as for KTO, which is no "
-                    f"objective here; keep the good rows alone and remove the column {column}, or pair good with bad "
+                    f"data: rows are judged good or bad one by one ({column}: {row[column]}), as for KTO, which is "
+                    f"not supported; keep only the good rows and remove the column {column}, or pair good with bad "
                     "ones as chosen and rejected for objective.kind=preference"
                 )
 
@@ -158,7 +158,7 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
     # `conversations` needs the same column as `messages`; it would be listed twice.
     allowed = "; ".join(" + ".join(KINDS[kind]) for kind in candidates if kind != "conversations")
     raise DataError(
-        f"{source.field}: {source.name!r} is laid out in no known way; {_has(source)}; needed: {allowed}. "
+        f"{source.field}: {source.name!r} matches no known column layout; {_has(source)}; needed: {allowed}. "
         f"Name its columns by hand, for example {_hint(source.columns, candidates)}"
     )
 
@@ -198,7 +198,7 @@ def _label(value: Any, column: str, names: tuple[str, ...]) -> str:
         value = int(value)
     if isinstance(value, int):
         if names and not 0 <= value < len(names):
-            raise RowProblem(f"{column} is a number without a name")
+            raise RowProblem(f"{column} is a number that has no class name")
         return names[value] if names else str(value)
     return text_of(value, column).strip()
 

@@ -35,7 +35,7 @@ def asked_of(values: dict[str, Any], columns: dict[str, str]) -> list[Message]:
     asked = text_of(values["instruction"], columns["instruction"])
     about = values.get("input")
     if about is not None and not isinstance(about, str):
-        raise RowProblem(f"{columns['input']} is no text but {type_of(about)}")
+        raise RowProblem(f"{columns['input']} is {type_of(about)}, not text")
     if about and about.strip():
         asked = f"{asked}\n\n{encodable(about, columns['input'])}"
     return [*_history(values.get("history"), columns["history"]), {"role": "user", "content": asked}]
@@ -45,7 +45,7 @@ def _history(value: Any, column: str) -> list[Message]:
     turns = value if value is not None else []
     is_list = isinstance(turns, list)
     if not is_list or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
-        raise RowProblem(f"{column} is no list of pairs: what was asked, and the answer")
+        raise RowProblem(f"{column} is not a list of pairs of question and answer")
     return [
         {"role": role, "content": text_of(text, column)}
         for turn in turns
@@ -65,7 +65,7 @@ def messages_of(value: Any, column: str) -> list[Message]:
     if value is None:
         raise RowProblem(f"{column} is missing or null")
     if not isinstance(value, list):
-        raise RowProblem(f"{column} is no list of messages but {'text' if isinstance(value, str) else type_of(value)}")
+        raise RowProblem(f"{column} is {'text' if isinstance(value, str) else type_of(value)}, not a list of messages")
     if not value:
         raise RowProblem(f"{column} is empty")
     return [_message(item) for item in value]
@@ -73,7 +73,7 @@ def messages_of(value: Any, column: str) -> list[Message]:
 
 def _message(item: Any) -> Message:
     if not isinstance(item, dict):
-        raise RowProblem("a message is no object")
+        raise RowProblem("a message is not an object")
     fields = {key: value for key, value in item.items() if value is not None}  # parquet fills up with nulls
     # OpenAI's rows have `role` and `content`, ShareGPT's `from` and `value`.
     named = fields.pop("role", None) or fields.pop("from", None)
@@ -116,7 +116,7 @@ def _content(content: Any, role: str) -> str:
             raise RowProblem("a message's content holds more than text")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise RowProblem(f"a message's content is no text but {type_of(content)}")
+        raise RowProblem(f"a message's content is {type_of(content)}, not text")
     if not content.strip() and role == "user":
         raise RowProblem("a user's message is empty")
     return encodable(content, "a message")
@@ -127,7 +127,7 @@ def _tool_calls(value: Any) -> list[dict[str, Any]]:
         return []
     calls = parsed(value, "tool_calls")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise RowProblem("tool_calls is no list of calls")
+        raise RowProblem("tool_calls is not a list of calls")
     writable(calls, "tool_calls")
     return [_tool_call(call) for call in calls]
 
@@ -140,7 +140,7 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
         raise RowProblem("a tool call names no function")
     arguments = parsed(function.get("arguments") or {}, "a tool call's arguments")
     if not isinstance(arguments, dict):
-        raise RowProblem(f"a tool call's arguments are no object but {type_of(arguments)}")
+        raise RowProblem(f"a tool call's arguments are {type_of(arguments)}, not an object")
     writable(arguments, "tool_calls")
     return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -151,7 +151,7 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
         return None
     tools = parsed(value, "tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowProblem("tools is no list of tools")
+        raise RowProblem("tools is not a list of tools")
     writable(tools, "tools")
     # ShareGPT names the function alone; templates were written for OpenAI's form.
     return [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]

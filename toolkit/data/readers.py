@@ -134,13 +134,13 @@ def _parsed(line: bytes, at_start: bool) -> Row:
     except json.JSONDecodeError:
         return RowProblem("not JSON")
     except (ValueError, RecursionError):  # Python reads whole numbers of up to 4300 digits
-        return RowProblem("JSON that is nested too deeply, or with a number too long")
+        return RowProblem("JSON nested too deeply, or with a number that is too long")
 
 
 def _as_row(value: Any) -> Row:
     if isinstance(value, dict):
         return value
-    return RowProblem(f"no JSON object but {_json_type(value)}")
+    return RowProblem(f"{_json_type(value)}, not a JSON object")
 
 
 def _json_type(value: Any) -> str:
@@ -225,7 +225,7 @@ def _csv_header(header: list[str], path: str) -> list[str]:
     if any(_has_surrogate(column) for column in header):
         raise DataError(f"data: {path!r} is not UTF-8; save it as UTF-8")
     if len(set(header)) < len(header):
-        raise DataError(f"data: {path!r}: a column stands twice in the header: {listed(header)}; rename one")
+        raise DataError(f"data: {path!r}: a column appears twice in the header: {listed(header)}; rename one")
     return header
 
 
@@ -233,7 +233,7 @@ def _csv_row(header: list[str], fields: list[str]) -> Row:
     if not fields:
         return RowProblem("blank line")
     if len(fields) != len(header):
-        return RowProblem("another number of fields than the header")
+        return RowProblem("the number of fields differs from the header's")
     if any(_has_surrogate(field) for field in fields):
         return RowProblem("not UTF-8")
     return dict(zip(header, fields, strict=True))

@@ -94,7 +94,7 @@ def problems_of(rows: Rows) -> dict[int, str]:
 def _without_class(rows: Rows, label_names: list[str], dropped: dict[int, str]) -> dict[int, str]:
     known = set(label_names)
     return {
-        row: "label is none of the classes"
+        row: "the label is not one of the classes"
         for row, label in enumerate(rows.labels())
         if label not in known and row not in dropped
     }
@@ -116,8 +116,8 @@ def too_many_long(field: str, lengths: Any, num_rows: int, num_long: int, max_le
     p99 = int(np.percentile(lengths, 99, method="higher"))
     return (
         f"{field}: {num_long:,} of {num_rows:,} rows ({share:.1%}) are longer than data.max_length, {max_length} "
-        f"tokens; the longest has {int(lengths.max()):,}, and 99 % have at most {p99:,}. Raise data.max_length, or say "
-        "what becomes of them: data.long_rows=drop, truncate or split"
+        f"tokens; the longest has {int(lengths.max()):,}, and 99 % have at most {p99:,}. Raise data.max_length, or "
+        "choose what happens to them: data.long_rows=drop, truncate or split"
     )
 
 
@@ -134,8 +134,8 @@ def too_many_dropped(field: str, num_rows: int, allowed: float, reasons: dict[st
     count = sum(number for number, _ in reasons.values())
     return (
         f"{field}: {count:,} of {num_rows:,} rows ({count / num_rows:.1%}) cannot be used, and "
-        f"data.max_dropped_fraction allows {allowed:.1%}. {reasons_in_words(reasons)}. Mend these rows, or raise "
-        "data.max_dropped_fraction where they are meant to be left out"
+        f"data.max_dropped_fraction allows {allowed:.1%}. {reasons_in_words(reasons)}. Fix these rows, or raise "
+        "data.max_dropped_fraction to leave them out"
     )
 
 

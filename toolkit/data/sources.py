@@ -138,12 +138,14 @@ def _suffix(path: Path, field: str) -> str:
     name = path.name.removesuffix(compression)
     suffix = next((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), None)
     if suffix is None:
-        raise DataError(f"{field}: {str(path)!r} is of no known kind; allowed endings: {', '.join(DATA_SUFFIXES)}")
+        raise DataError(
+            f"{field}: {str(path)!r} is of an unknown file type; allowed endings: {', '.join(DATA_SUFFIXES)}"
+        )
     if compression and suffix in TABLES:
-        raise DataError(f"{field}: {str(path)!r} is a compressed {suffix} file; unpack it, these are read as they are")
+        raise DataError(f"{field}: {str(path)!r} is a compressed {suffix} file; decompress it first")
     if compression and infer_compression(path.name) is None:
         package = "zstandard" if compression == ".zst" else "a package that reads it"
-        raise DataError(f"{field}: {str(path)!r} cannot be unpacked here; install {package}, or unpack it")
+        raise DataError(f"{field}: {str(path)!r} cannot be decompressed here; install {package}, or decompress it")
     return suffix
 
 

@@ -283,7 +283,7 @@ class _Cursor:
         # One row ahead, so that a pass is known to end when its last row is drawn.
         self._upcoming = next(self._rows, None)
         if self._upcoming is None:
-            raise DataError(f"{source.field}: {source.name!r} holds no rows, or fewer than it did")
+            raise DataError(f"{source.field}: {source.name!r} holds no rows, or fewer than before")
 
     def place(self) -> tuple[int, int, int]:
         """As the constructor takes it."""

@@ -16,7 +16,7 @@ def text_of(value: Any, column: str) -> str:
     if value is None:
         raise RowProblem(f"{column} is missing or null")
     if not isinstance(value, str):
-        raise RowProblem(f"{column} is no text but {type_of(value)}")
+        raise RowProblem(f"{column} is {type_of(value)}, not text")
     if not value.strip():
         raise RowProblem(f"{column} is empty")
     return encodable(value, column)
@@ -27,7 +27,7 @@ def encodable(value: str, column: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise RowProblem(f"{column} holds half a character (a lone surrogate)") from None
+        raise RowProblem(f"{column} contains half a character (a lone surrogate)") from None
     return value
 
 

@@ -99,7 +99,7 @@ def _templated(
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program, and may refuse a conversation in any way
-        raise BadInputError(f"the chat template refuses it: {first_line(error)}") from error
+        raise BadInputError(f"the chat template rejects it: {first_line(error)}") from error
     # The template writes the begin-of-text token itself.
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids

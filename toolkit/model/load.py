@@ -147,7 +147,7 @@ def _of_kind(auto: Any, config: PretrainedConfig, settings: dict[str, Any], fiel
         raise
     except Exception as error:  # whatever a model's code makes of sizes and names that do not fit each other
         raise BadInputError(
-            f"{field}: no model of type {config.model_type} can be made to {what}: {in_words(error)}. Correct "
+            f"{field}: there is no model of type {config.model_type} that can {what}: {in_words(error)}. Correct "
             f"{_where(field)}, or name another model"
         ) from error
 
@@ -264,7 +264,7 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
         raise
     except Exception as error:  # transformers checks a configuration with exceptions of a great many kinds
         raise BadInputError(
-            f"{field}: no model can be made of {model.name_or_path or 'it'!r}: {in_words(error)}. Correct "
+            f"{field}: no model can be built from {model.name_or_path or 'it'!r}: {in_words(error)}. Correct "
             f"{_where(field)}, or name another model"
         ) from error
     _require_possible(config, field, model.name_or_path or "it")
@@ -281,14 +281,15 @@ def _require_possible(config: PretrainedConfig, field: str, name: str) -> None:
     wrong = [f"{key} is {size}" for key in SIZES if isinstance(size := getattr(text, key, 1), int) and size < 1]
     if wrong:
         raise BadInputError(
-            f"{field}: no model can be made of {name!r}: {', '.join(wrong)}; needs at least 1. Correct {_where(field)}"
+            f"{field}: no model can be built from {name!r}: {', '.join(wrong)}; needs at least 1. Correct "
+            f"{_where(field)}"
         )
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise BadInputError(
             f"{field}: the weights of {name!r} are quantised (quantization_config in {_where(field)}: {method}), and "
-            "only whole ones can be trained; name the model that they were made of"
+            "only whole ones can be trained; name the model that they were quantised from"
         )
 
 

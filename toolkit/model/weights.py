@@ -204,8 +204,8 @@ def require_fitting(
     if lines:
         listed = "\n".join(lines)
         raise BadInputError(
-            f"model.name_or_path: the weights of {source!r} are not those of its configuration:\n{listed}\n"
-            "Name another folder, correct its config.json, or, where that is meant, list them in "
+            f"model.name_or_path: the weights of {source!r} do not match its configuration:\n{listed}\n"
+            "Name another folder, correct its config.json, or, if this is intended, list them in "
             'model.allow_new_weights (for example ["lm_head.*"])'
         )
 
@@ -224,8 +224,8 @@ def require_values(
         whole = [name for name, stored in files.items() if _is_whole(*stored) and state[name].is_floating_point()]
         if whole:
             raise BadInputError(
-                f"model.name_or_path: {len(whole)} of the weights of {source!r} are stored as whole numbers, as those "
-                f"of quantised models are: {_some(whole)}; name the model that they were made of"
+                f"model.name_or_path: {len(whole)} of the weights of {source!r} are stored as integers, as in "
+                f"quantised models: {_some(whole)}; name the model that they were quantised from"
             )
         require_some_values(source, _pieces(stored for name, stored in files.items() if state[name].ndim > 1))
         stored = _index(folder)
@@ -235,7 +235,7 @@ def require_values(
             if other is not None and not is_meant and not _is_same(files[name], other):
                 raise BadInputError(
                     f"model.name_or_path: {alias} and {name} differ in the files of {source!r}, and its config.json "
-                    "says that they are one weight; set tie_word_embeddings to false there, or list the first in "
+                    "ties them; set tie_word_embeddings to false there, or list the first in "
                     "model.allow_new_weights to leave it unused"
                 )
 
@@ -244,7 +244,7 @@ def require_some_values(source: str, matrices: Iterable[torch.Tensor]) -> None:
     """Raises BadInputError where all matrices are zero; looks no further than the first that is not."""
     if not any(bool(tensor.float().any()) for tensor in matrices):  # `any` is not there for 8 bits
         raise BadInputError(
-            f"model.name_or_path: every matrix in the files of {source!r} is zero, and nothing can be learned from "
+            f"model.name_or_path: every matrix in the files of {source!r} is zero, so nothing can be learned from "
             "there; download them again, or name another model"
         )
 
@@ -359,8 +359,8 @@ def readable(source: str) -> Iterator[None]:
         raise
     except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInputError(
-            f"model.name_or_path: the weights of {source!r} cannot be read: {in_words(error)}. A file of some 130 "
-            "bytes is a Git-LFS pointer (run `git lfs pull` there); one that was cut short has to be downloaded again"
+            f"model.name_or_path: the weights of {source!r} cannot be read: {in_words(error)}. A file of about 130 "
+            "bytes is a Git-LFS pointer (run `git lfs pull` there); download a truncated one again"
         ) from error
 
 

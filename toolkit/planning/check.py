@@ -110,8 +110,8 @@ def _require_host_memory(num_bytes: int) -> None:
     needed, free = num_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1")), free_host_bytes()
     if needed > free:
         raise BadInputError(
-            f"this run cannot fit: its ranks would take {_gib(needed)} of this host's memory for offloaded state and "
-            f"for saves, and {_gib(free)} are free; set checkpoint.asynchronous=false, keep state on the device "
+            f"this run cannot fit: its ranks would need {_gib(needed)} of this host's memory for offloaded state and "
+            f"for saves, but {_gib(free)} is free; set checkpoint.asynchronous=false, keep state on the device "
             "(sharding.device_state_gib), or use more hosts"
         )
 

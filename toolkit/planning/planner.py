@@ -106,8 +106,8 @@ class Planner:
             except Exception as error:  # a model may do anything
                 hint = "; plan experts with training.mixed_precision=bf16" if ONLY_IN_16_BITS in str(error) else ""
                 raise UnplannableError(
-                    f"{type(self.workload.model).__name__} does not run without values, so it cannot be planned: "
-                    f"{in_words(error)}{hint}"
+                    f"{type(self.workload.model).__name__} cannot run on tensors without values, so it cannot be "
+                    f"planned: {in_words(error)}{hint}"
                 ) from error
         return self._probes[key]
 

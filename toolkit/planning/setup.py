@@ -76,7 +76,8 @@ def mesh_of(strategy: Strategy, ranks: int, shard: int) -> MeshShape:
         return MeshShape(1, ranks) if strategy.sharded else MeshShape(ranks, 1)
     if ranks % shard or not 1 < shard < ranks:
         raise BadInputError(
-            f"strategy hybrid: {ranks} ranks cannot be parted into groups of {shard}; give --shard-size one of "
+            f"strategy hybrid: {ranks} ranks cannot be divided into groups of {shard}; set "
+            f"parallelism_config_dp_shard_size of the Accelerate config to one of "
             f"{', '.join(map(str, factors(ranks))) or 'none: there are too few ranks'}"
         )
     return MeshShape(ranks // shard, shard)

@@ -174,7 +174,7 @@ def recommend(rows: list[PlanRow], hardware: Hardware) -> tuple[PlanRow | None, 
         return best, f"{which}, {words}: {best.need / GIB:.1f} of {hardware.memory_bytes / GIB:.0f} GiB"
     least = min(rows, key=lambda row: row.need)
     needs = f"{least.need / GIB:.1f} GiB of {hardware.memory_bytes / GIB:.0f}"
-    return None, f"nothing fits; {least.setup.name} needs least, {needs}"
+    return None, f"nothing fits; {least.setup.name} needs the least, {needs}"
 
 
 # Levers

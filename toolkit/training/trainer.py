@@ -318,8 +318,8 @@ class Trainer:
         skipped = not math.isfinite(grad_norm)
         if skipped and self._steps_in_backward:
             raise TrainingError(
-                f"step {self.global_step + 1}: the gradient norm is {grad_norm}, and the weights were stepped during "
-                "backward; set training.max_grad_norm, for example to 1.0, and such steps are skipped"
+                f"step {self.global_step + 1}: the gradient norm is {grad_norm}, but the weights were already updated "
+                "during backward; set training.max_grad_norm, for example to 1.0, so that such steps are skipped"
             )
         self._begin(Phase.OPTIMIZER)
         with label(UPDATE):

@@ -45,7 +45,7 @@ def _configuration_of(fields: dict[str, Any]) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(**fields)
     except (ValueError, KeyError, TypeError) as error:
-        raise BadInputError(f"model.config: no model can be made of {fields!r}: {first_line(error)}") from error
+        raise BadInputError(f"model.config: no model can be built from {fields!r}: {first_line(error)}") from error
 
 
 def shrink(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:

@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...], str]] = {
     ),
     "CSV with a header alone": ("a.csv", "text\n", (), "a.csv"),
     "CSV of another column": ("a.csv", "body\na king\n", (), "body"),
-    "CSV with a column twice": ("a.csv", "text,text\na,b\n", (), "stands twice"),
+    "CSV with a column twice": ("a.csv", "text,text\na,b\n", (), "appears twice"),
     "CSV with rows of other lengths": ("a.csv", "text,note\na\nb\n", (), "number of fields"),
     "CSV of no text": ("a.csv", b"\xff\xfe\x00", (), "a.csv"),
     "CSV with a zero byte": ("a.csv", b"te\x00xt\na\n", (), "a.csv"),

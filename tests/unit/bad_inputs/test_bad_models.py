@@ -135,7 +135,10 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "config is a folder": (as_folder("config.json"), "config.json"),
     "no config": (without("config.json"), "config.json"),
     "all weights zero": (changed(lambda t: [tensor.zero_() for tensor in t.values()]), "is zero"),
-    "weights as whole numbers": (changed(lambda t: t.update({n: w.char() for n, w in t.items()})), "whole numbers"),
+    "weights as whole numbers": (
+        changed(lambda t: t.update({n: w.char() for n, w in t.items()})),
+        "stored as integers",
+    ),
     "a norm of another size": (changed(lambda t: t.update({NORM: torch.ones(7)})), f"{NORM} [7] for [48]"),
     "embeddings of another size": (changed(lambda t: t.update({EMBEDDINGS: torch.ones(7, 48)})), EMBEDDINGS),
     "no embeddings": (changed(lambda t: t.pop(EMBEDDINGS)), EMBEDDINGS),

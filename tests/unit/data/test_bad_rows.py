@@ -157,8 +157,8 @@ GOOD: dict[str, Callable[[int], dict[str, Any]]] = {
     "class": lambda i: {"text": f"question {i}", "label": ("good", "bad")[i % 2]},
     "pair": lambda i: {"text": f"question {i}", "text_pair": "the answer", "label": ("good", "bad")[i % 2]},
 }
-HALF = "holds half a character (a lone surrogate)"
-TOO_DEEP = "JSON that is nested too deeply, or with a number too long"
+HALF = "contains half a character (a lone surrogate)"
+TOO_DEEP = "JSON nested too deeply, or with a number that is too long"
 LONE = "half a \ud800 character"
 
 LINES: dict[str, tuple[bytes, str]] = {
@@ -174,12 +174,12 @@ LINES: dict[str, tuple[bytes, str]] = {
     "byte order mark amid the file": (b'\xef\xbb\xbf{"text": "a"}', "not JSON"),
     "blank": (b"", "blank line"),
     "only spaces": (b" \t ", "blank line"),
-    "list": (b'["a", "b"]', "no JSON object but a list"),
-    "number": (b"17", "no JSON object but a number"),
-    "not a number": (b"NaN", "no JSON object but a number"),
-    "string": (b'"text"', "no JSON object but text"),
-    "null": (b"null", "no JSON object but null"),
-    "true": (b"true", "no JSON object but true or false"),
+    "list": (b'["a", "b"]', "a list, not a JSON object"),
+    "number": (b"17", "a number, not a JSON object"),
+    "not a number": (b"NaN", "a number, not a JSON object"),
+    "string": (b'"text"', "text, not a JSON object"),
+    "null": (b"null", "null, not a JSON object"),
+    "true": (b"true", "true or false, not a JSON object"),
     "nested beyond measure": (b"[" * 100_000 + b"]" * 100_000, TOO_DEEP),
     "number of 5000 digits": (b'{"text": ' + b"7" * 5000 + b"}", TOO_DEEP),
 }
@@ -189,12 +189,12 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
         ("messages null", {"messages": None}, "messages is missing or null"),
         ("no messages", {"text": "of another layout"}, "messages is missing or null"),
         ("messages empty", chat(), "messages is empty"),
-        ("messages text", {"messages": "user: hi"}, "messages is no list of messages but text"),
-        ("messages object", {"messages": ASKED}, "messages is no list of messages but an object"),
-        ("messages number", {"messages": 5}, "messages is no list of messages but a number"),
-        ("message text", {"messages": ["hi", "ho"]}, "a message is no object"),
-        ("message null", {"messages": [None]}, "a message is no object"),
-        ("message list", {"messages": [[ASKED], [ANSWERED]]}, "a message is no object"),
+        ("messages text", {"messages": "user: hi"}, "messages is text, not a list of messages"),
+        ("messages object", {"messages": ASKED}, "messages is an object, not a list of messages"),
+        ("messages number", {"messages": 5}, "messages is a number, not a list of messages"),
+        ("message text", {"messages": ["hi", "ho"]}, "a message is not an object"),
+        ("message null", {"messages": [None]}, "a message is not an object"),
+        ("message list", {"messages": [[ASKED], [ANSWERED]]}, "a message is not an object"),
         ("no role", chat({"content": "hi"}, ANSWERED), "a message has no role"),
         ("role null", chat(said(None, "hi"), ANSWERED), "a message has no role"),
         ("unknown role", chat(said("narrator", "once"), ANSWERED), "a message has an unknown role"),
@@ -202,9 +202,9 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
         ("role list", chat(said(["user"], "hi"), ANSWERED), "a message has an unknown role"),
         ("no content", chat(ASKED, {"role": "assistant"}), "a message has no content"),
         ("content null", chat(ASKED, said("assistant", None)), "a message has no content"),
-        ("content number", chat(said("user", 17), ANSWERED), "a message's content is no text but a number"),
-        ("content 0", chat(said("user", 0), ANSWERED), "a message's content is no text but a number"),
-        ("content object", chat(said("user", {"text": "a"}), ANSWERED), "a message's content is no text but an object"),
+        ("content number", chat(said("user", 17), ANSWERED), "a message's content is a number, not text"),
+        ("content 0", chat(said("user", 0), ANSWERED), "a message's content is a number, not text"),
+        ("content object", chat(said("user", {"text": "a"}), ANSWERED), "a message's content is an object, not text"),
         (
             "image",
             chat(said("user", [{"type": "text", "text": "see"}, {"type": "image", "url": "a.png"}]), ANSWERED),
@@ -229,18 +229,18 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
         ("half a character", chat(said("user", LONE), ANSWERED), f"a message {HALF}"),
         ("half a character in a name", chat({**ASKED, "name": LONE}, ANSWERED), f"a message {HALF}"),
         ("tool_calls no JSON", chat(ASKED, said("assistant", "", tool_calls="[{")), "tool_calls is not JSON"),
-        ("tool_calls number", chat(ASKED, said("assistant", "", tool_calls=5)), "tool_calls is no list of calls"),
+        ("tool_calls number", chat(ASKED, said("assistant", "", tool_calls=5)), "tool_calls is not a list of calls"),
         (
             "tool_calls object",
             chat(ASKED, said("assistant", "", tool_calls={"a": 1})),
-            "tool_calls is no list of calls",
+            "tool_calls is not a list of calls",
         ),
-        ("tool call text", calls("get_weather"), "tool_calls is no list of calls"),
+        ("tool call text", calls("get_weather"), "tool_calls is not a list of calls"),
         ("call without name", calls({"function": {"arguments": {}}}), "a tool call names no function"),
         ("call with a number for a name", calls({"function": {"name": 5}}), "a tool call names no function"),
         ("function text", calls({"function": "get_weather"}), "a tool call names no function"),
         ("arguments no JSON", calls({"name": "f", "arguments": "city: Paris"}), "a tool call's arguments is not JSON"),
-        ("arguments list", calls({"name": "f", "arguments": [1]}), "a tool call's arguments are no object but a list"),
+        ("arguments list", calls({"name": "f", "arguments": [1]}), "a tool call's arguments are a list, not an object"),
         ("half a character in a function's name", calls({"name": LONE}), f"tool_calls {HALF}"),
         ("half a character in a call", calls({"name": "f", "arguments": {"city": LONE}}), f"tool_calls {HALF}"),
         ("half a character in JSON", calls({"name": "f", "arguments": r'{"a": "\ud800"}'}), f"tool_calls {HALF}"),
@@ -251,25 +251,25 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
             "tool_calls nested more than 100 levels deep",
         ),
         ("tools no JSON", chat(ASKED, ANSWERED, tools="weather"), "tools is not JSON"),
-        ("tools object", chat(ASKED, ANSWERED, tools={"name": "f"}), "tools is no list of tools"),
-        ("tools of names", chat(ASKED, ANSWERED, tools=["f"]), "tools is no list of tools"),
-        ("tools number", chat(ASKED, ANSWERED, tools=7), "tools is no list of tools"),
+        ("tools object", chat(ASKED, ANSWERED, tools={"name": "f"}), "tools is not a list of tools"),
+        ("tools of names", chat(ASKED, ANSWERED, tools=["f"]), "tools is not a list of tools"),
+        ("tools number", chat(ASKED, ANSWERED, tools=7), "tools is not a list of tools"),
         ("half a character in tools", chat(ASKED, ANSWERED, tools=[{"name": LONE}]), f"tools {HALF}"),
         ("tools nested deeply", chat(ASKED, ANSWERED, tools=[nested(300)]), "tools nested more than 100 levels deep"),
         ("tools nested beyond measure", chat(ASKED, ANSWERED, tools="[" * 10_000), "tools is not JSON"),
-        ("system number", chat(ASKED, ANSWERED, system=5), "system is no text but a number"),
+        ("system number", chat(ASKED, ANSWERED, system=5), "system is a number, not text"),
         ("system half a character", chat(ASKED, ANSWERED, system=LONE), f"system {HALF}"),
     ],
     "prompt": [
         ("no completion", {"prompt": "a"}, "completion is missing or null"),
         ("completion null", {"prompt": "a", "completion": None}, "completion is missing or null"),
         ("completion empty", {"prompt": "a", "completion": ""}, "completion is empty"),
-        ("completion number", {"prompt": "a", "completion": 4}, "completion is no text but a number"),
-        ("completion object", {"prompt": "a", "completion": ANSWERED}, "completion is no text but an object"),
+        ("completion number", {"prompt": "a", "completion": 4}, "completion is a number, not text"),
+        ("completion object", {"prompt": "a", "completion": ANSWERED}, "completion is an object, not text"),
         ("no prompt", {"completion": "b"}, "prompt is missing or null"),
         ("prompt spaces", {"prompt": " ", "completion": "b"}, "prompt is empty"),
-        ("list and text", {"prompt": [ASKED], "completion": "b"}, "completion is no list of messages but text"),
-        ("text and list", {"prompt": "a", "completion": [ANSWERED]}, "prompt is no list of messages but text"),
+        ("list and text", {"prompt": [ASKED], "completion": "b"}, "completion is text, not a list of messages"),
+        ("text and list", {"prompt": "a", "completion": [ANSWERED]}, "prompt is text, not a list of messages"),
         ("list and null", {"prompt": [ASKED], "completion": None}, "completion is missing or null"),
         ("list and empty list", {"prompt": [ASKED], "completion": []}, "completion is empty"),
         ("lists without answer", {"prompt": [ASKED], "completion": [ASKED]}, "no assistant turn"),
@@ -278,12 +278,12 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
     "instruction": [
         ("no output", {"instruction": "a"}, "output is missing or null"),
         ("output spaces", {"instruction": "a", "output": "\n"}, "output is empty"),
-        ("output list", {"instruction": "a", "output": ["b"]}, "output is no text but a list"),
+        ("output list", {"instruction": "a", "output": ["b"]}, "output is a list, not text"),
         ("no instruction", {"output": "b"}, "instruction is missing or null"),
-        ("instruction number", {"instruction": 1, "output": "b"}, "instruction is no text but a number"),
-        ("input number", {"instruction": "a", "input": 5, "output": "b"}, "input is no text but a number"),
+        ("instruction number", {"instruction": 1, "output": "b"}, "instruction is a number, not text"),
+        ("input number", {"instruction": "a", "input": 5, "output": "b"}, "input is a number, not text"),
         ("input half a character", {"instruction": "a", "input": LONE, "output": "b"}, f"input {HALF}"),
-        ("system list", {"instruction": "a", "output": "b", "system": ["c"]}, "system is no text but a list"),
+        ("system list", {"instruction": "a", "output": "b", "system": ["c"]}, "system is a list, not text"),
     ],
     "text": [
         ("null", {"text": None}, "text is missing or null"),
@@ -291,25 +291,25 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
         ("no columns", {}, "text is missing or null"),
         ("empty", {"text": ""}, "text is empty"),
         ("spaces", {"text": " \t\r\n "}, "text is empty"),
-        ("number", {"text": 5}, "text is no text but a number"),
-        ("false", {"text": False}, "text is no text but true or false"),
-        ("list", {"text": ["a"]}, "text is no text but a list"),
-        ("object", {"text": {"a": "b"}}, "text is no text but an object"),
+        ("number", {"text": 5}, "text is a number, not text"),
+        ("false", {"text": False}, "text is true or false, not text"),
+        ("list", {"text": ["a"]}, "text is a list, not text"),
+        ("object", {"text": {"a": "b"}}, "text is an object, not text"),
         ("half a character", {"text": LONE}, f"text {HALF}"),
     ],
     "class": [
         ("no label", {"text": "a"}, "label is missing or null"),
         ("label null", {"text": "a", "label": None}, "label is missing or null"),
         ("label empty", {"text": "a", "label": ""}, "label is empty"),
-        ("label unknown", {"text": "a", "label": "ugly"}, "label is none of the classes"),
-        ("label number", {"text": "a", "label": 1}, "label is none of the classes"),
-        ("label true", {"text": "a", "label": True}, "label is none of the classes"),
-        ("label 0.5", {"text": "a", "label": 0.5}, "label is no text but a number"),
-        ("label infinite", b'{"text": "a", "label": 1e999}', "label is no text but a number"),
-        ("label list", {"text": "a", "label": ["good"]}, "label is no text but a list"),
+        ("label unknown", {"text": "a", "label": "ugly"}, "the label is not one of the classes"),
+        ("label number", {"text": "a", "label": 1}, "the label is not one of the classes"),
+        ("label true", {"text": "a", "label": True}, "the label is not one of the classes"),
+        ("label 0.5", {"text": "a", "label": 0.5}, "label is a number, not text"),
+        ("label infinite", b'{"text": "a", "label": 1e999}', "label is a number, not text"),
+        ("label list", {"text": "a", "label": ["good"]}, "label is a list, not text"),
         ("label half a character", {"text": "a", "label": LONE}, f"label {HALF}"),
         ("text null", {"text": None, "label": "good"}, "text is missing or null"),
-        ("text number", {"text": 1, "label": "good"}, "text is no text but a number"),
+        ("text number", {"text": 1, "label": "good"}, "text is a number, not text"),
     ],
     "pair": [
         ("no second text", {"text": "a", "label": "good"}, "text_pair is missing or null"),
@@ -377,7 +377,7 @@ def test_what_a_template_refuses_is_a_bad_row(tmp_path: Path, messages: list[Any
     lines(tmp_path / "rows.jsonl", [good(1), chat(*messages), good(3)])
     report = report_of(tmp_path, "rows.jsonl", new_tokenizer(ALTERNATING))
     [(found, names)] = dropped(report).items()
-    assert found.startswith(f"the chat template refuses it: {reason}")
+    assert found.startswith(f"the chat template rejects it: {reason}")
     assert names == ["rows.jsonl:2"]
     assert list(shown(report)) == ["rows.jsonl:1", "rows.jsonl:3"]
 
@@ -451,10 +451,10 @@ KINDS = {
         {
             NULL: ["a.json:3"],
             EMPTY: ["a.json:5"],
-            "no JSON object but a number": ["a.json:6"],
-            "no JSON object but null": ["a.json:7"],
-            "no JSON object but text": ["a.json:8"],
-            "no JSON object but a list": ["a.json:9"],
+            "a number, not a JSON object": ["a.json:6"],
+            "null, not a JSON object": ["a.json:7"],
+            "text, not a JSON object": ["a.json:8"],
+            "a list, not a JSON object": ["a.json:9"],
         },
         ["a.json:1", "a.json:2", "a.json:4"],
     ),
@@ -490,7 +490,7 @@ KINDS = {
         "a.csv",
         content("a.csv", b"text,n\nquestion 1,1\nmany,1,2\nfew\n\nbad \xe9,1\n ,1\nquestion 7,1\n"),
         {
-            "another number of fields than the header": ["a.csv:2", "a.csv:3"],
+            "the number of fields differs from the header's": ["a.csv:2", "a.csv:3"],
             "blank line": ["a.csv:4"],
             "not UTF-8": ["a.csv:5"],
             EMPTY: ["a.csv:6"],
@@ -513,7 +513,7 @@ KINDS = {
         "a.csv",
         content("a.csv", 'text,n\n"stray,1\nquestion 2,2\nquestion 3,"\nquestion 4,4\n'),
         {
-            "another number of fields than the header": ["a.csv:1"],
+            "the number of fields differs from the header's": ["a.csv:1"],
             "not CSV: unexpected end of data": ["a.csv:3"],
         },
         ["a.csv:2", "a.csv:4"],
@@ -555,7 +555,7 @@ KINDS = {
     "columns by hand": Kind(
         "a.jsonl",
         content("a.jsonl", b'{"body": "question 1"}\n{"body": 5}\n{"text": "question 3"}\n'),
-        {"body is no text but a number": ["a.jsonl:2"], "body is missing or null": ["a.jsonl:3"]},
+        {"body is a number, not text": ["a.jsonl:2"], "body is missing or null": ["a.jsonl:3"]},
         ["a.jsonl:1"],
         {"columns": ColumnsSection(text="body")},
     ),
@@ -686,7 +686,7 @@ def test_a_column_by_hand_that_a_layout_can_do_without(tmp_path: Path, chatml: A
     lines(tmp_path / "rows.jsonl", [{**GOOD["chat"](1), "rules": "be kind"}, {**GOOD["chat"](2), "rules": 5}])
     report = report_of(tmp_path, "rows.jsonl", chatml, columns=ColumnsSection(system="rules"))
     assert "be kind" in shown(report)["rows.jsonl:1"]
-    assert dropped(report) == {"system is no text but a number": ["rows.jsonl:2"]}
+    assert dropped(report) == {"system is a number, not text": ["rows.jsonl:2"]}
 
 
 # ---- what cannot be used at all ----
@@ -763,7 +763,7 @@ def good_and_folder(folder: Path) -> None:
 
 
 MANY_LINES = b"".join(as_line({"text": f"question {i * 7919 % 10007}"}) for i in range(2000))
-UNKNOWN = "is laid out in no known way; it has"
+UNKNOWN = "matches no known column layout; it has"
 NEEDED = "needed: messages; prompt + completion; instruction + output; text"
 OBJECT_ON_EACH_LINE = "Needed: UTF-8, and in a .jsonl file an object on each line"
 MANY_KEYS = {f"{LONE} {i}\n{'long' * 100}": i for i in range(3000)}
@@ -782,29 +782,29 @@ REFUSED = {
     "empty file": refused("a.jsonl", "", "data.train", "is empty"),
     "empty file among others": Refused("*.jsonl", good_and_empty, ("data.train", "b.jsonl' is empty")),
     "unknown ending": refused(
-        "a.bin", "x", "data.train", "of no known kind; allowed endings: .jsonl, .ndjson, .json, .csv"
+        "a.bin", "x", "data.train", "of an unknown file type; allowed endings: .jsonl, .ndjson, .json, .csv"
     ),
-    "no ending": refused("rows", "x", "data.train", "of no known kind; allowed endings: .jsonl"),
+    "no ending": refused("rows", "x", "data.train", "of an unknown file type; allowed endings: .jsonl"),
     "only no JSON": refused("a.jsonl", "one\ntwo\n", "not JSON: 2 (a.jsonl:1, a.jsonl:2)", OBJECT_ON_EACH_LINE),
     "binary": refused("a.jsonl", bytes(range(256)) * 50, "not UTF-8", "a.jsonl:1", OBJECT_ON_EACH_LINE),
     "UTF-16": refused("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "not UTF-8: 1 (a.jsonl:1)", OBJECT_ON_EACH_LINE),
     "only blank lines": refused("a.jsonl", "\n\n\n", "blank line: 3 (a.jsonl:1, a.jsonl:2, a.jsonl:3)"),
-    "list on a line": refused("a.jsonl", '[{"text": "a"}]\n', "no JSON object but a list: 1 (a.jsonl:1)"),
+    "list on a line": refused("a.jsonl", '[{"text": "a"}]\n', "a list, not a JSON object: 1 (a.jsonl:1)"),
     "all texts bad": refused(
         "a.jsonl",
         text_lines([None, "", None, "  ", 5]) + b"no JSON\n",
         "data.train: none of its 6 rows can be trained on",
         "text is missing or null: 2 (a.jsonl:1, a.jsonl:3)",
         "text is empty: 2 (a.jsonl:2, a.jsonl:4)",
-        "text is no text but a number: 1 (a.jsonl:5)",
+        "text is a number, not text: 1 (a.jsonl:5)",
         "not JSON: 1 (a.jsonl:6)",
     ),
     "all conversations bad": refused(
         "a.jsonl", as_line(chat(ASKED)) * 30, "no assistant turn: 30 (a.jsonl:1, a.jsonl:2, a.jsonl:3)"
     ),
     "empty list": refused("a.json", "[]", "data.train", "holds no rows"),
-    "list of numbers": refused("a.json", "[1, 2]", "no JSON object but a number: 2 (a.json:1, a.json:2)"),
-    "number": refused("a.json", "17", "no JSON object but a number: 1 (a.json:1)"),
+    "list of numbers": refused("a.json", "[1, 2]", "a number, not a JSON object: 2 (a.json:1, a.json:2)"),
+    "number": refused("a.json", "17", "a number, not a JSON object: 1 (a.json:1)"),
     "one object": refused("a.json", json.dumps({"a": [1]}, indent=1), "one object with the keys a; allowed: a list of"),
     "one object of thousands of keys": refused(
         "a.json", json.dumps(MANY_KEYS, indent=1), "the keys half a \\ud800 character 0\\nlonglong", "2,990 more"
@@ -819,7 +819,7 @@ REFUSED = {
     "txt of spaces": refused("a.txt", " \n ", "text is empty: 1 (a.txt:1)"),
     "csv, header only": refused("a.csv", "text\n", "data.train", "holds no rows"),
     "csv, a column twice": refused(
-        "a.csv", "text,n,text\na,1,b\n", "a column stands twice in the header: text, n, text"
+        "a.csv", "text,n,text\na,1,b\n", "a column appears twice in the header: text, n, text"
     ),
     "csv, header with an open quote": refused("a.csv", '"text\na\n', "cannot be read: unexpected end of data"),
     "csv, UTF-16": refused("a.csv", "text\na\n".encode("utf-16"), "is not UTF-8"),
@@ -841,9 +841,11 @@ REFUSED = {
     "parquet of numbers": Refused(
         "a.parquet",
         lambda folder: datasets.Dataset.from_dict({"text": [1, 2]}).to_parquet(folder / "a.parquet"),
-        ("data.train", "text is no text but a number: 2 (a.parquet:1, a.parquet:2)"),
+        ("data.train", "text is a number, not text: 2 (a.parquet:1, a.parquet:2)"),
     ),
-    "parquet, packed": Refused("a.parquet.gz", packed_parquet, ("data.train", "a compressed .parquet file; unpack it")),
+    "parquet, packed": Refused(
+        "a.parquet.gz", packed_parquet, ("data.train", "a compressed .parquet file; decompress it")
+    ),
     "arrow that is none": refused("a.arrow", text_lines(), "data.train", "cannot be read"),
     "folder without a train split": Refused(
         "saved", saved(test=text_table()), ("data.train", "has no split train; it has test", "saved/test")
@@ -876,7 +878,7 @@ REFUSED = {
     "only unknown classes": refused(
         "a.jsonl",
         as_line({"text": "a", "label": "ugly"}) * 2,
-        "label is none of the classes: 2 (a.jsonl:1, a.jsonl:2)",
+        "the label is not one of the classes: 2 (a.jsonl:1, a.jsonl:2)",
         objective=CLASSES,
     ),
     "targets of plain text": refused(
@@ -940,7 +942,7 @@ def test_a_compression_that_nothing_installed_reads(
 ) -> None:
     monkeypatch.setattr(sources, "infer_compression", lambda name: None)
     (tmp_path / "a.jsonl.zst").write_bytes(b"(\xb5/\xfd")
-    assert "cannot be unpacked here; install zstandard" in refusal(tmp_path, "a.jsonl.zst", chatml)
+    assert "cannot be decompressed here; install zstandard" in refusal(tmp_path, "a.jsonl.zst", chatml)
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1029,7 +1031,7 @@ def test_labels_that_are_numbers_or_truths(tmp_path: Path, chatml: Any) -> None:
     report = report_of(tmp_path, "rows.jsonl", chatml, ANY_CLASSES)
     assert report["train"]["labels"] == {"1": 4, "true": 1}
     assert dropped(report) == {
-        "label is no text but a number": ["rows.jsonl:6"],
+        "label is a number, not text": ["rows.jsonl:6"],
         "label is missing or null": ["rows.jsonl:7"],
     }
 

@@ -175,11 +175,11 @@ def test_a_trained_tokenizer_is_kept_and_restores_text(tmp_path: Path) -> None:
     [
         ("missing.jsonl", None, "there is no file"),
         ("a.jsonl", b"", "is empty"),
-        ("a.jsonl", b'{"other": "x"}\n', "is laid out in no known way; it has other; needed: messages; prompt"),
+        ("a.jsonl", b'{"other": "x"}\n', "matches no known column layout; it has other; needed: messages; prompt"),
         ("a.jsonl", b"this is no JSON\n", r"cannot be read. not JSON: 1 \(a.jsonl:1\)"),
         ("a.parquet", b"not parquet", "cannot be read"),
         ("a.jsonl", b'{"text": ""}\n{"text": null}\n', r"none of its 2 rows .* text is empty: 1 \(a.jsonl:1\)"),
-        ("a.bin", b"x", "of no known kind; allowed endings: .jsonl"),
+        ("a.bin", b"x", "of an unknown file type; allowed endings: .jsonl"),
     ],
 )
 def test_bad_files(tmp_path: Path, byte_pairs: Any, name: str, content: bytes | None, message: str) -> None:
@@ -359,7 +359,7 @@ def test_classes_are_found_or_given(tmp_path: Path, byte_pairs: Any) -> None:
     assert found.train.batch([0, 1, 2])["labels"].tolist() == [2, 1, 0]
     given = built(labels=["9", "10"])
     assert given.report.to_dict()["train"]["dropped"] == {
-        "label is none of the classes": {"count": 3, "rows": ["a.jsonl:3", "a.jsonl:6", "a.jsonl:9"]}
+        "the label is not one of the classes": {"count": 3, "rows": ["a.jsonl:3", "a.jsonl:6", "a.jsonl:9"]}
     }
     names = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
     table = datasets.Dataset.from_list([{"text": "x", "label": 1}, {"text": "y", "label": 0}], features=names)
@@ -439,7 +439,7 @@ def test_both_completions_of_a_pair_share_a_sample(tmp_path: Path, chat_tokenize
     ("row", "reason"),
     [
         ({**PAIR, "rejected": None}, "rejected is missing or null"),
-        ({"prompt": "a", "chosen": " b", "rejected": 3}, "rejected is no text but a number"),
+        ({"prompt": "a", "chosen": " b", "rejected": 3}, "rejected is a number, not text"),
         ({"chosen": " b", "rejected": " c"}, "prompt is missing or null"),
         ({**PAIR, "rejected": PAIR["chosen"]}, "chosen and rejected are the same"),
         (
@@ -449,7 +449,7 @@ def test_both_completions_of_a_pair_share_a_sample(tmp_path: Path, chat_tokenize
             },
             "chosen and rejected differ before the last message",
         ),
-        ({**PAIR, "rejected": "go"}, "rejected is no list of messages but text"),
+        ({**PAIR, "rejected": "go"}, "rejected is text, not a list of messages"),
     ],
 )
 def test_pairs_that_are_none(tmp_path: Path, chat_tokenizer: Any, row: Any, reason: str) -> None:

@@ -516,7 +516,7 @@ def test_generation_blocks_that_touch_are_one_turn() -> None:
 def test_what_a_template_refuses_is_a_problem(name: str) -> None:
     for targets in ("assistant", "all"):
         reason = problem(ALL_TEMPLATES[name], [user("Hi"), user("There"), assistant("Yes?")], targets)
-        assert reason.startswith("the chat template refuses it: ")
+        assert reason.startswith("the chat template rejects it: ")
         assert "roles must alternate" in reason
     assert len(reason.splitlines()) == 1
 
@@ -528,7 +528,7 @@ def test_what_a_template_refuses_is_a_problem(name: str) -> None:
         ("{{ messages[0].content + 1 }}", "can only concatenate str"),
         ("{{ 1 // 0 }}", "division"),
         ("{% for %}", "Expected"),
-        ("{{ raise_exception('First line.\nSecond line.') }}", "refuses it: First line."),
+        ("{{ raise_exception('First line.\nSecond line.') }}", "rejects it: First line."),
     ],
 )
 def test_a_templates_own_errors_are_problems(template: str, reason: str) -> None:

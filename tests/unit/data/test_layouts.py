@@ -148,7 +148,7 @@ def test_calls_of_a_tool_are_the_same_tokens_in_either_layout(tmp_path: Path, ch
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "weight 0 on every turn that would be learned"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "every turn that would be learned has weight 0"),
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "a message's weight is neither 0 nor 1"),
         (
             {"messages": [USER, {"from": "function_call", "value": "sum(1)"}]},
@@ -167,7 +167,7 @@ def test_a_history_that_is_none(tmp_path: Path, chatml: Any) -> None:
     report = built(tmp_path, chatml, rows).report
     assert report.train is not None
     assert {why: found.rows for why, found in report.train.dropped.items()} == {
-        "history is no list of pairs: what was asked, and the answer": ["rows.jsonl:3", "rows.jsonl:4"]
+        "history is not a list of pairs of question and answer": ["rows.jsonl:3", "rows.jsonl:4"]
     }
 
 
@@ -318,7 +318,7 @@ def test_half_of_the_rows_dropped_is_an_error(tmp_path: Path, chatml: Any) -> No
         message = str(caught.value)
         assert message.startswith("data.train: ")
         assert "(50.0%) cannot be used, and data.max_dropped_fraction allows 49.0%" in message
-        assert "text is no text but a number: " in message
+        assert "text is a number, not text: " in message
         assert "(rows.jsonl:1, rows.jsonl:3, rows.jsonl:5)" in message
         data = built(tmp_path, chatml, rows, max_dropped_fraction=0.5, streaming=streaming, max_length=16)
         assert data.report.train is not None
@@ -383,7 +383,7 @@ def test_rows_are_named_by_the_files_of_this_run(tmp_path: Path, chatml: Any) ->
         for streaming in (False, True):
             data = build.build(DataSection(**settings, streaming=streaming), chatml, 0)
             assert data.report.train is not None
-            assert data.report.train.dropped["text is no text but a number"].rows == [
+            assert data.report.train.dropped["text is a number, not text"].rows == [
                 "one/rows.jsonl:3",
                 f"{('two', 'three')[number]}/rows.jsonl:3",
             ]

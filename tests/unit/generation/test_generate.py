@@ -681,7 +681,7 @@ def test_only_a_hub_name_is_looked_for_on_the_hub(plain: Path) -> None:
         ("--file", "[]", "no object"),
         ("--file", "{}", "no prompt; it is empty; needed: one of prompt, messages, question"),
         ("--file", '{"text": "a"}', "no prompt; it has 'text'"),
-        ("--file", '{"prompt": 3}', "prompt is no list of messages but a number"),
+        ("--file", '{"prompt": 3}', "prompt is a number, not a list of messages"),
         ("--file", '{"prompt": null}', "prompt is missing or null"),
         ("--file", '{"prompt": " "}', "prompt is empty"),
         ("--file", '{"prompt": []}', "prompt is empty"),
@@ -752,7 +752,7 @@ def test_messages_need_the_template(chat: Path, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(BadInputError, match="messages need a chat template, and --raw leaves it out"):
         encode_prompt(loaded, [{"role": "user", "content": "a"}], raw=True)
     loaded.tokenizer.chat_template = "{{ raise_exception('no kings') }}"
-    with pytest.raises(BadInputError, match="the chat template refuses it: no kings"):
+    with pytest.raises(BadInputError, match="the chat template rejects it: no kings"):
         encode_prompt(loaded, "a king")
 
 

@@ -98,4 +98,4 @@ def test_asked_for_but_not_installed() -> None:
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
     asked = ModelSection(name_or_path="m", attention="flash_attention_3").attention
     with pytest.raises(BadInputError, match=r"model.attention: flash_attention_3 .*auto"):
-        _of_kind(AutoModelForCausalLM, config, {"attn_implementation": asked})
+        _of_kind(AutoModelForCausalLM, config, {"attn_implementation": asked}, "model.name_or_path")

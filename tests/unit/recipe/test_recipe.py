@@ -211,7 +211,7 @@ def test_a_contradiction_is_reported_beside_an_unknown_key(tmp_path: Path) -> No
         ("- 1\n- 2\n", "found list"),
         ("", "found nothing"),
         ("a: [", "not readable as YAML"),
-        ("model: {name_or_path: a}\nmodel: {name_or_path: b}\n", "the key 'model' stands twice"),
+        ("model: {name_or_path: a}\nmodel: {name_or_path: b}\n", "the key 'model' appears twice"),
         ("5", "found int"),
     ],
 )
