@@ -6,6 +6,8 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,10 +81,24 @@ def train(
     from toolkit.cli.launcher import run_launcher  # torch is imported only for a recipe that is right
 
     folder = Path(loaded.training.output_dir).expanduser()
-    code = with_retries(lambda: run_launcher(words, folder), retries, lambda: _saved_step(folder))
+    with _ranks_on_stderr() if as_json else nullcontext():
+        code = with_retries(lambda: run_launcher(words, folder), retries, lambda: _saved_step(folder))
     if as_json:
         print(json.dumps({"command": command, "exit_code": code, **({} if dry_run else _outcome(folder))}, indent=1))
     raise typer.Exit(code)
+
+
+@contextmanager
+def _ranks_on_stderr() -> Iterator[None]:
+    """While entered, what is started writes its stdout to stderr: stdout is for the JSON alone."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _saved_step(folder: Path) -> int:

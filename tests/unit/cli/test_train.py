@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,11 @@ def test_configs_are_listed_and_copied(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["fsdp_config"]["fsdp_sharding_strategy"] == "zero2"
     again = CliRunner().invoke(app, ["configs", "copy", "zero2", str(tmp_path / "mine.yaml")])
     assert "exists" in str(again.exception)
+
+
+def test_with_json_what_ranks_print_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    with train._ranks_on_stderr():
+        subprocess.run(["echo", "run: outputs/mine"], check=True)
+    subprocess.run(["echo", "{}"], check=True)
+    told = capfd.readouterr()
+    assert (told.out, told.err) == ("{}\n", "run: outputs/mine\n")
