@@ -249,15 +249,16 @@ def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None
         policy, what = ("truncate", "cut") if cut else ("drop", "left out")
         draft.set("data.long_rows", policy, f"{longer:,} of {len(rows.lengths):,} rows are longer and are {what}.")
     if method.objective != "sequence_classification":
-        why = "Short rows share a sample, without padding; the run checks first that they cannot see each other."
+        why = "Short rows share a sample without padding, unless the run's first check finds that they see each other."
         without = "This model takes no position_ids, so rows that share a sample would see each other."
-        draft.set("data.packing", model.takes_positions, why if model.takes_positions else without)
+        # Null and not true, which would end the run where that check fails.
+        draft.set("data.packing", *((None, why) if model.takes_positions else (False, without)))
 
 
 def _num_samples(draft: Draft, method: Method, rows: Rows) -> int:
     """Samples of one epoch, about."""
     length: int = draft.get("data.max_length")
-    if not draft.get("data.packing", False):
+    if draft.get("data.packing", False) is False:
         return len(rows.lengths)
     used = rows.lengths if method.name == "pretrain" else rows.lengths[rows.lengths <= length]
     return max(1, -(-int(used.sum()) // length))

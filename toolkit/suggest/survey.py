@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from toolkit.data.samples import Rows as TokenisedRows
 from toolkit.data.sources import Source
 from toolkit.data.templates import MARKERS
 from toolkit.model.load import load_without_weights
-from toolkit.model.positions import first_position
+from toolkit.model.positions import first_position, takes_positions
 from toolkit.recipe.schema import DataSection, ModelSection, ObjectiveSection
 
 ROWS_LOOKED_AT = 100
@@ -105,7 +104,7 @@ def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, labels: lis
     return Model(
         num_parameters=sum(parameter.numel() for parameter in built.parameters()),
         positions=None if positions is None else int(positions) - first_position(built),
-        takes_positions="position_ids" in inspect.signature(built.forward).parameters,
+        takes_positions=takes_positions(built),
     )
 
 
