@@ -125,7 +125,7 @@ def _machine(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine
     if (device.device_type == "cpu") != (cpu is not None):
         right = "--gpus N" if cpu is not None else "--cpu N"
         raise BadInputError(f"--hardware {device.name}: it is of type {device.device_type}; give {right} with it")
-    return Machine(device, next(number for number in (cpu, gpus, here or 1) if number is not None))
+    return Machine(device, next(number for number in (cpu, gpus, here or 1) if number is not None), hardware)
 
 
 def _print(found: Suggestion, file: Path) -> None:

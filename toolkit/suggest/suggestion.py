@@ -48,10 +48,15 @@ MICRO_BATCH_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Machine:
-    """What the recipe is for: so many devices of one node; on CPU ranks `hardware` is one of `device_type` cpu."""
+    """What the recipe is for: so many devices of one node; on CPU ranks `hardware` is one of `device_type` cpu.
+
+    Attributes:
+        asked: the name or path that stands for the hardware on a command line; None: its own name.
+    """
 
     hardware: Hardware
     count: int
+    asked: str | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -65,7 +70,7 @@ class Machine:
         return ["--cpu" if self.is_cpu else "--gpus", str(self.count)]
 
     def plan_options(self) -> list[str]:
-        return ["--gpus", str(self.count), "--hardware", self.hardware.name]
+        return ["--gpus", str(self.count), "--hardware", self.asked or self.hardware.name]
 
 
 @dataclass(frozen=True)

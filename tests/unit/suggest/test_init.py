@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from typer.testing import CliRunner, Result
 from toolkit.cli.app import app
 from toolkit.data.sources import open_source
 from toolkit.errors import BadInputError, ToolkitError
-from toolkit.planning.time.hardware import hardware_of
+from toolkit.planning.time.hardware import hardware_of, save_profile
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ColumnsSection, SourceSection
 from toolkit.suggest.draft import Draft
@@ -144,10 +145,11 @@ def test_what_is_given_stays_and_replaces_its_rival_and_long_rows_are_told() -> 
 
 
 def test_the_commands_name_what_was_written_and_the_recipe_plans(place: Path) -> None:
-    result = init("model", "text.jsonl", "--gpus", "2", "--hardware", "rtx4090", "--output", "new/mine.yaml", "--json")
+    mine = str(save_profile(replace(hardware_of("rtx4090"), name="measured"), place / "mine.json"))
+    result = init("model", "text.jsonl", "--gpus", "2", "--hardware", mine, "--output", "new/mine.yaml", "--json")
     told = json.loads(result.stdout)
     plan, train, generate = (shlex.split(command) for command in told["commands"])
-    assert plan == ["toolkit", "plan", "new/mine.yaml", "--gpus", "2", "--hardware", "rtx4090"]
+    assert plan == ["toolkit", "plan", "new/mine.yaml", "--gpus", "2", "--hardware", mine]
     assert train == ["toolkit", "train", "new/mine.yaml", "--gpus", "2"]
     assert generate[:3] == ["toolkit", "generate", "outputs/text"]
     assert generate[3:] == ["--prompt", " ".join(TEXTS[0].split()[:8])]
