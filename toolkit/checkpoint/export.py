@@ -218,6 +218,7 @@ def reload(
     """
     # Never left to transformers, which would ask on the terminal.
     trust = {"trust_remote_code": trust_remote_code}
+    plain = {**trust, "use_safetensors": True}
     if device.type == "cuda":
         needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         free, _ = torch.cuda.mem_get_info(device)
@@ -225,10 +226,10 @@ def reload(
     if (folder / "adapter_config.json").is_file():
         adapter = peft.PeftConfig.from_pretrained(str(folder))
         name, revision = adapter.base_model_name_or_path, adapter.revision
-        model = auto_class(base).from_pretrained(name, config=base, revision=revision, dtype=dtype, **trust)
+        model = auto_class(base).from_pretrained(name, config=base, revision=revision, dtype=dtype, **plain)
         return peft.PeftModel.from_pretrained(model, str(folder)).to(device).eval()
     auto = auto_class(AutoConfig.from_pretrained(folder, **trust))
-    return auto.from_pretrained(folder, dtype=dtype, **trust).to(device).eval()
+    return auto.from_pretrained(folder, dtype=dtype, **plain).to(device).eval()
 
 
 @torch.no_grad()

@@ -128,7 +128,7 @@ def _whole_model(place: Place, dtype: str) -> Any:
         config = AutoConfig.from_pretrained(place.name, **where)
         _require_generative(config, place)
         model, info = AutoModelForCausalLM.from_pretrained(
-            place.name, config=config, dtype=dtype, output_loading_info=True, **where
+            place.name, config=config, dtype=dtype, output_loading_info=True, use_safetensors=True, **where
         )
     except ToolkitError:
         raise
@@ -179,8 +179,13 @@ def _adapter_base(place: Place) -> Place:
 
 def _adapter_config(place: Place) -> dict[str, Any]:
     folder = Path(place.name)
-    if not any((folder / f"adapter_model.{kind}").is_file() for kind in ("safetensors", "bin")):
-        raise BadInputError(f"{place.name!r}: adapter_config.json without adapter_model.safetensors; save it again")
+    if not (folder / "adapter_model.safetensors").is_file():
+        pickled = (
+            " (adapter_model.bin is a pickle, which can run code)" if (folder / "adapter_model.bin").is_file() else ""
+        )
+        raise BadInputError(
+            f"{place.name!r}: adapter_config.json without adapter_model.safetensors{pickled}; save it again"
+        )
     try:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except ValueError as error:

@@ -36,6 +36,7 @@ from toolkit.model.weights import (
     materialize,
     readable,
     require_fitting,
+    require_safetensors,
     require_some_values,
     require_values,
     stored_names,
@@ -181,6 +182,7 @@ def auto_class(config: PretrainedConfig) -> Any:
 def _weights(model: ModelSection, built: PreTrainedModel, make_whole: Callable[[], nn.Module], fit: Fit) -> Weights:
     if model.name_or_path is not None:
         folder = _model_folder(model)
+        require_safetensors(model.name_or_path, folder)
         with readable(model.name_or_path):
             files = stored_names(folder, built)
             unused = unused_names(folder, built)
@@ -217,6 +219,7 @@ def _whole_model(
                     revision=revision,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,
+                    use_safetensors=True,
                     **settings,
                 )
             missing, unused = found["missing_keys"], found["unexpected_keys"]

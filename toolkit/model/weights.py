@@ -350,6 +350,17 @@ def _index(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), single)
 
 
+def require_safetensors(name: str, folder: Path) -> None:
+    """Raises BadInputError where a folder's weights are pickles alone, which can run code when they are read."""
+    pickles = [path.name for ending in ("pytorch_model*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(ending))]
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise BadInputError(
+            f"model.name_or_path: the weights of {name!r} are pickled ({pickles[0]}), and a pickle can run code when "
+            "it is read; where you trust them, make safetensors of them with transformers: "
+            f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(NEW_FOLDER), and the tokenizer likewise"
+        )
+
+
 @contextmanager
 def readable(source: str) -> Iterator[None]:
     """Tells what is wrong with files that hold no weights: a Git-LFS pointer, one cut short, another format."""

@@ -60,7 +60,7 @@ def _plain_model(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> PreTrainedM
         model = AutoModelForCausalLM.from_config(built.config, **settings)
     else:
         model = AutoModelForCausalLM.from_pretrained(
-            section.name_or_path, config=built.config, revision=section.revision, **settings
+            section.name_or_path, config=built.config, revision=section.revision, use_safetensors=True, **settings
         )
     return model.float()
 

@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "weights are cut": (cut(WEIGHTS), "weights"),
     "weights are a folder": (as_folder(WEIGHTS), "weights"),
     "no weights": (without(WEIGHTS), "weights"),
-    "a pickle without weights": (pickled, "weights"),
+    "a pickle without weights": (pickled, "are pickled (pytorch_model.bin), and a pickle can run code"),
     "index is cut": (indexed("{"), "weights"),
     "index is a list": (indexed("[]"), "weights"),
     "index without a map": (indexed("{}"), "weight_map"),
