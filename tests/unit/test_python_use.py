@@ -31,7 +31,11 @@ def test_the_package_shows_what_there_is() -> None:
 
 def test_overrides_as_a_mapping_are_values() -> None:
     texts = Recipe.load("sft", ["training.max_steps=5", "optimizer.learning_rate=1e-5", "logging.every_steps=3"])
-    mapping = {"training.max_steps": 5, "optimizer.learning_rate": 1e-5, "logging": {"every_steps": 3}}
+    mapping = {
+        "training.max_steps": 5,
+        "optimizer.learning_rate": 1e-5,
+        "logging": {"every_steps": 3, "held_out_samples": 2},
+    }
     assert Recipe.load("sft", mapping).model_dump() == texts.model_dump()
     with pytest.raises(RecipeError, match="did you mean 'max_steps'"):
         Recipe.load("sft", {"training.max_stepz": 5})
