@@ -150,7 +150,7 @@ def read_checkpoint(folder: Path) -> Manifest:
     """The manifest of a checkpoint that counts. Raises BadInputError where it does not."""
     checkpoint = look_at(folder)
     if checkpoint.manifest is None or checkpoint.problem is not None:
-        raise BadInputError(f"{str(folder)!r} is no whole checkpoint: {checkpoint.problem}")
+        raise BadInputError(f"{str(folder)!r} is no whole checkpoint: {checkpoint.problem}; name another")
     return checkpoint.manifest
 
 

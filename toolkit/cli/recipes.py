@@ -59,7 +59,11 @@ def new_yaml(path: Path, source: Path) -> Path:
         raise BadInputError(f"{str(target)!r}: the name of a YAML file ends in .yaml or .yml")
     if target.exists():
         raise BadInputError(f"{str(target)!r} exists; name another file or delete it")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
+    except OSError as error:
+        raise BadInputError(f"{str(target)!r} cannot be written: {error.strerror}; name another file") from error
     return target
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from toolkit.cli.arguments import (
     DEFAULT_CPU_CONFIG,
@@ -146,8 +145,8 @@ def launcher_options(
     elif gpus is not None and (found := _count_gpus()) < gpus:
         raise BadInputError(f"--gpus {gpus}: this machine has {found}; --cpu {gpus} runs the same ranks on the CPU")
     path = find_config(config or (DEFAULT_CPU_CONFIG if cpu is not None else DEFAULT_GPU_CONFIG))
-    machines = yaml.safe_load(path.read_text(encoding="utf-8")).get("num_machines", 1)
-    if machines > 1:
+    machines = _checked(path).get("num_machines", 1)
+    if isinstance(machines, int) and machines > 1:
         raise BadInputError(
             f"--config {config}: it is for {machines} machines, and toolkit train starts the ranks of one; "
             f"run accelerate launch on each machine, as docs/multi_node.md shows"
@@ -163,6 +162,18 @@ def launcher_options(
         parse_strategy(word, "--strategy" if strategy else "sharding.strategy")
         options += ["--fsdp_sharding_strategy", word]
     return options
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    """What an Accelerate config says. Raises BadInputError for values that no run could have, before ranks start."""
+    from toolkit.sharding.accelerate_config import read_accelerate_config
+    from toolkit.sharding.strategy import parse_strategy
+
+    config = read_accelerate_config(path)
+    _ = config.num_processes, config.mixed_precision, config.replicate_size, config.shard_size
+    if config.strategy is not None:
+        parse_strategy(config.strategy, f"--config: {path}: fsdp_config.fsdp_sharding_strategy")
+    return config.values
 
 
 def _count_gpus() -> int:

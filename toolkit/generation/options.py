@@ -146,7 +146,8 @@ def _mode_problems(given: set[str]) -> Iterator[str]:
         yield f"{' and '.join(modes)} contradict each other; give one of them"
     for option, homes in BELONGS_TO.items():
         if option in given and len(modes) == 1 and modes[0] not in homes:
-            yield f"{option} and {modes[0]} contradict each other: {option} belongs to {' and '.join(homes)}"
+            belongs = f"{option} belongs to {' and '.join(homes)}"
+            yield f"{option} and {modes[0]} contradict each other: {belongs}; leave one of them out"
 
 
 def _contradictions(given: set[str]) -> Iterator[str]:

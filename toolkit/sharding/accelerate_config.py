@@ -69,7 +69,7 @@ class AccelerateConfig:
     def _section(self, key: str) -> dict[str, Any]:
         section = self.values.get(key) or {}
         if not isinstance(section, dict):
-            raise self.error(f"{key} is no mapping")
+            raise self.error(f"{key} is no mapping; needs keys below it")
         return section
 
 
@@ -80,8 +80,10 @@ def read_accelerate_config(path: Path) -> AccelerateConfig:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInputError(f"--config: {path} is not readable as YAML: {first_line(error)}") from error
+        raise BadInputError(
+            f"--config: {path} is not readable as YAML: {first_line(error)}; correct it there"
+        ) from error
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
-        raise BadInputError(f"--config: {path} holds no mapping but {found}; `accelerate config` makes one")
+        raise BadInputError(f"--config: {path} holds no mapping but {found}; run `accelerate config` for one")
     return AccelerateConfig(values, str(path))
