@@ -21,7 +21,7 @@ from toolkit.data.samples import Batch, PairSamples, TextSamples
 from toolkit.data.stream import StreamLoader
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of, require_mergeable
-from toolkit.model.attention import settle_attention
+from toolkit.model.attention import attention_of, settle_attention
 from toolkit.model.load import load
 from toolkit.model.positions import first_position, takes_positions
 from toolkit.objectives.build import build_objective
@@ -346,6 +346,8 @@ def _prepared(
     accelerator: Accelerator, model: PreTrainedModel, recipe: Recipe, plugin: ShardingPlugin
 ) -> Compilation | None:
     """How blocks are compiled; what the plugin shards, it prepares itself."""
+    if attention_of(base_of(model)) == "flex_attention" and accelerator.is_main_process:
+        Terminal().print("flex_attention compiles its kernels in the first forward, which can take minutes")
     if plugin.strategy.sharded:
         return plugin.compilation
     return _prepare_for_ddp(accelerator, model, recipe, plugin.checkpointing)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
 from refusals import Outcome, finetune
-from tiny import recipe_values, save_llama
+from tiny import llama, recipe_values, save_llama
+
+from toolkit.run.parts import _prepared
 
 TEXTS = ["a king and a queen walked by the river", "the moon was high"]
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -70,3 +73,14 @@ def test_experts_in_float32_leave_no_traceback_and_the_hint_is_theirs_alone(
     assert "not planned: MixtralForCausalLM cannot run on tensors without values" in told
     assert "plan experts with training.mixed_precision=bf16" in told
     assert "Traceback" not in told + capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("attention", "told"), [("flex_attention", True), ("sdpa", False)])
+def test_what_compiles_for_minutes_says_so_before(
+    attention: str, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin: Any = SimpleNamespace(strategy=SimpleNamespace(sharded=True), compilation=None)
+    accelerator: Any = SimpleNamespace(is_main_process=True)
+    _prepared(accelerator, llama(attention), cast(Any, None), plugin)
+    line = "flex_attention compiles its kernels in the first forward, which can take minutes\n"
+    assert capsys.readouterr().err == line * told
