@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -29,18 +30,29 @@ def known_packing(shares_rows: bool) -> Iterator[None]:
     until it has answered, nothing more is handed to it.
     """
 
-    def indices(position_ids: torch.Tensor) -> torch.Tensor | None:
-        if not shares_rows:
-            return None
-        return (position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
-
-    own = masking_utils.find_packed_sequence_indices
     # The module's own name, which its functions look up at each call.
-    masking_utils.find_packed_sequence_indices = indices
+    masking_utils.find_packed_sequence_indices = _indices
+    before, _here.shares_rows = _here.shares_rows, shares_rows
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = own
+        _here.shares_rows = before
+
+
+class _Here(threading.local):
+    """What is known in this thread: micro-batches that run by block are in several forwards at the same time."""
+
+    shares_rows: bool | None = None
+
+
+_here = _Here()
+_asked: Callable[[torch.Tensor], torch.Tensor | None] = masking_utils.find_packed_sequence_indices
+
+
+def _indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+    if _here.shares_rows is None:
+        return _asked(position_ids)
+    return (position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1) if _here.shares_rows else None
 
 
 def settle_attention(

@@ -11,6 +11,7 @@ one that returns these. Both modules are called as ever, so that the hooks of FS
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from toolkit.data.samples import IGNORED
 from toolkit.errors import first_line
 from toolkit.model.adapters import base_of
 from toolkit.model.fake_tensors import has_values, unset_fake_temporarily
+from toolkit.objectives.replaced import own_forward, replaced
 
 CHUNK_ENTRIES = 2**27
 """Logits of a chunk, 512 MiB in float32: with less, a GPU spends its time on adding to the weight's gradient.
@@ -351,10 +353,14 @@ class HeadLoss:
                 raise RuntimeError(f"the head of {type(self._base).__name__} ran {len(found)} times, not once")
             return found.pop()  # what the hooks of the head have seen, not what the model has made of it
 
-        original = self._base.forward
-        hook = self._head.register_forward_hook(lambda _module, _args, output: found.append(output))
+        original = own_forward(self._base)
+        thread = threading.get_ident()
+        # Micro-batches that run by block are in other threads, and their heads' hooks are there at the same time.
+        hook = self._head.register_forward_hook(
+            lambda _module, _args, output: found.append(output) if threading.get_ident() == thread else None
+        )
         try:
-            with _replaced(self._head, losses), _replaced(self._base, functools.wraps(original)(run)):
+            with replaced(self._head, losses), replaced(self._base, functools.wraps(original)(run)):
                 output = model(**inputs)
         finally:
             hook.remove()
@@ -368,19 +374,6 @@ def numbers_of_targets(targets: torch.Tensor) -> torch.Tensor:
     if not has_values(targets):
         return torch.arange(len(targets), device=targets.device)
     return (targets != IGNORED).nonzero().squeeze(1)
-
-
-@contextmanager
-def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module with another forward; its hooks stay."""
-    own = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 # Whether a model's loss can be had from its head's inputs

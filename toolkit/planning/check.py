@@ -84,7 +84,8 @@ def plan_run(
     planner = Planner(recipe, workload, _hardware(device))
     training = recipe.training
     *others, last = checkpointings
-    setup = Setup(strategy, mesh, offload, last, training.micro_batch_size, training.gradient_accumulation_steps)
+    size, accumulation = training.micro_batch_size, training.gradient_accumulation_steps
+    setup = Setup(strategy, mesh, offload, last, size, accumulation, recipe.sharding.accumulate == "by_block")
     process = psutil.Process().memory_info().rss if device.type == "cpu" else 0
     room = process + _room(device)
     try:

@@ -125,7 +125,8 @@ class Planner:
 
     def moments(self, setup: Setup) -> list[Memory]:
         """What a rank holds during a step."""
-        found = replay(self.units, self.probe(setup), setup.strategy, self.layout(setup), setup.accumulation)
+        shapes, layout = self.units, self.layout(setup)
+        found = replay(shapes, self.probe(setup), setup.strategy, layout, setup.accumulation, setup.by_block)
         beside = self._streamed_bytes(setup)
         if self.hardware.device_type == "cpu":
             # Host and device are one memory: what is offloaded or copied stays in it.
@@ -184,7 +185,11 @@ class Planner:
 
     def rank_host_bytes(self, setup: Setup) -> int:
         """Of one rank: masters, moments, landing places and staging; offloaded activations; a save under way."""
-        return self._offloaded_bytes(setup) + self.probe(setup).host_peak + self._saving_bytes(setup)
+        return (
+            self._offloaded_bytes(setup)
+            + self.probe(setup).host_peak * (setup.accumulation if setup.by_block else 1)
+            + self._saving_bytes(setup)
+        )
 
     def _saving_bytes(self, setup: Setup) -> int:
         """What a save of the run's state takes: the copy that training goes on beside, and a file at a time."""
@@ -244,7 +249,7 @@ class Planner:
             self.units,
             setup.strategy,
             setup.mesh,
-            accumulation=setup.accumulation,
+            accumulation=setup.gathering_batches,
             compute_bytes=layout.compute,
             reduce_bytes=layout.reduce,
             offload=offload,
@@ -252,12 +257,12 @@ class Planner:
         probe = self.probe(setup)
         time = step_time(
             # One segment: which unit an operator belongs to makes no difference to a sum.
-            [ModelSegment("model", probe.forward, probe.backward)],
+            [ModelSegment("model", probe.forward, probe.backward, setup.accumulation // setup.gathering_batches)],
             sent,
             setup.strategy,
             setup.mesh,
             self.hardware,
-            accumulation=setup.accumulation,
+            accumulation=setup.gathering_batches,
             dtype=DTYPES[self.workload.mixed_precision],
             offload=offload,
         )

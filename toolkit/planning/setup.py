@@ -22,6 +22,7 @@ class Setup:
     checkpointing: Checkpointing | None
     micro_batch_size: int
     accumulation: int
+    by_block: bool = False
 
     @property
     def ranks(self) -> int:
@@ -31,7 +32,12 @@ class Setup:
     def name(self) -> str:
         """The strategy as an Accelerate config would say it, with the groups of hybrid."""
         groups = f" {self.mesh.replicate}x{self.mesh.shard}" if self.strategy.replicated else ""
-        return self.strategy.name + (OFFLOAD if self.offload else "") + groups
+        return self.strategy.name + (OFFLOAD if self.offload else "") + groups + (" by block" if self.by_block else "")
+
+    @property
+    def gathering_batches(self) -> int:
+        """Micro-batches of a step that gather and reduce for themselves."""
+        return 1 if self.by_block else self.accumulation
 
     @property
     def checkpoints(self) -> str:
@@ -62,6 +68,7 @@ def asked_setup(
         None if every is None else Checkpointing(every, section.offload_checkpoints),
         training.micro_batch_size,
         training.gradient_accumulation_steps,
+        section.accumulate == "by_block",
     )
 
 

@@ -75,6 +75,8 @@ class Recipe(Section):
         if self.objective.kind == "preference":
             self._check_pairs()
         self._check_adapter()
+        if self.sharding.accumulate == "by_block":
+            self._check_by_block()
         if self.sharding.offload == "optimizer" and self.optimizer.kind != "adamw":
             raise contradiction(
                 f"sharding.offload: optimizer is not possible with optimizer.kind {self.optimizer.kind}; set "
@@ -107,6 +109,20 @@ class Recipe(Section):
                 "an adapter of a model with random weights fits no model that could be loaded later; "
                 "set export.merge=true, or model.name_or_path"
             )
+
+    def _check_by_block(self) -> None:
+        what = "with sharding.accumulate=by_block"
+        if self.training.gradient_accumulation_steps == 1:
+            raise contradiction(
+                "sharding.accumulate=by_block has no effect on one micro-batch a step; set "
+                "training.gradient_accumulation_steps above 1, or remove it"
+            )
+        if self.objective.kind == "preference":
+            raise contradiction(f"objective.kind preference is not possible {what}; set by_micro_batch")
+        if self.training.compile:
+            raise contradiction(f"training.compile is not possible {what}; remove one of them")
+        if self.training.mixed_precision == "fp16":
+            raise contradiction(f"training.mixed_precision fp16 is not possible {what}; set bf16")
 
     def _check_classification(self) -> None:
         what = "with objective.kind sequence_classification"

@@ -371,6 +371,12 @@ class ShardingSection(Section):
         description="Recompute every N-th block in backward instead of keeping its activations. 1: every block. auto: "
         "as few blocks as the planned memory needs.",
     )
+    accumulate: Literal["by_micro_batch", "by_block"] = Field(
+        "by_micro_batch",
+        description="Choose how the micro-batches of a step run. by_micro_batch: one after another through the whole "
+        "model. by_block: all of them through a block before the next block, so that parameters are gathered twice and "
+        "gradients reduced once a step.",
+    )
     prefetch: PositiveInt | None = Field(
         None,
         description="Gather the parameters of N blocks ahead of the one that computes; null: FSDP2's own choice, one.",
@@ -400,6 +406,11 @@ class ShardingSection(Section):
             raise contradiction(
                 "sharding.offload_checkpoints has no effect without sharding.activation_checkpointing; remove it, or "
                 "set sharding.activation_checkpointing=1"
+            )
+        if self.accumulate == "by_block" and self.activation_checkpointing != 1:
+            raise contradiction(
+                "sharding.accumulate=by_block keeps the inputs of all blocks for all micro-batches of a step, and "
+                "nothing else; set sharding.activation_checkpointing=1"
             )
         return self
 

@@ -38,6 +38,7 @@ from toolkit.recipe.schema import steps_of_run
 from toolkit.run.accelerator import checkpointing_of, compilation_of
 from toolkit.run.leaks import LeakError, check_leaks
 from toolkit.sharding.apply import prepare_blocks
+from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.fsdp import class_name
@@ -79,6 +80,7 @@ class Parts:
         leaks: what was found about rows that share a sample; None where none do.
         padded: why rows are padded although `data.packing` is not set; None where that is not so.
         side_by_side: what the model writes behind held-out prompts, if that was asked for.
+        by_block: what runs the micro-batches of a step by block; None: they run one after another.
     """
 
     model: nn.Module
@@ -94,6 +96,7 @@ class Parts:
     head_loss: str | None
     leaks: Leaks | None
     padded: str | None
+    by_block: ByBlock | None
     side_by_side: list[SideBySide] = field(default_factory=list)
 
 
@@ -156,7 +159,20 @@ def build_parts(
         head_loss,
         leaks,
         padded,
+        _by_block(recipe, plugin, model),
     )
+
+
+def _by_block(recipe: Recipe, plugin: ShardingPlugin, model: nn.Module) -> ByBlock | None:
+    """What runs the micro-batches of a step by block; None: they run one after another."""
+    if recipe.sharding.accumulate != "by_block":
+        return None
+    if plugin.unit_plan is None or not plugin.strategy.reshard_each_micro_batch:
+        raise BadInputError(
+            f"sharding.accumulate=by_block has no effect with strategy {plugin.strategy.name}, which gathers "
+            "parameters once a step at most; remove it, or choose zero3 or hybrid"
+        )
+    return ByBlock(model, plugin.unit_plan)
 
 
 def _planned(

@@ -261,6 +261,7 @@ def _build_trainer(
         checkpoints=checkpoints,
         profile=profile,
         beats=beats,
+        by_block=parts.by_block,
     )
 
 

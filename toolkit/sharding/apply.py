@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import BadInputError
+from toolkit.sharding.by_block import in_window
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
 from toolkit.sharding.fsdp import forget_uncalled_modules, sharded_modules
@@ -181,7 +182,7 @@ def _follow_accumulation(model: nn.Module, strategy: Strategy, is_last_micro_bat
     """
 
     def before_forward(module: nn.Module, _args: object) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or in_window():
             return
         assert isinstance(module, FSDPModule)
         last = is_last_micro_batch()
@@ -202,7 +203,8 @@ def _reshard_after_evaluation(model: nn.Module) -> None:
     """
 
     def after_forward(module: nn.Module, _args: object, _output: object) -> None:
-        if not torch.is_grad_enabled():
+        # Other micro-batches of a window that runs by block are in the midst of their forwards.
+        if not torch.is_grad_enabled() and not in_window():
             for unit in sharded_modules(module):
                 unit.reshard()
                 forget_uncalled_modules(unit)

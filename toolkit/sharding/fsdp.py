@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 
@@ -97,6 +98,24 @@ def fill_missing_gradients(group: Any) -> list[DTensor]:
             if parameter.unsharded_accumulated_grad is None:
                 parameter.to_accumulated_grad_if_needed()
     return present
+
+
+def end_backward(root: Any) -> None:
+    """What FSDP2 does when a backward ends, for backwards that no unit's hook has seen.
+
+    Gradients so far are added up in float32, or reduced where units are set to.
+    """
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def stay_in_forward(root: Any) -> None:
+    """Says that the root's forward is still under way, after a backward in its midst.
+
+    FSDP2 would free the root's parameters when that forward ends, and gather them for the backward behind it.
+    """
+    for group in fsdp_groups(root):
+        group._training_state = TrainingState.FORWARD
+        return
 
 
 def _has_gradient(parameter: Any) -> bool:

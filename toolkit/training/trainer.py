@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from toolkit.data.samples import Batch
 from toolkit.errors import StoppedError, TrainingError
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.schema import TrainingSection
+from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.offload import engine_of
 from toolkit.sharding.shards import whole_tensor
 from toolkit.training.beats import Beats, Phase
@@ -141,6 +143,7 @@ class Trainer:
         checkpoints: None: nothing is saved.
         profile: of some steps; None: nothing is profiled.
         beats: told what begins.
+        by_block: runs the micro-batches of a step by block; None: one after another.
     """
 
     def __init__(
@@ -160,6 +163,7 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         profile: StepProfile | None = None,
         beats: Beats | None = None,
+        by_block: ByBlock | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -176,6 +180,7 @@ class Trainer:
         self.checkpoints = checkpoints
         self.profile = profile
         self.beats = beats or Beats()
+        self.by_block = by_block
         self.counters = Counters()
         self._upcoming: list[Batch] | None = None
         self._counted: Counts | None = None  # of the next window, over all ranks
@@ -279,11 +284,18 @@ class Trainer:
         counts = self._counted or self._total(self._count(window))
         # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks: both are undone.
         scale = self.accelerator.num_processes * len(window) / max(1, counts.targets)
-        loss_sum = torch.zeros((), device=self.accelerator.device)
-        figures = torch.zeros(len(self.objective.figures), device=self.accelerator.device)
+        run = self._run_in_turn if self.by_block is None else self._run_by_block
+        loss_sum, figures = run(window, scale)
+        self._begin(Phase.COLLECTIVE)
+        step = self._gathered(loss_sum, self._clip(), figures, counts)
+        return replace(step, skipped=self._update(step.grad_norm))
+
+    def _run_in_turn(self, window: list[Batch], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward of one micro-batch after another; the sums of their losses and figures."""
+        loss_sum, figures = self._zero_sums()
         for batch in window:
             self._begin(Phase.FORWARD)
-            batch = send_to_device(self.objective.on_host(batch), self.accelerator.device, non_blocking=True)
+            batch = self._on_device(batch)
             with self.accelerator.accumulate(self.model):
                 loss, of_batch = self.objective.training_sums(self.model, batch)
                 # Summed on the device: to read each loss, the host would have to wait for every micro-batch.
@@ -292,11 +304,40 @@ class Trainer:
                 self._begin(Phase.BACKWARD)
                 self.accelerator.backward(loss * scale)
                 del loss
-                if self.accelerator.sync_gradients:
-                    self._begin(Phase.COLLECTIVE)
-                    step = self._gathered(loss_sum, self._clip(), figures, counts)
-                    step = replace(step, skipped=self._update(step.grad_norm))
-        return step
+        return loss_sum, figures
+
+    def _run_by_block(self, window: list[Batch], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, with all micro-batches in a block before the next block."""
+        assert self.by_block is not None
+        for _ in window[1:]:
+            with self.accelerator.accumulate(self.model):  # counts up to the micro-batch that ends the window
+                pass
+        self._begin(Phase.FORWARD)
+        batches, of_batches = [self._on_device(batch) for batch in window], []
+
+        def forward(batch: Any) -> torch.Tensor:
+            loss, of_batch = self.objective.training_sums(self.model, batch)
+            of_batches.append(of_batch)
+            return loss
+
+        with self.accelerator.accumulate(self.model):
+            losses = self.by_block.run(
+                [functools.partial(forward, batch) for batch in batches],
+                lambda loss: self.accelerator.backward(loss * scale),
+                lambda: self._begin(Phase.BACKWARD),
+            )
+        loss_sum, figures = self._zero_sums()
+        for loss, of_batch in zip(losses, of_batches, strict=True):
+            loss_sum += loss
+            figures += of_batch
+        return loss_sum, figures
+
+    def _zero_sums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self.accelerator.device
+        return torch.zeros((), device=device), torch.zeros(len(self.objective.figures), device=device)
+
+    def _on_device(self, batch: Batch) -> Any:
+        return send_to_device(self.objective.on_host(batch), self.accelerator.device, non_blocking=True)
 
     def _count(self, window: list[Batch] | None) -> Counts:
         """What this rank's part of a window holds; zeros where there is none."""
@@ -433,8 +474,7 @@ class Trainer:
         with torch.no_grad():
             for batch in self.evaluation():
                 self._begin(Phase.EVALUATE)
-                batch = send_to_device(self.objective.on_host(batch), self.accelerator.device, non_blocking=True)
-                parts.append(self.objective.evaluation_sums(self.model, batch))
+                parts.append(self.objective.evaluation_sums(self.model, self._on_device(batch)))
         self._begin(Phase.COLLECTIVE)
         sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
         self.model.train()

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from toolkit.planning.memory.by_block import window
 from toolkit.planning.memory.fake import GRANULE
 from toolkit.planning.memory.probe import Probe, ProbeEvent
 from toolkit.planning.memory.units import ParameterShape, UnitShape
@@ -89,7 +90,12 @@ class MemoryLayout:
 
 
 def replay(
-    units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: MemoryLayout, accumulation: int
+    units: Sequence[UnitShape],
+    probe: Probe,
+    strategy: Strategy,
+    layout: MemoryLayout,
+    accumulation: int,
+    by_block: bool = False,
 ) -> list[Memory]:
     """The moments of an optimizer step, each by its name; the peak is the largest.
 
@@ -97,8 +103,12 @@ def replay(
         units: in the plan's order, the root last.
         probe: of one micro-batch; for an unsharded strategy, with autocast.
         accumulation: micro-batches of a step.
+        by_block: they go through each unit together.
     """
+    if by_block:
+        probe, accumulation = window(units, probe, accumulation), 1
     rank = (_ShardedRank if strategy.sharded else _WholeRank)(units, probe, strategy, layout)
+    rank.by_block = by_block
     # Between the first, which finds no sums, and the last, which reduces, all are alike.
     micro_batches = min(accumulation, REPLAYED)
     for micro_batch in range(micro_batches):
@@ -118,7 +128,10 @@ class _Rank:
 
     Attributes:
         held: bytes by kind, without activations.
+        by_block: units are reduced once, after the backwards of several micro-batches.
     """
+
+    by_block = False
 
     def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: MemoryLayout) -> None:
         self.units, self.probe, self.strategy, self.layout = units, probe, strategy, layout
@@ -310,7 +323,13 @@ class _ShardedRank(_Rank):
         elif event.kind == "pre_backward":
             self._gather(event, in_forward=False)
             self._prefetch(event)
+        elif event.kind == "loss" and self.by_block:
+            for unit, shape in zip(self._now, self.units, strict=True):
+                if shape.kind != "block":  # of each micro-batch from here on
+                    self._hold_whole_gradients(unit, unit.whole_sums)
         elif event.kind == "post_backward":
+            if self.by_block and event.gradients:
+                self._hold_whole_gradients(self._now[event.unit], self._now[event.unit].whole_sums)
             self._after_backward(event, is_last)
         elif event.kind == "end":
             # FSDP2's callback at the end of backward waits for the last reduction and lets its buffer go.
