@@ -34,6 +34,8 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
     if recipe.sharding.activation_checkpointing == "auto":
         every = parts.planned.checkpointing and parts.planned.checkpointing.every
         facts["checkpoints"] = f"auto: {f'every {every}. block' if every else 'none'}"
+    if parts.by_block is not None:
+        facts["accumulate"] = "by block: a step gathers each unit twice and reduces it once"
     if parts.head_loss is not None:
         facts["loss"] = parts.head_loss
     if parts.leaks is not None:
