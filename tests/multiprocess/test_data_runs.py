@@ -219,7 +219,7 @@ def plain_classifier(folder: Path) -> dict[str, Any]:
             if p.grad is not None and norm > 0.5:
                 p.grad.mul_(0.5 / (norm + 1e-6))
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * ((step + 1) / 5 if step < 4 else (5 - step) / (5 - 4))
+            group["lr"] = 2e-3 * ((step + 1) / 5 if step < 4 else (6 - step) / (6 - 4))
         optimizer.step()
         optimizer.zero_grad()
         found["loss"].append(loss.item())

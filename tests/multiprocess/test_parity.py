@@ -98,7 +98,7 @@ def plain_loop(model_folder: Path, data: Path) -> dict[str, Any]:
         if norm > MAX_NORM:
             for p in model.parameters():
                 p.grad.mul_(MAX_NORM / (norm + 1e-6))
-        lr = LEARNING_RATE * ((step + 1) / (WARMUP + 1) if step < WARMUP else (19 - step) / (19 - WARMUP))
+        lr = LEARNING_RATE * ((step + 1) / (WARMUP + 1) if step < WARMUP else (STEPS - step) / (STEPS - WARMUP))
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()

@@ -22,6 +22,10 @@ STARTERS = {
     "checkpoint/writer.py": "on_this_device",
     "data/ahead.py": "on_this_device",
     "sharding/offload/worker.py": "set_device",  # told its device, which need not be the current one
+    "run/lease.py": "_beat",  # writes a file; knows no torch
+    "run/orphans.py": "_watch",  # looks for a process; knows no torch
+    "run/watch.py": "_keep_looking",  # reads memory that is shared on the host; knows no torch
+    "sharding/by_block.py": "on_this_device",
     "verify/__main__.py": "_end_with_parent",  # reads a pipe and ends the process; knows no torch
 }
 """File that starts a thread -> what in it sees to the thread's device. Each is run below."""

@@ -111,10 +111,8 @@ def build_parts(
     training = recipe.training
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
-    model = load(recipe.model, tokens, training.seed, data.label_names, recipe.adapter)
+    model = _loaded(recipe, tokens, data)
     data, padded = _fitting(recipe, tokens, data, model)
-    if recipe.export.merge:
-        require_mergeable(model)
     # The model is on the meta device still: what cannot work ends here, before any weight is read.
     require_room(model, tokens, recipe)
     packed, label_counts = data.report.packing, data.report.label_counts
@@ -161,6 +159,14 @@ def build_parts(
         padded,
         _by_block(recipe, plugin, model),
     )
+
+
+def _loaded(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData) -> nn.Module:
+    """The model on the meta device. Raises BadInputError where there is none, or its export could not be made."""
+    model = load(recipe.model, tokens, recipe.training.seed, data.label_names, recipe.adapter)
+    if recipe.export.merge:
+        require_mergeable(model)
+    return model
 
 
 def _by_block(recipe: Recipe, plugin: ShardingPlugin, model: nn.Module) -> ByBlock | None:

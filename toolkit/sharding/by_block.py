@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.errors import BadInputError, TrainingError
+from toolkit.ranks import on_this_device
 from toolkit.sharding.fsdp import end_backward, stay_in_forward
 from toolkit.sharding.unit_plan import UnitPlan
 
@@ -94,9 +95,9 @@ class _MicroBatch:
         self._forward = forward
         self._abandoned = False
         self._num_threads = torch.get_num_threads()
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._go, self._held = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, name="micro-batch", daemon=True)
+        self._thread = threading.Thread(target=on_this_device(self._run), name="micro-batch", daemon=True)
         self._thread.start()
 
     def go_on(self) -> None:
@@ -131,7 +132,7 @@ class _MicroBatch:
         try:
             self._wait()
             _here.micro_batch = self
-            # A new thread starts with all cores, on the first device and on its default stream.
+            # A new thread starts with all cores, and on its device's default stream.
             if torch.get_num_threads() != self._num_threads:
                 torch.set_num_threads(self._num_threads)
             if self._stream is not None:
