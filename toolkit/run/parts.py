@@ -163,7 +163,7 @@ def build_parts(
 
 def _loaded(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData) -> nn.Module:
     """The model on the meta device. Raises BadInputError where there is none, or its export could not be made."""
-    model = load(recipe.model, tokens, recipe.training.seed, data.label_names, recipe.adapter)
+    model: nn.Module = load(recipe.model, tokens, recipe.training.seed, data.label_names, recipe.adapter)
     if recipe.export.merge:
         require_mergeable(model)
     return model
