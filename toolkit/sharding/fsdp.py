@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 
@@ -29,13 +28,17 @@ def fsdp_groups(model: nn.Module) -> Iterator[Any]:
     """FSDP2's record of each unit (`FSDPParamGroup`), once."""
     seen: set[int] = set()
     for module in sharded_modules(model):
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [group for group in (state._fsdp_param_group,) if group is not None]
+        groups = _own_groups(module)
         # Modules that form one unit share its record.
         yield from (group for group in groups if id(group) not in seen)
         seen.update(id(group) for group in groups)
+
+
+def _own_groups(module: FSDPModule) -> list[Any]:
+    """Those of the unit itself; none where all its parameters belong to units inside."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (state._fsdp_param_group,) if group is not None] if groups is None else groups
 
 
 def fsdp_units(model: nn.Module) -> Iterator[tuple[list[Any], list[DTensor]]]:
@@ -113,9 +116,8 @@ def stay_in_forward(root: Any) -> None:
 
     FSDP2 would free the root's parameters when that forward ends, and gather them for the backward behind it.
     """
-    for group in fsdp_groups(root):
-        group._training_state = TrainingState.FORWARD
-        return
+    for group in _own_groups(root):
+        group._training_state = type(group._training_state).FORWARD
 
 
 def _has_gradient(parameter: Any) -> bool:
