@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from toolkit.planning.planner import PlanRow
     from toolkit.planning.table import Plan
 
+DEFAULT_HARDWARE = "h100_sxm"
+
 IN_A_FILE = 400
 """Characters of a line that goes to a file or a pipe; 80 would cost columns."""
 
@@ -36,6 +38,7 @@ Gpus = Annotated[
         help="Plan for this many GPUs, one rank each. By default the config's number, or 1.", show_default=False
     ),
 ]
+Cpu = Annotated[int | None, typer.Option(min=1, help="Plan for this many processes on the CPU.", show_default=False)]
 HardwareName = Annotated[
     str,
     typer.Option(help="Plan for this hardware: a preset (--list-hardware), `calibrated`, or the path of a profile."),
@@ -69,7 +72,8 @@ def plan(
     arguments: RecipeArguments = None,
     recipe: RecipeOption = None,
     gpus: Gpus = None,
-    hardware: HardwareName = "h100_sxm",
+    cpu: Cpu = None,
+    hardware: HardwareName = DEFAULT_HARDWARE,
     config: ConfigOption = None,
     gpus_per_node: GpusPerNode = None,
     device_memory_gib: DeviceMemory = None,
@@ -99,7 +103,7 @@ def plan(
         return
     loaded = load_recipe(arguments, recipe)
     device = hardware_of(
-        hardware,
+        hardware if cpu is None else _cpu_alone(gpus, hardware),
         device_memory_gib=device_memory_gib,
         gpus_per_node=gpus_per_node,
         host_memory_gib=host_memory_gib,
@@ -109,10 +113,17 @@ def plan(
         dram_gbs=dram_gbs,
     )
     accelerated = Accelerated() if config is None else accelerated_by(find_config(config))
-    found = _plan(loaded, device, gpus, accelerated)
+    found = _plan(loaded, device, cpu or gpus, accelerated)
     _print_plan(found, *split_arguments(arguments, recipe), Shown(every_row, explain, trace, plot, as_json))
     if found.recommended is None:
         raise typer.Exit(1)
+
+
+def _cpu_alone(gpus: int | None, hardware: str) -> str:
+    """The preset of CPU ranks. Raises BadInputError where GPUs are asked for, too."""
+    if gpus is not None or hardware not in (DEFAULT_HARDWARE, "cpu"):
+        raise BadInputError("--cpu excludes --gpus and --hardware; leave one of them out")
+    return "cpu"
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ class Machine:
         return ["--cpu" if self.is_cpu else "--gpus", str(self.count)]
 
     def plan_options(self) -> list[str]:
+        if self.asked is None and self.is_cpu:
+            return self.train_options()
         return ["--gpus", str(self.count), "--hardware", self.asked or self.hardware.name]
 
 

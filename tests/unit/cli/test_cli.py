@@ -6,14 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launches import clean_environment
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from toolkit.cli import plan as cli_plan
 from toolkit.cli.app import app
 from toolkit.cli.arguments import complete_recipe, load_recipe, split_arguments
+from toolkit.errors import BadInputError
 
 ROOT = Path(__file__).parents[3]
 TOOLKIT = str(Path(sys.executable).with_name("toolkit"))
@@ -118,3 +121,15 @@ def test_only_the_first_rank_prints_an_error(rank: str) -> None:
     failed = run(sys.executable, "-c", code, RANK=rank, WORLD_SIZE="2")
     assert failed.returncode == 2
     assert bool(failed.stderr) == (rank == "0")
+
+
+def test_plan_takes_ranks_on_the_cpu_as_train_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(cli_plan, "_plan", lambda recipe, hardware, ranks, config: seen.append((hardware.name, ranks)))
+    monkeypatch.setattr(cli_plan, "_print_plan", lambda *args: None)
+    runner = CliRunner()
+    runner.invoke(app, ["plan", "quickstart", "--cpu", "2"])
+    assert seen == [("cpu", 2)]
+    refused = runner.invoke(app, ["plan", "quickstart", "--cpu", "2", "--gpus", "4"])
+    assert isinstance(refused.exception, BadInputError)
+    assert "--cpu excludes --gpus" in str(refused.exception)
