@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.arguments import AsJson
+from toolkit.cli.arguments import AsJson, CpuOption, GpusOption
 from toolkit.errors import BadInputError
 from toolkit.places import GIB, atomic_write
 from toolkit.terminal import Terminal
@@ -49,12 +49,8 @@ def init(
     ],
     overrides: Overrides = None,
     method: MethodName = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="Number of GPUs. By default all of this machine.", show_default=False)
-    ] = None,
-    cpu: Annotated[
-        int | None, typer.Option(min=1, help="Train on the CPU with this many processes.", show_default=False)
-    ] = None,
+    gpus: GpusOption = None,
+    cpu: CpuOption = None,
     hardware: HardwareName = None,
     output: Annotated[
         Path | None, typer.Option(help="Write the recipe to this file.", show_default="named after the data")

@@ -18,6 +18,8 @@ from toolkit.cli.arguments import (
     DEFAULT_GPU_CONFIG,
     AsJson,
     ConfigOption,
+    CpuOption,
+    GpusOption,
     RecipeArguments,
     RecipeOption,
     load_recipe,
@@ -36,12 +38,8 @@ ON_CPU = "ACCELERATE_USE_CPU"
 def train(
     arguments: RecipeArguments = None,
     recipe: RecipeOption = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="Number of GPUs. By default all of this machine.", show_default=False)
-    ] = None,
-    cpu: Annotated[
-        int | None, typer.Option(min=1, help="Train on the CPU with this many processes.", show_default=False)
-    ] = None,
+    gpus: GpusOption = None,
+    cpu: CpuOption = None,
     strategy: Annotated[
         str | None,
         typer.Option(
