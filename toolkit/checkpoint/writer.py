@@ -123,12 +123,7 @@ class Checkpointer:
             self._save_tensors(job.tensors, unfinished)
             entries = self._together(lambda: _finish_rank(job, unfinished))
             files = {name: entry for found in entries for name, entry in found.items()}
-            broken = [
-                name
-                for name in self._together(lambda: first_non_finite(job.tensors, job.parameters))
-                if name is not None
-            ]
-            non_finite = f"{broken[0]} holds values that are not finite" if broken else job.manifest.non_finite
+            non_finite = self._non_finite(job)
             manifest = replace(job.manifest, files=files, tensors=described(job.tensors), non_finite=non_finite)
             self._together(lambda: self._publish(manifest, unfinished, folder) if ranks.rank() == 0 else None)
             if non_finite is not None:

@@ -207,14 +207,17 @@ class Planner:
         copied = state if section.asynchronous else 0
         return int(copied + min(state, CHECKPOINT_FILE_BYTES))
 
+    def _hosted(self, setup: Setup) -> list[int]:
+        """Trainable elements of each unit whose state is on the host."""
+        residents = self.residents(setup)
+        return [unit.trainable_numel(setup.mesh.shard) for i, unit in enumerate(self.units) if i not in residents]
+
     def _streamed_bytes(self, setup: Setup) -> int:
         """Device buffers through which offloaded state streams, where it does or `auto` may have it so."""
         executor = self.recipe.sharding.offload_executor or "auto"
         if not setup.offload or executor not in ("auto", "device_stream"):
             return 0
-        residents = self.residents(setup)
-        hosted = [unit.trainable_numel(setup.mesh.shard) for i, unit in enumerate(self.units) if i not in residents]
-        taken = stream_bytes(max(hosted, default=0))
+        taken = stream_bytes(max(self._hosted(setup), default=0))
         # `auto` measures on the machine of the run: the plan counts what it may choose.
         chosen = executor == "device_stream" or self._auto_may_take(taken)
         return taken if chosen else 0
@@ -226,11 +229,9 @@ class Planner:
     def _offloaded_bytes(self, setup: Setup) -> int:
         if not setup.offload:
             return 0
-        residents = self.residents(setup)
-        hosted = [unit.trainable_numel(setup.mesh.shard) for i, unit in enumerate(self.units) if i not in residents]
         streamed = self.recipe.sharding.offload_executor == "device_stream"
         staged = 0 if streamed else STAGING_BUFFERS * (COMPUTE_BYTES[self.workload.mixed_precision] or 4)
-        return plan_host(hosted, MOMENTS, self._landing_bytes(setup), staged).total
+        return plan_host(self._hosted(setup), MOMENTS, self._landing_bytes(setup), staged).total
 
     def offload_plan(self, setup: Setup) -> OffloadPlan | None:
         if not setup.offload:

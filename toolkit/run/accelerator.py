@@ -38,7 +38,13 @@ from toolkit.sharding.plugin import (
 def build_plugins(recipe: Recipe) -> dict[str, Any]:
     """The sharding that the recipe and the Accelerate config ask for, as arguments of `Accelerator`."""
     section = recipe.sharding
-    sharded = resolve_strategy(section.strategy).sharded
+    strategy = resolve_strategy(section.strategy)
+    sharded = strategy.sharded
+    if section.accumulate == "by_block" and not strategy.reshard_each_micro_batch:
+        raise BadInputError(
+            f"sharding.accumulate=by_block has no effect with strategy {strategy.name}, which gathers "
+            "parameters once a step at most; remove it, or choose zero3 or hybrid"
+        )
     return sharding_kwargs(
         section.strategy,
         unit_classes=section.unit_classes,

@@ -173,11 +173,7 @@ def _by_block(recipe: Recipe, plugin: ShardingPlugin, model: nn.Module) -> ByBlo
     """What runs the micro-batches of a step by block; None: they run one after another."""
     if recipe.sharding.accumulate != "by_block":
         return None
-    if plugin.unit_plan is None or not plugin.strategy.reshard_each_micro_batch:
-        raise BadInputError(
-            f"sharding.accumulate=by_block has no effect with strategy {plugin.strategy.name}, which gathers "
-            "parameters once a step at most; remove it, or choose zero3 or hybrid"
-        )
+    assert plugin.unit_plan is not None  # `build_plugins` refuses other strategies
     return ByBlock(model, plugin.unit_plan)
 
 
