@@ -119,6 +119,8 @@ def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path)
             raise BadInputError(
                 f"logging.trackers: {tracker} is not installed; pip install {tracker}, or remove it from the recipe"
             )
+    # An `Accelerator` that was built earlier in this process, in a cell of a notebook, would hand its settings on.
+    reset_accelerate()
     accelerator = Accelerator(
         mixed_precision=_mixed_precision(recipe),
         gradient_accumulation_plugin=accumulation_plugin(recipe.training.gradient_accumulation_steps),

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import yaml
+from accelerate import Accelerator
 from refusals import Outcome, finetune
 from tiny import llama, recipe_values, save_llama
 
@@ -84,3 +85,10 @@ def test_what_compiles_for_minutes_says_so_before(
     _prepared(accelerator, llama(attention), cast(Any, None), plugin)
     line = "flex_attention compiles its kernels in the first forward, which can take minutes\n"
     assert capsys.readouterr().err == line * told
+
+
+def test_an_accelerator_that_was_built_before_does_not_hand_its_settings_on(place: Path) -> None:
+    Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3)
+    told = rehearsed(place, {**SIZES, "model_type": "llama", "num_hidden_layers": 2})
+    assert told.code == 0, told.told
+    assert "bf16" not in told.told
