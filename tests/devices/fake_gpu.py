@@ -177,12 +177,18 @@ def simulated(num_ranks: int) -> Iterator[Simulated]:
     from accelerate.state import PartialState
 
     from toolkit import ranks
+    from toolkit.sharding.offload.worker import Worker
     from toolkit.sharding.plugin import reset_accelerate
 
     reset_accelerate()
     told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     told |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     seen = Simulated()
+
+    def at_once(self: Any, run: Any, abandon: Any) -> None:
+        # A thread of the engine would not be seen: dispatch modes are of one thread.
+        with torch.no_grad():
+            run()
 
     def tolist(tensor: torch.Tensor) -> Any:
         seen.meetings.append(tuple(tensor.shape))
@@ -202,6 +208,7 @@ def simulated(num_ranks: int) -> Iterator[Simulated]:
             with (
                 mock.patch.object(ranks, "gather_objects", lambda value, group=None: [value] * num_ranks),
                 mock.patch.object(ranks, "_gloo_group", return_value=host_group),
+                mock.patch.object(Worker, "submit", at_once),
                 mock.patch.object(FakeTensor, "tolist", tolist),
                 seen,
             ):

@@ -11,7 +11,8 @@ import torch
 from ranks import alone, run_on_ranks
 from tiny import llama
 
-RUNS = ("zero1", "zero2", "zero3", "hybrid", "padded", "classification", "preferences")
+OFFLOADS = ("cpu_torch", "device_stream")
+RUNS = ("zero1", "zero2", "zero3", "hybrid", "padded", "classification", "preferences", *OFFLOADS)
 WRONG = {
     "a host tensor in the forward": "FakeTensorDeviceMismatchError",
     "a batch that is left on the host": "FakeTensorDeviceMismatchError",
@@ -67,16 +68,18 @@ def make_trainer(kind: str) -> Any:
     from toolkit.objectives.preference import Preference
     from toolkit.objectives.preference_losses import LOSSES
     from toolkit.recipe.schema import TrainingSection
-    from toolkit.sharding import sharding_kwargs
+    from toolkit.sharding import OffloadSettings, sharding_kwargs
     from toolkit.sharding.plugin import accumulation_plugin
     from toolkit.training.trainer import Trainer
 
     strategy = kind if kind in ("zero1", "zero2", "hybrid") else "zero3"
-    sizes = {"shard_size": 2, "replicate_size": 2} if strategy == "hybrid" else {}
+    more: dict[str, Any] = {"shard_size": 2, "replicate_size": 2} if strategy == "hybrid" else {}
+    if kind in OFFLOADS:
+        more = {"offload": OffloadSettings(executor=kind)}  # type: ignore[arg-type]
     accelerator = Accelerator(
         mixed_precision="bf16",
         gradient_accumulation_plugin=accumulation_plugin(2),
-        **sharding_kwargs(strategy, **sizes),  # type: ignore[arg-type]
+        **sharding_kwargs(strategy, **more),  # type: ignore[arg-type]
     )
     model = make_model(accelerator.device, kind)
     objective: Any = CausalLM(model)
