@@ -27,6 +27,9 @@ from toolkit.data.tokenizer import bos_of, identity, pad_id
 from toolkit.errors import DataError
 from toolkit.recipe.schema import DataSection, ObjectiveSection, SourceSection
 
+REWARD = ["reward"]
+"""Names of a reward model's scores."""
+
 
 @dataclass(frozen=True)
 class TokenisedData:
@@ -36,7 +39,8 @@ class TokenisedData:
         validation: None where nothing is held out.
         report: what became of the rows; see docs/data.md.
         fingerprint: of the rows, the tokenizer and how samples are made of them.
-        label_names: of the classes, in the order of their numbers; None: no classification.
+        label_names: of the classes, or of the one score of a reward model, in the order of their numbers; None: the
+            model writes text.
         stream: what to train on instead of `train`, which then is its first window.
     """
 
@@ -92,7 +96,7 @@ class Builder:
         self.seed = seed
         self.objective = objective
         self.classification = objective.kind == "sequence_classification"
-        self.preference = objective.kind == "preference"
+        self.paired = objective.kind in ("preference", "reward")
         self.packed = is_packed(data, objective)
         self.targets = data.targets or "assistant"
         self.cache = cache_folder(data)
@@ -173,7 +177,7 @@ class Builder:
         # Only the tokenizer can cut a text and keep the special tokens that a classifier expects around it.
         cut = self.data.max_length if self.classification and self.data.long_rows == "truncate" else None
         # Both sides of a pair are the same up to the last turn (see pairs.py), so only that is compared.
-        targets = "last_turn" if self.preference else self.targets
+        targets = "last_turn" if self.paired else self.targets
         return Encoder(self.tokenizer, targets, self.objective.kind, cut, bos_of(self.tokenizer, self.data.add_bos))
 
     def _rows(self, named: list[Named], weighted: bool) -> Rows:
@@ -220,8 +224,8 @@ class Builder:
     def _report(self, policy: str, splits: dict[str, SplitReport], train: Selection | None) -> DataReport:
         own = "the tokenizer's own" if getattr(self.tokenizer, "chat_template", None) else None
         warnings = reports.warnings(splits)
-        # A classifier writes nothing, so it needs no token to stop at.
-        if train is not None and not self.classification:
+        # A classifier writes nothing, nor does a reward model, so they need no token to stop at.
+        if train is not None and not self.classification and self.objective.kind != "reward":
             warnings += reports.unclosed(self.tokenizer, train.rows, train.kept)
         examples = {}
         if train is not None:
@@ -231,7 +235,7 @@ class Builder:
             max_length=self.data.max_length,
             packing=self.packed,
             long_rows=policy,
-            targets=None if self.classification or self.preference else self.targets,
+            targets=None if self.classification or self.paired else self.targets,
             chat_template=self.data.chat_template or own,
             streaming=self.data.streaming,
             warnings=warnings,
@@ -363,7 +367,7 @@ class Builder:
             validation=self._samples(folder / "validation.npz", held_out_rows),
             report=DataReport.model_validate(facts["report"]),
             fingerprint=kept_as["fingerprint"],
-            label_names=facts["label_names"],
+            label_names=REWARD if self.objective.kind == "reward" else facts["label_names"],
         )
 
     def _samples(self, file: Path, rows: Rows) -> Samples | None:
@@ -374,9 +378,10 @@ class Builder:
         if self.classification:
             return LabelledSamples(rows, arrays["row"], arrays["label"], length, pad)
         pieces = Pieces(arrays["row"], arrays["start"], arrays["stop"])
-        if self.preference:
+        if self.paired:
             splits = rows.column("split")
-            return PairSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, splits)
+            margins = rows.column("margin") if self.objective.kind == "reward" else None
+            return PairSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, splits, margins=margins)
         return TextSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad)
 
 

@@ -56,7 +56,7 @@ class Encoder:
         examples = [_attempt(layout.example, row) for row in rows]
         if self.objective == "sequence_classification":
             return self._classified(examples)
-        if self.objective == "preference":
+        if self.objective in ("preference", "reward"):
             return self._compared(examples)
         return self._encoded(examples)
 
@@ -119,7 +119,8 @@ class Encoder:
         """A document for each pair: the chosen one's tokens, and after `split` of them the rejected one's."""
         sides = [[pair if isinstance(pair, RowProblem) else getattr(pair, side) for pair in examples] for side in SIDES]
         chosen, rejected = (self._encoded(side) for side in sides)
-        return [_joined(*pair) for pair in zip(chosen, rejected, strict=True)]
+        margins = [getattr(pair, "margin", 0.0) for pair in examples]
+        return [_joined(*pair) for pair in zip(chosen, rejected, margins, strict=True)]
 
     def _encoded(self, examples: list[Example | RowProblem]) -> list[Document]:
         prepared = [example if isinstance(example, RowProblem) else self._prepare(example) for example in examples]
@@ -169,15 +170,17 @@ def document_of(ids: list[int], targets: list[bool], label: str | None = None) -
         "digest": int.from_bytes(content.digest(), signed=True),
         "label": label,
         "split": 0,
+        "margin": 0.0,
     }
 
 
-def _joined(chosen: Document, rejected: Document) -> Document:
+def _joined(chosen: Document, rejected: Document, margin: float) -> Document:
     problem = chosen["problem"] or rejected["problem"]
     if problem is not None:
         return _unusable(RowProblem(problem))
     both = [chosen[key] + rejected[key] for key in ("input_ids", "targets")]
-    return {**document_of(*both), "note": chosen["note"] or rejected["note"], "split": chosen["length"]}
+    note = chosen["note"] or rejected["note"]
+    return {**document_of(*both), "note": note, "split": chosen["length"], "margin": margin}
 
 
 def _unusable(problem: RowProblem) -> Document:

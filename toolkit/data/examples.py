@@ -47,10 +47,15 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Pair:
-    """One completion preferred over the other; what comes before them is the same."""
+    """One completion preferred over the other; what comes before them is the same.
+
+    Attributes:
+        margin: by how much the chosen one is better, as the row says; 0 where it does not.
+    """
 
     chosen: Answer | Conversation
     rejected: Answer | Conversation
+    margin: float = 0.0
 
 
 Example = Text | Answer | Conversation | Labelled | Pair

@@ -34,7 +34,7 @@ OPTIONAL = {
     "instruction and output": ("input", "system", "history"),
     "text": (),
     "text and label": ("text_pair",),
-    "chosen and rejected": ("prompt", "messages", "instruction", "input", "history", "system", "tools"),
+    "chosen and rejected": ("prompt", "messages", "instruction", "input", "history", "system", "tools", "margin"),
 }
 
 ALSO_CALLED = {
@@ -54,6 +54,7 @@ LAYOUTS_OF = {
     "causal_lm": [kind for kind in KINDS if kind not in ("text and label", "chosen and rejected")],
     "sequence_classification": ["text and label"],
     "preference": ["chosen and rejected"],
+    "reward": ["chosen and rejected"],
 }
 """Objective -> the layouts that it can learn from, in the order in which they are looked for."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 from toolkit.data.examples import Answer, Conversation, Message, Pair
 from toolkit.data.messages import asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.problem import RowProblem
-from toolkit.data.values import text_of
+from toolkit.data.values import text_of, type_of
 
 SIDES = ("chosen", "rejected")
 
@@ -26,7 +27,21 @@ def pair_of(values: dict[str, Any], columns: dict[str, str]) -> Pair:
     before = [side.messages[:-1] for side in sides if isinstance(side, Conversation)]
     if before and before[0] != before[-1]:
         raise RowProblem(f"{columns['chosen']} and {columns['rejected']} differ before the last message")
-    return Pair(chosen, rejected)
+    return Pair(chosen, rejected, _margin(values, columns))
+
+
+def _margin(values: dict[str, Any], columns: dict[str, str]) -> float:
+    value = values.get("margin")
+    if value is None:
+        return 0.0
+    # A CSV file holds text alone; in Python True is a number.
+    try:
+        margin = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise RowProblem(f"{columns['margin']} is {type_of(value)}, not a finite number")
+    return margin
 
 
 def _prompt(values: dict[str, Any], columns: dict[str, str]) -> str | list[Message]:

@@ -153,15 +153,17 @@ class PairSamples(TextSamples):
     """For preferences: as `TextSamples`, both completions of a pair in one sample, and `segments` (B, T).
 
     A segment is a completion with its prompt: of the batch's i-th pair 2 i is the chosen one, 2 i + 1 the
-    rejected one; padding is -1. `reference` is (P, 2), for P pairs; NaN where there is none.
+    rejected one; padding is -1. `reference` is (P, 2), for P pairs; NaN where there is none. `margin` is (P,).
 
     Attributes:
         splits: tokens of the chosen completion of each row.
         reference: log-probabilities of both completions of each row, (rows, 2); None: there are none.
+        margins: by how much the chosen completion of each row is better; None: the batch does not say.
     """
 
     splits: Any = None
     reference: Any = None
+    margins: Any = None
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         batch = super().batch(numbers)
@@ -176,6 +178,8 @@ class PairSamples(TextSamples):
         rows = [row for number in numbers for row in self.pairs(number)]
         unknown = torch.full((len(rows), 2), math.nan)
         batch["reference"] = unknown if self.reference is None else torch.from_numpy(self.reference[rows])
+        if self.margins is not None:
+            batch["margin"] = torch.from_numpy(self.margins[rows])
         return batch
 
     def pairs(self, number: int) -> list[int]:

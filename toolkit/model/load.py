@@ -167,7 +167,8 @@ def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: SpecialT
     config.num_labels = len(names)
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}
-    config.problem_type = "single_label_classification"
+    # With "regression" a pipeline gives a single score as it is, without a logistic function.
+    config.problem_type = "single_label_classification" if len(names) > 1 else "regression"
     if config.pad_token_id is None:  # decoders look for the last token that is no padding
         config.pad_token_id = pad_id(tokenizer)
 

@@ -9,12 +9,15 @@ from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.preference_losses import LOSSES
+from toolkit.objectives.reward import Reward
 from toolkit.recipe.schema import ObjectiveSection
+
+AnyObjective = CausalLM | SequenceClassification | Preference | Reward
 
 
 def build_objective(
     section: ObjectiveSection, model: nn.Module, packed: bool, label_counts: dict[str, int] | None
-) -> CausalLM | SequenceClassification | Preference:
+) -> AnyObjective:
     """The recipe's objective.
 
     Args:
@@ -27,6 +30,8 @@ def build_objective(
     if section.kind == "preference":
         given = {key: getattr(section, key) for key in ("beta", "label_smoothing", "gamma", "odds_weight")}
         return Preference(model, LOSSES[section.preference_loss], given)
+    if section.kind == "reward":
+        return Reward(model, section.center_rewards_coefficient or 0.0)
     if label_counts is None:
         return CausalLM(model, packed)
     return SequenceClassification(model, len(label_counts), _class_weights(section, label_counts))

@@ -90,8 +90,8 @@ class CausalLM:
         # No attention mask and no cache: only then do restarting positions keep documents apart. Rows of one document
         # have the model's own positions, and transformers then does not look at them for others.
         names = ("input_ids", "position_ids") if self._packed else ("input_ids",)
-        inputs: dict[str, Any] = {name: self._in_rows(batch[name]) for name in names}
-        if self._packed and self._first_position:
+        inputs: dict[str, Any] = {name: self._in_rows(batch[name]) for name in names if name in batch}
+        if "position_ids" in inputs and self._first_position:
             inputs["position_ids"] = inputs["position_ids"] + self._first_position
         if "bounds" in batch:
             inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch["bounds"])

@@ -18,7 +18,11 @@ from toolkit.terminal import harmless
 
 CARD, CURVE = "README.md", "curve.png"
 
-TASKS = {"causal_lm": "text-generation", "sequence_classification": "text-classification"}
+TASKS = {
+    "causal_lm": "text-generation",
+    "sequence_classification": "text-classification",
+    "reward": "text-classification",
+}
 
 MAX_EVALUATIONS = 12
 """Rows of the table of evaluations; of more, the first, the last and evenly spaced ones."""

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.data import tokenizer
+from toolkit.data.build import REWARD
 from toolkit.data.packing import is_packed
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
@@ -136,7 +137,12 @@ def with_rows_of(workload: Workload, recipe: Recipe) -> Workload:
 
 
 def _labels(recipe: Recipe) -> list[str] | None:
-    """Names of the classes; where the data would say, two stand for them: a head of a few rows."""
+    """Names of the classes; where the data would say, two stand for them: a head of a few rows.
+
+    A reward model's head has one row.
+    """
+    if recipe.objective.kind == "reward":
+        return REWARD
     if recipe.objective.kind != "sequence_classification":
         return None
     return list(recipe.objective.labels or ("0", "1"))
@@ -167,10 +173,13 @@ def _batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
     names = {
         "sequence_classification": ("input_ids", "attention_mask", "token_type_ids"),
         "preference": ("input_ids", "labels", "position_ids", "segments"),
+        "reward": ("input_ids", "labels", "position_ids", "segments"),
     }.get(recipe.objective.kind, ("input_ids", "labels", "position_ids"))
     batch = {name: torch.empty_like(tokens) for name in names}
     if recipe.objective.kind == "sequence_classification":
         batch["labels"] = torch.empty(size, dtype=BATCH_TYPE)
     if recipe.objective.kind == "preference":
         batch["reference"] = torch.empty(size, 2)
+    if recipe.objective.kind == "reward":
+        batch["margin"] = torch.empty(size)
     return batch

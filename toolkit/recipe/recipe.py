@@ -72,8 +72,14 @@ class Recipe(Section):
             )
         if self.objective.kind == "sequence_classification":
             self._check_classification()
-        if self.objective.kind == "preference":
+        if self.objective.kind in ("preference", "reward"):
             self._check_pairs()
+        if self.objective.kind in ("sequence_classification", "reward"):
+            self._check_writes_no_text()
+        if self.data.columns.margin is not None and self.objective.kind != "reward":
+            raise contradiction(
+                f"data.columns.margin has no effect with objective.kind {self.objective.kind}; remove it"
+            )
         self._check_adapter()
         if self.sharding.accumulate == "by_block":
             self._check_by_block()
@@ -87,7 +93,7 @@ class Recipe(Section):
         return self
 
     def _check_pairs(self) -> None:
-        what = "with objective.kind preference"
+        what = f"with objective.kind {self.objective.kind}"
         if self.data.streaming:
             raise contradiction(f"data.streaming is not possible {what}; remove it")
         if self.data.long_rows in ("split", "truncate"):
@@ -117,8 +123,8 @@ class Recipe(Section):
                 "sharding.accumulate=by_block has no effect on one micro-batch a step; set "
                 "training.gradient_accumulation_steps above 1, or remove it"
             )
-        if self.objective.kind == "preference":
-            raise contradiction(f"objective.kind preference is not possible {what}; set by_micro_batch")
+        if self.objective.kind in ("preference", "reward"):
+            raise contradiction(f"objective.kind {self.objective.kind} is not possible {what}; set by_micro_batch")
         if self.training.compile:
             raise contradiction(f"training.compile is not possible {what}; remove one of them")
         if self.training.mixed_precision == "fp16":
@@ -139,6 +145,9 @@ class Recipe(Section):
         for key in ("targets", "chat_template"):
             if getattr(self.data, key) is not None:
                 raise contradiction(f"data.{key} has no effect {what}; remove it")
+
+    def _check_writes_no_text(self) -> None:
+        what = f"with objective.kind {self.objective.kind}"
         if self.logging.held_out_samples:
             raise contradiction(f"logging.held_out_samples has no effect {what}: the model writes no text; remove it")
         if self.logging.sample_prompt is not None:

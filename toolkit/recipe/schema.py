@@ -147,6 +147,9 @@ class ColumnsSection(Section):
     text: str | None = Field(None, description="Text to train on or to classify. Null: `text`.")
     text_pair: str | None = Field(None, description="Second text of a pair to classify.")
     label: str | None = Field(None, description="Class of the text. Null: `label`.")
+    margin: str | None = Field(
+        None, description="By how much the chosen completion is better: a number (reward). Null: `margin`."
+    )
     system: str | None = Field(None, description="System prompt of the conversation. Null: `system`.")
     tools: str | None = Field(
         None, description="Tools that the conversation may call: a list, or JSON text. Null: `tools`."
@@ -257,14 +260,23 @@ PREFERENCE_SETTINGS = {
 }
 """Preference loss -> the settings that have an effect on it; their defaults stand beside the losses."""
 
+OBJECTIVE_SETTINGS = {
+    "causal_lm": (),
+    "sequence_classification": ("labels", "class_weights"),
+    "preference": ("loss", "beta", "label_smoothing", "gamma", "odds_weight"),
+    "reward": ("center_rewards_coefficient",),
+}
+"""Objective -> the settings that have an effect on it."""
+
 
 class ObjectiveSection(Section):
     """What is minimised."""
 
-    kind: Literal["causal_lm", "sequence_classification", "preference"] = Field(
+    kind: Literal["causal_lm", "sequence_classification", "preference", "reward"] = Field(
         "causal_lm",
         description="Choose the objective. causal_lm: next-token cross-entropy. sequence_classification: cross-entropy "
-        "of a text's class. preference: prefer chosen completions to rejected ones.",
+        "of a text's class. preference: prefer chosen completions to rejected ones. reward: score chosen completions "
+        "above rejected ones (Bradley-Terry).",
     )
     loss: Literal["dpo", "ipo", "simpo", "orpo"] | None = Field(
         None,
@@ -281,6 +293,11 @@ class ObjectiveSection(Section):
     )
     gamma: float | None = Field(None, ge=0.0, description="Set the target margin of simpo; null: 1.")
     odds_weight: PositiveFloat | None = Field(None, description="Weight the odds ratio of orpo; null: 0.1.")
+    center_rewards_coefficient: PositiveFloat | None = Field(
+        None,
+        description="Add the square of a pair's summed rewards to the loss, times this, so that rewards stay around 0 "
+        "(reward, arXiv 2312.09244); null: do not.",
+    )
     labels: list[str] | None = Field(
         None, description="Name the classes in the order of their numbers; null: the labels of data.train, sorted."
     )
@@ -290,11 +307,11 @@ class ObjectiveSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ObjectiveSection:
-        if self.kind != "sequence_classification":
-            for key in ("labels", "class_weights"):
-                if getattr(self, key) is not None:
-                    raise contradiction(f"objective.{key} has no effect with objective.kind {self.kind}; remove it")
-        self._check_preference()
+        for key in {key for settings in OBJECTIVE_SETTINGS.values() for key in settings}:
+            if getattr(self, key) is not None and key not in OBJECTIVE_SETTINGS[self.kind]:
+                raise contradiction(f"objective.{key} has no effect with objective.kind {self.kind}; remove it")
+        if self.kind == "preference":
+            self._check_preference()
         if self.labels is not None and (len(set(self.labels)) < 2 or len(set(self.labels)) < len(self.labels)):
             raise contradiction("objective.labels: needs two names or more, all different")
         return self
@@ -305,14 +322,8 @@ class ObjectiveSection(Section):
         return self.loss or "dpo"
 
     def _check_preference(self) -> None:
-        settings = ("beta", "label_smoothing", "gamma", "odds_weight")
-        if self.kind != "preference":
-            for key in ("loss", *settings):
-                if getattr(self, key) is not None:
-                    raise contradiction(f"objective.{key} has no effect with objective.kind {self.kind}; remove it")
-            return
         loss = self.preference_loss
-        for key in settings:
+        for key in OBJECTIVE_SETTINGS["preference"][1:]:
             if getattr(self, key) is not None and key not in PREFERENCE_SETTINGS[loss]:
                 raise contradiction(
                     f"objective.{key} has no effect with objective.loss {loss}, which takes "

@@ -67,7 +67,7 @@ def check_leaks(
     length = samples.max_length if samples.packed else len(pieces[-1][0])
     # Without positions: the model's own, which RoBERTa's family counts from another number.
     by_itself = stack([sample_of(pieces[-1:], length, samples.pad_id)])["input_ids"].to(device)
-    alone = model(input_ids=by_itself, use_cache=False).logits[0].float()
+    alone = objective.logits(model, {"input_ids": by_itself})[0].float()
     alone = alone[: span.stop - span.start]
     model.train(was_training)
     found = (relative_difference(replaced, together), relative_difference(together, alone))

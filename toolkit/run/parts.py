@@ -24,12 +24,12 @@ from toolkit.model.adapters import base_of, require_mergeable
 from toolkit.model.attention import attention_of, settle_attention
 from toolkit.model.load import load
 from toolkit.model.positions import first_position, takes_positions
-from toolkit.objectives.build import build_objective
-from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.build import AnyObjective, build_objective
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.reference import identity_of, with_reference
+from toolkit.objectives.reward import Reward
 from toolkit.optim.build import build_optimizer
 from toolkit.pages.samples import SideBySide
 from toolkit.planning.check import Planned, plan_run
@@ -85,7 +85,7 @@ class Parts:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    objective: CausalLM | SequenceClassification | Preference
+    objective: AnyObjective
     tokenizer: PreTrainedTokenizerBase
     data: TokenisedData
     windows: TrainLoader | StreamLoader
@@ -133,7 +133,7 @@ def build_parts(
         padded, data = leak, _padded(recipe, tokens)
         objective = build_objective(recipe.objective, model, False, label_counts)
     head_loss = None
-    if not isinstance(objective, SequenceClassification):
+    if not isinstance(objective, SequenceClassification | Reward):
         head_loss = objective.check_head_loss(model, accelerator.device, in_16_bits)
     accumulation, world_size = training.gradient_accumulation_steps, accelerator.num_processes
     size = training.micro_batch_size * accumulation * world_size

@@ -15,6 +15,7 @@ from toolkit import ranks
 from toolkit.data.samples import IGNORED, Batch, PairSamples, TextSamples
 from toolkit.data.tokenizer import pad_id
 from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.reward import Reward
 from toolkit.pages.samples import SideBySide
 from toolkit.places import atomic_write
 from toolkit.run.parts import Parts
@@ -74,7 +75,7 @@ def continuations(accelerator: Accelerator, parts: Parts, prompts: list[Prompt])
     By the model as it is trained, sharded and without a cache, so that nothing of it is copied; every rank runs the
     same forwards. Without dropout no random number is drawn, and training goes on as if nothing had been.
     """
-    assert not isinstance(parts.objective, SequenceClassification)
+    assert not isinstance(parts.objective, SequenceClassification | Reward)
     rows = [list(prompt.asked) for prompt in prompts]
     width, padding = max(map(len, rows)) + NEW_TOKENS, pad_id(parts.tokenizer)
     parts.model.eval()

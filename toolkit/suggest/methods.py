@@ -145,6 +145,15 @@ METHODS = {
             adapter=True,
         ),
         Method(
+            "reward",
+            "a reward model on preference pairs",
+            "reward",
+            _PAIRS,
+            (Rate(ANY_SIZE, 9e-6, "OpenRLHF's train_rm for Llama 3 8B"),),
+            rows_per_step=128,
+            epochs=1,
+        ),
+        Method(
             "classify",
             "every parameter on labelled texts",
             "sequence_classification",

@@ -174,6 +174,7 @@ def _surveyed(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tu
     source = open_source(_sections(draft).data.train[0], "data.train")
     method, layout = method_of(name, source, _sections(draft).data.columns)
     tokens = tokenizers.load(_sections(draft).model, _sections(draft).data, method.objective)
+    writes_text = method.objective not in ("sequence_classification", "reward")
     is_classifier = method.objective == "sequence_classification"
     template = None if is_classifier else template_for(tokens, source, layout)
     if template is not None:
@@ -182,7 +183,7 @@ def _surveyed(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tu
     tell(f"reading {source.name}: {layout.kind}")
     objective = ObjectiveSection(kind=method.objective)  # type: ignore[arg-type]
     rows = measure(_sections(draft).data, tokens, objective)
-    prompt = "" if is_classifier else first_words(source, layout)
+    prompt = first_words(source, layout) if writes_text else ""
     return method, layout.kind, rows, look_at(_sections(draft).model, tokens, rows.labels), prompt
 
 

@@ -271,6 +271,18 @@ def test_pairs_that_are_named(tmp_path: Path, chatml: Any, row: dict[str, Any], 
     assert {why: found.rows for why, found in report.train.dropped.items()} == {reason: ["rows.jsonl:2"]}
 
 
+def test_margins_come_with_the_batch(tmp_path: Path, chatml: Any) -> None:
+    pair = {"prompt": "hi", "chosen": [ANSWER], "rejected": [WORSE]}
+    rows = [{**pair, "prompt": f"hi {gap}", "gap": gap} for gap in (0.5, None, "2", True, "much")]
+    data = built(tmp_path, chatml, rows, "reward", columns={"margin": "gap"})
+    assert data.train.batch([0, 1, 2])["margin"].tolist() == [0.5, 0.0, 2.0]
+    assert data.report.train is not None
+    assert {why: found.count for why, found in data.report.train.dropped.items()} == {
+        "gap is true or false, not a finite number": 1,
+        "gap is str, not a finite number": 1,
+    }
+
+
 @pytest.fixture
 def with_bos(chatml: Any) -> Any:
     """A tokenizer that has a begin-of-text token and does not add it, as SmolLM2's."""

@@ -78,6 +78,7 @@ def written(name: str, *arguments: str) -> dict[str, Any]:
         ("chat", "lora", None, None, "lora", 2e-4),
         ("text", None, None, None, None, 2e-4),
         ("pairs", None, "preference", "dpo", None, 1e-6),
+        ("pairs", "reward", "reward", None, None, 9e-6),
         ("labels", None, "sequence_classification", None, None, 2e-5),
     ],
 )

@@ -1,0 +1,125 @@
+"""Scores of completions, the chosen one's above the rejected one's (Bradley-Terry)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+from toolkit.data.samples import IGNORED, Batch
+from toolkit.errors import BadInputError
+from toolkit.model.adapters import base_of
+from toolkit.model.fake_tensors import has_values
+from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.replaced import own_forward, replaced
+from toolkit.sharding.fsdp import class_name
+
+
+def bradley_terry(
+    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor, center_rewards_coefficient: float = 0.0
+) -> torch.Tensor:
+    """-log sigma(r_w - r_l - m) + c (r_w + r_l)^2 of P pairs, each tensor (P,).
+
+    The first term is the negative log-likelihood of the Bradley-Terry model (arXiv 2203.02155, eq. 1) with the margin
+    m of Llama 2 (arXiv 2307.09288, eq. 2); the second keeps rewards around 0 (arXiv 2312.09244, eq. 2).
+    """
+    return -F.logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
+
+
+class Reward:
+    """The Bradley-Terry loss, summed over the pairs, on a decoder with a linear head of one score.
+
+    A completion's reward is the score of its last token, as transformers' sequence classifiers have it.
+    """
+
+    unit = "pairs"
+    figures = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+
+    def __init__(self, model: nn.Module, center_rewards_coefficient: float = 0.0) -> None:
+        base = base_of(model)
+        if not hasattr(base, "score") or base.config.is_encoder_decoder:
+            raise BadInputError(
+                f"objective.kind: reward needs a decoder with a linear head called `score`, and {class_name(base)} has "
+                "none; name a causal language model in model.name_or_path"
+            )
+        self._coefficient = center_rewards_coefficient
+        # The completions of a pair share a row, whether pairs share one or not.
+        self._causal = CausalLM(model, packed=True)
+
+    def count_targets(self, batch: Batch) -> int:
+        """Pairs; those that only fill up a held-out batch have no labels."""
+        return int(_places(batch)["learned"].sum())
+
+    def on_host(self, batch: Batch) -> dict[str, Any]:
+        """As `CausalLM` does, and with `_places`."""
+        return {**self._causal.on_host(batch), **_places(batch)}
+
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Scores of every token, (B, T, 1)."""
+        base = base_of(model.module if isinstance(model, DistributedDataParallel) else model)
+        original = own_forward(base)
+        found: list[torch.Tensor] = []
+
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> SequenceClassifierOutputWithPast:
+            original(*args, **kwargs)  # which keeps the score of each row's last token only
+            return SequenceClassifierOutputWithPast(logits=found.pop())
+
+        # Registered last, so that it sees what the hooks of FSDP2 have seen.
+        hook = base.score.register_forward_hook(lambda _module, _args, scores: found.append(scores))
+        try:
+            with replaced(base, run):
+                return self._causal.logits(model, batch)
+        finally:
+            hook.remove()
+
+    def rewards(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Of the chosen and the rejected completion of each pair, (P, 2), float32."""
+        return self.logits(model, batch).flatten().index_select(0, batch["ends"]).float().view(-1, 2)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return self.training_sums(model, batch)[0]
+
+    def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        if "ends" not in batch:
+            batch = {**batch, **_places(batch)}
+        chosen, rejected = self.rewards(model, batch).unbind(dim=1)
+        losses = bradley_terry(chosen, rejected, batch["margin"], self._coefficient)
+        # Filled, not multiplied by 0, which would let a NaN through.
+        others = ~batch["learned"]
+        figures = _figures(chosen.detach(), rejected.detach()).masked_fill(others, 0.0)
+        return losses.masked_fill(others, 0.0).sum(), figures.sum(dim=1)
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss, the pairs, and `figures`."""
+        loss, figures = self.training_sums(model, batch)
+        return torch.cat([torch.stack([loss, batch["learned"].sum()]), figures]).double()
+
+    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
+        """Means over the pairs: loss, rewards, their margin, and how often it is positive."""
+        pairs = max(1.0, sums[1])
+        figures = {name: value / pairs for name, value in zip(self.figures, sums[2:], strict=True)}
+        return {"loss": sums[0] / pairs, "pairs": int(sums[1]), **figures}
+
+
+def _figures(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """`Reward.figures` of each pair, (4, P)."""
+    margins = chosen - rejected
+    return torch.stack([(margins > 0).float(), margins, chosen, rejected])
+
+
+def _places(batch: Batch) -> Batch:
+    """The number of each completion's last token (`ends`, (2 P,)), and which pairs are learned (`learned`, (P,))."""
+    segments, margin = batch["segments"], batch["margin"]
+    if not has_values(segments):  # in a trace nobody can know
+        ends = torch.zeros(2 * len(margin), dtype=torch.long, device=segments.device)
+        return {"ends": ends, "learned": torch.ones_like(margin, dtype=torch.bool)}
+    lasts = (segments != F.pad(segments[:, 1:], (0, 1), value=-1)) & (segments >= 0)
+    learned = torch.zeros_like(margin, dtype=torch.bool)
+    learned[segments[batch["labels"] != IGNORED] // 2] = True
+    return {"ends": lasts.flatten().nonzero().squeeze(1), "learned": learned}
