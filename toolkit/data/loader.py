@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from toolkit.data.cut import WHOLE, Part
 from toolkit.data.samples import IGNORED, Batch, Samples
 
 
@@ -62,6 +63,8 @@ class TrainLoader:
     Args:
         samples: makes micro-batches.
         num_positions: length of the run in samples; may end inside an epoch or span several.
+        rank: of `world_size`; where a group of ranks shares its rows, the group's number, of so many groups.
+        part: of the rows that this rank holds.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class TrainLoader:
         world_size: int,
         seed: int,
         shuffle: bool,
+        part: Part = WHOLE,
     ) -> None:
         self.order = EpochOrder(len(samples), seed, shuffle)
         self.num_positions = num_positions
@@ -82,7 +86,7 @@ class TrainLoader:
         self.accumulation = gradient_accumulation_steps
         self.rank = rank
         self.world_size = world_size
-        self._rows = _Rows(samples)
+        self._rows = _Rows(samples, part)
         self._start = (0, 0)
 
     def state_at(self, samples: int) -> None:
@@ -136,10 +140,10 @@ def first_positions(step_start: int, size: int, accumulation: int, rank: int, wo
 
 
 def evaluation_batches(
-    samples: Samples, micro_batch_size: int, rank: int, world_size: int, limit: int | None
+    samples: Samples, micro_batch_size: int, rank: int, world_size: int, limit: int | None, part: Part = WHOLE
 ) -> Iterator[Batch]:
-    """This rank's part of a data set, each sample once over all ranks, equally many batches on each."""
-    rows = _Rows(samples)
+    """This rank's share of a data set, each sample once over all ranks, equally many batches on each."""
+    rows = _Rows(samples, part)
     num_samples = len(samples) if limit is None else min(limit, len(samples))
     # Rounds of all ranks: a rank that has no sample left still takes part in the collectives.
     for round_start in range(0, num_samples, micro_batch_size * world_size):
@@ -151,15 +155,15 @@ def evaluation_batches(
 class _Rows(Dataset[Any]):
     """Reads a micro-batch's samples at once."""
 
-    def __init__(self, samples: Samples) -> None:
-        self._samples = samples
+    def __init__(self, samples: Samples, part: Part) -> None:
+        self._samples, self._part = samples, part
 
     def __len__(self) -> int:
         return len(self._samples)
 
     # torch's fetcher calls this once for a batch, in place of `__getitem__` for each sample.
     def __getitems__(self, numbers: list[int]) -> Batch:
-        return self._samples.batch(numbers) if numbers else without_targets(self._samples.batch([0]))
+        return self._part.of(self._samples.batch(numbers) if numbers else without_targets(self._samples.batch([0])))
 
     def collate(self, batch: Any) -> Batch:
         """What `__getitems__` gave is a micro-batch already."""

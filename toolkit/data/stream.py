@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import report as reports
 from toolkit.data.ahead import ahead
+from toolkit.data.cut import WHOLE, Part
 from toolkit.data.encode import Document, Encoder
 from toolkit.data.layouts import Layout
 from toolkit.data.loader import first_positions
@@ -344,7 +345,9 @@ class StreamLoader:
         gradient_accumulation_steps: int,
         rank: int,
         world_size: int,
+        part: Part = WHOLE,
     ) -> None:
+        self._part = part
         self.stream = stream
         self.num_positions = num_positions
         self._micro_batch_size = micro_batch_size
@@ -393,10 +396,8 @@ class StreamLoader:
                 sample = next(samples)
                 if any(position in micro_batch for micro_batch in mine):
                     taken[position] = sample
-            yield [
-                batch_of([taken[position] for position in micro_batch], stream.max_length, stream.packed, stream.pad_id)
-                for micro_batch in mine
-            ]
+            shape = (stream.max_length, stream.packed, stream.pad_id)
+            yield [self._part.of(batch_of([taken[p] for p in micro_batch], *shape)) for micro_batch in mine]
 
     def _samples(self) -> Iterator[list[tuple[Any, Any]]]:
         """The pieces' tokens of every sample from the start on."""

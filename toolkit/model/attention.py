@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from transformers.utils import import_utils
 
 from toolkit.errors import first_line
 from toolkit.model.document_attention import BY_DOCUMENT, register_by_document
+from toolkit.sharding.sequence import rows_under_way
 
 NOT_INSTALLED = "neither flash-attn nor flash-attn-3 is installed for this GPU"
 
@@ -30,13 +32,19 @@ def known_packing(shares_rows: bool) -> Iterator[None]:
     until it has answered, nothing more is handed to it.
     """
 
-    # The module's own name, which its functions look up at each call.
-    masking_utils.find_packed_sequence_indices = _indices
+    mask_by_what_is_known()
     before, _here.shares_rows = _here.shares_rows, shares_rows
     try:
         yield
     finally:
         _here.shares_rows = before
+
+
+def mask_by_what_is_known() -> None:
+    """Has transformers make its masks of what `known_packing` and the rows under way tell; again changes nothing."""
+    # The module's own names, which its functions look up at each call.
+    masking_utils.find_packed_sequence_indices = _indices
+    masking_utils.packed_sequence_compatibility_function = _mask_of_documents
 
 
 class _Here(threading.local):
@@ -47,9 +55,21 @@ class _Here(threading.local):
 
 _here = _Here()
 _asked: Callable[[torch.Tensor], torch.Tensor | None] = masking_utils.find_packed_sequence_indices
+_masked: Callable[..., Callable[..., Any]] = masking_utils.packed_sequence_compatibility_function
+
+
+def _of_whole_rows(position_ids: torch.Tensor) -> torch.Tensor:
+    """Positions of all tokens of the rows, of which a forward may have a part."""
+    rows = rows_under_way()
+    return position_ids if rows is None else rows.positions
+
+
+def _mask_of_documents(mask: Callable[..., Any], position_ids: torch.Tensor, documents: torch.Tensor) -> Any:
+    return _masked(mask, _of_whole_rows(position_ids), documents)
 
 
 def _indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+    position_ids = _of_whole_rows(position_ids)
     if _here.shares_rows is None:
         return _asked(position_ids)
     return (position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1) if _here.shares_rows else None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from toolkit.data.cut import predictions_of
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
@@ -18,8 +19,9 @@ from toolkit.model.attention import attention_of, known_packing
 from toolkit.model.fake_tensors import has_values
 from toolkit.model.positions import first_position, takes_positions
 from toolkit.objectives.head_loss import HeadLoss, find_head_loss, numbers_of_targets
-from toolkit.objectives.preference_losses import predicted, sequence_log_probabilities, summed_by_document
+from toolkit.objectives.preference_losses import log_probabilities_by_document, summed_by_document
 from toolkit.sharding.fsdp import class_name
+from toolkit.sharding.sequence import WholeRows, rows_shared, summed_over_group
 
 HEAD_LOSS_TOLERANCE = {False: 1e-5, True: 1e-2}
 """By whether compute is in 16 bits: the largest difference from whole logits' loss, as a share of it."""
@@ -54,7 +56,7 @@ class CausalLM:
         self.head_loss = find_head_loss(model)
 
     def count_targets(self, batch: Batch) -> int:
-        return int((batch["labels"][:, 1:] != IGNORED).sum())
+        return int((predictions_of(batch)[0] != IGNORED).sum())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """The batch with what the host would otherwise have to ask the device for, and wait.
@@ -67,7 +69,7 @@ class CausalLM:
         known: dict[str, Any] = dict(batch)
         if isinstance(self.head_loss, HeadLoss):
             known["counted"] = numbers_of_targets(_targets(batch))
-        positions = batch["position_ids"]
+        positions = batch.get("whole_positions", batch["position_ids"])
         known["shared"] = self._packed and bool((self._in_rows(positions).diff(dim=1) != 1).any())
         if self._takes_bounds:
             # Where each document begins, and at the end where the last one ends: flash attention's cu_seq_lens.
@@ -78,7 +80,7 @@ class CausalLM:
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, T, V)."""
-        with _packing_of(batch):
+        with _rows_of(batch):
             logits = model(**self._inputs(batch)).logits
         return logits.view(*batch["input_ids"].shape, -1)  # type: ignore[no-any-return]
 
@@ -88,8 +90,10 @@ class CausalLM:
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         # No attention mask and no cache: only then do restarting positions keep documents apart. Rows of one document
-        # have the model's own positions, and transformers then does not look at them for others.
-        names = ("input_ids", "position_ids") if self._packed else ("input_ids",)
+        # have the model's own positions, and transformers then does not look at them for others; parts of rows begin
+        # anywhere.
+        told = self._packed or "whole_positions" in batch
+        names = ("input_ids", "position_ids") if told else ("input_ids",)
         inputs: dict[str, Any] = {name: self._in_rows(batch[name]) for name in names if name in batch}
         if "position_ids" in inputs and self._first_position:
             inputs["position_ids"] = inputs["position_ids"] + self._first_position
@@ -100,7 +104,7 @@ class CausalLM:
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         if isinstance(self.head_loss, HeadLoss):
-            with _packing_of(batch):
+            with _rows_of(batch):
                 return self.head_loss.summed(model, self._inputs(batch), _targets(batch), batch.get("counted"))
         return self._sum_of_logits(model, batch)
 
@@ -111,20 +115,21 @@ class CausalLM:
 
     def _sum_of_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         logits = self.logits(model, batch)
-        targets = batch["labels"][:, 1:]  # (B, T - 1)
-        return F.cross_entropy(
-            logits[:, :-1].float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        return F.cross_entropy(logits.float().flatten(0, 1), _targets(batch), ignore_index=IGNORED, reduction="sum")
 
     def log_probabilities(self, model: nn.Module, batch: Batch, num_segments: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each document of `batch["segments"]`; see `sequence_log_probabilities`."""
-        if not isinstance(self.head_loss, HeadLoss):
-            logits = self.logits(model, batch)
-            return sequence_log_probabilities(logits, batch["labels"], batch["segments"], num_segments)
-        targets, owners = predicted(batch["labels"], batch["segments"])
-        with _packing_of(batch):
-            losses = self.head_loss.by_token(model, self._inputs(batch), targets, batch.get("counted"))
-        return summed_by_document(-losses, owners, num_segments)
+        targets, owners = predictions_of(batch)
+        assert owners is not None, "preferences have segments"
+        if isinstance(self.head_loss, HeadLoss):
+            with _rows_of(batch):
+                losses = self.head_loss.by_token(model, self._inputs(batch), targets.flatten(), batch.get("counted"))
+            sums, counts = summed_by_document(-losses, owners.flatten(), num_segments)
+        else:
+            sums, counts = log_probabilities_by_document(self.logits(model, batch), targets, owners, num_segments)
+        if "whole_positions" in batch:  # a document may lie in the parts of several ranks
+            return summed_over_group(sums), summed_over_group(counts)
+        return sums, counts
 
     @torch.no_grad()
     def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
@@ -149,7 +154,7 @@ class CausalLM:
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         loss = self.loss_sum(model, batch).double()
-        return torch.stack([loss, (batch["labels"][:, 1:] != IGNORED).sum().double()])
+        return torch.stack([loss, (_targets(batch) != IGNORED).sum().double()])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
         loss = sums[0] / max(1.0, sums[1])
@@ -160,14 +165,18 @@ class CausalLM:
 
 def _targets(batch: Batch) -> torch.Tensor:
     """What each position predicts, (B * T,); `IGNORED` for nothing, as across the documents of a preference."""
-    if "segments" in batch:
-        return predicted(batch["labels"], batch["segments"])[0]
-    return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
+    return predictions_of(batch)[0].flatten()
 
 
-def _packing_of(batch: Batch) -> AbstractContextManager[None]:
-    """What `on_host` has found; the device is asked where it was not called."""
-    return known_packing(bool(batch["shared"])) if "shared" in batch else nullcontext()
+def _rows_of(batch: Batch) -> ExitStack:
+    """What `on_host` has found, and whole rows where a group of ranks shares them."""
+    stack = ExitStack()
+    if "shared" in batch:  # the device is asked where `on_host` was not called
+        stack.enter_context(known_packing(bool(batch["shared"])))
+    if "whole_positions" in batch:
+        whole = batch["whole_positions"]
+        stack.enter_context(rows_shared(WholeRows(whole, whole.shape[1] // batch["input_ids"].shape[1])))
+    return stack
 
 
 def _takes_anything(model: nn.Module) -> bool:

@@ -39,7 +39,9 @@ class Preference:
         return self.loss.needs_reference and self._adapted is None
 
     def count_targets(self, batch: Batch) -> int:
-        """Pairs with something to learn."""
+        """Pairs with something to learn; of rows that ranks share, on the rank of the first part."""
+        if not _counts_here(batch):
+            return 0
         # Segments 2 p and 2 p + 1 are the completions of pair p.
         return int(torch.unique(batch["segments"][batch["labels"] != IGNORED] // 2).numel())
 
@@ -82,7 +84,9 @@ class Preference:
         of_reference = () if reference is None else (reference[:, 0], reference[:, 1])
         pairs = Pairs(sums[:, 0], sums[:, 1], counts[:, 0], counts[:, 1], *of_reference)
         losses, figures = self.loss(pairs, self._settings)
-        return losses, figures, (counts > 0).all(dim=1)
+        # Ranks that share rows have the same sums, and the loss of a pair counts once.
+        here = batch["part"] == 0 if "part" in batch else True
+        return losses, figures, (counts > 0).all(dim=1) & here
 
     def _reference(self, model: nn.Module, batch: Batch) -> torch.Tensor | None:
         """Log-probabilities (P, 2); None where the loss needs none."""
@@ -106,3 +110,7 @@ class Preference:
         pairs = max(1.0, sums[1])
         figures = {name: value / pairs for name, value in zip(self.figures, sums[2:], strict=True)}
         return {"loss": sums[0] / pairs, "pairs": int(sums[1]), **figures}
+
+
+def _counts_here(batch: Batch) -> bool:
+    return "part" not in batch or int(batch["part"]) == 0

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.data.samples import IGNORED
+from toolkit.data.cut import predicted
 from toolkit.errors import BadInputError
 
 CHUNK = 1024
@@ -240,25 +240,20 @@ def sequence_log_probabilities(
     if logits.shape[:2] != labels.shape or labels.shape != segments.shape:
         shapes = [tuple(tensor.shape) for tensor in (logits, labels, segments)]
         raise ValueError(f"logits are (B, T, V), labels and segments (B, T); got {shapes}")
-    targets, owners = predicted(labels, segments)
-    rows, targets = logits.flatten(0, 1), targets.clamp_min(0)
+    return log_probabilities_by_document(logits, *predicted(labels, segments), num_segments)
+
+
+def log_probabilities_by_document(
+    logits: torch.Tensor, targets: torch.Tensor, owners: torch.Tensor, num_segments: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sequence_log_probabilities`, of what `predicted` has made, both (B, T)."""
+    rows, targets = logits.flatten(0, 1), targets.flatten().clamp_min(0)
     chunks = zip(torch.split(rows, CHUNK), torch.split(targets, CHUNK), strict=True)
     # Without gradient the checkpoint only calls the function.
     each = torch.cat(
         [checkpoint(_log_probabilities, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     )
-    return summed_by_document(each, owners, num_segments)
-
-
-def predicted(labels: torch.Tensor, segments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each position predicts, `IGNORED` for nothing, and whose document that is in, -1 then; both (B * T,).
-
-    The label at t is predicted at t - 1, so a document's first token is never a target.
-    """
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    owners = F.pad(segments[:, 1:], (0, 1), value=-1)
-    nothing = (targets == IGNORED) | (owners != segments)
-    return targets.masked_fill(nothing, IGNORED).flatten(), owners.masked_fill(nothing, -1).flatten()
+    return summed_by_document(each, owners.flatten(), num_segments)
 
 
 def summed_by_document(

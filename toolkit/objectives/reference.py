@@ -17,6 +17,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.data.cache import digest
+from toolkit.data.cut import WHOLE, Part
 from toolkit.data.samples import PairSamples
 from toolkit.objectives.preference import Preference
 from toolkit.recipe.schema import ModelSection
@@ -37,6 +38,7 @@ def with_reference(
     cache: Path,
     identity: Sequence[Any],
     tell: Callable[[int, int], None] = lambda done, total: None,
+    part: Part = WHOLE,
 ) -> PairSamples:
     """The samples with the reference's log-probabilities, (rows, 2), float32. Every rank calls this.
 
@@ -48,12 +50,13 @@ def with_reference(
         cache: where they are kept.
         identity: all that decides them.
         tell: called with the samples that are done and all that are to do.
+        part: of the rows, which this rank holds.
     """
     path = cache / f"reference-{digest(*identity)}" / FILE
     known = ranks.on_first_rank(lambda: _kept(path, len(samples.rows)))
     missing = [number for number in reached if np.isnan(known[samples.pairs(number)]).any()]
     kept_at = time.monotonic()
-    for done in _compute(accelerator, model, objective, samples, missing, micro_batch_size, known):
+    for done in _compute(accelerator, model, objective, samples, missing, micro_batch_size, known, part):
         tell(done, len(missing))
         if ranks.rank() == 0 and (done == len(missing) or time.monotonic() - kept_at > KEPT_SECONDS):
             _keep(path, known)
@@ -86,17 +89,18 @@ def _compute(
     missing: Sequence[int],
     micro_batch_size: int,
     known: Any,
+    part: Part,
 ) -> Iterator[int]:
     """Fills `known` on every rank, some samples at a time; yields how many are done."""
     was_training = model.training
     # The reference is a fixed model: without dropout, whose masks would be kept for the whole run.
     model.eval()
-    stride = micro_batch_size * accelerator.num_processes
+    group, stride = accelerator.process_index // part.count, micro_batch_size * accelerator.num_processes // part.count
     for round_start in range(0, len(missing), stride):
-        start = round_start + accelerator.process_index * micro_batch_size
+        start = round_start + group * micro_batch_size
         # A rank without samples left takes the first: all ranks run the same collectives.
         numbers = list(missing[start : start + micro_batch_size])
-        batch = send_to_device(objective.on_host(samples.batch(numbers or [missing[0]])), accelerator.device)
+        batch = send_to_device(objective.on_host(part.of(samples.batch(numbers or [missing[0]]))), accelerator.device)
         sums, _ = objective.log_probabilities(model, batch)
         rows = [row for number in numbers for row in samples.pairs(number)]
         # Not more than its rows: a rank that took the first sample for want of its own has sums, and no rows.

@@ -83,6 +83,11 @@ class Recipe(Section):
         self._check_adapter()
         if self.sharding.accumulate == "by_block":
             self._check_by_block()
+        if self.sharding.sequence > 1 and self.objective.kind not in ("causal_lm", "preference"):
+            raise contradiction(
+                f"sharding.sequence is not possible with objective.kind {self.objective.kind}, whose result stands at "
+                "single tokens of a row; remove it"
+            )
         if self.sharding.offload == "optimizer" and self.optimizer.kind != "adamw":
             raise contradiction(
                 f"sharding.offload: optimizer is not possible with optimizer.kind {self.optimizer.kind}; set "
@@ -127,6 +132,8 @@ class Recipe(Section):
             raise contradiction(f"objective.kind {self.objective.kind} is not possible {what}; set by_micro_batch")
         if self.training.compile:
             raise contradiction(f"training.compile is not possible {what}; remove one of them")
+        if self.sharding.sequence > 1:
+            raise contradiction(f"sharding.sequence is not possible {what}; remove one of them")
         if self.training.mixed_precision == "fp16":
             raise contradiction(f"training.mixed_precision fp16 is not possible {what}; set bf16")
 

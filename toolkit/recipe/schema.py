@@ -388,6 +388,11 @@ class ShardingSection(Section):
         "model. by_block: all of them through a block before the next block, so that parameters are gathered twice and "
         "gradients reduced once a step.",
     )
+    sequence: PositiveInt = Field(
+        1,
+        description="Share each row among N neighbouring ranks, which hold 1 / N of its tokens and, in attention, of "
+        "its heads. N divides the ranks and the attention heads.",
+    )
     prefetch: PositiveInt | None = Field(
         None,
         description="Gather the parameters of N blocks ahead of the one that computes; null: FSDP2's own choice, one.",

@@ -34,6 +34,11 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
     if recipe.sharding.activation_checkpointing == "auto":
         every = parts.planned.checkpointing and parts.planned.checkpointing.every
         facts["checkpoints"] = f"auto: {f'every {every}. block' if every else 'none'}"
+    if parts.parts_differ is not None:
+        facts["rows"] = (
+            f"each shared by {recipe.sharding.sequence} ranks; checked: logits as of whole rows "
+            f"(difference {parts.parts_differ:.0e})"
+        )
     if parts.by_block is not None:
         facts["accumulate"] = "by block: a step gathers each unit twice and reduces it once"
     if parts.head_loss is not None:

@@ -22,6 +22,9 @@ from toolkit.sharding.fsdp import class_name
 SAMPLES = 256
 """Samples among which the one with the longest last document is looked for."""
 
+LONGEST = 8192
+"""Tokens of a sample that is looked at; the documents of a longer one are shortened."""
+
 TOLERANCE = {False: (1e-5, 1e-4), True: (1e-2, 5e-2)}
 """By whether compute is in 16 bits: the largest change of a document's logits when the others are
 replaced (kernels and shapes stay, so it is zero but for experts that share a matrix product), and the
@@ -61,10 +64,14 @@ def check_leaks(
     # Dropout would make any two forwards differ.
     model.eval()
     pieces = [(ids, [True] * len(ids)) for ids in samples.documents(numbers[0])]
+    if samples.max_length > LONGEST:
+        pieces = [(ids[: LONGEST // len(pieces)], known[: LONGEST // len(pieces)]) for ids, known in pieces]
     span = slice(sum(len(ids) for ids, _ in pieces[:-1]), sum(len(ids) for ids, _ in pieces))
     batch = samples.batch(numbers)
+    if samples.max_length > LONGEST:  # whole logits of a long row would take more than the row's training does
+        batch = stack([sample_of(pieces, LONGEST, samples.pad_id)])
     together, replaced = (_logits(model, objective, b, device)[0, span] for b in (batch, _replaced(batch, span.start)))
-    length = samples.max_length if samples.packed else len(pieces[-1][0])
+    length = min(samples.max_length, LONGEST) if samples.packed else len(pieces[-1][0])
     # Without positions: the model's own, which RoBERTa's family counts from another number.
     by_itself = stack([sample_of(pieces[-1:], length, samples.pad_id)])["input_ids"].to(device)
     alone = objective.logits(model, {"input_ids": by_itself})[0].float()

@@ -16,6 +16,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.data import build, tokenizer
 from toolkit.data.build import TokenisedData
 from toolkit.data.cache import cache_folder
+from toolkit.data.cut import WHOLE, Part
 from toolkit.data.loader import EpochOrder, TrainLoader, evaluation_batches
 from toolkit.data.samples import Batch, PairSamples, TextSamples
 from toolkit.data.stream import StreamLoader
@@ -37,6 +38,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.accelerator import checkpointing_of, compilation_of
 from toolkit.run.leaks import LeakError, check_leaks
+from toolkit.run.sequence import check_parts, part_of, share_rows
 from toolkit.sharding.apply import prepare_blocks
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.checkpointing import Checkpointing
@@ -81,6 +83,7 @@ class Parts:
         padded: why rows are padded although `data.packing` is not set; None where that is not so.
         side_by_side: what the model writes behind held-out prompts, if that was asked for.
         by_block: what runs the micro-batches of a step by block; None: they run one after another.
+        parts_differ: the largest difference of logits from those of whole rows; None where ranks share no rows.
     """
 
     model: nn.Module
@@ -97,6 +100,7 @@ class Parts:
     leaks: Leaks | None
     padded: str | None
     by_block: ByBlock | None
+    parts_differ: float | None = None
     side_by_side: list[SideBySide] = field(default_factory=list)
 
 
@@ -117,9 +121,7 @@ def build_parts(
     require_room(model, tokens, recipe)
     packed, label_counts = data.report.packing, data.report.label_counts
     in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
-    attention = settle_attention(
-        base_of(model), recipe.model.attention, accelerator.device, in_16_bits, packed, training.compile
-    )
+    attention = _attention(accelerator, recipe, model, in_16_bits, packed)
     objective = build_objective(recipe.objective, model, packed, label_counts)
     # Before `prepare`, which wraps the blocks that the plan has chosen to checkpoint.
     planned = _planned(accelerator, recipe, model, plugin, label_counts)
@@ -132,17 +134,19 @@ def build_parts(
     if leak is not None:
         padded, data = leak, _padded(recipe, tokens)
         objective = build_objective(recipe.objective, model, False, label_counts)
+    group, num_groups, part = part_of(accelerator, recipe)
+    parts_differ = _check_parts(accelerator, model, objective, data, part, in_16_bits)
     head_loss = None
     if not isinstance(objective, SequenceClassification | Reward):
         head_loss = objective.check_head_loss(model, accelerator.device, in_16_bits)
-    accumulation, world_size = training.gradient_accumulation_steps, accelerator.num_processes
-    size = training.micro_batch_size * accumulation * world_size
+    accumulation = training.gradient_accumulation_steps
+    size = training.micro_batch_size * accumulation * num_groups
     num_steps = steps_of_run(training, len(data.train), size)
     # Before the first step, while the model is its own reference.
     if isinstance(objective, Preference) and objective.needs_references:
         last = _last_position(recipe, data, num_steps, size, resumed)
         data = _with_references(accelerator, recipe, model, objective, data, last)
-    windows = build_windows(recipe, data, num_steps, accumulation, accelerator.process_index, world_size)
+    windows = build_windows(recipe, data, num_steps, accumulation, group, num_groups, part)
     return Parts(
         model,
         optimizer,
@@ -158,6 +162,7 @@ def build_parts(
         leaks,
         padded,
         _by_block(recipe, plugin, model),
+        parts_differ,
     )
 
 
@@ -167,6 +172,14 @@ def _loaded(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData
     if recipe.export.merge:
         require_mergeable(model)
     return model
+
+
+def _attention(accelerator: Accelerator, recipe: Recipe, model: PreTrainedModel, in_16_bits: bool, packed: bool) -> str:
+    """Gives the model the attention of the run; what it is, and why."""
+    asked, compiled = recipe.model.attention, recipe.training.compile
+    chosen = settle_attention(base_of(model), asked, accelerator.device, in_16_bits, packed, compiled)
+    share_rows(recipe, model)
+    return chosen
 
 
 def _by_block(recipe: Recipe, plugin: ShardingPlugin, model: nn.Module) -> ByBlock | None:
@@ -228,21 +241,29 @@ def _with_references(
                 reached = EpochOrder(len(samples), seed, recipe.data.shuffle).first(last)
             else:
                 reached = list(range(len(samples) if limit is None else min(limit, len(samples))))
-            found[split] = with_reference(accelerator, model, objective, samples, reached, size, cache, identity, tell)
+            told = (cache, identity, tell, part_of(accelerator, recipe)[2])
+            found[split] = with_reference(accelerator, model, objective, samples, reached, size, *told)
     return replace(data, **found)
 
 
 def build_windows(
-    recipe: Recipe, data: TokenisedData, num_steps: int, accumulation: int, rank: int, world_size: int
+    recipe: Recipe,
+    data: TokenisedData,
+    num_steps: int,
+    accumulation: int,
+    rank: int,
+    world_size: int,
+    part: Part = WHOLE,
 ) -> TrainLoader | StreamLoader:
-    """What yields a rank's micro-batches of each optimizer step, `accumulation` of them."""
+    """What yields a rank's micro-batches of each optimizer step, `accumulation` of them; of its group, its part."""
     training = recipe.training
     all_steps = num_steps * training.micro_batch_size * accumulation * world_size
-    split = {
+    split: dict[str, Any] = {
         "micro_batch_size": training.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "rank": rank,
         "world_size": world_size,
+        "part": part,
     }
     if data.stream is not None:
         return StreamLoader(data.stream, num_positions=all_steps, **split)
@@ -360,6 +381,16 @@ def _check_leaks(
     return Leaks(train.fill_rate, found), None
 
 
+def _check_parts(
+    accelerator: Accelerator, model: nn.Module, objective: Objective, data: TokenisedData, part: Part, in_16_bits: bool
+) -> float | None:
+    """The largest difference of logits from those of whole rows; None where ranks share no rows."""
+    if not isinstance(data.train, TextSamples):
+        return None
+    inner = accelerator.unwrap_model(model)
+    return check_parts(model, inner, objective, data.train, part, accelerator.device, in_16_bits)
+
+
 def _prepared(
     accelerator: Accelerator, model: PreTrainedModel, recipe: Recipe, plugin: ShardingPlugin
 ) -> Compilation | None:
@@ -392,13 +423,10 @@ def build_evaluation(
     if held_out is None:
         return None
 
+    group, num_groups, part = part_of(accelerator, recipe)
+    size, limit = recipe.training.micro_batch_size, recipe.data.max_validation_samples
+
     def batches() -> Iterator[Batch]:
-        return evaluation_batches(
-            held_out,
-            recipe.training.micro_batch_size,
-            accelerator.process_index,
-            accelerator.num_processes,
-            recipe.data.max_validation_samples,
-        )
+        return evaluation_batches(held_out, size, group, num_groups, limit, part)
 
     return batches

@@ -19,6 +19,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from toolkit.errors import BadInputError, first_line
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
+from toolkit.sharding.sequence import require_groups
 from toolkit.sharding.strategy import DEFAULT_STRATEGY, mesh_shape, parse_strategy
 
 TWO_RANKS: dict[str, Any] = {
@@ -60,6 +61,7 @@ def read_launch(path: Path | None, recipe: Recipe) -> Launch:
     if num_processes is None:
         raise config.error("num_processes is not set; needs a number of at least 1")
     _check_strategy(config, num_processes, recipe)
+    require_groups(recipe.sharding.sequence, num_processes)
     on_cpu = bool(config.values.get("use_cpu")) or torch.cuda.device_count() < num_processes
     return Launch(config.values, config.origin, num_processes, on_cpu)
 

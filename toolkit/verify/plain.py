@@ -34,7 +34,8 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     model = _plain_model(recipe, tokens).to(device).train()
     set_dropout(model, 0.0)
     packing = packing_row(model, data.train)
-    num_micro_batches = launch.num_processes * training.gradient_accumulation_steps
+    groups = launch.num_processes // recipe.sharding.sequence  # of ranks that share their rows
+    num_micro_batches = groups * training.gradient_accumulation_steps
     samples_per_step = training.micro_batch_size * num_micro_batches
     num_steps = steps_of_run(training, len(data.train), samples_per_step)
     windows = build_windows(recipe, data, num_steps, num_micro_batches, rank=0, world_size=1)

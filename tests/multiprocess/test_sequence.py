@@ -1,0 +1,278 @@
+"""Rows that ranks share: the plain loop on whole rows, whatever the model, the strategy and the number of ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import make_texts
+from packed_rows import Documents, packed
+from ranks import meet, run_on_ranks
+from tiny import recipe_values, save_llama
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from toolkit.data import build
+from toolkit.data.cut import Part
+from toolkit.errors import BadInputError
+from toolkit.model.attention_by_heads import attend_by_heads
+from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.preference import Preference
+from toolkit.objectives.preference_losses import LOSSES
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.sequence import check_parts
+from toolkit.sharding.sequence import form_groups, own_part
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+NARROW = {"head_dim": 8, "sliding_window": 6}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**SIZES, "num_key_value_heads": 1},  # fewer keys than ranks: repeated
+    "qwen3": {**SIZES, "head_dim": 8},
+    "gemma3_text": {**SIZES, **NARROW, **MIXED},
+    "mistral": {**SIZES, "sliding_window": 6},
+    "gpt_oss": {**SIZES, **NARROW, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},  # sinks
+    "gpt2": {"vocab_size": 131, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
+    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "qwen3_moe": {**SIZES, "head_dim": 8, **EXPERTS},
+}
+DOCUMENTS = [7, 16, 5, 19]
+"""Their lengths; of 47 tokens neither 2 nor 4 ranks have equally many."""
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **MODELS[name])
+    return AutoModelForCausalLM.from_config(config).float().train()
+
+
+def rows() -> dict[str, torch.Tensor]:
+    """Two rows of the same documents' lengths."""
+    ids = torch.randint(1, 131, (2, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(3))
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS]).expand(2, -1).contiguous()
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions, "lengths": torch.full((2,), ids.shape[1])}
+
+
+def parts_of_rows() -> dict[str, Any]:
+    """Of each model: this rank's logits, the loss of all ranks, and gradients summed over them."""
+    ranks = dist.get_world_size()
+    form_groups(ranks)
+    found = {}
+    for name in MODELS:
+        model = model_of(name)
+        attend_by_heads(model)
+        objective = CausalLM(model)
+        batch = objective.on_host(Part(own_part(), ranks).of(rows()))
+        logits = objective.logits(model, batch).detach()
+        loss = objective.loss_sum(model, batch)
+        loss.backward()
+        total = loss.detach().clone()
+        for tensor in (total, *(parameter.grad for parameter in model.parameters())):
+            dist.all_reduce(tensor)
+        found[name] = (logits, total, {name: p.grad for name, p in model.named_parameters()})
+    return found
+
+
+def require_whole(found: list[dict[str, Any]]) -> None:
+    """That every model's parts are those of whole rows, as transformers alone computes them."""
+    for name in MODELS:
+        model, batch = model_of(name), rows()
+        ids, positions = batch["input_ids"], batch["position_ids"]
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+        loss.backward()
+        parts = torch.cat([of_rank[name][0] for of_rank in found], dim=1)[:, : ids.shape[1]]
+        torch.testing.assert_close(parts, logits.detach(), rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(found[0][name][1], loss.detach(), rtol=1e-6, atol=0, msg=name)
+        largest = max(float(p.grad.abs().max()) for p in model.parameters())
+        for path, parameter in model.named_parameters():
+            gradient = found[0][name][2][path]
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-6 * largest, msg=f"{name} {path}")
+
+
+def test_parts_of_rows_on_4_ranks_are_the_rows_whole() -> None:
+    require_whole(run_on_ranks(parts_of_rows, 4))
+
+
+STEPS = 3
+TEXTS = [" ".join(text.split()[:20]) for text in make_texts(40, seed=4)]
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "zero3": {"training": {"gradient_accumulation_steps": 2, "micro_batch_size": 2}},
+    "zero1": {"training": {"gradient_accumulation_steps": 4, "micro_batch_size": 1}},
+    "ddp": {},
+    "zero2": {"sharding": {"activation_checkpointing": 1, "offload_checkpoints": True}},
+    "offload": {"sharding": {"offload": "optimizer", "offload_executor": "cpu_torch"}},
+}
+"""Every one with 4 rows of 63 tokens in a step, which 2 ranks share."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sequence")
+    save_llama(folder / "model", TEXTS, tied=False)
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+def recipe(folder: Path, name: str, changes: dict[str, dict[str, Any]]) -> Recipe:
+    values = recipe_values(folder / "model", folder / "rows.jsonl", folder / name, folder / "cache")
+    values["data"] |= {"packing": True, "max_length": 63, "validation": str(folder / "rows.jsonl")}
+    values["schedule"] = {"kind": "constant"}
+    values["training"] |= {"max_steps": STEPS, "micro_batch_size": 4}
+    strategy = name if name.startswith(("zero", "ddp")) else "zero3"
+    values["sharding"] = {"strategy": strategy, "sequence": 2}
+    for section, fields in changes.items():
+        values[section] = {**values.get(section, {}), **fields}
+    return Recipe.from_mapping(values)
+
+
+def runs(folder: Path) -> dict[str, Any]:
+    from toolkit import finetune
+
+    found = {}
+    for name, changes in RUNS.items():
+        meet()
+        found[name] = finetune(recipe(folder, name, changes)).metrics
+    return found
+
+
+def plain_loop(folder: Path) -> dict[str, Any]:
+    """AdamW on whole rows, 4 a step; the losses, the norms, and the first and last held-out loss."""
+    tokens = AutoTokenizer.from_pretrained(folder / "model")
+    data = build.build(recipe(folder, "zero3", {}).data, tokens, 0).train
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).train()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=2e-3, foreach=False)
+
+    def loss_of(numbers: list[int]) -> torch.Tensor:
+        batch = data.batch(numbers)
+        ids, positions = batch["input_ids"], batch["position_ids"]
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    def held_out() -> float:
+        with torch.no_grad():
+            return float(loss_of(list(range(len(data)))))
+
+    found: dict[str, Any] = {"loss": [], "norm": [], "eval": [held_out()]}
+    for step in range(STEPS):
+        loss = loss_of([(4 * step + i) % len(data) for i in range(4)])
+        loss.backward()
+        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+        for p in model.parameters():
+            p.grad.mul_(min(1.0, 0.5 / (norm + 1e-6)))
+        optimizer.step()
+        optimizer.zero_grad()
+        found["loss"].append(loss.item())
+        found["norm"].append(norm)
+    found["eval"].append(held_out())
+    found["tokens"] = sum(int(data.batch([i % len(data)])["lengths"].sum()) for i in range(4 * STEPS))
+    return found
+
+
+def on_ranks(folder: Path) -> dict[str, Any]:
+    return {"pairs": pairs_in_parts(), "refused": refused(), "runs": runs(folder)}
+
+
+@pytest.fixture(scope="module")
+def on_2_ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_on_ranks(on_ranks, 2, folder)
+
+
+def test_runs_on_shared_rows_are_the_plain_loop(folder: Path, on_2_ranks: list[dict[str, Any]]) -> None:
+    plain = plain_loop(folder)
+    for name, records in on_2_ranks[0]["runs"].items():
+        steps = [record for record in records if record["split"] == "train"]
+        assert [record["loss"] for record in steps] == pytest.approx(plain["loss"], rel=1e-6), name
+        assert [record["grad_norm"] for record in steps] == pytest.approx(plain["norm"], rel=1e-5), name
+        evaluated = [record["loss"] for record in records if record["split"] == "eval"]
+        assert evaluated == pytest.approx(plain["eval"], rel=1e-6), name
+        assert (steps[-1]["tokens"], steps[-1]["samples"]) == (plain["tokens"], 4 * STEPS), name
+
+
+def refused() -> str:
+    """What the check before the first step says of a model whose attention is not transformers' interface."""
+    form_groups(2)
+    config = AutoConfig.for_model("falcon", vocab_size=131, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model = AutoModelForCausalLM.from_config(config)
+    attend_by_heads(model)
+    samples, device = packed(Documents(9)), torch.device("cpu")
+    with pytest.raises(BadInputError) as error:
+        check_parts(model, model, CausalLM(model), samples, Part(own_part(), 2), device, False)
+    return str(error.value)
+
+
+def test_a_model_that_mixes_tokens_elsewhere_is_refused_before_the_first_step(
+    on_2_ranks: list[dict[str, Any]],
+) -> None:
+    told = on_2_ranks[0]["refused"]
+    assert told.startswith("sharding.sequence: FalconForCausalLM with attention 'sdpa' mixes the tokens of a row")
+    assert told == on_2_ranks[1]["refused"]
+
+
+BETA = 0.1
+
+
+def pairs_in_parts() -> dict[str, Any]:
+    """The loss of two pairs over all ranks, its gradients, and how many pairs each rank counts."""
+    ranks = dist.get_world_size()
+    form_groups(ranks)
+    model = model_of("llama")
+    attend_by_heads(model)
+    objective = Preference(model, LOSSES["dpo"], {"beta": BETA})
+    batch = objective.on_host(Part(own_part(), ranks).of(pairs()))
+    loss, figures = objective.training_sums(model, batch)
+    loss.backward()
+    total = torch.stack([loss.detach(), *figures])
+    for tensor in (total, *(parameter.grad for parameter in model.parameters())):
+        dist.all_reduce(tensor)
+    counted = objective.count_targets(batch)
+    return {"total": total, "gradients": {n: p.grad for n, p in model.named_parameters()}, "counted": counted}
+
+
+def pairs() -> dict[str, torch.Tensor]:
+    """One row of two pairs; each completion has targets behind its first three tokens."""
+    batch = {name: tensor[:1] for name, tensor in rows().items()}
+    batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] < 3, -100)
+    owners = [number for number, length in enumerate(DOCUMENTS) for _ in range(length)]
+    reference = torch.tensor([[-20.0, -60.0], [-10.0, -70.0]])
+    return {**batch, "segments": torch.tensor([owners]), "reference": reference}
+
+
+def test_pairs_in_parts_have_the_loss_of_the_pairs_whole(on_2_ranks: list[dict[str, Any]]) -> None:
+    found = [of_rank["pairs"] for of_rank in on_2_ranks]
+    model, batch = model_of("llama"), pairs()
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
+    log_probabilities = logits.log_softmax(dim=-1)
+    sums = []
+    for number, length in enumerate(DOCUMENTS):
+        start = sum(DOCUMENTS[:number])
+        targets = range(start + 3, start + length)
+        sums.append(sum(log_probabilities[t - 1, batch["input_ids"][0, t]] for t in targets))
+    ratios = torch.stack(sums).view(2, 2) - batch["reference"]
+    loss = -F.logsigmoid(BETA * (ratios[:, 0] - ratios[:, 1])).sum()
+    loss.backward()
+    assert found[0]["total"][0].item() == pytest.approx(loss.item(), rel=1e-6)
+    assert [of_rank["counted"] for of_rank in found] == [2, 0]
+    for name, parameter in model.named_parameters():
+        scale = float(parameter.grad.abs().max())
+        torch.testing.assert_close(found[0]["gradients"][name], parameter.grad, rtol=1e-5, atol=2e-6 * scale, msg=name)

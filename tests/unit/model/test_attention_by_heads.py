@@ -1,0 +1,87 @@
+"""Rows that ranks share: what is refused by the model's configuration, and how a row is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import llama
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.data.cut import Part
+from toolkit.errors import BadInputError
+from toolkit.model.attention_by_heads import require_sequence
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.sequence import require_groups
+
+
+def qwen_next() -> Any:
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_experts": 2}
+    config = AutoConfig.for_model("qwen3_next", **sizes, layer_types=["linear_attention"])
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "parts", "told"),
+    [
+        (lambda: llama(), 3, "3 does not divide the 4 attention heads of LlamaForCausalLM; set it to one of 1, 2, 4"),
+        (qwen_next, 2, "Qwen3NextForCausalLM has layers of the kind linear_attention"),
+        (
+            lambda: llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            2,
+            r"the rotary embeddings of LlamaForCausalLM \(dynamic\) change .*; lower data.max_length to 64",
+        ),
+    ],
+)
+def test_a_model_whose_rows_cannot_be_shared_is_refused_by_name(model: Any, parts: int, told: str) -> None:
+    with pytest.raises(BadInputError, match=f"^sharding.sequence: {told}"):
+        require_sequence(model(), parts, 100)
+
+
+def test_models_whose_rows_can_be_shared_pass() -> None:
+    require_sequence(llama(), 4, 100)
+
+
+def test_groups_fill_the_ranks() -> None:
+    require_groups(4, 8)
+    with pytest.raises(BadInputError, match=r"4 does not divide the 6 ranks .* set it to one of 1, 2, 3, 6"):
+        require_groups(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"objective.kind": "sequence_classification"}, "not possible with objective.kind sequence_classification"),
+        (
+            {
+                "sharding.accumulate": "by_block",
+                "sharding.activation_checkpointing": 1,
+                "training.gradient_accumulation_steps": 2,
+            },
+            "not possible with sharding.accumulate=by_block",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_yet_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadInputError, match=f"sharding.sequence is {told}"):
+        Recipe.load("classify" if "objective.kind" in changes else "sft", {"sharding.sequence": 2, **changes})
+
+
+def test_parts_of_a_row_hold_its_tokens_targets_and_lengths() -> None:
+    ids = torch.arange(1, 11)[None]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6]])
+    labels = ids.masked_fill(positions == 0, -100)
+    labels[0, 8:] = -100
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "lengths": torch.tensor([8])}
+    parts = [Part(index, 4).of(batch) for index in range(4)]
+    whole = {
+        name: torch.cat([part[name] for part in parts], dim=1) for name in ("input_ids", "targets", "position_ids")
+    }
+    assert whole["input_ids"].tolist() == [[*range(1, 11), 0, 0]]
+    # Each token predicts the next one, across the borders of parts but not of documents.
+    assert whole["targets"].tolist() == [[2, 3, -100, 5, 6, 7, 8, -100, -100, -100, -100, -100]]
+    assert whole["position_ids"].tolist() == parts[0]["whole_positions"].tolist() == [[*positions[0].tolist(), 0, 1]]
+    assert [int(part["lengths"]) for part in parts] == [3, 3, 2, 0]
+    assert Part().of(batch) is batch

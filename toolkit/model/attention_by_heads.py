@@ -1,0 +1,190 @@
+"""Attention of rows that a group of ranks shares: each rank attends with its heads over all tokens.
+
+The functions that transformers has by name are wrapped under their own names. While a forward has a part of its rows
+(`sharding.sequence.rows_shared`), they exchange tokens for heads, call the function that was there, and exchange back;
+otherwise they only call it. Masks are made for whole rows alike, so that sliding windows, soft caps, sinks and the
+documents of packed rows are the model's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from toolkit.errors import BadInputError
+from toolkit.model.adapters import base_of
+from toolkit.model.attention import attention_of, mask_by_what_is_known
+from toolkit.model.positions import takes_positions
+from toolkit.sharding.fsdp import class_name
+from toolkit.sharding.sequence import WholeRows, heads_for_tokens, own_part, rows_under_way, tokens_for_heads
+
+WITHIN_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers, as configurations name them, that mix tokens in attention alone."""
+
+BY_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the longest position of a forward, of which a rank has a part."""
+
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def require_sequence(model: nn.Module, parts: int, max_length: int) -> None:
+    """Raises BadInputError where `parts` ranks cannot share the rows of this model, by what its configuration says."""
+    name, config = class_name(base_of(model)), base_of(model).config.get_text_config()
+    if not takes_positions(model):
+        raise BadInputError(
+            f"sharding.sequence: {name} takes no position_ids, and a part of a row may begin at any; remove it"
+        )
+    mixing = sorted(set(getattr(config, "layer_types", None) or ()) - WITHIN_ATTENTION)
+    if mixing:
+        raise BadInputError(
+            f"sharding.sequence: {name} has layers of the kind {', '.join(mixing)}, which mix the tokens of a row "
+            "outside attention; remove it"
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise BadInputError(f"sharding.sequence: {name} does not tell its number of attention heads; remove it")
+    if heads % parts:
+        raise BadInputError(_no_share(parts, heads, name))
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    known = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+    if kind in BY_LENGTH and max_length > known:
+        raise BadInputError(
+            f"sharding.sequence: the rotary embeddings of {name} ({kind}) change with the length of a row beyond "
+            f"{known} tokens, and each rank has a part of it; lower data.max_length to {known}, or remove it"
+        )
+
+
+def _no_share(parts: int, heads: int, name: str) -> str:
+    allowed = [number for number in range(1, heads + 1) if heads % number == 0]
+    return (
+        f"sharding.sequence: {parts} does not divide the {heads} attention heads of {name}; "
+        f"set it to one of {', '.join(map(str, allowed))}"
+    )
+
+
+def attend_by_heads(model: nn.Module) -> None:
+    """Wraps the attention functions that the model uses, under their own names; a second call changes nothing."""
+    mask_by_what_is_known()
+    used = {attention_of(module) for module in base_of(model).modules() if hasattr(module, "config")}
+    for name in sorted(used - {""}):
+        # "eager" is each model's own function, which transformers takes where it knows no other by that name.
+        own = AttentionInterface._global_mapping.get(name)
+        if not hasattr(own, "by_heads"):
+            AttentionInterface.register(name, _attention(own))
+        mask = AttentionMaskInterface._global_mapping.get(name)
+        if mask is not None and not hasattr(mask, "by_heads"):
+            AttentionMaskInterface.register(name, _mask(mask))
+
+
+def _mask(own: Callable[..., Any]) -> Callable[..., Any]:
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        rows = rows_under_way()
+        if rows is not None:
+            kwargs |= dict.fromkeys(("q_length", "kv_length"), rows.positions.shape[1])
+        return own(*args, **kwargs)
+
+    mask.by_heads = True  # type: ignore[attr-defined]
+    return mask
+
+
+def _attention(own: Attention | None) -> Attention:
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        base, rows = own or _eager(module), rows_under_way()
+        if rows is None:
+            return base(module, query, key, value, attention_mask, *args, **kwargs)
+        shared: tuple[torch.Tensor, None] = _by_heads(
+            base, rows, module, query, key, value, attention_mask, *args, **kwargs
+        )
+        return shared
+
+    attend.by_heads = True  # type: ignore[attr-defined]
+    return attend
+
+
+def _eager(module: nn.Module) -> Attention:
+    """The function of the module that defines the model."""
+    forward = inspect.unwrap(type(module).forward)
+    found: Attention = forward.__globals__["eager_attention_forward"]
+    return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _by_heads(
+    base: Attention,
+    rows: WholeRows,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What `base` gives for this rank's tokens, (B, T / n, H, E).
+
+    Args:
+        base: attention of whole rows.
+        query: of this rank's tokens, (B, H, T / n, D).
+        key: (B, K, T / n, D).
+        value: (B, K, T / n, E).
+        attention_mask: of whole rows.
+    """
+    heads, parts = query.shape[1], rows.parts
+    if heads % parts:
+        raise BadInputError(_no_share(parts, heads, type(module).__name__))
+    # Each rank needs keys for its queries: heads that are fewer than ranks are held by several.
+    common = math.lcm(key.shape[1], parts)
+    repeats = common // key.shape[1]
+    if repeats > 1:
+        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+    share = _Share(module, heads, parts, heads // common)
+    kwargs = {name: share.own(argument) for name, argument in kwargs.items()}
+    if kwargs.get("position_ids") is not None:
+        kwargs["position_ids"] = rows.positions.view(query.shape[0], -1)
+    exchanged = [_all_tokens(tensor, rows) for tensor in (query, key, value)]
+    output, _ = base(share, *exchanged, attention_mask, *args, **kwargs)  # (B, T, H / n, E)
+    own = tokens_for_heads(output.reshape(*rows.positions.shape, *output.shape[2:]), parts)
+    return own.reshape(query.shape[0], query.shape[2], heads, -1), None
+
+
+def _all_tokens(local: torch.Tensor, rows: WholeRows) -> torch.Tensor:
+    """(B, H / n, T, D) of (B, H, T / n, D); several rows may stand in one, as flash attention has them."""
+    num_rows, tokens = rows.positions.shape
+    of_rows = local.transpose(1, 2).reshape(num_rows, tokens // rows.parts, *local.shape[1::2])
+    whole = heads_for_tokens(of_rows, rows.parts)
+    return whole.reshape(local.shape[0], -1, *whole.shape[2:]).transpose(1, 2)
+
+
+class _Share:
+    """An attention module with this rank's heads alone: what it has one of for each head is cut, the rest is its own.
+
+    Args:
+        groups: queries of a key, of those on this rank.
+    """
+
+    def __init__(self, module: nn.Module, heads: int, parts: int, groups: int) -> None:
+        self._module, self._heads = module, heads
+        self._mine = slice(own_part() * heads // parts, (own_part() + 1) * heads // parts)
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return self.own(getattr(self._module, name))
+
+    def own(self, value: Any) -> Any:
+        """A tensor (H,), as of attention sinks, cut to this rank's heads."""
+        is_by_head = isinstance(value, torch.Tensor) and value.shape == (self._heads,)
+        return value[self._mine] if is_by_head else value

@@ -1,0 +1,157 @@
+"""Rows that a group of ranks shares: the group, the exchange of tokens for heads, and the rows under way.
+
+Each rank of a group of n neighbours holds T / n tokens of every row. Around attention an all-to-all gives it all T
+tokens of H / n heads, and another one takes them back (DeepSpeed Ulysses, arXiv 2309.14509). The groups share no copy
+of the weights: FSDP2 shards over all ranks as ever, and sums of losses over tokens need no other scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from toolkit import ranks
+from toolkit.errors import BadInputError
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """The rows of a forward of which each rank of a group holds a part.
+
+    Attributes:
+        positions: of all their tokens, (B, T).
+        parts: n, the ranks of a group.
+    """
+
+    positions: torch.Tensor
+    parts: int
+
+
+@dataclass
+class _Here:
+    """Of this process: the group that shares rows, and the rows under way.
+
+    Not by thread: a checkpoint's second forward runs in autograd's thread, while the one that trains waits for it.
+    """
+
+    group: dist.ProcessGroup | None = None
+    rows: WholeRows | None = None
+
+
+_here = _Here()
+
+
+def form_groups(size: int) -> None:
+    """Puts every rank into a group of `size` neighbours that share their rows. Collective.
+
+    Raises:
+        BadInputError: where the groups do not fill the ranks.
+    """
+    require_groups(size, ranks.world_size())
+    _here.group = dist.new_subgroups(group_size=size)[0] if size > 1 else None  # type: ignore[no-untyped-call]
+
+
+def require_groups(size: int, num_ranks: int) -> None:
+    """Raises BadInputError where groups of `size` ranks do not fill the ranks."""
+    if num_ranks % size:
+        allowed = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
+        raise BadInputError(
+            f"sharding.sequence: {size} does not divide the {num_ranks} ranks into groups; "
+            f"set it to one of {', '.join(map(str, allowed))}"
+        )
+
+
+def own_part() -> int:
+    """Which part of its group's rows this rank has, from 0."""
+    return 0 if _here.group is None else dist.get_rank(_here.group)
+
+
+@contextmanager
+def rows_shared(rows: WholeRows) -> Iterator[None]:
+    """A forward whose rows are shared by the ranks of a group."""
+    before, _here.rows = _here.rows, rows
+    try:
+        yield
+    finally:
+        _here.rows = before
+
+
+def rows_under_way() -> WholeRows | None:
+    """The rows that this forward has a part of; None where it has them whole."""
+    return _here.rows
+
+
+def for_second_forward() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of a checkpoint's forward and of its second one, which has the same rows under way."""
+    rows = _here.rows
+    return nullcontext(), nullcontext() if rows is None else rows_shared(rows)
+
+
+def heads_for_tokens(local: torch.Tensor, parts: int) -> torch.Tensor:
+    """All tokens of this rank's heads, (B, T, H / n, D), for its tokens of all heads, (B, T / n, H, D)."""
+    batch, tokens, heads, width = local.shape
+    by_rank = local.reshape(batch, tokens, parts, heads // parts, width).permute(2, 0, 1, 3, 4)
+    received = _exchange(by_rank)  # (n, B, T / n, H / n, D), by whose tokens
+    return received.transpose(0, 1).reshape(batch, parts * tokens, heads // parts, width)
+
+
+def tokens_for_heads(whole: torch.Tensor, parts: int) -> torch.Tensor:
+    """This rank's tokens of all heads, (B, T / n, H, D), for all tokens of its heads, (B, T, H / n, D)."""
+    batch, tokens, heads, width = whole.shape
+    by_rank = whole.reshape(batch, parts, tokens // parts, heads, width).transpose(0, 1)
+    received = _exchange(by_rank)  # (n, B, T / n, H / n, D), by whose heads
+    return received.permute(1, 2, 0, 3, 4).reshape(batch, tokens // parts, parts * heads, width)
+
+
+def _exchange(by_rank: torch.Tensor) -> torch.Tensor:
+    exchanged: torch.Tensor = _Exchange.apply(by_rank.contiguous(), _here.group)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """Gives part i of a tensor (n, ...) to rank i of the group; it is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        return _all_to_all(by_rank, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_to_all(gradient.contiguous(), ctx.group), None
+
+
+def _all_to_all(by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    received = torch.empty_like(by_rank)
+    if group is not None:  # a plan has tensors without values, and no ranks
+        dist.all_to_all_single(received, by_rank, group=group)
+    return received
+
+
+def summed_over_group(part: torch.Tensor) -> torch.Tensor:
+    """The sum of every rank's part, on each rank of the group; the gradient is summed alike."""
+    summed: torch.Tensor = _Sum.apply(part, _here.group)  # type: ignore[no-untyped-call]
+    return summed
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        return _all_reduce(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_reduce(gradient, ctx.group), None
+
+
+def _all_reduce(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    total = part.clone()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total
