@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from html.parser import HTMLParser
 
-VOID_ELEMENTS = {"meta", "link", "br", "img", "hr", "input"}
+VOID_ELEMENTS = {"meta", "link", "br", "img", "hr", "input", "wbr"}
 HOSTILE = "</span></code></style><script src=\"https://evil.example/x.js\">alert('1')</script>&amp;"
 
 

@@ -28,9 +28,11 @@ def data(
     from toolkit.pages.data_console import show_report
     from toolkit.pages.data_page import DATA_PAGE
     from toolkit.run.folder import write_data_report
+    from toolkit.run.parts import as_trained
 
     tokens = tokenizer.load(loaded.model, loaded.data, loaded.objective.kind)
-    report = build.build(loaded.data, tokens, loaded.training.seed, loaded.objective).report
+    found, told = as_trained(loaded, tokens, build.build(loaded.data, tokens, loaded.training.seed, loaded.objective))
+    report = found.report.model_copy(update={"warnings": [*found.report.warnings, *told]})
     if output is not None:
         write_data_report(output, loaded, report)
     if as_json:

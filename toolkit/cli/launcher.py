@@ -47,9 +47,9 @@ def run_launcher(arguments: Sequence[str], output_dir: Path) -> int:
             launch_command(launch_command_parser().parse_args(list(arguments)))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return _exit_code(rank, failure.exitcode)
+        return _exit_code(rank, failure.exitcode, output_dir)
     except subprocess.CalledProcessError as error:
-        return _exit_code(0, error.returncode)
+        return _exit_code(0, error.returncode, output_dir)
     except SignalException as error:
         # The launcher knows which signal it had, and not how the ranks ended: what they have left says it.
         return StoppedError.exit_code if _has_saved(output_dir, started) else 128 + int(error.sigval)
@@ -92,9 +92,14 @@ def _has_saved(output_dir: Path, since: float) -> bool:
     return last is not None and last.folder.stat().st_mtime >= since
 
 
-def _exit_code(rank: int, code: int) -> int:
+def _exit_code(rank: int, code: int, output_dir: Path) -> int:
     if code >= 0:
         return code
+    from toolkit.pages.status import mark_ended
+    from toolkit.run.folder import FINISHED
+
     name = signal.Signals(-code).name
     hint = ": the machine may have run out of memory" if name == "SIGKILL" else ""
-    raise RankLostError(f"rank {rank} was ended by {name}{hint}")
+    told = f"rank {rank} was ended by {name}{hint}"
+    mark_ended(output_dir / FINISHED, "killed", f"{told[0].upper()}{told[1:]}.")  # the rank itself could not say so
+    raise RankLostError(told)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import typer
 
 from toolkit.cli.arguments import AsJson, RunFolder
 from toolkit.cli.console import print_table
 from toolkit.errors import BadInputError, ToolkitError
+
+GONE_SECONDS = 60.0
+"""A run whose watching threads have all been silent for so long is gone: each of them runs every few seconds."""
 
 STANDING_SECONDS = 30.0
 """From then on a rank counts as late here; the run itself waits for `training.stall_minutes`."""
@@ -23,11 +27,15 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
     if not run.is_dir():
         raise BadInputError(f"{str(run)!r}: no such folder; name the training.output_dir of a run")
     ranks = read_statuses(run, time.time())
+    gone = _gone(run, [rank.silent_seconds for rank in ranks])
     late = [rank.rank for rank in ranks if rank.is_late(STANDING_SECONDS)]
     told = verdict(ranks, STANDING_SECONDS) if late else None
     if as_json:
-        print(json.dumps({"ranks": [asdict(rank) for rank in ranks], "late": late, "verdict": told}, indent=2))
-        raise typer.Exit(0 if ranks else 1)
+        found = {"ranks": [asdict(rank) for rank in ranks], "late": late, "verdict": gone or told}
+        print(json.dumps(found, indent=2))
+        raise typer.Exit(1 if gone or not ranks else 0)
+    if gone is not None:
+        raise ToolkitError(f"{str(run)!r}: {gone}")
     if not ranks:
         last = run / "stall.txt"
         hint = f"; the last one stood still: {last}" if last.exists() else ""
@@ -35,3 +43,16 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
     print_table(list(COLUMNS), cells(ranks))
     if told is not None:
         print(f"\n{told}")
+
+
+def _gone(run: Path, silent: list[float]) -> str | None:
+    """Since when nothing was heard of a run that was killed, which its report is made to say; None: it is not gone."""
+    from toolkit.pages.status import mark_ended
+    from toolkit.run.folder import FINISHED
+
+    if not silent or min(silent) <= GONE_SECONDS:
+        return None
+    since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() - min(silent)))
+    told = f"nothing was heard of any rank since {since}"
+    mark_ended(run / FINISHED, "killed", f"{told[0].upper()}{told[1:]}.")
+    return f"{told}: the run was killed; the same command goes on from its last checkpoint"

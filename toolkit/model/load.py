@@ -28,6 +28,7 @@ from toolkit import ranks
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter
+from toolkit.model.values import Values
 from toolkit.model.weights import (
     Fit,
     RankZeroWeights,
@@ -45,6 +46,7 @@ from toolkit.model.weights import (
 )
 from toolkit.places import require_folder
 from toolkit.recipe.schema import AdapterSection, ModelSection
+from toolkit.sharding.apply import KeepsMasters
 
 
 class SpecialTokens(Protocol):
@@ -77,13 +79,20 @@ def load(
     """
     auto, config, settings, rows = _settings(model, tokenizer, label_names)
     built = _without_weights(auto, config, settings, rows, _field(model))
-    fit = Fit(all_drawn=model.name_or_path is None)
-    weights: Weights = _weights(model, built, lambda: _whole_model(auto, model, config, settings, seed, rows, fit), fit)
+    fit, values = Fit(all_drawn=model.name_or_path is None), Values(model.name_or_path or "", built)
+    weights: Weights = _weights(
+        model, built, lambda: _whole_model(auto, model, config, settings, seed, rows, fit, values), fit, values
+    )
     if adapter is not None and adapter.kind == "lora":
         built = add_adapter(built, adapter, model.name_or_path, model.revision)
         weights = AdapterWeights(weights, built, seed)
     built.fit = fit
-    built.materialize_weights = lambda keep_master=None: materialize(built, weights, keep_master)
+
+    def materialize_weights(keep_master: KeepsMasters | None = None) -> None:
+        materialize(built, weights, keep_master)
+        fit.zero = values.zero()
+
+    built.materialize_weights = materialize_weights
     return built
 
 
@@ -180,7 +189,9 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
 
 
-def _weights(model: ModelSection, built: PreTrainedModel, make_whole: Callable[[], nn.Module], fit: Fit) -> Weights:
+def _weights(
+    model: ModelSection, built: PreTrainedModel, make_whole: Callable[[], nn.Module], fit: Fit, values: Values
+) -> Weights:
     if model.name_or_path is not None:
         folder = _model_folder(model)
         require_safetensors(model.name_or_path, folder)
@@ -192,7 +203,7 @@ def _weights(model: ModelSection, built: PreTrainedModel, make_whole: Callable[[
             require_fitting(name, [], unused, {}, allowed, _below_new_head(built))
             ranks.on_first_rank(lambda: require_values(name, folder, built, files, allowed))
             fit.unused += sorted(unused)
-            return SafetensorsWeights(files)
+            return SafetensorsWeights(files, values.look)
     return RankZeroWeights(make_whole)
 
 
@@ -203,7 +214,14 @@ def _below_new_head(model: nn.Module) -> str | None:
 
 
 def _whole_model(
-    auto: Any, model: ModelSection, config: PretrainedConfig, settings: dict[str, Any], seed: int, rows: int, fit: Fit
+    auto: Any,
+    model: ModelSection,
+    config: PretrainedConfig,
+    settings: dict[str, Any],
+    seed: int,
+    rows: int,
+    fit: Fit,
+    values: Values,
 ) -> nn.Module:
     """The model with its weights, on the host of this rank; `fit` is told which of them are new."""
     # The seed is for the weights: the run's own random state must not depend on who made them.
@@ -230,6 +248,9 @@ def _whole_model(
             fit.unused += sorted(unused)
             read = (tensor for key, tensor in whole.state_dict().items() if key not in fit.drawn and tensor.ndim > 1)
             require_some_values(name, read)
+            for key, tensor in whole.state_dict().items():
+                if key not in fit.drawn:
+                    values.look(key, tensor)
         _make_rows(whole, rows, mean_resizing=True)
         return whole
 

@@ -25,15 +25,12 @@ from transformers import PreTrainedModel
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, in_words
+from toolkit.model.values import some
 from toolkit.sharding.apply import KeepsMasters
 from toolkit.sharding.shards import shard_rows
 
 Rows = slice
 """Rows of a tensor's first dimension."""
-
-
-NAMES_SHOWN = 5
-"""Tensors that an error lists."""
 
 
 @dataclass
@@ -44,18 +41,20 @@ class Fit:
         all_drawn: there are no files.
         drawn: names of what was drawn at random.
         unused: names of what the files hold and the model has no place for.
+        zero: names of matrices that hold nothing but zeros; on every rank.
     """
 
     all_drawn: bool = False
     drawn: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+    zero: list[str] = field(default_factory=list)
 
     def describe(self) -> str:
         """For people; empty where the files hold exactly the model."""
         if self.all_drawn:
             return "all drawn at random (model.config)"
-        told = {"drawn at random": self.drawn, "left unused": self.unused}
-        return "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in told.items() if names)
+        told = {"drawn at random": self.drawn, "left unused": self.unused, "nothing but zeros": self.zero}
+        return "; ".join(f"{len(names)} {what}: {some(names)}" for what, names in told.items() if names)
 
 
 class Weights(Protocol):
@@ -126,17 +125,21 @@ class SafetensorsWeights:
 
     Args:
         files: parameter's name in the model -> (file, name in the file).
+        look: is given the name and the rows of all that is read.
     """
 
-    def __init__(self, files: dict[str, tuple[Path, str]]) -> None:
+    def __init__(self, files: dict[str, tuple[Path, str]], look: Callable[[str, torch.Tensor], None]) -> None:
         self._files = files
+        self._look = look
 
     def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
         path, stored_name = self._files[name]
         with safe_open(path, framework="pt") as file:
             if like.ndim == 0:
                 return file.get_tensor(stored_name)  # type: ignore[no-any-return]
-            return file.get_slice(stored_name)[rows]  # type: ignore[no-any-return]
+            read: torch.Tensor = file.get_slice(stored_name)[rows]
+        self._look(name, read)
+        return read
 
 
 class RankZeroWeights:
@@ -200,7 +203,7 @@ def require_fitting(
             if not any(fnmatchcase(name, pattern) for pattern in allowed)
         ],
     }
-    lines = [f"  - {len(names)} {what}: {_some(names)}" for what, names in odd.items() if names]
+    lines = [f"  - {len(names)} {what}: {some(names)}" for what, names in odd.items() if names]
     if lines:
         listed = "\n".join(lines)
         raise BadInputError(
@@ -225,7 +228,7 @@ def require_values(
         if whole:
             raise BadInputError(
                 f"model.name_or_path: {len(whole)} of the weights of {source!r} are stored as integers, as in "
-                f"quantised models: {_some(whole)}; name the model that they were quantised from"
+                f"quantised models: {some(whole)}; name the model that they were quantised from"
             )
         require_some_values(source, _pieces(stored for name, stored in files.items() if state[name].ndim > 1))
         stored = _index(folder)
@@ -288,10 +291,6 @@ def told_by_us() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
 
 
 def unused_names(folder: Path, model: PreTrainedModel) -> list[str]:

@@ -17,6 +17,7 @@ from toolkit.pages.page import (
     SMALL_PX,
     card,
     card_head,
+    columns,
     draw_marks,
     draw_svg,
     escaped,
@@ -89,7 +90,7 @@ def render_data_page(title: str, report: Report) -> str:
         table_card("noted", "Rows to look at", ("What", "Split", "Count", "Rows"), _noted_rows(report), "names"),
         *(_sources_table(name, split) for name, split in splits(report)),
         _labels_table(report),
-        grid([card("splits", f"{heading('Splits', remark)}{facts}") if facts else "", _settings(report)]),
+        columns([card("splits", f"{heading('Splits', remark)}{facts}") if facts else "", _settings(report)]),
     ]
     return render_page(title, sections, _STYLE)
 
@@ -480,7 +481,7 @@ _STYLE = """
 .legend i.target, mark { background: var(--good-page); }
 .legend i.target { border-bottom: 2px solid var(--good); }
 mark { color: var(--good); text-decoration: underline; text-underline-offset: 3px; border-radius: 3px; padding: 2px 0; }
-.sample { color: var(--muted); max-height: 420px; overflow: auto; }
+.sample { color: var(--muted); line-height: 23px; max-height: 436px; overflow: auto; }
 .sample { border: 1px solid var(--edge); border-radius: 8px; padding: 10px 12px; margin-top: 6px; }
 .example { margin-top: 14px; overflow-wrap: anywhere; }
 .warning ul { display: block; }
@@ -491,7 +492,7 @@ mark { color: var(--good); text-decoration: underline; text-underline-offset: 3p
 .track { height: 8px; margin-top: 4px; border-radius: 4px; background: var(--grid); overflow: hidden; }
 .track div { height: 100%; background: var(--chart-1); }
 [id^=sources-] .scroll, #dropped .scroll, #noted .scroll, #labels .scroll { max-height: 480px; }
-[id^=sources-] th:nth-child(2), [id^=sources-] td:nth-child(2) { text-align: left; }
+[id^=sources-] th:nth-child(2), [id^=sources-] td:nth-child(2) { text-align: left; overflow-wrap: normal; }
 [id^=sources-] th, [id^=sources-] td:nth-child(n+3) { white-space: nowrap; }
 .names td:nth-child(-n+3) { overflow-wrap: normal; }
 @media print { .sample, .scroll { max-height: none !important; } }

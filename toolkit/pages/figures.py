@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.pages.charts import Chart, Series, drawable
-from toolkit.pages.page import finite, format_short, table_card, three_digits, tile
+from toolkit.pages.page import finite, format_percent, format_short, table_card, three_digits, tile
 from toolkit.pages.run_metrics import Metrics, column
 
 
@@ -29,7 +29,7 @@ def format_perplexity(value: float) -> str:
 
 
 def _share(value: float) -> str:
-    return f"{value:.1%}" if math.isfinite(value) else "not finite"
+    return format_percent(value) if math.isfinite(value) else "not finite"
 
 
 def _signed(value: float) -> str:

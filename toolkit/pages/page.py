@@ -34,14 +34,17 @@ MISSING = "\N{EN DASH}"
 # ---- the page as a whole ----
 
 
-def render_page(title: str, sections: Iterable[str], style: str = "", head: str = "") -> str:
+def render_page(title: str, sections: Iterable[str], style: str = "", head: str = "", policy: str = "") -> str:
     """The whole page as HTML text; empty sections are left out.
 
     Args:
         style: rules besides those of all pages.
         head: elements at the beginning of the head, as HTML.
+        policy: what the browser may do besides; see `_PAGE`.
     """
-    return _PAGE.format(head=head, title=escaped(title), style=_STYLE + style, body="\n".join(filter(None, sections)))
+    body = "\n".join(filter(None, sections))
+    policy = f"; {policy}" if policy else ""
+    return _PAGE.format(head=head, policy=policy, title=escaped(title), style=_STYLE + style, body=body)
 
 
 def write_page(path: Path, text: str) -> None:
@@ -108,6 +111,23 @@ def legend(keys: Iterable[tuple[str, str, str]]) -> str:
     return f'<ul class="legend">{"".join(items)}</ul>' if items else ""
 
 
+def columns(items: Iterable[str]) -> str:
+    """Cards of tables in two columns of about one height where the window is wide enough; nothing without any."""
+    shown: tuple[list[str], list[str]] = ([], [])
+    for item in filter(None, items):
+        min(shown, key=_num_lines).append(item)
+    return grid(f"<div>{''.join(column)}</div>" for column in shown if column)
+
+
+def _num_lines(cards: list[str]) -> int:
+    """About how high a column is: rows, and what a card has besides."""
+    return sum(card.count("<tr") + card.count("<p") + CARD_LINES for card in cards)
+
+
+CARD_LINES = 2
+"""Height of a card's title and margins, in rows of a table."""
+
+
 def grid(items: Iterable[str]) -> str:
     """Cards side by side where the window is wide enough; nothing without any."""
     body = "".join(items)
@@ -136,7 +156,17 @@ def table_card(
 
 
 def _row(tag: str, cells: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{escaped(cell)}</{tag}>' for cell in cells)}</tr>"
+    return f"<tr>{''.join(_cell(tag, cell) for cell in cells)}</tr>"
+
+
+def _cell(tag: str, cell: str) -> str:
+    """A number stays in one line; the name of a row may be broken before its number."""
+    kind = ' class="number"' if tag == "td" and _NUMBER.fullmatch(cell) else ""
+    return f"<{tag}{kind}>{_ROW_NUMBER.sub(':<wbr>', escaped(cell))}</{tag}>"
+
+
+_NUMBER = re.compile(r"[<>]? ?[-\N{MINUS SIGN}]?\d[\d.,]*(e[-+]?\d+)?( ?[%a-zA-Z]{1,3})?")
+_ROW_NUMBER = re.compile(r":(?=\d+\)?$)")
 
 
 # ---- charts ----
@@ -291,7 +321,8 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-{head}<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+{head}<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; img-src data:{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <link rel="icon" href="data:,">
@@ -367,9 +398,8 @@ ul { list-style: none; margin: 0; padding: 0; }
 .chart svg { display: block; width: 100%; height: auto; overflow: visible; stroke-linejoin: round; }
 .chart svg text { font-family: inherit !important; font-variant-numeric: tabular-nums; }
 .chart.narrow { display: none; }
-.grid > div { min-width: 0; display: flex; flex-direction: column; }
-.grid > div > .card:last-child { flex: 1; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 0 16px; }
+.grid > div { min-width: 0; }
 .scroll { overflow: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; margin-top: 8px; }
 th { text-align: left; font-weight: 500; font-size: 13px; color: var(--muted); }
@@ -377,6 +407,7 @@ th, td { padding: 6px 14px 6px 0; border-bottom: 1px solid var(--edge); vertical
 tbody tr:last-child td { border-bottom: 0; }
 td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
 td:first-child { color: var(--soft); overflow-wrap: normal; }
+td.number { white-space: nowrap; }
 th:last-child, td:last-child { padding-right: 0; text-align: right; }
 .numbers th:nth-child(n+2), .numbers td:nth-child(n+2) { text-align: right; }
 .names th:last-child, .names td:last-child { text-align: left; }
@@ -390,6 +421,8 @@ pre, .sample { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monos
   .tile { flex-basis: 40%; padding: 12px 14px; }
   .value { font-size: 22px; }
   .card { padding: 14px; margin-top: 10px; }
+  table { font-size: 13px; }
+  th, td { padding-right: 8px; }
   .chart.wide { display: none; }
   .chart.narrow { display: block; }
 }

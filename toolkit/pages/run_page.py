@@ -22,9 +22,11 @@ from toolkit.pages.page import (
     NARROW_PX,
     WIDE_PX,
     card,
+    columns,
     escaped,
     finite,
     format_bytes,
+    format_percent,
     format_seconds,
     format_short,
     grid,
@@ -41,11 +43,14 @@ from toolkit.pages.page import (
 from toolkit.pages.run_metrics import Metrics, NonFinite, column, non_finite, split_lines
 from toolkit.pages.samples import STYLE as SAMPLES_STYLE
 from toolkit.pages.samples import SideBySide, sample_card, side_by_side_card
+from toolkit.pages.status import POLICY, Status, status_head, status_note
 from toolkit.pages.status import STYLE as STATUS_STYLE
-from toolkit.pages.status import Status, status_head, status_note
 
 MAX_LISTED_STEPS = 20
 """Non-finite steps named in the note before it says how many more there are (steps)."""
+
+LINE_SHARE = 0.01
+"""Width of a line as a share of a small chart's height, about."""
 
 MAX_EVALUATION_ROWS = 12
 """Evaluations in the table; of more, the first, the last and evenly spaced ones are shown (rows)."""
@@ -89,7 +94,9 @@ def render_report(summary: RunSummary) -> str:
         _tables_section(summary, evals),
         _recipe_card(summary.recipe_yaml),
     ]
-    return render_page(summary.title, sections, _STYLE + STATUS_STYLE + SAMPLES_STYLE, status_head(summary.status))
+    policy = POLICY if summary.status is not None else ""
+    style = _STYLE + STATUS_STYLE + SAMPLES_STYLE
+    return render_page(summary.title, sections, style, status_head(summary.status), policy)
 
 
 # ---- header and headline ----
@@ -166,9 +173,16 @@ def _delta(values: Sequence[float]) -> str:
 def _tokens_tile(train: Metrics) -> str:
     last = train[-1] if train else {}
     counts = {"target_tokens": "with loss", "pairs": "pairs", "rows": "rows", "samples": "samples"}
-    parts = [(number(last.get(key)), what) for key, what in counts.items()]
-    note = ", ".join(f"{format_short(value)} {what}" for value, what in parts if math.isfinite(value))
+    parts = {what: number(last.get(key)) for key, what in counts.items()}
+    note = ", ".join(f"{format_short(value)} {what}" for what, value in _told_once(parts).items())
     return tile("tile-tokens", "Tokens trained", format_short(number(last.get("tokens"))), note)
+
+
+def _told_once(counts: dict[str, float]) -> dict[str, float]:
+    """The finite counts, without samples where each of them is a row or a pair."""
+    known = {what: count for what, count in counts.items() if math.isfinite(count)}
+    others = [count for what, count in known.items() if what in ("pairs", "rows")]
+    return {what: count for what, count in known.items() if what != "samples" or count not in others}
 
 
 def _duration_tile(train: Metrics, facts: dict[str, str]) -> str:
@@ -184,10 +198,10 @@ def _duration_tile(train: Metrics, facts: dict[str, str]) -> str:
 
 def _throughput_tile(train: Metrics) -> str:
     rates, mfu = finite(column(train, "tokens_per_second")), finite(column(train, "mfu"))
-    note = f"median; MFU {100 * statistics.median(mfu):.1f} %" if mfu else "median over the run"
-    for what in ("targets", "pairs", "rows", "samples"):
-        found = finite(column(train, f"{what}_per_second"))
-        note += f"; {format_short(statistics.median(found))} {what}/s" if found else ""
+    note = f"median; MFU {format_percent(statistics.median(mfu))}" if mfu else "median over the run"
+    found = {what: finite(column(train, f"{what}_per_second")) for what in ("targets", "pairs", "rows", "samples")}
+    medians = {what: statistics.median(values) for what, values in found.items() if values}
+    note += "".join(f"; {format_short(median)} {what}/s" for what, median in _told_once(medians).items())
     value = format_short(statistics.median(rates)) if rates else MISSING
     return tile("tile-throughput", "Tokens per second", value, note)
 
@@ -283,7 +297,18 @@ def _throughput_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:
         _train_series("targets", train, "targets_per_second", variable="muted"),
     ]
     gaps = _gaps(train, "tokens_per_second")
-    return Chart("throughput", "Tokens per second", [item for item in series if finite(item.ys)], gaps, x_range)
+    first, *others = [item for item in series if finite(item.ys)] or series[:1]
+    # Rows without padding have one rate: a curve that lies on another would hide it.
+    distinct = [item for item in others if not _is_same(item.ys, first.ys)]
+    shown = [first, *distinct] if distinct else [replace(first, name="")]
+    return Chart("throughput", "Tokens per second", shown, gaps, x_range)
+
+
+def _is_same(values: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether two curves differ nowhere by more than a line's width."""
+    pairs = [(one, other) for one, other in zip(values, others, strict=True) if math.isfinite(one + other)]
+    highest = max((other for _, other in pairs), default=0.0)
+    return all(abs(one - other) <= LINE_SHARE * highest for one, other in pairs)
 
 
 def _memory_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:
@@ -311,15 +336,16 @@ def _gaps(lines: Metrics, field: str) -> list[int]:
 
 
 def _tables_section(summary: RunSummary, evals: Metrics) -> str:
-    left = _data_card(summary.data_report)
-    right = _evaluations_card(evals)
-    right += confusion_card(evals, list((summary.data_report.get("train") or {}).get("labels") or {}))
-    right += table_card("versions", "Versions and machine", (), list(summary.versions.items()))
-    right += _profile_card(summary.step_seconds)
-    columns = [f"<div>{column}</div>" for column in (left, right) if column]
+    cards = (
+        _data_card(summary.data_report),
+        _evaluations_card(evals),
+        confusion_card(evals, list((summary.data_report.get("train") or {}).get("labels") or {})),
+        table_card("versions", "Versions and machine", (), list(summary.versions.items())),
+        _profile_card(summary.step_seconds),
+    )
     head = ("Unit", "Class", "Count", "Parameters", "Size")
     units = table_card("units", "FSDP units", head, _unit_rows(summary.units))
-    return f"{grid(columns)}{units}"
+    return f"{columns(cards)}{units}"
 
 
 TIME_TAKERS = {
@@ -335,8 +361,10 @@ def _profile_card(seconds: dict[str, float] | None) -> str:
     if not seconds:
         return ""
     whole = sum(seconds.values())
-    rows = [(TIME_TAKERS.get(kind, kind), f"{part:.4f}", f"{part / whole:.1%}") for kind, part in seconds.items()]
-    rows.append(("a profiled step", f"{whole:.4f}", "100.0%"))
+    rows = [
+        (TIME_TAKERS.get(kind, kind), f"{part:.4f}", format_percent(part / whole)) for kind, part in seconds.items()
+    ]
+    rows.append(("a profiled step", f"{whole:.4f}", format_percent(1)))
     return table_card("profile", "Where the time went", ("", "Seconds", "Share"), rows, "numbers", "mean over ranks")
 
 
@@ -413,8 +441,11 @@ _STYLE = """
 #units td { overflow-wrap: normal; }
 #units th:nth-child(n+3), #units td:nth-child(n+3) { text-align: right; white-space: nowrap; }
 #data p { margin-top: 10px; font-size: 13px; }
-pre { margin: 10px 0 0; font-size: 13px; line-height: 1.6; }
+pre { margin: 10px 0 0; font-size: 13px; line-height: 1.6; white-space: pre-wrap; overflow-wrap: anywhere; }
 pre .key { color: var(--chart-1); }
 pre .comment { color: var(--muted); }
-@media (max-width: 700px) { #tile-loss, #tile-loss + .tile { flex-basis: 100%; } }
+@media (max-width: 700px) {
+  #tile-loss, #tile-loss + .tile { flex-basis: 100%; }
+  #units td:nth-child(-n+2) { overflow-wrap: anywhere; font-size: 12px; }
+}
 """

@@ -60,7 +60,7 @@ STYLE = """
 .prompt-alone { margin-top: 14px; }
 .sides { display: grid; grid-template-columns: repeat(3, 1fr); gap: 12px; margin-top: 8px; }
 .sides > div { background: var(--tint); border-radius: 8px; padding: 8px 12px; min-width: 0; }
-.sides .sample { max-height: 170px; overflow: auto; }
+.sides .sample { line-height: 23px; max-height: 345px; overflow: auto; }
 .sides .label { color: var(--muted); font-size: 12px; }
 @media (max-width: 700px) { .sides { grid-template-columns: 1fr; } }
 """

@@ -34,6 +34,11 @@ largest difference from its logits alone (rounding differs); both as a share of 
 class LeakError(BadInputError):
     """Rows that share a sample see each other."""
 
+    @property
+    def why(self) -> str:
+        """What was found, without the field and what to do."""
+        return str(self).removeprefix("data.packing: ").partition(". Set ")[0]
+
 
 @torch.no_grad()
 def check_leaks(

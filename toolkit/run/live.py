@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import ranks
-from toolkit.errors import StoppedError, first_line
+from toolkit.errors import StoppedError, first_line, is_lost_peer
 from toolkit.pages.run_page import RunSummary, write_report
-from toolkit.pages.status import Status
+from toolkit.pages.status import Status, mark_ended, state_of
 
 EVERY_SECONDS = 30.0
 """Least time between two writings."""
@@ -39,13 +39,18 @@ class LiveReport:
         self._records: list[dict[str, Any]] = []
         self._due = -math.inf
         self._every = EVERY_SECONDS
+        self._recorded = time.monotonic()
+        self._slowest = 0.0
 
     def record(self, records: list[dict[str, Any]], seconds_left: float | None) -> None:
         """Takes the records so far, and writes the report where it is due."""
         self._records = records
-        if ranks.rank() != 0 or time.monotonic() < self._due:
-            return
         started = time.monotonic()
+        # Steps may take minutes each: the page is not late before the next of them is.
+        self._slowest = max(self._slowest, started - self._recorded)
+        self._recorded = started
+        if ranks.rank() != 0 or started < self._due:
+            return
         self._write("running", seconds_left=seconds_left)
         taken = time.monotonic() - started
         self._every = max(EVERY_SECONDS, taken / COST_SHARE)
@@ -56,6 +61,18 @@ class LiveReport:
         if ranks.rank() == 0:
             self._write(state, problem=problem)
 
+    def failed(self, error: BaseException) -> None:
+        """The same after an error; on other ranks only where rank 0 may know nothing of it."""
+        told = f"{type(error).__name__}: {first_line(error)}"
+        is_lost = isinstance(error, Exception) and is_lost_peer(error)
+        if is_lost:
+            told = f"Another rank is gone ({told})."
+        # The rank that another one has lost may have said why it fails, which is worth more.
+        if ranks.rank() == 0 and not (is_lost and state_of(self._path) == "failed"):
+            self._write("failed", problem=told)
+        elif ranks.fails_alone(error):
+            mark_ended(self._path, "failed", told if is_lost else f"Rank {ranks.rank()}: {told}")
+
     def _write(self, state: str, seconds_left: float | None = None, problem: str = "") -> None:
         step = max((record["step"] for record in self._records), default=0)
         status = Status(
@@ -63,9 +80,10 @@ class LiveReport:
             step,
             self._num_steps(),
             seconds_left,
-            time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            round(time.time(), 1),
             math.ceil(self._every),
             problem,
+            self._slowest,
         )
         # A full disk costs this page, not the run: what must be written, as checkpoints, tells of it.
         with suppress(OSError):
@@ -81,5 +99,5 @@ def ended_in(report: LiveReport) -> Iterator[None]:
         report.end("stopped", first_line(error))
         raise
     except BaseException as error:
-        report.end("failed", f"{type(error).__name__}: {first_line(error)}")
+        report.failed(error)
         raise

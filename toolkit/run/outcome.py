@@ -19,6 +19,7 @@ from toolkit.data.loader import evaluation_batches
 from toolkit.errors import ToolkitError
 from toolkit.model.load import auto_class
 from toolkit.pages.card import draw_losses, recipe_for_readers, write_card
+from toolkit.pages.page import format_bytes
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.places import GIB
 from toolkit.recipe.recipe import Recipe
@@ -213,9 +214,9 @@ def _measured_memory(metrics: list[dict[str, Any]]) -> str:
     # Null on CPU ranks, which have no device memory.
     device = max((record["peak_device_bytes"] or 0 for record in train), default=0)
     if device:
-        return f"{device / GIB:.2f} GiB"
+        return format_bytes(device)
     host = max((record["peak_host_bytes"] for record in train), default=0)
-    return f"{host / GIB:.2f} GiB of host memory, with Python and its libraries"
+    return f"{format_bytes(host)} of host memory, with Python and its libraries"
 
 
 def _unit_rows(plan: UnitPlan | None) -> list[dict[str, Any]]:

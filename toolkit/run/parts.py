@@ -20,10 +20,10 @@ from toolkit.data.cut import WHOLE, Part
 from toolkit.data.loader import EpochOrder, TrainLoader, evaluation_batches
 from toolkit.data.samples import Batch, PairSamples, TextSamples
 from toolkit.data.stream import StreamLoader
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of, require_mergeable
 from toolkit.model.attention import attention_of, settle_attention
-from toolkit.model.load import load
+from toolkit.model.load import load, load_without_weights
 from toolkit.model.positions import first_position, takes_positions
 from toolkit.objectives.build import AnyObjective, build_objective
 from toolkit.objectives.classification import SequenceClassification
@@ -116,7 +116,7 @@ def build_parts(
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
     model = _loaded(recipe, tokens, data)
-    data, padded = _fitting(recipe, tokens, data, model)
+    data, padded = fitting(recipe, tokens, data, model)
     # The model is on the meta device still: what cannot work ends here, before any weight is read.
     require_room(model, tokens, recipe)
     packed, label_counts = data.report.packing, data.report.label_counts
@@ -132,7 +132,7 @@ def build_parts(
     # After `prepare`: the model is checked as it is trained, with its kernels and its precision.
     leaks, leak = _check_leaks(accelerator, recipe, model, objective, data, in_16_bits)
     if leak is not None:
-        padded, data = leak, _padded(recipe, tokens)
+        padded, data = leak, without_packing(recipe, tokens)
         objective = build_objective(recipe.objective, model, False, label_counts)
     group, num_groups, part = part_of(accelerator, recipe)
     parts_differ = _check_parts(accelerator, model, objective, data, part, in_16_bits)
@@ -316,18 +316,30 @@ def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe
         )
 
 
-def _may_pad(recipe: Recipe, data: TokenisedData) -> bool:
+def may_pad(recipe: Recipe, data: TokenisedData) -> bool:
     """Whether rows may be padded instead of packed: where the recipe leaves it open."""
     return data.report.packing and recipe.data.packing is None and recipe.objective.kind == "causal_lm"
 
 
-def _fitting(
+def fitting(
     recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData, model: PreTrainedModel
 ) -> tuple[TokenisedData, str | None]:
     """The data as the model can take it, and why its rows are padded, if they are for that."""
-    if takes_positions(model) or not _may_pad(recipe, data):
+    if takes_positions(model) or not may_pad(recipe, data):
         return data, None
-    return _padded(recipe, tokens), f"{class_name(base_of(model))} takes no position_ids"
+    return without_packing(recipe, tokens), f"{class_name(base_of(model))} takes no position_ids"
+
+
+def as_trained(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData) -> tuple[TokenisedData, list[str]]:
+    """The data as a run would train on it, and what there is to say of that; reads the model's configuration alone."""
+    if not may_pad(recipe, data):
+        return data, []
+    try:
+        model = load_without_weights(recipe.model, tokens)
+    except BadInputError as error:
+        return data, [f"shown packed, as the model that decides it could not be built: {first_line(error)}"]
+    data, padded = fitting(recipe, tokens, data, model)
+    return data, [f"packing: none, each row is padded: {padded}"] if padded is not None else []
 
 
 def _last_position(recipe: Recipe, data: TokenisedData, num_steps: int, size: int, resumed: Manifest | None) -> int:
@@ -336,7 +348,7 @@ def _last_position(recipe: Recipe, data: TokenisedData, num_steps: int, size: in
     return last if resumed is None else rest_of_run(recipe, num_steps, size, last, resumed)[1]
 
 
-def _padded(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> TokenisedData:
+def without_packing(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> TokenisedData:
     """The data with a sample for each row; nothing is tokenised again."""
     section = recipe.data.model_copy(update={"packing": False})
     return build.build(section, tokens, recipe.training.seed, recipe.objective)
@@ -372,9 +384,9 @@ def _check_leaks(
     # All or none: ranks whose rounding differs must not train on different samples.
     leak = next((told for told in ranks.gather_objects(leak) if told is not None), None)
     if leak is not None:
-        if not _may_pad(recipe, data):
+        if not may_pad(recipe, data):
             raise leak
-        return None, str(leak).removeprefix("data.packing: ").partition(". Set ")[0]
+        return None, leak.why
     train = data.report.train
     assert train is not None
     assert train.fill_rate is not None, "rows are packed"

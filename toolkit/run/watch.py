@@ -19,8 +19,10 @@ from pathlib import Path
 
 from toolkit import ranks
 from toolkit.errors import StalledError
+from toolkit.pages.status import mark_ended
 from toolkit.places import atomic_write
-from toolkit.run.status import FOLDER, FROZEN_SHARE, RankStatus, account, host_files, read_host, to_text
+from toolkit.run.folder import FINISHED
+from toolkit.run.status import FOLDER, FROZEN_SHARE, RankStatus, account, host_files, read_host, to_text, verdict
 from toolkit.terminal import harmless
 from toolkit.training.beats import RECORD_BYTES, Beats, Phase, mark_watched, read_beat
 
@@ -154,6 +156,8 @@ class Watch:
         text = account(places, stacks, self._limit)
         with contextlib.suppress(OSError):
             atomic_write(self._shared.parent / STALL_FILE, text)
+        behind = verdict(places, self._limit).replace("\n", " ")
+        mark_ended(self._shared.parent / FINISHED, "stood still", f"{behind} See {STALL_FILE}.")
         minutes = self._limit / 60
         print(
             f"error: the run stands still (training.stall_minutes: {minutes:g}); nothing is saved, and "

@@ -69,11 +69,16 @@ def verify(
         recipe, weights = with_layers(recipe, layers, folder)
         tell("plain: one process, float32")
         plain = run_plain(recipe, launch, steps)
+        if plain.padded is not None:
+            # The ranks take the plain side's rows, whatever their rounding says.
+            recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"packing": False})})
         tell(f"sharded: {launch.num_processes} {'CPU' if launch.on_cpu else 'GPU'} ranks")
         sharded = run_ranks(recipe, launch, len(plain.outcome.losses), folder, time_limit_seconds)
     facts = {"config": launch.origin, **sharded.facts, "weights": weights}
     if launch.on_cpu and not launch.values.get("use_cpu"):
         facts["ranks"] += "; this machine has too few GPUs"
+    if plain.padded is not None:
+        facts["packing"] = f"none, each row is padded: {plain.padded}"
     num_steps = len(plain.outcome.losses)
     facts["compared"] = f"{num_steps} optimizer steps" + ("; the run has no more" if num_steps < steps else "")
     return Report(facts, compare(plain, sharded, recipe.model.dtype))

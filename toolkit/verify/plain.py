@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.data import build, tokenizer
-from toolkit.data.samples import Batch
+from toolkit.data.build import TokenisedData
+from toolkit.data.samples import Batch, TextSamples
 from toolkit.model.load import load
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.optim.build import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
-from toolkit.run.parts import build_windows, require_room
+from toolkit.run.leaks import LeakError, check_leaks
+from toolkit.run.parts import build_windows, fitting, may_pad, require_room, without_packing
 from toolkit.sharding.shards import local_tensor
 from toolkit.verify.launch import Launch
 from toolkit.verify.packing import packing_row
@@ -30,9 +33,16 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     training = recipe.training
     tokens = tokenizer.load(recipe.model, recipe.data)
     data = build.build(recipe.data, tokens, training.seed)
+    built = load(recipe.model, tokens, training.seed)
+    require_room(built, tokens, recipe)
+    data, padded = fitting(recipe, tokens, data, built)
+    CausalLM(built, data.report.packing)  # refuses what it cannot train
     device = torch.device("cpu" if launch.on_cpu else "cuda")
-    model = _plain_model(recipe, tokens).to(device).train()
+    model = _plain_model(recipe, built).to(device).train()
     set_dropout(model, 0.0)
+    leak = _leak(recipe, model, data, device)
+    if leak is not None:
+        padded, data = leak, without_packing(recipe, tokens)
     packing = packing_row(model, data.train)
     groups = launch.num_processes // recipe.sharding.sequence  # of ranks that share their rows
     num_micro_batches = groups * training.gradient_accumulation_steps
@@ -44,15 +54,28 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     plain = plain_loop(model, recipe, windows, rates, packing)
     del model
     torch.cuda.empty_cache()
-    return plain
+    return replace(plain, padded=padded)
 
 
-def _plain_model(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model as transformers itself makes it, in float32: not by the toolkit's reading of slices."""
+def _leak(recipe: Recipe, model: PreTrainedModel, data: TokenisedData, device: torch.device) -> str | None:
+    """Why rows must not share a sample, where the recipe leaves it open; else the packing's row tells of a leak."""
+    if not may_pad(recipe, data) or not isinstance(data.train, TextSamples):
+        return None
+    objective, size = CausalLM(model, packed=True), recipe.training.micro_batch_size
+    try:
+        check_leaks(model, model, objective, data.train, size, device, in_16_bits=False)
+    except LeakError as error:
+        return error.why
+    return None
+
+
+def _plain_model(recipe: Recipe, built: PreTrainedModel) -> PreTrainedModel:
+    """The model as transformers itself makes it, in float32: not by the toolkit's reading of slices.
+
+    Args:
+        built: the toolkit's, without weights, for its configuration.
+    """
     section = recipe.model
-    built = load(section, tokens, recipe.training.seed)
-    require_room(built, tokens, recipe)
-    CausalLM(built, recipe.data.packing is not False)  # refuses what it cannot train
     settings: dict[str, Any] = {"dtype": built.dtype, "trust_remote_code": section.trust_remote_code}
     if section.attention != "auto":
         settings["attn_implementation"] = section.attention

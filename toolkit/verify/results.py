@@ -66,12 +66,14 @@ class PlainRun:
         steady: elements of each parameter whose gradient stayed well above rounding, see `_Steadiness`.
         reach: the farthest that AdamW can have moved a weight: the sum of the learning rates.
         packing: the row about documents that share a sample.
+        padded: why rows are padded although `data.packing` is not set; None where that is not so.
     """
 
     outcome: Outcome
     steady: dict[str, torch.Tensor]
     reach: float
     packing: Row
+    padded: str | None = None
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,18 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "config is a folder": (as_folder("config.json"), "config.json"),
     "no config": (without("config.json"), "config.json"),
     "all weights zero": (changed(lambda t: [tensor.zero_() for tensor in t.values()]), "is zero"),
+    "a norm with a NaN": (
+        changed(lambda t: t[NORM][3].fill_(float("nan"))),
+        f"1 of the weights of {{folder}} hold numbers that are not finite: {NORM};",
+    ),
+    "a matrix with an infinity": (
+        changed(lambda t: t["model.layers.1.mlp.up_proj.weight"][0, 0].fill_(float("inf"))),
+        "not finite: model.layers.1.mlp.up_proj.weight;",
+    ),
+    "two that are not finite": (
+        changed(lambda t: [t[name].fill_(float("-inf")) for name in (EMBEDDINGS, HEAD)]),
+        f"not finite: {HEAD}, {EMBEDDINGS};",
+    ),
     "weights as whole numbers": (
         changed(lambda t: t.update({n: w.char() for n, w in t.items()})),
         "stored as integers",
@@ -183,6 +195,7 @@ TAKEN: dict[str, tuple[Spoil, str]] = {
         changed(lambda t: t["model.layers.0.mlp.up_proj.weight"].zero_()),
         "some models begin with layers that add nothing",
     ),
+    "a norm of zeros": (changed(lambda t: t[NORM].zero_()), "Gemma's norms add 1 to theirs"),
     "no limit of positions": (configured(max_position_embeddings=-1), "so says XLNet, whose positions have no limit"),
     "unknown class of the tokenizer": (
         written("tokenizer_config.json", '{"tokenizer_class": "Other", "eos_token": "<|endoftext|>"}'),
@@ -218,6 +231,7 @@ def folder(place: Path) -> Path:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, place: Path, folder: Path) -> None:
     spoil, named = REFUSED[name]
+    named = named.replace("{folder}", repr(str(folder)))
     spoil(folder)
     outcome = finetune(str(place / "recipe.yaml"), f"model.name_or_path={folder}", "--dry-run")
     assert outcome.problems(named) == [], outcome.told
@@ -236,3 +250,18 @@ def test_what_is_drawn_at_random_or_left_unused_is_told(place: Path, folder: Pat
     outcome = finetune(recipe, f"model.name_or_path={folder}", allowed, "--dry-run")
     assert "weights: 1 drawn at random: lm_head.weight; 1 left unused: extra\n" in outcome.told
     assert "weights:" not in finetune(recipe, "--dry-run").told
+
+
+@pytest.mark.parametrize("through_one_rank", [False, True])
+def test_a_matrix_of_zeros_is_told_and_a_norm_that_is_not_finite_refused_wherever_they_are_read(
+    through_one_rank: bool, place: Path, folder: Path
+) -> None:
+    """Rank 0 reads for all where the files lack something that is meant to be new."""
+    down = "model.layers.0.mlp.down_proj.weight"
+    changed(lambda t: [t[down].zero_(), *([t.pop(HEAD)] if through_one_rank else [])])(folder)
+    arguments = [str(place / "recipe.yaml"), f"model.name_or_path={folder}", "--dry-run"]
+    arguments += ["model.allow_new_weights=[lm_head.*]"] * through_one_rank
+    assert f"1 nothing but zeros: {down}\n" in finetune(*arguments).told
+    assert f"1 nothing but zeros: {down}\n" in finetune(*arguments, "adapter.kind=lora").told, "and not the adapters"
+    changed(lambda t: t[NORM].fill_(float("nan")))(folder)
+    assert finetune(*arguments).problems(f"not finite: {NORM};") == []

@@ -11,6 +11,8 @@ from typer.testing import CliRunner, Result
 
 from toolkit.cli.app import app
 from toolkit.errors import ToolkitError
+from toolkit.pages.run_page import RunSummary, write_report
+from toolkit.pages.status import Status, state_of
 from toolkit.run.status import FOLDER, RankStatus, to_text
 
 GOES = RankStatus(0, "one", 10, "S", "forward", 7, 41, 0.5, 1.0)
@@ -20,9 +22,9 @@ def shown(run: Path, *options: str) -> Result:
     return CliRunner().invoke(app, ["status", str(run), *options])
 
 
-def write(run: Path, *ranks: RankStatus) -> None:
+def write(run: Path, *ranks: RankStatus, ago: float = 0.0) -> None:
     (run / FOLDER).mkdir(exist_ok=True)
-    (run / FOLDER / "host_00000.json").write_text(to_text(list(ranks), 1, time.time()))
+    (run / FOLDER / "host_00000.json").write_text(to_text(list(ranks), 1, time.time() - ago))
 
 
 def test_a_row_for_each_rank(tmp_path: Path) -> None:
@@ -49,4 +51,19 @@ def test_nothing_is_under_way(tmp_path: Path) -> None:
     assert isinstance(result.exception, ToolkitError)
     assert result.exception.exit_code == 1
     assert "no run is under way; the last one stood still" in str(result.exception)
+    assert shown(tmp_path, "--json").exit_code == 1
+
+
+def test_a_run_that_was_killed_is_gone_and_its_report_says_so(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    status = Status("running", 3, 10, None, time.time() - 500, 30)
+    write_report(page, RunSummary("run", "", [], {}, [], {}, {}, None, status=status))
+    write(tmp_path, GOES, replace(GOES, rank=1, silent_seconds=20.0), ago=30.0)
+    assert shown(tmp_path).exit_code == 0, "a slow disk is no end"
+    assert state_of(page) == "running"
+    write(tmp_path, GOES, replace(GOES, rank=1, silent_seconds=20.0), ago=90.0)
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - 91))
+    assert f"nothing was heard of any rank since {since}" in str(shown(tmp_path).exception)
+    assert "the same command goes on" in str(shown(tmp_path).exception)
+    assert state_of(page) == "killed"
     assert shown(tmp_path, "--json").exit_code == 1

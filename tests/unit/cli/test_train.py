@@ -17,6 +17,8 @@ from toolkit.cli import launcher, train
 from toolkit.cli.app import app
 from toolkit.cli.launcher import run_launcher
 from toolkit.errors import BadInputError, ToolkitError
+from toolkit.pages.run_page import RunSummary, write_report
+from toolkit.pages.status import Status, state_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -104,9 +106,14 @@ def test_the_exit_code_of_the_rank_that_failed(code: str, exit_code: int | None,
     script = tmp_path / "script.py"
     script.write_text(code)
     words = ["--config_file", str(ROOT / "accelerate_configs/gpu_1.yaml"), str(script)]
+    page = tmp_path / "report.html"
+    status = Status("running", 6, 10, None, 0.0, 30)
+    write_report(page, RunSummary("run", "", [], {}, [], {}, {}, None, status=status))
     if exit_code is None:
         with pytest.raises(ToolkitError, match="rank 0 was ended by SIGKILL: the machine may have run out of memory"):
             run_launcher(words, tmp_path)
+        assert state_of(page) == "killed"
+        assert "Rank 0 was ended by SIGKILL" in page.read_text()
     else:
         assert run_launcher(words, tmp_path) == exit_code
 

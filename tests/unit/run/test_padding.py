@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,10 +11,17 @@ from typing import Any, cast
 import pytest
 import yaml
 from accelerate import Accelerator
-from refusals import Outcome, finetune
+from refusals import Outcome as Refusal
+from refusals import finetune
 from tiny import llama, recipe_values, save_llama
+from typer.testing import CliRunner
 
+from toolkit.cli.app import app
+from toolkit.errors import BadInputError
+from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts import _prepared
+from toolkit.verify import Outcome, ShardedRun, verify
+from toolkit.verify.launch import Launch
 
 TEXTS = ["a king and a queen walked by the river", "the moon was high"]
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -42,11 +50,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def rehearsed(place: Path, config: dict[str, Any], *overrides: str) -> Outcome:
+def written(place: Path, config: dict[str, Any]) -> str:
+    """The path of a recipe."""
     values = recipe_values(place / "llama", place / "rows.jsonl", place / "out", place / "cache")
     values["model"] = {"config": config, "tokenizer": str(place / "llama")}
     (place / "recipe.yaml").write_text(yaml.safe_dump(values))
-    return finetune(str(place / "recipe.yaml"), *overrides, "--dry-run")
+    return str(place / "recipe.yaml")
+
+
+def rehearsed(place: Path, config: dict[str, Any], *overrides: str) -> Refusal:
+    return finetune(written(place, config), *overrides, "--dry-run")
 
 
 @pytest.mark.parametrize(
@@ -65,6 +78,55 @@ def test_left_open_rows_are_padded_and_asked_for_it_is_an_error(place: Path, con
     asked = rehearsed(place, config, "data.packing=true")
     assert asked.problems(f"data.packing: {why}") == [], asked.told
     assert "none, each row" not in rehearsed(place, config, "data.packing=false").told
+
+
+@pytest.mark.parametrize(
+    ("config", "packed"),
+    [
+        (STATE_SPACE, False),
+        ({**SIZES, "model_type": "llama", "num_hidden_layers": 2}, True),
+        ({"model_type": "x"}, None),
+    ],
+    ids=["no positions", "llama", "no model"],
+)
+def test_data_shows_the_rows_as_a_run_would_train_on_them(
+    place: Path, config: dict[str, Any], packed: bool | None
+) -> None:
+    recipe = written(place, config)
+    told = CliRunner().invoke(app, ["data", recipe, "--json"])
+    report = json.loads(told.stdout)
+    assert report["packing"] is (packed is not False)
+    assert report["train"]["samples"] == 20 if packed is False else report["train"]["samples"] < 20
+    expected = {
+        False: ["packing: none, each row is padded: MambaForCausalLM takes no position_ids"],
+        True: [],
+        None: ["shown packed, as the model that decides it could not be built: model.config: no model can be built"],
+    }[packed]
+    assert [warning[: len(line)] for warning, line in zip(report["warnings"][-1:], expected, strict=False)] == expected
+    assert [warning for warning in report["warnings"] if "pack" in warning][len(expected) :] == []
+    asked = CliRunner().invoke(app, ["data", recipe, "data.packing=true", "--json"])
+    assert json.loads(asked.stdout)["packing"], "asked for, it is shown, and the run refuses it"
+
+
+@pytest.mark.parametrize(("config", "why"), [(STATE_SPACE, "no position_ids"), (CONVOLUTION, "see each other in Lfm2")])
+def test_verify_compares_the_rows_that_a_run_would_train_on(
+    place: Path, config: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def ranks(recipe: Recipe, launch: Launch, steps: int, folder: Path, seconds: float) -> ShardedRun:
+        asked.append(recipe.data.packing)
+        return ShardedRun(Outcome([], [], {}, []), {"packing": "none", "ranks": "2"}, "no", "cpu", None)
+
+    monkeypatch.setattr("toolkit.verify.run_ranks", ranks)
+    monkeypatch.setattr("toolkit.verify.compare", lambda *_: [])
+    report = verify(Recipe.load(written(place, config)), steps=1)
+    assert asked == [False], "the ranks take the plain side's rows"
+    assert report.facts["packing"].startswith("none, each row is padded: ")
+    assert why in report.facts["packing"]
+    with pytest.raises(BadInputError, match=r"data\.packing") if config is STATE_SPACE else nullcontext():
+        verify(Recipe.load(written(place, config), ["data.packing=true"]), steps=1)
+    assert asked[1:] == ([] if config is STATE_SPACE else [True]), "asked for, a leak is told by a row of the report"
 
 
 def test_experts_in_float32_leave_no_traceback_and_the_hint_is_theirs_alone(

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from toolkit.pages.run_page import RunSummary, write_report
+from toolkit.pages.status import Status, state_of
 from toolkit.run import watch as watch_module
 from toolkit.run.status import RankStatus, account, behind, read_statuses, verdict
 from toolkit.run.watch import ABANDONED_SECONDS, STALL_FILE, Watch, clear_abandoned
@@ -132,6 +134,9 @@ def test_a_rank_that_is_frozen_is_told_by_the_other_and_killed(
     tmp_path: Path, killed: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     host = Host(tmp_path, "one", [0, 1])
+    page = tmp_path / "run" / "report.html"
+    status = Status("running", 6, 10, None, 0.0, 30)
+    write_report(page, RunSummary("run", "", [], {}, [], {}, {}, None, status=status))
     for rank in (0, 1):
         host.beat(rank, Phase.BACKWARD, 100.0, step=7)
     watch = host.watch(0)
@@ -144,6 +149,8 @@ def test_a_rank_that_is_frozen_is_told_by_the_other_and_killed(
     assert "backward of step 7, for 69 s; its process does not answer" in text
     assert "test_a_rank_that_is_frozen" in text, "the stack of the rank that runs"
     assert "training.stall_minutes: 1" in capsys.readouterr().err
+    assert state_of(page) == "stood still"
+    assert "backward of step 7, for 69 s; its process does not answer. Rank 0 waits for it. See" in page.read_text()
 
 
 def test_other_ranks_leave_the_telling_to_the_lowest(tmp_path: Path, killed: list[int]) -> None:

@@ -1,0 +1,119 @@
+"""The report of a run that is not finished: what it says of itself, and what others say of it once it is gone."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from html_page import HOSTILE, Page
+
+from toolkit.pages.run_page import RunSummary, write_report
+from toolkit.pages.status import Status, is_finished, mark_ended, state_of
+from toolkit.run import live
+from toolkit.run.live import LiveReport
+
+RUNNING = Status("running", 3, 10, 7.0, 1_700_000_000.5, 30)
+
+
+def report(path: Path, status: Status | None) -> str:
+    metrics = [{"split": "train", "step": step, "loss": 1 / step} for step in (1, 2, 3)]
+    write_report(path, RunSummary("run", "a: 1", metrics, {}, [], {}, {}, None, status=status))
+    return path.read_text()
+
+
+def test_who_saw_the_end_says_so_in_the_report(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    before = report(path, RUNNING)
+    assert state_of(path) == "running"
+    mark_ended(path, "stood still", f"Rank 1 {HOSTILE}")
+    text = path.read_text()
+    page = Page(text)
+    assert state_of(path) == "stood still"
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(RUNNING.written))
+    assert page.text_of["status"].startswith(f"Stood still after step 3 of 10. Rank 1 {HOSTILE} Written {written}")
+    assert page.elements["script"] == 0
+    assert "refresh" not in text
+    assert text.partition("</section>")[2] == before.partition("</section>")[2], "what else the page shows stays"
+    mark_ended(path, "killed", "later")
+    assert path.read_text() == text, "the first account stays"
+
+
+@pytest.mark.parametrize("status", [None, Status("failed", 1, 2, None, 0.0, 30, "x")])
+def test_a_report_that_does_not_say_running_stays(status: Status | None, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    text = report(path, status)
+    mark_ended(path, "killed", "now")
+    assert path.read_text() == text
+    assert is_finished(path) == (status is None)
+    mark_ended(tmp_path / "none.html", "killed", "now")
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_the_browser_runs_the_one_script_that_tells_of_a_page_too_old(tmp_path: Path) -> None:
+    text = report(tmp_path / "report.html", RUNNING)
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert len(scripts) == 1
+    allowed = re.findall(r"script-src ([^\"]*)\"", text)
+    assert allowed == [f"'sha256-{base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()}'"]
+    found = {name: value for _, name, value in Page(text).attributes if name.startswith("data-")}
+    assert found == {"data-step": "3", "data-steps": "10", "data-written": "1700000000.5", "data-late": "180"}
+    assert set(re.findall(r"dataset\.(\w+)", scripts[0])) <= {name.removeprefix("data-") for name in found}
+    assert "script" not in report(tmp_path / "report.html", None)
+
+
+class Run:
+    """A live report, as a rank writes it."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int, patch: pytest.MonkeyPatch) -> None:
+        self.path = folder / "report.html"
+        patch.setattr("toolkit.ranks.rank", lambda: rank)
+        patch.setattr("toolkit.ranks.world_size", lambda: world_size)
+        self.report = LiveReport(self.path, self.summary, lambda: 10)
+
+    def summary(self, records: list[dict[str, Any]]) -> RunSummary:
+        return RunSummary("run", "", records, {}, [], {}, {}, None)
+
+    def told(self) -> str:
+        return Page(self.path.read_text()).text_of["status"]
+
+
+LOST = RuntimeError("[gloo] Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "told"),
+    [
+        (0, ValueError("no"), "Failed after step 0 of 10. ValueError: no"),
+        (1, ValueError("no"), "Failed after step 3 of 10. Rank 1: ValueError: no"),
+        (0, LOST, "Failed after step 0 of 10. Another rank is gone (RuntimeError: [gloo]"),
+        (1, LOST, "Failed after step 3 of 10. Another rank is gone (RuntimeError: [gloo]"),
+    ],
+)
+def test_whichever_rank_fails_the_report_says_so(
+    rank: int, error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, rank, 2, monkeypatch)
+    report(run.path, RUNNING)
+    run.report.failed(error)
+    assert run.told().startswith(told)
+    before = run.told()
+    if rank == 0 and error is not LOST:
+        run.report.failed(LOST)
+        assert run.told() == before, "who lost a rank does not write over why that one failed"
+
+
+def test_slow_steps_do_not_make_the_page_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
+    run = Run(tmp_path, 0, 1, monkeypatch)
+    lates = []
+    for now in (400.0, 900.0, 905.0, 1500.0):
+        clock[0] = now
+        run.report.record([], None)
+        lates += re.findall(r'data-late="(\d+)"', run.path.read_text())
+    assert lates == ["1660", "2060", "2060", "2440"], "4 of the longest pause between two records, and a minute"

@@ -1,0 +1,69 @@
+"""What the files of a model hold: a weight that is not finite is refused, and a matrix of zeros is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from toolkit import ranks
+from toolkit.errors import BadInputError
+
+NAMES_SHOWN = 5
+"""Tensors that a message lists."""
+
+
+class Values:
+    """Looks at the parameters of a model's files while they are read, which costs no reading of their own.
+
+    Args:
+        source: the model, for errors.
+        model: before adapters are added; its buffers, which may be masks of minus infinity, are not looked at.
+    """
+
+    def __init__(self, source: str, model: nn.Module) -> None:
+        self._source = source
+        self._names = {name for name, _ in model.named_parameters()}
+        self._zero: dict[str, bool] = {}
+        self._not_finite: set[str] = set()
+
+    def look(self, name: str, tensor: torch.Tensor) -> None:
+        """At the rows of a parameter that this rank has read."""
+        if name not in self._names or not tensor.is_floating_point():
+            return
+        # One pass without a copy; NaN is both the least and the largest.
+        low, high = (bound.item() for bound in _wide(tensor).aminmax()) if tensor.numel() else (0.0, 0.0)
+        if not math.isfinite(low) or not math.isfinite(high):
+            self._not_finite.add(name)
+        if tensor.ndim > 1:  # biases, and the norms of some models (Gemma), begin at zero
+            self._zero[name] = self._zero.get(name, True) and low == high == 0
+
+    def zero(self) -> list[str]:
+        """The matrices that hold nothing but zeros, on all ranks together. Collective.
+
+        Raises:
+            BadInputError: on every rank; a parameter is not finite.
+        """
+        found = ranks.gather_objects(
+            (sorted(self._not_finite), {name for name, zero in self._zero.items() if zero}, bool(self._zero))
+        )
+        wrong = sorted({name for names, _, _ in found for name in names})
+        if wrong:
+            raise BadInputError(
+                f"model.name_or_path: {len(wrong)} of the weights of {self._source!r} hold numbers that are not "
+                f"finite: {some(wrong)}; no loss would be a number. Download them again, or name another model"
+            )
+        zero = [names for _, names, has_looked in found if has_looked]  # where one rank reads, it speaks for all
+        return sorted(set.intersection(*zero)) if zero else []
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.element_size() == 1 else tensor  # torch compares no 8-bit floats
+
+
+def some(names: Iterable[str]) -> str:
+    """The first names of a list."""
+    listed = list(names)
+    return ", ".join(listed[:NAMES_SHOWN]) + (", ..." if len(listed) > NAMES_SHOWN else "")
