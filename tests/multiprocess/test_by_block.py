@@ -16,6 +16,7 @@ from ranks import meet, run_on_ranks
 from tiny import llama, recipe_values, save_llama
 from torch.distributed.device_mesh import init_device_mesh
 from traffic import Traffic
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
@@ -32,15 +33,46 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "offload": {"sharding": {"offload": "optimizer", "offload_executor": "cpu_torch"}},
     "lora": {"adapter": {"kind": "lora", "r": 2}, "training": {"mixed_precision": "bf16"}},
     "packed": {"data": {"packing": True, "max_length": 64}},
+    "dora, inputs offloaded, prefetch": {
+        "adapter": {"kind": "lora", "r": 2, "use_dora": True},
+        "sharding": {"offload_checkpoints": True, "prefetch": 2},
+    },
+    "classes": {
+        "data": {"train": "classes.jsonl", "packing": None, "long_rows": "truncate"},
+        "objective": {"kind": "sequence_classification", "labels": ["a", "b"]},
+    },
+    "pairs": {
+        "adapter": {"kind": "lora", "r": 2, "dropout": 0.0},
+        "data": {"train": "pairs.jsonl", "packing": None, "max_length": 64},
+        "objective": {"kind": "preference"},
+    },
 }
+ON_FOUR = {
+    "experts": {"model": {"name_or_path": "experts"}, "training": {"mixed_precision": "bf16"}},
+}
+COMPILED = {"compiled": {"training": {"compile": True}}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("by_block")
     save_llama(folder / "model", TEXTS, tied=False, layers=3)
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    save_llama(folder / "experts", TEXTS, tied=False)
+    settings = json.loads((folder / "experts" / "config.json").read_text())
+    sizes = {key: settings[key] for key in ("vocab_size", "eos_token_id", "pad_token_id", "bos_token_id")}
+    sizes |= {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = Qwen3MoeConfig(**sizes, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    Qwen3MoeForCausalLM(experts).save_pretrained(folder / "experts")
+    words = [text.split() for text in TEXTS]
+    write(folder / "rows.jsonl", [{"text": text} for text in TEXTS])
+    write(folder / "classes.jsonl", [{"text": text, "label": "ab"[i % 2]} for i, text in enumerate(TEXTS)])
+    sides = [(" ".join(w[:3]), " " + " ".join(w[3:7]), " the " + " ".join(w[7:10])) for w in words]
+    write(folder / "pairs.jsonl", [dict(zip(("prompt", "chosen", "rejected"), side, strict=True)) for side in sides])
     return folder
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def recipe(folder: Path, name: str, strategy: str, accumulate: str, changes: dict[str, dict[str, Any]]) -> Recipe:
@@ -55,6 +87,8 @@ def recipe(folder: Path, name: str, strategy: str, accumulate: str, changes: dic
     values["sharding"] = {"strategy": strategy, "accumulate": accumulate, "activation_checkpointing": 1}
     for section, fields in changes.items():
         values[section] = {**values.get(section, {}), **fields}
+    for section, key in (("model", "name_or_path"), ("data", "train")):
+        values[section][key] = str(folder / values[section][key])
     return Recipe.from_mapping(values)
 
 
@@ -110,27 +144,61 @@ def test_a_window_is_gathered_twice_and_reduced_once_whatever_the_lengths_of_its
     assert found[0]["threads"] == 0, "a forward that fails ends the others'"
 
 
-def runs(folder: Path) -> dict[str, Any]:
+def runs(folder: Path, cases: dict[str, Any], of_one_step: str) -> dict[str, Any]:
     from toolkit import finetune
 
     found: dict[str, Any] = {}
-    for case, changes in CASES.items():
-        for strategy, accumulate in (("zero1", "by_micro_batch"), ("zero3", "by_block")):
+    for case, changes in cases.items():
+        for strategy, accumulate in ((of_one_step, "by_micro_batch"), ("zero3", "by_block")):
             meet()
-            name = f"{case}-{strategy}-{accumulate}"
-            result = finetune(recipe(folder, name, strategy, accumulate, changes))
-            found[name] = [
-                (record["loss"], record["grad_norm"]) for record in result.metrics if record["split"] == "train"
-            ]
+            strategy = "hybrid" if of_one_step == "hybrid" else strategy
+            result = finetune(recipe(folder, f"{case}-{strategy}-{accumulate}", strategy, accumulate, changes))
+            found[f"{case} {accumulate}"] = [(record["loss"], record.get("grad_norm")) for record in result.metrics]
     return found
 
 
-def test_a_run_by_block_is_the_run_that_reduces_once_a_step(folder: Path) -> None:
-    found = run_on_ranks(runs, 2, folder)[0]
-    for name, records in found.items():
-        case = name.partition("-")[0]
-        assert records == found[f"{case}-zero1-by_micro_batch"], name
-        assert len(records) == STEPS
+def stopped_and_resumed(folder: Path) -> dict[str, Any]:
+    """Checkpoints between windows: what goes on from one is the run that was not interrupted."""
+    from toolkit import finetune
+
+    found: dict[str, Any] = {}
+    for name, checkpoint in (
+        ("whole", {"every_steps": 2}),
+        ("resumed", {"resume": str(folder / "whole" / "checkpoints" / "step_00000002")}),
+    ):
+        meet()
+        changes = {"checkpoint": checkpoint, "data": {"validation": str(folder / "rows.jsonl")}}
+        found[name] = finetune(recipe(folder, name, "zero3", "by_block", changes)).metrics[-2:]
+    return {name: [(record["split"], record["step"], record["loss"]) for record in found[name]] for name in found}
+
+
+def both(folder: Path, cases: dict[str, Any], of_one_step: str) -> Any:
+    return runs(folder, cases, of_one_step), stopped_and_resumed(folder) if of_one_step == "zero1" else None
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "of_one_step", "cases"),
+    [
+        (2, "zero1", CASES),
+        (4, "hybrid", ON_FOUR),
+        pytest.param(1, "zero1", CASES | ON_FOUR, marks=pytest.mark.slow),
+        pytest.param(2, "zero1", COMPILED, marks=pytest.mark.slow),
+        pytest.param(4, "zero1", CASES | ON_FOUR, marks=pytest.mark.slow),
+        pytest.param(4, "hybrid", CASES, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_by_block_is_the_run_that_reduces_once_a_step(
+    folder: Path, tmp_path: Path, num_ranks: int, of_one_step: str, cases: dict[str, Any]
+) -> None:
+    for name in ("model", "experts", "rows.jsonl", "classes.jsonl", "pairs.jsonl"):
+        (tmp_path / name).symlink_to(folder / name)
+    found, resumed = run_on_ranks(both, num_ranks, tmp_path, cases, of_one_step, seconds=480)[0]
+    for case in cases:
+        assert found[f"{case} by_block"] == found[f"{case} by_micro_batch"], case
+        assert len(found[f"{case} by_block"]) == STEPS
+    if resumed is not None:
+        assert resumed["resumed"] == resumed["whole"]
+        assert [told[:2] for told in resumed["whole"]] == [("train", STEPS), ("eval", STEPS)]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +206,7 @@ def test_a_run_by_block_is_the_run_that_reduces_once_a_step(folder: Path) -> Non
     [
         ({"training": {"gradient_accumulation_steps": 1}}, "one micro-batch a step"),
         ({"sharding": {"activation_checkpointing": None}}, "set sharding.activation_checkpointing=1"),
-        ({"training": {"compile": True}}, "training.compile is not possible"),
+        ({"training": {"mixed_precision": "fp16"}}, "mixed_precision fp16 is not possible"),
     ],
 )
 def test_what_by_block_cannot_run_is_refused(changes: dict[str, dict[str, Any]], told: str, folder: Path) -> None:

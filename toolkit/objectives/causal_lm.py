@@ -19,6 +19,7 @@ from toolkit.model.attention import attention_of, known_packing
 from toolkit.model.fake_tensors import has_values
 from toolkit.model.positions import first_position, takes_positions
 from toolkit.objectives.head_loss import HeadLoss, find_head_loss, numbers_of_targets
+from toolkit.objectives.objective import RunsWindows
 from toolkit.objectives.preference_losses import log_probabilities_by_document, summed_by_document
 from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.sequence import WholeRows, rows_shared, summed_over_group
@@ -77,6 +78,10 @@ class CausalLM:
             known["bounds"] = F.pad(begins, (0, 1), value=positions.numel()).int()
             known["longest"] = int(known["bounds"].diff().max())
         return known
+
+    def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
+        """As they are."""
+        return batches
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, T, V)."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.model.adapters import base_of
+from toolkit.objectives.objective import RunsWindows
 
 CLASSES_SHOWN = 20
 """Up to so many classes an evaluation's record has the whole confusion matrix."""
@@ -38,6 +39,10 @@ class SequenceClassification:
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """The batch: nothing here depends on what it holds."""
         return batch
+
+    def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
+        """As they are."""
+        return batches
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, number of classes)."""

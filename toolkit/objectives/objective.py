@@ -6,12 +6,16 @@ optimizer step, so that the loss does not depend on how the batch is split (tran
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from toolkit.data.samples import Batch
+
+RunsWindows = Callable[[Sequence[Callable[[], Any]]], list[Any]]
+"""Runs forwards of several micro-batches without gradients; gives what they give."""
 
 
 class Objective(Protocol):
@@ -33,6 +37,9 @@ class Objective(Protocol):
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """The micro-batch, still on the host, with what the loss would otherwise have to ask the device for."""
+
+    def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
+        """The micro-batches of a step that runs by block, with what their losses have to ask the model before that."""
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """What the model makes of a micro-batch."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import peft
@@ -12,7 +14,11 @@ from torch import nn
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.model.adapters import adapters_off
 from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.objective import RunsWindows
 from toolkit.objectives.preference_losses import Loss, Pairs
+
+OF_BASE = "of_base"
+"""Where a batch has the log-probabilities of the model without its adapters, (P, 2)."""
 
 FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward", "kl")
 """Figures of preferences in steps and evaluations; the last where there is a reference."""
@@ -92,13 +98,27 @@ class Preference:
         """Log-probabilities (P, 2); None where the loss needs none."""
         if not self.loss.needs_reference:
             return None
-        if self._adapted is None:
-            return batch["reference"]
+        if self._adapted is None or OF_BASE in batch:
+            return batch["reference" if self._adapted is None else OF_BASE]
+        with self._as_base(model, self._adapted), torch.no_grad():
+            return self.log_probabilities(model, batch)[0]
+
+    def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
+        """With the log-probabilities of the base, if they are not known."""
+        if not self.loss.needs_reference or self._adapted is None:
+            return batches
+        # For all micro-batches at once: adapters are switched off for the whole process, not for a thread.
+        with self._as_base(model, self._adapted):
+            found = run([functools.partial(self.log_probabilities, model, batch) for batch in batches])
+        return [{**batch, OF_BASE: sums} for batch, (sums, _) in zip(batches, found, strict=True)]
+
+    @contextmanager
+    def _as_base(self, model: nn.Module, adapted: peft.PeftModel) -> Iterator[None]:
         was_training = model.training
-        with torch.no_grad(), adapters_off(self._adapted):
-            sums, _ = self.log_probabilities(model.eval(), batch)
+        model.eval()
+        with adapters_off(adapted):
+            yield
         model.train(was_training)
-        return sums
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         losses, figures, counted = self._compared(model, batch)

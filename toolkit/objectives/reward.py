@@ -16,6 +16,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.fake_tensors import has_values
 from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.objective import RunsWindows
 from toolkit.objectives.replaced import own_forward, replaced
 from toolkit.sharding.fsdp import class_name
 
@@ -58,6 +59,10 @@ class Reward:
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """As `CausalLM` does, and with `_places`."""
         return {**self._causal.on_host(batch), **_places(batch)}
+
+    def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
+        """As they are."""
+        return batches
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Scores of every token, (B, T, 1)."""

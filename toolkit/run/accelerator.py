@@ -131,6 +131,8 @@ def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path)
     precision, device = accelerator.mixed_precision, accelerator.device.type
     if precision not in PRECISIONS or (precision == "fp16" and device == "cpu"):
         raise BadInputError(f"mixed_precision {precision} is not possible on {device}; use bf16 or no")
+    if precision == "fp16" and recipe.sharding.accumulate == "by_block":
+        raise BadInputError("mixed_precision fp16 is not possible with sharding.accumulate=by_block; use bf16")
     return accelerator
 
 

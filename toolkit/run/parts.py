@@ -37,6 +37,7 @@ from toolkit.planning.check import Planned, plan_run
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.accelerator import checkpointing_of, compilation_of
+from toolkit.run.by_block import by_block_of
 from toolkit.run.leaks import LeakError, check_leaks
 from toolkit.run.sequence import check_parts, part_of, share_rows
 from toolkit.sharding.apply import prepare_blocks
@@ -161,7 +162,7 @@ def build_parts(
         head_loss,
         leaks,
         padded,
-        _by_block(recipe, plugin, model),
+        by_block_of(recipe, plugin, model, accelerator.device),
         parts_differ,
     )
 
@@ -180,14 +181,6 @@ def _attention(accelerator: Accelerator, recipe: Recipe, model: PreTrainedModel,
     chosen = settle_attention(base_of(model), asked, accelerator.device, in_16_bits, packed, compiled)
     share_rows(recipe, model)
     return chosen
-
-
-def _by_block(recipe: Recipe, plugin: ShardingPlugin, model: nn.Module) -> ByBlock | None:
-    """What runs the micro-batches of a step by block; None: they run one after another."""
-    if recipe.sharding.accumulate != "by_block":
-        return None
-    assert plugin.unit_plan is not None  # `build_plugins` refuses other strategies
-    return ByBlock(model, plugin.unit_plan)
 
 
 def _planned(

@@ -18,7 +18,7 @@ from toolkit.errors import BadInputError
 from toolkit.sharding.by_block import in_window
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
-from toolkit.sharding.fsdp import forget_uncalled_modules, sharded_modules
+from toolkit.sharding.fsdp import reshard_all
 from toolkit.sharding.gloo import communicate
 from toolkit.sharding.shards import shard_rows
 from toolkit.sharding.strategy import Strategy
@@ -205,8 +205,6 @@ def _reshard_after_evaluation(model: nn.Module) -> None:
     def after_forward(module: nn.Module, _args: object, _output: object) -> None:
         # Other micro-batches of a window that runs by block are in the midst of their forwards.
         if not torch.is_grad_enabled() and not in_window():
-            for unit in sharded_modules(module):
-                unit.reshard()
-                forget_uncalled_modules(unit)
+            reshard_all(module)
 
     model.register_forward_hook(after_forward)

@@ -13,71 +13,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.errors import BadInputError, TrainingError
 from toolkit.ranks import on_this_device
-from toolkit.sharding.fsdp import end_backward, stay_in_forward
+from toolkit.sharding.cuts import Pass, bypasses, cut, cut_written
+from toolkit.sharding.fsdp import class_name, end_backward, reshard_all, stay_in_forward
 from toolkit.sharding.unit_plan import UnitPlan
 
-
-class _Slot:
-    """Where the gradient of a tensor arrives that stands on the other side of a cut."""
-
-    def __init__(self) -> None:
-        self.gradient: torch.Tensor | None = None
-
-    def add(self, gradient: torch.Tensor) -> None:
-        self.gradient = gradient if self.gradient is None else self.gradient + gradient
-
-
-class _Cut(torch.autograd.Function):
-    """The same values at the start of another graph. Not a leaf, which would keep the values alive until backward."""
-
-    @staticmethod
-    def forward(ctx: Any, _anchor: torch.Tensor, value: torch.Tensor, slot: _Slot) -> torch.Tensor:
-        ctx.slot = slot
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.slot.add(gradients[0])
-        return None, None, None
-
-
-Cuts = list[tuple[GradientEdge, _Slot]]
-
-
-@dataclass
-class _Pass:
-    """One micro-batch in one unit.
-
-    Attributes:
-        entered: the graph outside, and where the gradient inside arrives, for each input that requires one.
-        left: the graph inside, and where the gradient outside arrives, for each such output.
-    """
-
-    entered: Cuts = field(default_factory=list)
-    left: Cuts = field(default_factory=list)
-
-    def backward(self) -> None:
-        """Runs this graph, and what lies between it and the units before it."""
-        _run_back(self.left, retain_graph=False)
-        # What leads to several units, such as an embedding of each layer's own, is run from each of them.
-        _run_back(self.entered, retain_graph=True)
-
-
-def _run_back(cuts: Cuts, retain_graph: bool) -> None:
-    reached = [(edge, slot.gradient) for edge, slot in cuts if slot.gradient is not None]
-    cuts.clear()
-    if reached:
-        edges, gradients = zip(*reached, strict=True)
-        torch.autograd.backward(edges, gradients, retain_graph=retain_graph)
+T = TypeVar("T")
 
 
 class _AbandonedError(BaseException):
@@ -87,10 +34,10 @@ class _AbandonedError(BaseException):
 class _MicroBatch:
     """A forward that can be held before a unit."""
 
-    def __init__(self, forward: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, forward: Callable[[], Any]) -> None:
         self.next_unit: FSDPModule | None = None
-        self.inside = _Pass()
-        self.loss: torch.Tensor | None = None
+        self.inside = Pass()
+        self._result: Any = None
         self._error: BaseException | None = None
         self._forward = forward
         self._abandoned = False
@@ -110,6 +57,11 @@ class _MicroBatch:
         self._held.acquire()
         if self._error is not None:
             raise self._error
+
+    def take(self) -> Any:
+        """What its forward gave, which nothing holds any more here."""
+        result, self._result = self._result, None
+        return result
 
     def hold(self, unit: FSDPModule) -> None:
         """In its own thread: waits before a unit."""
@@ -137,7 +89,7 @@ class _MicroBatch:
                 torch.set_num_threads(self._num_threads)
             if self._stream is not None:
                 torch.cuda.set_stream(self._stream)
-            self.loss = self._forward()
+            self._result = self._forward()
         except _AbandonedError:
             pass
         except BaseException as error:
@@ -172,6 +124,7 @@ class ByBlock:
 
     def __init__(self, root: Any, plan: UnitPlan) -> None:
         self._root = root
+        self._is_checked = False
         units = [unit for unit in plan.units if unit.reshard_after_forward]
         for unit in units:
             if len(unit.modules) > 1:
@@ -182,12 +135,12 @@ class ByBlock:
         for unit in (root.get_submodule(unit.modules[0]) for unit in units):
             # Before FSDP2's own hook, which gathers; and after its own, which has hooked the outputs.
             unit.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
-            unit.register_forward_hook(_leave)
+            unit.register_forward_hook(_leave, with_kwargs=True)
 
     def run(
         self,
         forwards: Sequence[Callable[[], torch.Tensor]],
-        backward: Callable[[torch.Tensor], None],
+        backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
         on_backward: Callable[[], None] = lambda: None,
     ) -> list[torch.Tensor]:
         """Forward and backward of a window; the losses, without their graphs.
@@ -199,44 +152,72 @@ class ByBlock:
 
         Raises:
             TrainingError: the micro-batches take different paths through the model.
+            BadInputError: the model hands on tensors from block to block by other ways than arguments and outputs.
         """
         self._root.set_requires_gradient_sync(False)
         self._root.set_reshard_after_backward(False)
         self._root.set_is_last_backward(False)
-        batches = [_MicroBatch(forward) for forward in forwards]
-        try:
-            losses, rounds = self._forward(batches, backward)
-        finally:
-            for batch in batches:
-                batch.abandon()
+        losses: list[torch.Tensor] = []
+
+        def begin_backward(loss: torch.Tensor, passes: list[Pass]) -> None:
+            if not self._is_checked and bypasses(passes, loss):
+                raise BadInputError(
+                    f"sharding.accumulate: by_block cannot run {class_name(self._root)}, whose losses or blocks use "
+                    "what is computed inside of a block and is none of its outputs; set "
+                    "sharding.accumulate=by_micro_batch"
+                )
+            backward(loss)
+            losses.append(loss.detach())
+            stay_in_forward(self._root)
+
+        rounds = self._forward(forwards, begin_backward)
+        # Every window has the same graph: the first one tells.
+        self._is_checked = True
         on_backward()
         self._backward(rounds)
         return losses
 
-    def _forward(
-        self, batches: list[_MicroBatch], backward: Callable[[torch.Tensor], None]
-    ) -> tuple[list[torch.Tensor], list[tuple[Any, list[_Pass]]]]:
-        losses: list[torch.Tensor] = []
-        rounds: list[tuple[Any, list[_Pass]]] = []
-        for batch in batches:
-            batch.go_on()
-        while (unit := _next_unit(batches)) is not None:
-            passes = [_Pass() for _ in batches]
-            rounds.append((unit, passes))
-            unit.set_reshard_after_forward(False, recurse=False)
-            for batch, batch.inside in zip(batches, passes, strict=True):
-                if batch is batches[-1]:
-                    unit.set_reshard_after_forward(True, recurse=False)
-                batch.go_on()
-                if batch.loss is not None:
-                    # At once: these logits go before the next micro-batch makes its own.
-                    backward(batch.loss)
-                    losses.append(batch.loss.detach())
-                    batch.loss = None
-                    stay_in_forward(self._root)
-        return losses, rounds
+    def evaluate(self, forwards: Sequence[Callable[[], T]]) -> list[T]:
+        """What the forwards of several micro-batches give, without gradients; each unit is gathered once.
 
-    def _backward(self, rounds: list[tuple[Any, list[_Pass]]]) -> None:
+        Raises:
+            TrainingError: the micro-batches take different paths through the model.
+        """
+        results: list[T] = []
+        self._forward([torch.no_grad()(forward) for forward in forwards], lambda found, _: results.append(found))
+        reshard_all(self._root)
+        return results
+
+    def _forward(
+        self, forwards: Sequence[Callable[[], Any]], through: Callable[[Any, list[Pass]], None]
+    ) -> list[tuple[Any, list[Pass]]]:
+        """Runs all forwards; `through` is given what each has found, and its passes.
+
+        Returns:
+            The units in their order, each with a pass for each micro-batch.
+        """
+        rounds: list[tuple[Any, list[Pass]]] = []
+        batches = [_MicroBatch(forward) for forward in forwards]
+        try:
+            for batch in batches:
+                batch.go_on()
+            while (unit := _next_unit(batches)) is not None:
+                rounds.append((unit, [Pass() for _ in batches]))
+                unit.set_reshard_after_forward(False, recurse=False)
+                for number, batch in enumerate(batches):
+                    batch.inside = rounds[-1][1][number]
+                    if batch is batches[-1]:
+                        unit.set_reshard_after_forward(True, recurse=False)
+                    batch.go_on()
+                    if batch.next_unit is None:
+                        # At once: these logits go before the next micro-batch makes its own.
+                        through(batch.take(), [passes[number] for _, passes in rounds])
+        finally:
+            for batch in batches:
+                batch.abandon()
+        return rounds
+
+    def _backward(self, rounds: list[tuple[Any, list[Pass]]]) -> None:
         while rounds:
             unit, passes = rounds.pop()
             for one in passes:
@@ -267,33 +248,12 @@ def _enter(unit: Any, args: Any, kwargs: Any) -> Any:
     if batch is None:
         return None
     batch.hold(unit)
-    return _cut((args, kwargs), batch.inside.entered) if torch.is_grad_enabled() else None
+    return cut((args, kwargs), batch.inside.entered) if torch.is_grad_enabled() else None
 
 
-def _leave(_unit: Any, _args: Any, output: Any) -> Any:
+def _leave(_unit: Any, args: Any, kwargs: Any, output: Any) -> Any:
     batch = _here.micro_batch
-    return None if batch is None or not torch.is_grad_enabled() else _cut(output, batch.inside.left)
-
-
-def _cut(value: Any, cuts: Cuts) -> Any:
-    """The same, with each tensor that requires a gradient at the start of another graph."""
-    anchor = torch.zeros((), requires_grad=True)
-    seen: dict[int, torch.Tensor] = {}
-
-    def of(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if not value.requires_grad:
-                return value
-            if id(value) not in seen:
-                cuts.append((get_gradient_edge(value), _Slot()))
-                seen[id(value)] = _Cut.apply(anchor, value.detach(), cuts[-1][1])  # type: ignore[no-untyped-call]
-            return seen[id(value)]
-        if isinstance(value, dict):
-            items = {key: of(item) for key, item in value.items()}
-            return items if type(value) is dict else type(value)(**items)
-        if isinstance(value, list | tuple):
-            parts = [of(item) for item in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        return value
-
-    return of(value)
+    if batch is None or not torch.is_grad_enabled():
+        return None
+    cut_written((*args, *kwargs.values()), batch.inside.left)
+    return cut(output, batch.inside.left)

@@ -55,6 +55,13 @@ def forget_uncalled_modules(module: FSDPModule) -> None:
     module._get_fsdp_state()._modules_to_run_forward.clear()
 
 
+def reshard_all(model: nn.Module) -> None:
+    """Frees what a forward without gradients gathered and no backward will free."""
+    for unit in sharded_modules(model):
+        unit.reshard()
+        forget_uncalled_modules(unit)
+
+
 def before_copying_shards(module: FSDPModule, act: Callable[[], None]) -> None:
     """Calls `act` before the shards of the module's unit are copied where one rank holds all, and gathers nothing."""
     group = next(fsdp_groups(module))  # type: ignore[arg-type]

@@ -314,6 +314,7 @@ class Trainer:
                 pass
         self._begin(Phase.FORWARD)
         batches, of_batches = [self._on_device(batch) for batch in window], []
+        batches = self.objective.looked_at(self.model, batches, self.by_block.evaluate)
 
         def forward(batch: Any) -> torch.Tensor:
             loss, of_batch = self.objective.training_sums(self.model, batch)

@@ -97,7 +97,15 @@ def _train(accelerator: Accelerator, recipe: Recipe, parts: Parts, steps: int, f
     schedule = build_schedule(optimizer, recipe.schedule, parts.num_steps)
     metrics = Metrics(accelerator, folder / "metrics.jsonl", recipe.logging, steps)
     trainer = Trainer(
-        accelerator, parts.model, parts.optimizer, schedule, parts.objective, recipe.training, metrics, parts.windows
+        accelerator,
+        parts.model,
+        parts.optimizer,
+        schedule,
+        parts.objective,
+        recipe.training,
+        metrics,
+        parts.windows,
+        by_block=parts.by_block,
     )
     parts.model.train()
     found = []

@@ -15,12 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from toolkit.model.fake_tensors import has_values
 
-__all__ = ["Ledger", "cuda_dropout", "fake_ranks", "host_copies", "tree_map_only"]
+__all__ = ["Ledger", "cuda_dropout", "fake_ranks", "host_copies", "in_these_modes", "tree_map_only"]
 
 GRANULE = 512
 """CUDA's caching allocator hands out multiples of so many bytes."""
@@ -121,6 +126,23 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         gc.enable()
         torch.UntypedStorage.resize_ = self._original  # type: ignore[method-assign]
+
+
+def in_these_modes(act: Callable[[], Any]) -> Callable[[], Any]:
+    """`act` under the dispatch modes of the thread that asks for it, in whichever thread it is called."""
+    modes = _get_current_dispatch_mode_stack()
+
+    def run() -> Any:
+        # Not entered once more: what they change in the process is changed already.
+        for mode in modes:
+            _push_mode(mode)
+        try:
+            return act()
+        finally:
+            for _ in modes:
+                _pop_mode()
+
+    return run
 
 
 @contextmanager

@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from toolkit.model.fake_tensors import FakeTensorMode
-from toolkit.planning.memory.fake import Ledger, cuda_dropout, fake_ranks, host_copies, tree_map_only
+from toolkit.planning.memory.fake import Ledger, cuda_dropout, fake_ranks, host_copies, in_these_modes, tree_map_only
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import apply
+from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import MeshShape, Strategy
 from toolkit.sharding.units import plan_units
@@ -60,10 +61,14 @@ def trace(
     micro_batch_size: int,
     accumulation: int = 1,
     checkpointing: Checkpointing | None = None,
+    by_block: bool = False,
 ) -> Traced:
     """Traces an optimizer step up to the optimizer, on the first of `shape`'s ranks.
 
     The process must not be in a process group; it is in none afterwards.
+
+    Args:
+        by_block: the micro-batches go through each unit together.
     """
     counted: Counter[str] = Counter()
     ledger = Ledger(on_operator=lambda func, args, kwargs, out: _count(counted, func, args))
@@ -77,22 +82,36 @@ def trace(
             # After `apply`: each rank makes its own shards alone.
             model.to_empty(device="cpu")
             objective = workload.objective(model)
-            batch = workload.batch(micro_batch_size)
-            for tensor in (*model.parameters(), *model.buffers(), *batch.values()):
+            # One after another they take each other's place; by block they are all there.
+            batches = [workload.batch(micro_batch_size) for _ in range(accumulation if by_block else 1)]
+            on_device = (tensor for batch in batches for tensor in batch.values())
+            for tensor in (*model.parameters(), *model.buffers(), *on_device):
                 ledger.see(tensor)
             # Before the ledger opens, so that making the shards is not part of the peak.
             between = ledger.current
             _label_units(model, [path for unit in plan.blocks for path in unit.modules], ledger)
+            runner = ByBlock(model, plan) if by_block else None
             with ledger:
-                for micro_batch in range(accumulation):
+                ledger.label = "forward"
+                if runner is not None:
+                    losses = [functools.partial(objective.loss_sum, model, batch) for batch in batches]
+                    runner.run(
+                        [in_these_modes(loss) for loss in losses],
+                        _scaled_backward,
+                        functools.partial(setattr, ledger, "label", "backward"),
+                    )
+                for micro_batch in range(0 if by_block else accumulation):
                     last[0] = micro_batch == accumulation - 1
                     ledger.label = "forward"
-                    loss = objective.loss_sum(model, batch)
+                    loss = objective.loss_sum(model, batches[0])
                     ledger.label = "backward"
-                    # As Accelerate scales it: one more node above the loss.
-                    torch.autograd.backward(loss * 1.0)
+                    _scaled_backward(loss)
                     del loss
     return Traced(between, ledger.peak, ledger.peak_label, dict(counted), ledger.host_peak)
+
+
+def _scaled_backward(loss: torch.Tensor) -> None:
+    torch.autograd.backward(loss * 1.0)  # as Accelerate scales it: one more node above the loss
 
 
 def _mesh(strategy: Strategy, shape: MeshShape) -> DeviceMesh:

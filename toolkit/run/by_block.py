@@ -1,0 +1,81 @@
+"""Before the first step: do micro-batches that run by block see each other, in this model as it is trained?"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.errors import BadInputError
+from toolkit.model.adapters import base_of
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.by_block import ByBlock
+from toolkit.sharding.fsdp import class_name
+from toolkit.sharding.plugin import ShardingPlugin
+
+TOKENS = 16
+"""Of each micro-batch of the check."""
+
+NOISE = 4.0
+"""Times by which logits may differ more than those of one forward done twice, which on a CPU are the same."""
+
+
+def by_block_of(recipe: Recipe, plugin: ShardingPlugin, model: nn.Module, device: torch.device) -> ByBlock | None:
+    """What runs the micro-batches of a step by block; None: they run one after another. Every rank calls this.
+
+    Raises:
+        BadInputError: where the model cannot run so.
+    """
+    if recipe.sharding.accumulate != "by_block":
+        return None
+    assert plugin.unit_plan is not None  # `build_plugins` refuses strategies that have none
+    by_block = ByBlock(model, plugin.unit_plan)
+    check_forwards(model, by_block, device)
+    return by_block
+
+
+def check_forwards(model: nn.Module, by_block: ByBlock, device: torch.device) -> None:
+    """Holds the logits of two micro-batches that go through the blocks together against those of each alone.
+
+    What a model hands from block to block in an attribute or a global would be the other micro-batch's.
+
+    Raises:
+        BadInputError: they differ, or the model cannot run so.
+    """
+    # Also where a configuration has no vocabulary of its own.
+    rows = int(base_of(model).get_input_embeddings().weight.shape[0])
+    ids = torch.arange(2 * TOKENS, device=device).view(2, 1, TOKENS) * 7 % rows
+    forwards = [functools.partial(_logits, model, of_batch) for of_batch in ids]
+    was_training = model.training
+    model.eval()  # dropout would make any two forwards differ
+    with torch.no_grad():
+        alone, again = ([forward() for forward in forwards] for _ in range(2))
+    try:
+        together = by_block.evaluate(forwards)
+    except Exception as error:
+        raise BadInputError(f"{_refusal(model)}: {type(error).__name__}: {error}. {MEND}") from error
+    model.train(was_training)
+    noise, difference = _largest_difference(again, alone), _largest_difference(together, alone)
+    if difference > NOISE * noise:
+        raise BadInputError(
+            f"{_refusal(model)}: its blocks hand on something by other ways than arguments and outputs, so that "
+            f"micro-batches change each other's logits by {difference:.1e}. {MEND}"
+        )
+
+
+MEND = "Set sharding.accumulate=by_micro_batch"
+
+
+def _refusal(model: nn.Module) -> str:
+    return f"sharding.accumulate: by_block cannot run {class_name(base_of(model))}"
+
+
+def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    logits: Any = model(input_ids=ids).logits
+    return logits.float()  # type: ignore[no-any-return]
+
+
+def _largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
