@@ -124,4 +124,5 @@ def test_keys_of_accelerate_exist() -> None:
     known = {action.dest for action in launch_command_parser()._actions}
     keys = rows_of("accelerate_fsdp.md", "The config file")
     assert len(keys) > 10
-    assert set(keys) <= known
+    later_than_1_13 = {"fsdp_activation_checkpointing_offload"}
+    assert set(keys) - known <= later_than_1_13

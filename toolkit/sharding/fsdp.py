@@ -81,15 +81,24 @@ def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
     FSDP2 has no hook there: those of its modules' inputs are missing where no input requires a gradient, and the
     parameters' own are called after the reduction.
     """
-    reduce = group.post_backward
+    reduce, unshard = group.post_backward, group.unshard
+    acted = False
 
     def act_and_reduce(*args: Any) -> None:
+        nonlocal acted
         # A unit that this backward has not gathered has nothing to reduce; FSDP2 calls this for all units at the end.
-        if group.reduce_grads and group.is_unsharded:
+        # torch 2.11 calls it there for a unit of several modules although it is reduced already.
+        if group.reduce_grads and group.is_unsharded and not acted:
             act(group)
+            acted = True
         reduce(*args)
 
-    group.post_backward = act_and_reduce
+    def begin_again(*args: Any, **kwargs: Any) -> Any:
+        nonlocal acted
+        acted = False
+        return unshard(*args, **kwargs)
+
+    group.post_backward, group.unshard = act_and_reduce, begin_again
 
 
 @torch.no_grad()

@@ -97,6 +97,7 @@ PRIVATE_NAMES = (
     PrivateName(f"{_STATE}:FSDPState.__init__", ("_modules_to_run_forward: set",)),
     PrivateName(_STATE, ("_fsdp_param_group",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup.post_backward"),
+    PrivateName(f"{_GROUP}:FSDPParamGroup.unshard"),
     # fsdp.end_backward, fsdp.stay_in_forward: a backward in the midst of a forward frees nothing of the root.
     PrivateName(f"{_STATE}:FSDPState._root_post_backward_final_callback", ("fsdp_param_group.post_backward()",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup.reshard", ("self._training_state == TrainingState.FORWARD",)),
