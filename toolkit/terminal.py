@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
+import time
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+
+PASS_SECONDS = 5.0
+"""Of silence, before what takes that long says what it is and how far."""
 
 HARMLESS = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},  # the pictures of control codes
@@ -66,3 +72,63 @@ class Terminal(Console):
 
     def fail(self, message: str) -> None:
         self.print(Text.assemble(("error:", "bold red"), " ", harmless(message)), soft_wrap=True)
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03, or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Pass:
+    """Says what takes long, and how far it is: first after five seconds, then less and less often.
+
+    It is called with what is done. Entered as a context it also speaks where nothing calls it, as in a single call of
+    a library.
+
+    Args:
+        console: quiet on ranks other than 0.
+        what: the thing in words.
+    """
+
+    def __init__(self, console: Console, what: str) -> None:
+        self._console = console
+        self._what = what
+        self._over = threading.Event()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._started = time.monotonic()
+        self._due = PASS_SECONDS
+
+    def __call__(self, done: int, total: int) -> None:
+        taken = time.monotonic() - self._started
+        if taken >= self._due and done < total:
+            self._tell(f"{done}/{total}  {clock(taken / done * (total - done))} left", taken)
+        if done == total:
+            self._begin()
+
+    def _tell(self, how_far: str, taken: float) -> None:
+        self._due = taken + min(taken, 12 * PASS_SECONDS)
+        self._console.print(f"{self._what}: {how_far}")
+
+    def __enter__(self) -> Pass:
+        self._over.clear()
+        self._begin()
+        if not self._console.quiet:
+            threading.Thread(target=self._remind, name="pass", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._over.set()
+
+    def _remind(self) -> None:
+        """Speaks for a call that does not; in a thread that touches no device."""
+        # Half a second later than a loop would speak for itself, which knows how far it is.
+        while not self._over.wait(max(0.0, self._started + self._due - time.monotonic()) + PASS_SECONDS / 10):
+            taken = time.monotonic() - self._started
+            if taken >= self._due:
+                self._tell(f"under way for {clock(taken)}", taken)

@@ -26,6 +26,7 @@ STARTERS = {
     "run/orphans.py": "_watch",  # looks for a process; knows no torch
     "run/watch.py": "_keep_looking",  # reads memory that is shared on the host; knows no torch
     "sharding/by_block.py": "on_this_device",
+    "terminal.py": "_remind",  # prints a line; knows no torch
     "verify/__main__.py": "_end_with_parent",  # reads a pipe and ends the process; knows no torch
 }
 """File that starts a thread -> what in it sees to the thread's device. Each is run below."""

@@ -26,6 +26,7 @@ from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.tokenizer import bos_of, identity, pad_id
 from toolkit.errors import DataError
 from toolkit.recipe.schema import DataSection, ObjectiveSection, SourceSection
+from toolkit.terminal import Pass, Terminal
 
 REWARD = ["reward"]
 """Names of a reward model's scores."""
@@ -132,7 +133,8 @@ class Builder:
             (folder / "documents.json").write_text(json.dumps(facts), encoding="utf-8")
             self._write_samples(folder, self._rows(train, weighted=True), self._rows(validation, weighted=False))
 
-        return kept(self.cache / f"samples-{key}", write)
+        with Pass(Terminal(quiet=ranks.rank() != 0), "making samples of the rows"):
+            return kept(self.cache / f"samples-{key}", write)
 
     def _tokenised(self, sections: list[SourceSection], field: str, names: dict[str, str]) -> list[Named]:
         """The folder of each source's documents, filled if it is not there yet."""
@@ -151,10 +153,11 @@ class Builder:
             [layout.kind, layout.columns, layout.label_names],
             [encoder.targets, encoder.truncate_to, encoder.objective, encoder.bos_id],
         )
-        folder = kept(
-            self.cache / f"documents-{key}",
-            lambda folder: write_documents(source, layout, encoder, self.data.num_proc, folder),
-        )
+        with Pass(Terminal(quiet=ranks.rank() != 0), f"tokenising {source.name}"):
+            folder = kept(
+                self.cache / f"documents-{key}",
+                lambda folder: write_documents(source, layout, encoder, self.data.num_proc, folder),
+            )
         paths = [names[shard.path] for shard in source.shards]
         return Named(folder=folder.name, name=names.get(section.path, source.name), paths=paths)
 

@@ -25,6 +25,7 @@ from toolkit.data.templates import MARKERS, use_template
 from toolkit.errors import BadInputError, in_words
 from toolkit.places import require_folder
 from toolkit.recipe.schema import DataSection, ModelSection
+from toolkit.terminal import Pass, Terminal
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
@@ -74,7 +75,8 @@ def train(data: DataSection, vocab_size: int, objective: str = "causal_lm") -> P
     markers = MARKERS[data.chat_template] if data.chat_template is not None else []
 
     def write(folder: Path) -> None:
-        _train_byte_pairs(_texts(data, objective), vocab_size, markers).save_pretrained(folder)
+        with Pass(Terminal(quiet=ranks.rank() != 0), "training the tokenizer"):
+            _train_byte_pairs(_texts(data, objective), vocab_size, markers).save_pretrained(folder)
 
     def make() -> Path:
         key = digest("tokenizer", identify_rows(data), vocab_size, markers, objective)

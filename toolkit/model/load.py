@@ -47,6 +47,7 @@ from toolkit.model.weights import (
 from toolkit.places import require_folder
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.apply import KeepsMasters
+from toolkit.terminal import Pass, Terminal
 
 
 class SpecialTokens(Protocol):
@@ -89,7 +90,8 @@ def load(
     built.fit = fit
 
     def materialize_weights(keep_master: KeepsMasters | None = None) -> None:
-        materialize(built, weights, keep_master)
+        with Pass(Terminal(quiet=ranks.rank() != 0), "giving the model its weights"):
+            materialize(built, weights, keep_master)
         fit.zero = values.zero()
 
     built.materialize_weights = materialize_weights
@@ -201,7 +203,8 @@ def _weights(
         if files is not None:
             name, allowed = model.name_or_path, model.allow_new_weights or []
             require_fitting(name, [], unused, {}, allowed, _below_new_head(built))
-            ranks.on_first_rank(lambda: require_values(name, folder, built, files, allowed))
+            with Pass(Terminal(quiet=ranks.rank() != 0), f"checking the weights of {name}"):
+                ranks.on_first_rank(lambda: require_values(name, folder, built, files, allowed))
             fit.unused += sorted(unused)
             return SafetensorsWeights(files, values.look)
     return RankZeroWeights(make_whole)
@@ -273,7 +276,10 @@ def _model_folder(model: ModelSection) -> Path:
     name = model.name_or_path
     # No pickles: those of a stranger could run anything.
     patterns = ["*.safetensors", "*.json"]
-    return ranks.on_each_host(lambda: Path(snapshot_download(name, revision=model.revision, allow_patterns=patterns)))
+    with Pass(Terminal(quiet=ranks.rank() != 0), f"downloading {name}"):
+        return ranks.on_each_host(
+            lambda: Path(snapshot_download(name, revision=model.revision, allow_patterns=patterns))
+        )
 
 
 def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedConfig:

@@ -31,7 +31,7 @@ from toolkit.sharding.plugin import (
     ShardingPlugin,
 )
 from toolkit.sharding.unit_plan import UnitPlan
-from toolkit.terminal import Terminal
+from toolkit.terminal import Pass, Terminal
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,7 +114,18 @@ def export_model(
     folder = output_dir / "export"
     dtype = getattr(torch, settings.dtype or recipe.model.dtype)
     how = ExportSettings(dtype, int(settings.max_shard_gib * GIB), settings.merge)
-    export(accelerator, parts.model, parts.tokenizer, folder, how)
+    with Pass(Terminal(quiet=ranks.rank() != 0), "exporting the model"):
+        export(accelerator, parts.model, parts.tokenizer, folder, how)
+    with Pass(Terminal(quiet=ranks.rank() != 0), "checking the export"):
+        difference, sample = _checked(accelerator, recipe, parts, folder, dtype)
+    return folder, difference, sample
+
+
+def _checked(
+    accelerator: Accelerator, recipe: Recipe, parts: Parts, folder: Path, dtype: torch.dtype
+) -> tuple[float | None, str | None]:
+    """The difference of logits between the model and the folder that was written, and the folder's sample of text."""
+    settings = recipe.export
     reloaded = None
     if settings.verify or recipe.logging.sample_prompt is not None:
         # In the type that training computes in: only what the export changed may differ.
@@ -130,7 +141,7 @@ def export_model(
     prompt, length, seed = recipe.logging.sample_prompt, recipe.logging.sample_max_new_tokens, recipe.training.seed
     if prompt is not None:
         sample = ranks.alone_on_first_rank(lambda: sample_text(reloaded, parts.tokenizer, prompt, length, seed))
-    return folder, difference, sample
+    return difference, sample
 
 
 def write_pages(

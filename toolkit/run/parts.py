@@ -51,8 +51,7 @@ from toolkit.sharding.plugin import (
 from toolkit.sharding.strategy import MeshShape
 from toolkit.sharding.units import plan_units
 from toolkit.sharding.unused import has_branches
-from toolkit.terminal import Terminal
-from toolkit.training.progress import Pass
+from toolkit.terminal import Pass, Terminal
 
 # Fewest blocks first, because the forward of each one is computed twice.
 AUTO_CHECKPOINTING = (4, 3, 2, 1)
@@ -195,19 +194,20 @@ def _planned(
     sharded = plugin.strategy.sharded
     mesh = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size) if sharded else MeshShape(num_ranks, 1)
     # Rank 0 decides for all, so that every rank checkpoints the same blocks and refuses the same runs.
-    return ranks.on_first_rank(
-        lambda: plan_run(
-            recipe,
-            model,
-            plugin.strategy,
-            mesh,
-            plugin.offload is not None,
-            _checkpointings(recipe, plugin),
-            accelerator.mixed_precision,
-            label_counts,
-            accelerator.device,
+    with Pass(Terminal(quiet=ranks.rank() != 0), "planning the memory"):
+        return ranks.on_first_rank(
+            lambda: plan_run(
+                recipe,
+                model,
+                plugin.strategy,
+                mesh,
+                plugin.offload is not None,
+                _checkpointings(recipe, plugin),
+                accelerator.mixed_precision,
+                label_counts,
+                accelerator.device,
+            )
         )
-    )
 
 
 def _checkpointings(recipe: Recipe, plugin: ShardingPlugin) -> list[Checkpointing | None]:
@@ -363,15 +363,16 @@ def _check_leaks(
         return None, None
     found, leak = None, None
     try:
-        found = check_leaks(
-            model,
-            accelerator.unwrap_model(model),
-            objective,
-            data.train,
-            recipe.training.micro_batch_size,
-            accelerator.device,
-            in_16_bits,
-        )
+        with Pass(Terminal(quiet=ranks.rank() != 0), "checking that rows that share a sample do not see each other"):
+            found = check_leaks(
+                model,
+                accelerator.unwrap_model(model),
+                objective,
+                data.train,
+                recipe.training.micro_batch_size,
+                accelerator.device,
+                in_16_bits,
+            )
     except LeakError as error:
         leak = error
     # All or none: ranks whose rounding differs must not train on different samples.

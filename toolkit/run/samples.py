@@ -19,7 +19,7 @@ from toolkit.objectives.reward import Reward
 from toolkit.pages.samples import SideBySide
 from toolkit.places import atomic_write
 from toolkit.run.parts import Parts
-from toolkit.terminal import Terminal
+from toolkit.terminal import Pass, Terminal
 
 SAMPLES_FILE = "samples.json"
 """Of a run's folder: a run that is resumed knows from there what its model wrote at first."""
@@ -79,7 +79,9 @@ def continuations(accelerator: Accelerator, parts: Parts, prompts: list[Prompt])
     rows = [list(prompt.asked) for prompt in prompts]
     width, padding = max(map(len, rows)) + NEW_TOKENS, pad_id(parts.tokenizer)
     parts.model.eval()
-    for _ in range(NEW_TOKENS):
+    tell = Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts")
+    for number in range(NEW_TOKENS):
+        tell(number, NEW_TOKENS)
         batch = parts.objective.on_host(_batch(rows, width, padding))
         logits = parts.objective.logits(parts.model, send_to_device(batch, accelerator.device))
         ends = torch.tensor([len(row) - 1 for row in rows], device=logits.device)

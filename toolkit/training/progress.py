@@ -13,16 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, T
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from toolkit.terminal import in_notebook
+from toolkit.terminal import clock, in_notebook
 
 BAR_WIDTH = 12
 """Of the bar in a terminal (columns): count, time left and loss need the room of 80 columns."""
 
 TIME_WIDTH = 8
 """Of the time left (columns); a day and more is wider, and then the last figure is left out."""
-
-PASS_SECONDS = 5.0
-"""Of silence, before what takes that long says how far it is."""
 
 NOTEBOOK_SECONDS = 0.5
 """Least time between two changes of a notebook's bar: each is a message to the browser."""
@@ -89,36 +86,6 @@ class Progress:
     def line(self, step: int, *figures: str) -> None:
         """A line of its own, above the bar where there is one."""
         self._console.print("  ".join([f"step {step}/{self._num_steps}", *figures]))
-
-
-class Pass:
-    """Tells how far something has come that takes long: first after five seconds, then less and less often.
-
-    Args:
-        what: the thing in words.
-    """
-
-    def __init__(self, console: Console, what: str) -> None:
-        self._console = console
-        self._what = what
-        self._started = time.monotonic()
-        self._due = PASS_SECONDS
-
-    def __call__(self, done: int, total: int) -> None:
-        taken = time.monotonic() - self._started
-        if taken >= self._due and done < total:
-            self._due = taken + min(taken, 12 * PASS_SECONDS)
-            left = clock(taken / done * (total - done))
-            self._console.print(f"{self._what}: {done}/{total}  {left} left")
-        if done == total:
-            self._started, self._due = time.monotonic(), PASS_SECONDS
-
-
-def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: 1:02:03, or 2:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _bar_of(console: Console, num_steps: int) -> Bar | None:

@@ -16,6 +16,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from toolkit import ranks
 from toolkit.data.ahead import ahead, with_next
 from toolkit.data.samples import Batch
 from toolkit.errors import StoppedError, TrainingError
@@ -24,6 +25,7 @@ from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.offload import engine_of
 from toolkit.sharding.shards import whole_tensor
+from toolkit.terminal import Pass, Terminal
 from toolkit.training.beats import Beats, Phase
 from toolkit.training.garbage import collect_at, collected_by_step
 from toolkit.training.metrics import Metrics
@@ -472,7 +474,7 @@ class Trainer:
             return
         self.model.eval()
         parts = []
-        with torch.no_grad():
+        with Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), torch.no_grad():
             for batch in self.evaluation():
                 self._begin(Phase.EVALUATE)
                 parts.append(self.objective.evaluation_sums(self.model, self._on_device(batch)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 import time
 import types
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from toolkit import terminal
-from toolkit.terminal import Terminal
+from toolkit.terminal import Pass, Terminal, clock
 from toolkit.training import progress as module
 from toolkit.training.metrics import _train_figures, format_rate
-from toolkit.training.progress import Pass, Progress, clock, fitting
+from toolkit.training.progress import Progress, fitting
 
 RECORD = {
     "loss": 12.34567,
@@ -88,6 +89,31 @@ def test_a_long_pass_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
         "reading: 10/40  0:30 left",
         "reading: 20/40  0:20 left",
     ]
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_single_call_that_takes_long_says_what_it_is(quiet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "PASS_SECONDS", 0.05)
+    told = io.StringIO()
+    tell = Pass(Console(file=told, soft_wrap=True, quiet=quiet), "loading")
+    with tell:
+        pass
+    assert told.getvalue() == "", "what is quick says nothing"
+
+    def fail_later() -> None:
+        with tell:
+            deadline = time.monotonic() + 20
+            while not told.getvalue() and not quiet and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fail_later()
+    before = told.getvalue()
+    assert before.splitlines()[:1] == [] if quiet else ["loading: under way for 0:00"]
+    time.sleep(0.2)
+    assert told.getvalue() == before, "and it is over when the call is"
+    assert [thread for thread in threading.enumerate() if thread.name == "pass"] == []
 
 
 class Displays:
