@@ -61,10 +61,14 @@ def is_file_source(source: str) -> bool:
     return bare.endswith(DATA_SUFFIXES) or source.startswith(("/", "./", "../", "~")) or os.path.exists(source)
 
 
+def is_hub_name(name: str) -> bool:
+    """False for a path of a model's folder, whether or not there is one."""
+    return not (name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).expanduser().exists())
+
+
 def require_folder(name: str, field: str) -> None:
     """Raises BadInputError where `name` is a path, and not a hub name, and there is no such folder."""
     path = Path(name).expanduser()
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.exists()
-    if is_path and not path.is_dir():
+    if not is_hub_name(name) and not path.is_dir():
         found = "is a file" if path.is_file() else "does not exist"
         raise BadInputError(f"{field}: the folder {name!r} {found}; name a model's folder or a hub name")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.arguments import AsJson, RecipeArguments, RecipeOption, load_recipe
+from toolkit.cli.hub import settle_hub
 from toolkit.terminal import Terminal
 
 
@@ -23,6 +24,7 @@ def data(
 ) -> None:
     """Read and tokenise a recipe's data, and show what a run would train on; nothing is trained."""
     loaded = load_recipe(arguments, recipe)
+    settle_hub(loaded)
     # torch is imported only for a recipe that is right
     from toolkit.data import build, tokenizer
     from toolkit.pages.data_console import show_report

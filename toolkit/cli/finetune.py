@@ -9,6 +9,7 @@ import sys
 
 from toolkit.cli.arguments import DEFAULT_RECIPE, split_arguments
 from toolkit.cli.console import print_error, print_failure, print_interrupt
+from toolkit.cli.hub import settle_hub
 from toolkit.cli.recipes import recipe_rows
 from toolkit.errors import RankError, ToolkitError
 from toolkit.recipe.recipe import Recipe
@@ -21,6 +22,7 @@ def finetune_command(arguments: list[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     try:
         recipe = Recipe.load(*split_arguments(options.arguments, options.recipe))
+        settle_hub(recipe)
         from toolkit.run.run import finetune, rehearse  # torch is imported only for a recipe that is right
 
         if options.dry_run:

@@ -17,6 +17,7 @@ import typer
 from toolkit.cli.arguments import AsJson, ConfigOption, RecipeArguments, RecipeOption, load_recipe, split_arguments
 from toolkit.cli.configs import find_config
 from toolkit.cli.console import print_table
+from toolkit.cli.hub import settle_hub
 from toolkit.errors import BadInputError
 from toolkit.places import GIB
 from toolkit.planning.time.hardware import Hardware, hardware_of, presets, profile_path
@@ -102,6 +103,7 @@ def plan(
         _calibrate(gpus or 1)
         return
     loaded = load_recipe(arguments, recipe)
+    settle_hub(loaded)
     device = hardware_of(
         hardware if cpu is None else _cpu_alone(gpus, hardware),
         device_memory_gib=device_memory_gib,

@@ -11,6 +11,7 @@ import typer
 from toolkit.cli.arguments import AsJson, ConfigOption, RecipeArguments, RecipeOption, load_recipe
 from toolkit.cli.configs import find_config
 from toolkit.cli.console import print_table
+from toolkit.cli.hub import settle_hub
 from toolkit.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def verify(
     Exit codes: 0 all checks hold, 1 one failed, 2 bad input.
     """
     loaded = load_recipe(arguments, recipe)
+    settle_hub(loaded)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clears up, as after Ctrl-C
     from toolkit import verify as verification  # torch is imported only for a recipe that is right
 

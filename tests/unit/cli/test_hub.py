@@ -1,0 +1,126 @@
+"""A hub that cannot be reached: said at once, and nothing is tried again and again."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import huggingface_hub
+import pytest
+from refusals import finetune
+
+from toolkit.cli import hub
+from toolkit.cli.hub import OFFLINE, settle_hub
+from toolkit.errors import BadInputError
+from toolkit.recipe.recipe import Recipe
+
+
+def recipe(model: dict[str, Any], train: str = "a.jsonl") -> Recipe:
+    values = {
+        "model": model,
+        "data": {"train": train, "max_length": 32},
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {"output_dir": "out", "max_steps": 1},
+    }
+    return Recipe.from_mapping(values)
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a hub that nobody answers for."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name in ("HTTP_PROXY", "http_proxy", OFFLINE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(OFFLINE, "")  # taken back after the test, whatever is set meanwhile
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+    return f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What a hub that answers is asked."""
+    asked: list[str] = []
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_error(503)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv(OFFLINE, "")
+    yield asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_is_nowhere_is_one_error_at_once(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    with pytest.raises(
+        BadInputError, match=r"model.name_or_path: 'some/model' is neither a folder here nor in"
+    ) as found:
+        settle_hub(recipe({"name_or_path": "some/model"}))
+    assert time.monotonic() - started < 4
+    assert f"{endpoint} cannot be reached ([Errno 111] Connection refused)" in str(found.value)
+    assert "hf download some/model" in str(found.value)
+    assert capsys.readouterr().err == f"looking on {endpoint} for some/model\n", "before it is tried"
+
+
+def test_the_command_refuses_it_well(endpoint: str, tmp_path: Any) -> None:
+    assert finetune("sft", "model.config=null", "model.name_or_path=some/model").problems("model.name_or_path") == []
+
+
+def test_what_is_cached_is_used_without_the_hub(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted: list[tuple[str, str | None]] = []
+
+    def find(name: str, file: str, revision: str | None) -> str | None:
+        wanted.append((name, revision))
+        return f"/cache/{file}" if file == "tokenizer.json" else None
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
+    model = {"name_or_path": "some/model", "revision": "v1", "tokenizer": "other/one"}
+    settle_hub(recipe(model, train="some/rows"))
+    assert os.environ[OFFLINE] == "1", "for the libraries, which are imported later, and for other ranks"
+    assert set(wanted) == {("some/model", "v1"), ("other/one", None)}
+    looks, warning = capsys.readouterr().err.splitlines()
+    assert looks == f"looking on {endpoint} for some/model, other/one, some/rows"
+    assert warning.startswith(f"warning: {endpoint} cannot be reached")
+    settle_hub(recipe(model))
+    assert capsys.readouterr().err == "", "offline, nothing is asked"
+
+
+def test_a_hub_that_answers_is_left_to_its_library(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settle_hub(recipe({"name_or_path": "some/model"}))
+    assert len(asked) == 1
+    assert os.environ[OFFLINE] == ""
+    assert capsys.readouterr().err.startswith("looking on http")
+    monkeypatch.setenv("RANK", "3")
+    settle_hub(recipe({"name_or_path": "some/model"}))
+    assert capsys.readouterr().err == "", "one rank speaks"
+    settle_hub(recipe({"name_or_path": "./folder"}))
+    settle_hub(recipe({"config": {"model_type": "llama"}, "train_tokenizer_vocab_size": 300}))
+    assert len(asked) == 2, "for what is here nothing is asked"
+
+
+def test_a_hub_that_never_answers(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(BadInputError, match=r"no answer within 0\.2 s|timed out"):
+            settle_hub(recipe({"name_or_path": "some/model"}))

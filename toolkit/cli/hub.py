@@ -1,0 +1,72 @@
+"""Whether the hub can be reached: asked once, and before its library is imported, which tries for a minute."""
+
+from __future__ import annotations
+
+import os
+import urllib.error
+import urllib.request
+
+from toolkit.errors import BadInputError
+from toolkit.places import is_file_source, is_hub_name
+from toolkit.recipe.recipe import Recipe
+from toolkit.terminal import Terminal
+
+ENDPOINT, OFFLINE = "HF_ENDPOINT", "HF_HUB_OFFLINE"
+"""huggingface_hub's variables, which it reads when it is imported."""
+
+ANSWER_SECONDS = 5.0
+"""Longest wait for the hub's answer. Its library waits 10 s, and tries each file six times over 23 s."""
+
+
+def settle_hub(recipe: Recipe) -> None:
+    """Says what is asked of the hub; where it cannot be reached, everything comes from the cache.
+
+    Raises:
+        BadInputError: it cannot be reached, and a model or a tokenizer is not in the cache.
+    """
+    named = {"model.name_or_path": recipe.model.name_or_path, "model.tokenizer": recipe.model.tokenizer}
+    models = {field: name for field, name in named.items() if name is not None and is_hub_name(name)}
+    sources = [source.path for source in [*recipe.data.train, *(recipe.data.validation or [])]]
+    data = [path for path in sources if not is_file_source(path)]
+    if not (models or data) or os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE"):
+        return
+    console = Terminal(quiet=os.environ.get("RANK", "0") != "0")
+    endpoint = os.environ.get(ENDPOINT) or "https://huggingface.co"
+    console.print(f"looking on {endpoint} for {', '.join(dict.fromkeys([*models.values(), *data]))}")
+    why = _unreachable(endpoint)
+    if why is None:
+        return
+    os.environ[OFFLINE] = "1"
+    for field, name in models.items():
+        if not _is_cached(name, recipe.model.revision if field == "model.name_or_path" else None):
+            raise BadInputError(
+                f"{field}: {name!r} is neither a folder here nor in the hub's cache, and {endpoint} cannot be reached "
+                f"({why}). To work offline, run `hf download {name}` where there is a network, copy the folder that it "
+                f"prints, and name that; behind a proxy set HTTPS_PROXY, with a mirror {ENDPOINT}"
+            )
+    console.warn(f"{endpoint} cannot be reached ({why}); what is in the cache is used, as with {OFFLINE}=1")
+
+
+def _unreachable(endpoint: str) -> str | None:
+    """Why there is no answer; None: there is one, whatever it says. Proxies are used as the environment says."""
+    if not endpoint.startswith(("http://", "https://")):
+        return f"{ENDPOINT} is no address of the web"
+    asked = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310 - the line above
+    try:
+        with urllib.request.urlopen(asked, timeout=ANSWER_SECONDS):  # noqa: S310
+            return None
+    except urllib.error.HTTPError:
+        return None
+    except TimeoutError:
+        return f"no answer within {ANSWER_SECONDS:g} s"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        # A certificate of one's own is for the hub's library to judge, which knows more of them.
+        return None if "CERTIFICATE" in str(reason) else str(reason)
+
+
+def _is_cached(name: str, revision: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    files = ("config.json", "tokenizer_config.json", "tokenizer.json")
+    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
