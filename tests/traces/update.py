@@ -43,6 +43,7 @@ OVERRIDES_OF = {
     # Its loss is a small difference of large sums, times beta: 2e-6 between AVX-512 and SSE with the recipe's 0.1.
     # Without samples of text: sft shows that they leave training alone.
     "dpo": ("objective.beta=0.01", "logging.held_out_samples=0"),
+    "kto": ("objective.beta=0.01", "logging.held_out_samples=0"),
 }
 
 NUM_ROWS = 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from toolkit.data import report as reports
 from toolkit.data.cache import cache_folder, digest, kept
 from toolkit.data.documents import Named, read_documents, write_documents
 from toolkit.data.encode import Encoder
-from toolkit.data.layouts import recognise
+from toolkit.data.layouts import JUDGED, recognise
 from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
 from toolkit.data.report import DataReport, Found, SplitReport
-from toolkit.data.samples import LabelledSamples, PairSamples, Rows, Samples, TextSamples
+from toolkit.data.samples import JudgedSamples, LabelledSamples, PairSamples, Rows, Samples, TextSamples
 from toolkit.data.selection import Selection, cut, hold_out, nothing_left, one_pass, problems_of, select
 from toolkit.data.sources import Source, glimpse, identify, open_source, paths_of, short_names
 from toolkit.data.stream import Stream, Window, describe_stream
@@ -98,6 +99,7 @@ class Builder:
         self.objective = objective
         self.classification = objective.kind == "sequence_classification"
         self.paired = objective.kind in ("preference", "reward")
+        self.judged = objective.kind == "kto"
         self.packed = is_packed(data, objective)
         self.targets = data.targets or "assistant"
         self.cache = cache_folder(data)
@@ -162,7 +164,8 @@ class Builder:
         return Named(folder=folder.name, name=names.get(section.path, source.name), paths=paths)
 
     def _encoder(self, source: Source, layout: str) -> Encoder:
-        conversation = layout not in ("text", "text and label", "prompt and completion", "chosen and rejected")
+        plain = ("text", "text and label", "prompt and completion", "chosen and rejected")
+        conversation = JUDGED.get(layout, layout) not in plain
         if conversation and not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
                 f"{source.field}: {source.name!r} holds conversations ({layout}), and the tokenizer has no chat "
@@ -179,8 +182,9 @@ class Builder:
             )
         # Only the tokenizer can cut a text and keep the special tokens that a classifier expects around it.
         cut = self.data.max_length if self.classification and self.data.long_rows == "truncate" else None
-        # Both sides of a pair are the same up to the last turn (see pairs.py), so only that is compared.
-        targets = "last_turn" if self.paired else self.targets
+        # Both sides of a pair are the same up to the last turn (see pairs.py), so only that is compared. What is judged
+        # is the last turn, too.
+        targets = "last_turn" if self.paired or self.judged else self.targets
         return Encoder(self.tokenizer, targets, self.objective.kind, cut, bos_of(self.tokenizer, self.data.add_bos))
 
     def _rows(self, named: list[Named], weighted: bool) -> Rows:
@@ -192,6 +196,8 @@ class Builder:
         policy = self._long_rows({source.layout for source in (train if train.sources else validation).sources})
         names = self._label_names(train) if self.classification else None
         kept_rows = self._select(train, "data.train", policy, names) if train.sources else None
+        if self.judged and kept_rows is not None:
+            _require_both(kept_rows)
         held_out = None
         # After the selection, so that rows that cannot be used are never held out.
         if self.data.validation_fraction is not None and kept_rows is not None:
@@ -238,7 +244,7 @@ class Builder:
             max_length=self.data.max_length,
             packing=self.packed,
             long_rows=policy,
-            targets=None if self.classification or self.paired else self.targets,
+            targets=None if self.classification or self.paired or self.judged else self.targets,
             chat_template=self.data.chat_template or own,
             streaming=self.data.streaming,
             warnings=warnings,
@@ -314,7 +320,8 @@ class Builder:
         np.savez(file, row=in_order.row, start=in_order.start, stop=in_order.stop, ends=ends)
         # Padded, it is not known yet: padding depends on which rows meet in a batch.
         fill = float(pieces.lengths().sum() / (len(ends) * max_length)) if self.packed else None
-        return {"samples": len(ends), "fill_rate": fill, "cut_tokens": cut_tokens}
+        by_judgement = {"labels": _judgements(rows, order)} if self.judged else {}
+        return {"samples": len(ends), "fill_rate": fill, "cut_tokens": cut_tokens, **by_judgement}
 
     # ---- on every rank ----
 
@@ -385,7 +392,26 @@ class Builder:
             splits = rows.column("split")
             margins = rows.column("margin") if self.objective.kind == "reward" else None
             return PairSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, splits, margins=margins)
+        if self.judged:
+            good = np.array([label == "true" for label in rows.labels()])
+            return JudgedSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, good)
         return TextSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad)
+
+
+def _judgements(rows: Rows, chosen: Any) -> dict[str, int]:
+    """How many rows are judged so."""
+    labels = rows.labels()
+    return dict(sorted(Counter(str(labels[row]) for row in chosen.tolist()).items()))
+
+
+def _require_both(train: Selection) -> None:
+    """Raises DataError where all rows are judged alike."""
+    found = _judgements(train.rows, train.kept)
+    if len(found) < 2:
+        raise DataError(
+            f"data.train: all {len(train.kept):,} rows are judged {next(iter(found))}; KTO learns from good and bad "
+            "completions; add some of the other kind"
+        )
 
 
 def _numbers_first(label: str) -> tuple[bool, int, str]:

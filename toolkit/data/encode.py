@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat import Targets, render, target_mask
-from toolkit.data.examples import Answer, Conversation, Example, Labelled, Text
+from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, Text
 from toolkit.data.layouts import Layout
 from toolkit.data.pairs import SIDES
 from toolkit.data.problem import RowProblem
@@ -58,6 +58,8 @@ class Encoder:
             return self._classified(examples)
         if self.objective in ("preference", "reward"):
             return self._compared(examples)
+        if self.objective == "kto":
+            return self._judged(examples)
         return self._encoded(examples)
 
     def _prepare(self, example: Example) -> _Prepared | RowProblem:
@@ -121,6 +123,15 @@ class Encoder:
         chosen, rejected = (self._encoded(side) for side in sides)
         margins = [getattr(pair, "margin", 0.0) for pair in examples]
         return [_joined(*pair) for pair in zip(chosen, rejected, margins, strict=True)]
+
+    def _judged(self, examples: list[Example | RowProblem]) -> list[Document]:
+        """A document for each completion with its prompt, and whether it is good as `label`."""
+        answers: list[Example | RowProblem] = [
+            example.answer if isinstance(example, Judged) else example for example in examples
+        ]
+        good = [str(example.good).lower() if isinstance(example, Judged) else None for example in examples]
+        documents = self._encoded(answers)
+        return [{**document, "label": label} for document, label in zip(documents, good, strict=True)]
 
     def _encoded(self, examples: list[Example | RowProblem]) -> list[Document]:
         prepared = [example if isinstance(example, RowProblem) else self._prepare(example) for example in examples]

@@ -58,7 +58,15 @@ class Pair:
     margin: float = 0.0
 
 
-Example = Text | Answer | Conversation | Labelled | Pair
+@dataclass(frozen=True)
+class Judged:
+    """A completion that is good or bad; of a conversation it is the last turn."""
+
+    answer: Answer | Conversation
+    good: bool
+
+
+Example = Text | Answer | Conversation | Labelled | Pair | Judged
 
 
 def texts_of(example: Example) -> list[str]:
@@ -71,4 +79,6 @@ def texts_of(example: Example) -> list[str]:
         return [example.text, *([example.text_pair] if example.text_pair is not None else [])]
     if isinstance(example, Pair):
         return [*texts_of(example.chosen), *texts_of(example.rejected)]
+    if isinstance(example, Judged):
+        return texts_of(example.answer)
     return [message["content"] for message in example.messages if message["content"]]

@@ -1,4 +1,4 @@
-"""From a row of any usual layout to what is learned from it: a text, an answer, a conversation, a class."""
+"""From a row of any usual layout to what is learned from it: a text, an answer, a conversation, a class, a pair."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.data.examples import Answer, Conversation, Example, Labelled, Text
+from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, Text
 from toolkit.data.messages import asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.pairs import pair_of
 from toolkit.data.problem import RowProblem
@@ -24,6 +24,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "text and label": ("text", "label"),
     "chosen and rejected": ("chosen", "rejected"),
+    "judged messages": ("messages", "label"),
+    "judged conversations": ("messages", "label"),
+    "judged prompt and completion": ("prompt", "completion", "label"),
+    "judged instruction and output": ("instruction", "output", "label"),
 }
 """Layout -> the columns that it cannot do without."""
 
@@ -36,6 +40,10 @@ OPTIONAL = {
     "text and label": ("text_pair",),
     "chosen and rejected": ("prompt", "messages", "instruction", "input", "history", "system", "tools", "margin"),
 }
+JUDGED = {kind: kind.removeprefix("judged ") for kind in KINDS if kind.startswith("judged ")}
+"""Layout of completions that are judged one by one -> the layout of the same rows without the judgement."""
+
+OPTIONAL |= {kind: OPTIONAL[plain] for kind, plain in JUDGED.items()}
 
 ALSO_CALLED = {
     "messages": ("dialogue", "dialog", "conversation", "chat", "turns"),
@@ -51,10 +59,11 @@ ALSO_CALLED = {
 """What a column is -> other names that data sets give it; they are hinted at, never taken without asking."""
 
 LAYOUTS_OF = {
-    "causal_lm": [kind for kind in KINDS if kind not in ("text and label", "chosen and rejected")],
+    "causal_lm": [kind for kind in KINDS if kind not in ("text and label", "chosen and rejected", *JUDGED)],
     "sequence_classification": ["text and label"],
     "preference": ["chosen and rejected"],
     "reward": ["chosen and rejected"],
+    "kto": list(JUDGED),
 }
 """Objective -> the layouts that it can learn from, in the order in which they are looked for."""
 
@@ -78,16 +87,23 @@ class Layout:
         if isinstance(row, RowProblem):
             raise row
         values = {what: row.get(column) for what, column in self.columns.items()}
+        if self.kind in JUDGED:
+            answer = self._plain(values, JUDGED[self.kind])
+            assert isinstance(answer, Answer | Conversation)
+            return Judged(answer, _judgement(values["label"], self.columns["label"]))
         self._require_unjudged(row)
-        if self.kind == "text":
+        return self._plain(values, self.kind)
+
+    def _plain(self, values: dict[str, Any], kind: str) -> Example:
+        if kind == "text":
             return Text(text_of(values["text"], self.columns["text"]))
-        if self.kind == "text and label":
+        if kind == "text and label":
             return self._labelled(values)
-        if self.kind == "chosen and rejected":
+        if kind == "chosen and rejected":
             return pair_of(values, self.columns)
-        if self.kind == "prompt and completion":
+        if kind == "prompt and completion":
             return _answer(values, self.columns)
-        if self.kind == "instruction and output":
+        if kind == "instruction and output":
             return _instruction(values, self.columns)
         messages = messages_of(values["messages"], self.columns["messages"])
         return conversation(with_system(messages, values.get("system")), tools_of(values.get("tools")))
@@ -101,9 +117,8 @@ class Layout:
         for column in ("label", "kto_tag"):
             if str(row.get(column)).lower() in ("true", "false"):
                 raise DataError(
-                    f"data: rows are judged good or bad one by one ({column}: {row[column]}), as for KTO, which is "
-                    f"not supported; keep only the good rows and remove the column {column}, or pair good with bad "
-                    "ones as chosen and rejected for objective.kind=preference"
+                    f"data: rows are judged good or bad one by one ({column}: {row[column]}), as for KTO; set "
+                    f"objective.kind=kto, or keep only the good rows and remove the column {column}"
                 )
 
     def _labelled(self, values: dict[str, Any]) -> Labelled:
@@ -135,9 +150,12 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
     idle: tuple[str, str] | None = None
     for kind in candidates:
         # ShareGPT's `conversations` stand for `messages`, unless the recipe names that column by hand.
-        sharegpt = kind == "conversations" or (kind == "chosen and rejected" and "messages" not in source.columns)
-        sharegpt = sharegpt and "messages" not in by_hand
+        pairs = kind == "chosen and rejected" and "messages" not in source.columns
+        sharegpt = (kind.endswith("conversations") or pairs) and "messages" not in by_hand
         names = {**usual, "messages": "conversations"} if sharegpt else usual
+        # LLaMA-Factory's name of the judgement.
+        if kind in JUDGED and "label" not in source.columns and "label" not in by_hand:
+            names = {**names, "label": "kto_tag"}
         needed = {what: names[what] for what in KINDS[kind]}
         # A needed column that is named by hand picks the layout; an optional one rules out layouts without it.
         chosen = any(what in by_hand for what in KINDS[kind]) or all(what in OPTIONAL[kind] for what in by_hand)
@@ -157,7 +175,7 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
             f"data.columns.{idle[0]} has no effect on {source.name!r}, whose rows would be read as {idle[1]}; remove it"
         )
     # `conversations` needs the same column as `messages`; it would be listed twice.
-    allowed = "; ".join(" + ".join(KINDS[kind]) for kind in candidates if kind != "conversations")
+    allowed = "; ".join(" + ".join(KINDS[kind]) for kind in candidates if not kind.endswith("conversations"))
     raise DataError(
         f"{source.field}: {source.name!r} matches no known column layout; {_has(source)}; needed: {allowed}. "
         f"Name its columns by hand, for example {_hint(source.columns, candidates)}"
@@ -202,6 +220,14 @@ def _label(value: Any, column: str, names: tuple[str, ...]) -> str:
             raise RowProblem(f"{column} is a number that has no class name")
         return names[value] if names else str(value)
     return text_of(value, column).strip()
+
+
+def _judgement(value: Any, column: str) -> bool:
+    # A CSV file holds text alone.
+    said = str(value).lower()
+    if said not in ("true", "false", "1", "0"):
+        raise RowProblem(f"{column} is {'missing or null' if value is None else 'neither true nor false'}")
+    return said in ("true", "1")
 
 
 def _answer(values: dict[str, Any], columns: dict[str, str]) -> Example:

@@ -110,6 +110,11 @@ class TextSamples:
     def batch(self, numbers: Sequence[int]) -> Batch:
         return batch_of([self.tokens(number) for number in numbers], self.max_length, self.packed, self.pad_id)
 
+    def rows_of(self, number: int) -> list[int]:
+        """Rows whose pieces are in a sample."""
+        first = self.ends[number - 1] if number else 0
+        return self.pieces.row[first : self.ends[number]].tolist()  # type: ignore[no-any-return]
+
     def tokens(self, number: int) -> list[tuple[Any, Any]]:
         """`(input_ids, targets)` of each piece of a sample."""
         first = self.ends[number - 1] if number else 0
@@ -167,34 +172,80 @@ class PairSamples(TextSamples):
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         batch = super().batch(numbers)
-        segments = torch.full_like(batch["input_ids"], -1)
-        first = 0
-        for i, number in enumerate(numbers):
-            lengths = [len(ids) for ids, _ in self.tokens(number)]
-            owners = torch.repeat_interleave(torch.arange(first, first + len(lengths)), torch.tensor(lengths))
-            segments[i, : len(owners)] = owners
-            first += len(lengths)
-        batch["segments"] = segments
-        rows = [row for number in numbers for row in self.pairs(number)]
+        batch["segments"] = segments_of([self.tokens(number) for number in numbers], batch["input_ids"])
+        rows = [row for number in numbers for row in self.rows_of(number)]
         unknown = torch.full((len(rows), 2), math.nan)
         batch["reference"] = unknown if self.reference is None else torch.from_numpy(self.reference[rows])
         if self.margins is not None:
             batch["margin"] = torch.from_numpy(self.margins[rows])
         return batch
 
-    def pairs(self, number: int) -> list[int]:
-        """Rows of the pairs in a sample."""
-        first = self.ends[number - 1] if number else 0
-        return self.pieces.row[first : self.ends[number]].tolist()  # type: ignore[no-any-return]
-
     def tokens(self, number: int) -> list[tuple[Any, Any]]:
         """`(input_ids, targets)` of the chosen and the rejected completion of each pair."""
         parts = []
-        for row in self.pairs(number):
+        for row in self.rows_of(number):
             # Two pieces, so that positions restart at the second: the rejected side does not see the chosen one.
             (ids, targets), split = self.rows.tokens(row), int(self.splits[row])
             parts += [(ids[:split], targets[:split]), (ids[split:], targets[split:])]
         return parts
+
+
+@dataclass(frozen=True)
+class JudgedSamples(TextSamples):
+    """For KTO: as `TextSamples`, with `segments` (B, T), the number of the row in the batch; padding is -1.
+
+    `good` (R,) are the judgements of its R rows. What begins with `kl_` is the same for the prompts with other
+    completions: within a sample each prompt has the completion of the row before it, the first that of the last, so
+    that both have equally many tokens. A row alone in its sample has the completion of the next sample's first row,
+    cut to what is left of `max_length`. None of this depends on ranks, micro-batches or the order of samples.
+    `reference` is (R, 2): of a prompt with its own and with the other completion; NaN where there is none.
+
+    Attributes:
+        good: whether the completion of each row is.
+        reference: log-probabilities of each row, (rows, 2); None: there are none.
+    """
+
+    good: Any = None
+    reference: Any = None
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        own, other = (self._batch([tokens(number) for number in numbers]) for tokens in (self.tokens, self.mismatched))
+        rows = [row for number in numbers for row in self.rows_of(number)]
+        unknown = torch.full((len(rows), 2), math.nan)
+        return {
+            **own,
+            **{f"kl_{name}": tensor for name, tensor in other.items()},
+            "good": torch.from_numpy(self.good[rows]),
+            "reference": unknown if self.reference is None else torch.from_numpy(self.reference[rows]),
+        }
+
+    def _batch(self, samples: list[list[tuple[Any, Any]]]) -> Batch:
+        batch = batch_of(samples, self.max_length, self.packed, self.pad_id)
+        return {**batch, "segments": segments_of(samples, batch["input_ids"])}
+
+    def mismatched(self, number: int) -> list[tuple[Any, Any]]:
+        """`(input_ids, targets)` of each prompt of a sample with the completion of another row."""
+        own = self.tokens(number)
+        others = [own[-1], *own[:-1]] if len(own) > 1 else [self.tokens((number + 1) % len(self))[0]]
+        return [self._joined(*pair) for pair in zip(own, others, strict=True)]
+
+    def _joined(self, own: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+        starts = [int(np.argmax(targets)) for _, targets in (own, other)]
+        parts = [(mine[: starts[0]], theirs[starts[1] :]) for mine, theirs in zip(own, other, strict=True)]
+        ids, targets = (np.concatenate(part)[: self.max_length] for part in parts)
+        return ids, targets
+
+
+def segments_of(samples: list[list[tuple[Any, Any]]], input_ids: torch.Tensor) -> torch.Tensor:
+    """The number of the piece that each token is in, (B, T), counted over all samples; -1 for padding."""
+    segments = torch.full_like(input_ids, -1)
+    first = 0
+    for i, pieces in enumerate(samples):
+        lengths = torch.tensor([len(ids) for ids, _ in pieces])
+        owners = torch.repeat_interleave(torch.arange(first, first + len(pieces)), lengths)
+        segments[i, : len(owners)] = owners
+        first += len(pieces)
+    return segments
 
 
 @dataclass(frozen=True)

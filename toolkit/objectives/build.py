@@ -7,12 +7,13 @@ from torch import nn
 from toolkit.errors import BadInputError
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.kto import Kto
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.preference_losses import LOSSES
 from toolkit.objectives.reward import Reward
 from toolkit.recipe.schema import ObjectiveSection
 
-AnyObjective = CausalLM | SequenceClassification | Preference | Reward
+AnyObjective = CausalLM | SequenceClassification | Preference | Reward | Kto
 
 
 def build_objective(
@@ -30,6 +31,8 @@ def build_objective(
     if section.kind == "preference":
         given = {key: getattr(section, key) for key in ("beta", "label_smoothing", "gamma", "odds_weight")}
         return Preference(model, LOSSES[section.preference_loss], given)
+    if section.kind == "kto":
+        return Kto(model, section.beta or 0.1, section.desirable_weight or 1.0, section.undesirable_weight or 1.0)
     if section.kind == "reward":
         return Reward(model, section.center_rewards_coefficient or 0.0)
     if label_counts is None:

@@ -7,7 +7,7 @@ optimizer step, so that the loss does not depend on how the batch is split (tran
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -55,3 +55,15 @@ class Objective(Protocol):
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
         """`loss` and the objective's own figures, from the numbers added up over all batches and ranks."""
+
+
+@runtime_checkable
+class OverWindow(Protocol):
+    """An objective whose losses share a number that comes from all micro-batches they are summed over.
+
+    These are all of an optimizer step, or of an evaluation, on all ranks. It finds the sums of them in the batch as
+    `window`; where that is missing, the micro-batch stands for the whole.
+    """
+
+    def window_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Numbers to add up over all micro-batches, without a graph."""

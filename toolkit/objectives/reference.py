@@ -1,4 +1,5 @@
-"""Log-probabilities of the model before its first step, computed once and kept, for preferences without adapters."""
+"""Log-probabilities of the model before its first step, computed once and kept; for preferences and KTO, without
+adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from torch import nn
 from toolkit import ranks
 from toolkit.data.cache import digest
 from toolkit.data.cut import WHOLE, Part
-from toolkit.data.samples import PairSamples
+from toolkit.data.samples import JudgedSamples, PairSamples
+from toolkit.objectives.kto import Kto
 from toolkit.objectives.preference import Preference
 from toolkit.recipe.schema import ModelSection
 
@@ -31,15 +33,15 @@ KEPT_SECONDS = 15.0
 def with_reference(
     accelerator: Accelerator,
     model: nn.Module,
-    objective: Preference,
-    samples: PairSamples,
+    objective: Preference | Kto,
+    samples: PairSamples | JudgedSamples,
     reached: Sequence[int],
     micro_batch_size: int,
     cache: Path,
     identity: Sequence[Any],
     tell: Callable[[int, int], None] = lambda done, total: None,
     part: Part = WHOLE,
-) -> PairSamples:
+) -> PairSamples | JudgedSamples:
     """The samples with the reference's log-probabilities, (rows, 2), float32. Every rank calls this.
 
     What has been computed is kept as it comes, so that a run that is cut off goes on there.
@@ -54,7 +56,7 @@ def with_reference(
     """
     path = cache / f"reference-{digest(*identity)}" / FILE
     known = ranks.on_first_rank(lambda: _kept(path, len(samples.rows)))
-    missing = [number for number in reached if np.isnan(known[samples.pairs(number)]).any()]
+    missing = [number for number in reached if np.isnan(known[samples.rows_of(number)]).any()]
     kept_at = time.monotonic()
     for done in _compute(accelerator, model, objective, samples, missing, micro_batch_size, known, part):
         tell(done, len(missing))
@@ -84,8 +86,8 @@ def _keep(path: Path, known: Any) -> None:
 def _compute(
     accelerator: Accelerator,
     model: nn.Module,
-    objective: Preference,
-    samples: PairSamples,
+    objective: Preference | Kto,
+    samples: PairSamples | JudgedSamples,
     missing: Sequence[int],
     micro_batch_size: int,
     known: Any,
@@ -102,7 +104,7 @@ def _compute(
         numbers = list(missing[start : start + micro_batch_size])
         batch = send_to_device(objective.on_host(part.of(samples.batch(numbers or [missing[0]]))), accelerator.device)
         sums, _ = objective.log_probabilities(model, batch)
-        rows = [row for number in numbers for row in samples.pairs(number)]
+        rows = [row for number in numbers for row in samples.rows_of(number)]
         # Not more than its rows: a rank that took the first sample for want of its own has sums, and no rows.
         for rows_of_rank, found in ranks.gather_objects((rows, sums.float().cpu().numpy()[: len(rows)])):
             known[rows_of_rank] = found

@@ -22,6 +22,7 @@ from toolkit.model.document_attention import BY_DOCUMENT
 from toolkit.model.load import SpecialTokens, load_without_weights
 from toolkit.model.positions import takes_positions
 from toolkit.objectives.build import build_objective
+from toolkit.objectives.kto import OTHER
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
 
@@ -33,6 +34,8 @@ mask of packed rows whenever it sees fake tensors, as it cannot look at the posi
 """
 
 BATCH_TYPE = torch.long
+
+JUDGED_NAMES = ("input_ids", "labels", "position_ids", "segments")
 
 
 @dataclass(frozen=True)
@@ -174,12 +177,15 @@ def _batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
         "sequence_classification": ("input_ids", "attention_mask", "token_type_ids"),
         "preference": ("input_ids", "labels", "position_ids", "segments"),
         "reward": ("input_ids", "labels", "position_ids", "segments"),
+        "kto": tuple(f"{part}{name}" for part in ("", OTHER) for name in JUDGED_NAMES),
     }.get(recipe.objective.kind, ("input_ids", "labels", "position_ids"))
     batch = {name: torch.empty_like(tokens) for name in names}
     if recipe.objective.kind == "sequence_classification":
         batch["labels"] = torch.empty(size, dtype=BATCH_TYPE)
-    if recipe.objective.kind == "preference":
+    if recipe.objective.kind in ("preference", "kto"):
         batch["reference"] = torch.empty(size, 2)
+    if recipe.objective.kind == "kto":
+        batch["good"] = torch.empty(size, dtype=torch.bool)
     if recipe.objective.kind == "reward":
         batch["margin"] = torch.empty(size)
     return batch

@@ -72,8 +72,8 @@ class Recipe(Section):
             )
         if self.objective.kind == "sequence_classification":
             self._check_classification()
-        if self.objective.kind in ("preference", "reward"):
-            self._check_pairs()
+        if self.objective.kind in ("preference", "reward", "kto"):
+            self._check_completions()
         if self.objective.kind in ("sequence_classification", "reward"):
             self._check_writes_no_text()
         if self.data.columns.margin is not None and self.objective.kind != "reward":
@@ -97,7 +97,7 @@ class Recipe(Section):
             raise contradiction("settings of export have no effect with export.enabled: false")
         return self
 
-    def _check_pairs(self) -> None:
+    def _check_completions(self) -> None:
         what = f"with objective.kind {self.objective.kind}"
         if self.data.streaming:
             raise contradiction(f"data.streaming is not possible {what}; remove it")
@@ -128,8 +128,8 @@ class Recipe(Section):
                 "sharding.accumulate=by_block has no effect on one micro-batch a step; set "
                 "training.gradient_accumulation_steps above 1, or remove it"
             )
-        if self.objective.kind == "reward":
-            raise contradiction(f"objective.kind reward is not possible {what}; set by_micro_batch")
+        if self.objective.kind in ("reward", "kto"):
+            raise contradiction(f"objective.kind {self.objective.kind} is not possible {what}; set by_micro_batch")
         if self.sharding.sequence > 1:
             raise contradiction(f"sharding.sequence is not possible {what}; remove one of them")
         if self.training.mixed_precision == "fp16":

@@ -146,7 +146,10 @@ class ColumnsSection(Section):
     rejected: str | None = Field(None, description="Rejected completion: text or messages. Null: `rejected`.")
     text: str | None = Field(None, description="Text to train on or to classify. Null: `text`.")
     text_pair: str | None = Field(None, description="Second text of a pair to classify.")
-    label: str | None = Field(None, description="Class of the text. Null: `label`.")
+    label: str | None = Field(
+        None,
+        description="Class of the text, or whether the completion is good (kto). Null: `label`, or `kto_tag`.",
+    )
     margin: str | None = Field(
         None, description="By how much the chosen completion is better: a number (reward). Null: `margin`."
     )
@@ -265,6 +268,7 @@ OBJECTIVE_SETTINGS = {
     "sequence_classification": ("labels", "class_weights"),
     "preference": ("loss", "beta", "label_smoothing", "gamma", "odds_weight"),
     "reward": ("center_rewards_coefficient",),
+    "kto": ("beta", "desirable_weight", "undesirable_weight"),
 }
 """Objective -> the settings that have an effect on it."""
 
@@ -272,18 +276,18 @@ OBJECTIVE_SETTINGS = {
 class ObjectiveSection(Section):
     """What is minimised."""
 
-    kind: Literal["causal_lm", "sequence_classification", "preference", "reward"] = Field(
+    kind: Literal["causal_lm", "sequence_classification", "preference", "reward", "kto"] = Field(
         "causal_lm",
         description="Choose the objective. causal_lm: next-token cross-entropy. sequence_classification: cross-entropy "
         "of a text's class. preference: prefer chosen completions to rejected ones. reward: score chosen completions "
-        "above rejected ones (Bradley-Terry).",
+        "above rejected ones (Bradley-Terry). kto: learn from completions that are judged true or false one by one.",
     )
     loss: Literal["dpo", "ipo", "simpo", "orpo"] | None = Field(
         None,
         description="Choose the preference loss (arXiv 2305.18290, 2310.12036, 2405.14734, 2403.07691); null: dpo.",
     )
     beta: PositiveFloat | None = Field(
-        None, description="Scale the rewards of dpo and ipo (null: 0.1) or simpo (null: 2)."
+        None, description="Scale the rewards of dpo, ipo and kto (null: 0.1) or simpo (null: 2)."
     )
     label_smoothing: float | None = Field(
         None,
@@ -293,6 +297,12 @@ class ObjectiveSection(Section):
     )
     gamma: float | None = Field(None, ge=0.0, description="Set the target margin of simpo; null: 1.")
     odds_weight: PositiveFloat | None = Field(None, description="Weight the odds ratio of orpo; null: 0.1.")
+    desirable_weight: PositiveFloat | None = Field(
+        None, description="Weight the losses of completions judged true (kto); null: 1."
+    )
+    undesirable_weight: PositiveFloat | None = Field(
+        None, description="Weight the losses of completions judged false (kto); null: 1."
+    )
     center_rewards_coefficient: PositiveFloat | None = Field(
         None,
         description="Add the square of a pair's summed rewards to the loss, times this, so that rewards stay around 0 "

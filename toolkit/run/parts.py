@@ -18,7 +18,7 @@ from toolkit.data.build import TokenisedData
 from toolkit.data.cache import cache_folder
 from toolkit.data.cut import WHOLE, Part
 from toolkit.data.loader import EpochOrder, TrainLoader, evaluation_batches
-from toolkit.data.samples import Batch, PairSamples, TextSamples
+from toolkit.data.samples import Batch, JudgedSamples, PairSamples, TextSamples
 from toolkit.data.stream import StreamLoader
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of, require_mergeable
@@ -27,6 +27,7 @@ from toolkit.model.load import load, load_without_weights
 from toolkit.model.positions import first_position, takes_positions
 from toolkit.objectives.build import AnyObjective, build_objective
 from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.kto import Kto
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.reference import identity_of, with_reference
@@ -143,7 +144,7 @@ def build_parts(
     size = training.micro_batch_size * accumulation * num_groups
     num_steps = steps_of_run(training, len(data.train), size)
     # Before the first step, while the model is its own reference.
-    if isinstance(objective, Preference) and objective.needs_references:
+    if isinstance(objective, Preference | Kto) and objective.needs_references:
         last = _last_position(recipe, data, num_steps, size, resumed)
         data = _with_references(accelerator, recipe, model, objective, data, last)
     windows = build_windows(recipe, data, num_steps, accumulation, group, num_groups, part)
@@ -219,14 +220,19 @@ def _checkpointings(recipe: Recipe, plugin: ShardingPlugin) -> list[Checkpointin
 
 
 def _with_references(
-    accelerator: Accelerator, recipe: Recipe, model: nn.Module, objective: Preference, data: TokenisedData, last: int
+    accelerator: Accelerator,
+    recipe: Recipe,
+    model: nn.Module,
+    objective: Preference | Kto,
+    data: TokenisedData,
+    last: int,
 ) -> TokenisedData:
     """The data with the log-probabilities of the model before its first step, as far as the run's `last` position."""
     tell = Pass(Terminal(quiet=not accelerator.is_main_process), "log-probabilities of the reference")
     limit = recipe.data.max_validation_samples
     found: dict[str, Any] = {}
     for split, samples in (("train", data.train), ("validation", data.validation)):
-        if isinstance(samples, PairSamples):
+        if isinstance(samples, PairSamples | JudgedSamples):
             precision, seed = accelerator.mixed_precision, recipe.training.seed
             identity = identity_of(recipe.model, precision, data.fingerprint, seed, split)
             size, cache = recipe.training.micro_batch_size, cache_folder(recipe.data)

@@ -154,6 +154,15 @@ METHODS = {
             epochs=1,
         ),
         Method(
+            "kto",
+            "every parameter on completions judged one by one",
+            "kto",
+            tuple(LAYOUTS_OF["kto"]),
+            (Rate(ANY_SIZE, 1e-6, "TRL's KTOConfig; its documentation names 5e-7 to 5e-6"),),
+            rows_per_step=32,
+            epochs=1,
+        ),
+        Method(
             "classify",
             "every parameter on labelled texts",
             "sequence_classification",

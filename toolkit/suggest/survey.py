@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import build
-from toolkit.data.examples import Answer, Conversation, Example, Pair, Text
+from toolkit.data.examples import Answer, Conversation, Example, Judged, Pair, Text
 from toolkit.data.layouts import Layout
 from toolkit.data.packing import Ints
 from toolkit.data.problem import RowProblem
@@ -135,12 +135,16 @@ def _examples(source: Source, layout: Layout) -> Iterator[Example]:
 
 
 def _is_conversation(example: Example) -> bool:
+    if isinstance(example, Judged):
+        return isinstance(example.answer, Conversation)
     return isinstance(example.chosen if isinstance(example, Pair) else example, Conversation)
 
 
 def _asked(example: Any) -> str:
     if isinstance(example, Pair):
         return _asked(example.chosen)
+    if isinstance(example, Judged):
+        return _asked(example.answer)
     if isinstance(example, Conversation):
         return next((str(m["content"] or "") for m in example.messages if m["role"] == "user"), "")
     if isinstance(example, Answer):

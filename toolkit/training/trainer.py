@@ -20,7 +20,7 @@ from toolkit import ranks
 from toolkit.data.ahead import ahead, with_next
 from toolkit.data.samples import Batch
 from toolkit.errors import StoppedError, TrainingError
-from toolkit.objectives.objective import Objective
+from toolkit.objectives.objective import Objective, OverWindow
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.offload import engine_of
@@ -287,17 +287,23 @@ class Trainer:
         # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks: both are undone.
         scale = self.accelerator.num_processes * len(window) / max(1, counts.targets)
         run = self._run_in_turn if self.by_block is None else self._run_by_block
-        loss_sum, figures = run(window, scale)
+        shared = self._over_window(window, Phase.FORWARD)
+        loss_sum, figures = run([{**batch, **shared} for batch in window], scale)
         self._begin(Phase.COLLECTIVE)
         step = self._gathered(loss_sum, self._clip(), figures, counts)
         return replace(step, skipped=self._update(step.grad_norm))
 
+    def _over_window(self, batches: Iterable[Batch], phase: Phase) -> Batch:
+        """What the losses of all these micro-batches, on all ranks, share, if anything; see `OverWindow`."""
+        if not isinstance(self.objective, OverWindow):
+            return {}
+        sums = [self.objective.window_sums(self.model, batch) for batch in self._in_phase(batches, phase)]
+        return {"window": self.accelerator.reduce(torch.stack(sums).sum(dim=0), "sum")}
+
     def _run_in_turn(self, window: list[Batch], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of one micro-batch after another; the sums of their losses and figures."""
         loss_sum, figures = self._zero_sums()
-        for batch in window:
-            self._begin(Phase.FORWARD)
-            batch = self._on_device(batch)
+        for batch in self._in_phase(window, Phase.FORWARD):
             with self.accelerator.accumulate(self.model):
                 loss, of_batch = self.objective.training_sums(self.model, batch)
                 # Summed on the device: to read each loss, the host would have to wait for every micro-batch.
@@ -314,8 +320,7 @@ class Trainer:
         for _ in window[1:]:
             with self.accelerator.accumulate(self.model):  # counts up to the micro-batch that ends the window
                 pass
-        self._begin(Phase.FORWARD)
-        batches, of_batches = [self._on_device(batch) for batch in window], []
+        batches, of_batches = list(self._in_phase(window, Phase.FORWARD)), []
         batches = self.objective.looked_at(self.model, batches, self.by_block.evaluate)
 
         def forward(batch: Any) -> torch.Tensor:
@@ -338,6 +343,11 @@ class Trainer:
     def _zero_sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.accelerator.device
         return torch.zeros((), device=device), torch.zeros(len(self.objective.figures), device=device)
+
+    def _in_phase(self, batches: Iterable[Batch], phase: Phase) -> Iterator[Batch]:
+        for batch in batches:
+            self._begin(phase)
+            yield self._on_device(batch)
 
     def _on_device(self, batch: Batch) -> Any:
         return send_to_device(self.objective.on_host(batch), self.accelerator.device, non_blocking=True)
@@ -473,11 +483,10 @@ class Trainer:
         if self.evaluation is None:
             return
         self.model.eval()
-        parts = []
         with Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), torch.no_grad():
-            for batch in self.evaluation():
-                self._begin(Phase.EVALUATE)
-                parts.append(self.objective.evaluation_sums(self.model, self._on_device(batch)))
+            shared = self._over_window(self.evaluation(), Phase.EVALUATE)
+            batches = self._in_phase(self.evaluation(), Phase.EVALUATE)
+            parts = [self.objective.evaluation_sums(self.model, {**batch, **shared}) for batch in batches]
         self._begin(Phase.COLLECTIVE)
         sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
         self.model.train()

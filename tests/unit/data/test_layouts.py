@@ -199,10 +199,29 @@ def test_thoughts_are_learned_or_noted(tmp_path: Path, chatml: Any, shown: bool)
 )
 @pytest.mark.parametrize("streaming", [False, True])
 def test_answers_that_are_judged_are_refused(tmp_path: Path, chatml: Any, row: dict[str, Any], streaming: bool) -> None:
-    with pytest.raises(DataError, match=r"judged good or bad one by one .* as for KTO"):
+    with pytest.raises(DataError, match=r"judged good or bad one by one .* set objective.kind=kto"):
         built(tmp_path, chatml, [row], streaming=streaming)
+    if not streaming:
+        _learn_judged(tmp_path, chatml, row)
     topic = {**{key: value for key, value in row.items() if key != "kto_tag"}, "label": "greetings"}
     assert len(built(tmp_path, chatml, [topic]).train) == 1
+
+
+def _learn_judged(folder: Path, tokens: Any, row: dict[str, Any]) -> None:
+    """The same rows are what KTO learns from: the completion, and whether it is good."""
+    column = "kto_tag" if "kto_tag" in row else "label"
+    good = str(row[column]).lower() == "true"
+    rows = [row, {**row, column: not good}, {**row, column: None}, {**row, column: "fine"}]
+    data = built(folder, tokens, rows, "kto")
+    assert data.train.batch([0, 1])["good"].tolist() == [good, not good]
+    assert learned(data, tokens)[0][1].startswith("hello")
+    assert data.report.train is not None
+    assert {why: found.count for why, found in data.report.train.dropped.items()} == {
+        f"{column} is missing or null": 1,
+        f"{column} is neither true nor false": 1,
+    }
+    with pytest.raises(DataError, match="all 1 rows are judged"):
+        built(folder, tokens, [row], "kto")
 
 
 PAIR = (

@@ -194,6 +194,8 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
         (["objective={kind: preference, loss: simpo, label_smoothing: 0.1}"], "which takes beta, gamma; remove it"),
         (["objective={kind: preference, loss: kto}"], "allowed: dpo, ipo, simpo, orpo"),
         (["objective.kind=preference", "data.long_rows=split"], "data.long_rows split is not possible"),
+        (["objective={kind: kto, loss: dpo}"], "objective.loss has no effect with objective.kind kto"),
+        (["objective.kind=kto", "data.streaming=true"], "data.streaming is not possible with objective.kind kto"),
         (["objective={kind: reward, beta: 0.1}"], "objective.beta has no effect with objective.kind reward"),
         (
             ["objective.kind=reward", "logging.sample_prompt=a"],

@@ -1,0 +1,164 @@
+"""Completions that are judged good or bad one by one (KTO, arXiv 2402.01306)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+
+from toolkit.data.samples import IGNORED, Batch
+from toolkit.model.adapters import adapters_off
+from toolkit.model.fake_tensors import has_values
+from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.objective import RunsWindows
+
+OTHER = "kl_"
+"""Begins what a batch has of prompts with completions of other rows."""
+
+
+def signed_distances(log_ratios: torch.Tensor, good: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
+    """beta (r - z0) of good completions, beta (z0 - r) of bad ones, (R,).
+
+    Args:
+        log_ratios: r = log pi(y|x) - log ref(y|x) (nats), (R,).
+        good: (R,), bool.
+        kl: z0, the estimate of KL(pi || ref) (nats).
+    """
+    distances = beta * (log_ratios - kl)
+    return torch.where(good, distances, -distances)
+
+
+class Kto:
+    """w (1 - sigma(s)), summed over the rows, where s is `signed_distances` (arXiv 2402.01306, eq. 7).
+
+    z0 is max(0, mean of log pi(y'|x) - log ref(y'|x)) over prompts x with completions y' of other rows, without a
+    gradient. The mean is over the rows of the whole optimizer step, on all ranks, or of the whole evaluation.
+
+    Args:
+        desirable_weight: w of good completions.
+        undesirable_weight: w of bad ones.
+    """
+
+    unit = "rows"
+    figures = ("accuracy", "margin", "kl")
+
+    def __init__(
+        self, model: nn.Module, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+    ) -> None:
+        self._beta = beta
+        self._weights = (desirable_weight, undesirable_weight)
+        # One row at a time is packed, too: a prompt with another completion may share its sample.
+        self._causal = CausalLM(model, packed=True)
+        self._adapted = model if isinstance(model, peft.PeftModel) else None
+
+    @property
+    def needs_references(self) -> bool:
+        """Whether the reference's log-probabilities must come with each batch."""
+        return self._adapted is None
+
+    def count_targets(self, batch: Batch) -> int:
+        """Rows; those that only fill up a held-out batch have no labels."""
+        return int(_learned(batch).sum())
+
+    def on_host(self, batch: Batch) -> dict[str, Any]:
+        """As `CausalLM` does, for both completions, and with the rows that are learned (`learned`, (R,))."""
+        own = self._causal.on_host(batch)
+        if "good" not in batch:  # prompts to continue
+            return own
+        other = {f"{OTHER}{name}": value for name, value in self._causal.on_host(_other(batch)).items()}
+        return {**own, **other, "learned": _learned(batch)}
+
+    def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
+        """As they are: the recipe refuses to run by block."""
+        return batches
+
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(B, T, V)."""
+        return self._causal.logits(model, batch)
+
+    def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
+        """As `CausalLM` does."""
+        return self._causal.check_head_loss(model, device, in_16_bits)
+
+    def log_probabilities(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row's prompt with its own and with the other completion, and their target tokens, each (R, 2)."""
+        both = [self._causal.log_probabilities(model, part, len(batch["good"])) for part in (batch, _other(batch))]
+        sums, counts = (torch.stack(found, dim=1) for found in zip(*both, strict=True))
+        return sums, counts
+
+    @torch.no_grad()
+    def window_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Log-ratios of the prompts with other completions, and how many they are, (2,)."""
+        was_training = model.training
+        # As the reference is: without dropout, by which the two would differ.
+        model.eval()
+        log_ratios = self._log_ratios(model, _other(batch), batch["reference"][:, 1])
+        model.train(was_training)
+        learned = self._learned(batch)
+        return torch.stack([log_ratios.masked_fill(~learned, 0.0).sum(), learned.sum()])
+
+    def _log_ratios(self, model: nn.Module, part: Batch, reference: torch.Tensor) -> torch.Tensor:
+        """log pi(y|x) - log ref(y|x) of each row, (R,), float32."""
+        if self._adapted is not None:
+            was_training = model.training
+            with torch.no_grad(), adapters_off(self._adapted):
+                reference, _ = self._causal.log_probabilities(model.eval(), part, len(reference))
+            model.train(was_training)
+        return self._causal.log_probabilities(model, part, len(reference))[0] - reference
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return self.training_sums(model, batch)[0]
+
+    def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, _, figures = self._judged(model, batch)
+        return losses, figures
+
+    def _judged(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The summed loss, rewards (R,) and the sums of `figures`."""
+        total, count = batch["window"] if "window" in batch else self.window_sums(model, batch)
+        kl = (total / count.clamp_min(1)).clamp_min(0.0)
+        log_ratios = self._log_ratios(model, batch, batch["reference"][:, 0])
+        learned, good = self._learned(batch), batch["good"]
+        distances = signed_distances(log_ratios, good, kl, self._beta)
+        losses = torch.where(good, *self._weights) * (1 - torch.sigmoid(distances))
+        found = distances.detach()
+        figures = torch.stack([(found > 0).float(), found, kl.expand_as(found)])
+        # Filled, not multiplied by 0, which would let a NaN through.
+        sums = figures.masked_fill(~learned, 0.0).sum(dim=1)
+        return losses.masked_fill(~learned, 0.0).sum(), self._beta * log_ratios.detach(), sums
+
+    def _learned(self, batch: Batch) -> torch.Tensor:
+        return batch["learned"] if "learned" in batch else _learned(batch)
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss, the rows, `figures`, and of good and of bad completions how many they are and their rewards."""
+        loss, rewards, figures = self._judged(model, batch)
+        learned = self._learned(batch)
+        sides = [learned & batch["good"], learned & ~batch["good"]]
+        of_sides = [value for side in sides for value in (side.sum(), rewards.masked_fill(~side, 0.0).sum())]
+        return torch.cat([torch.stack([loss, learned.sum()]), figures, torch.stack(of_sides)]).double()
+
+    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
+        """Means over the rows: loss, how often a reward is on the right side of z0 and by how much, z0, and rewards."""
+        rows = max(1.0, sums[1])
+        figures = {name: value / rows for name, value in zip(self.figures, sums[2:5], strict=True)}
+        num_good, good, num_bad, bad = sums[5:]
+        rewards = {"chosen_reward": good / max(1.0, num_good), "rejected_reward": bad / max(1.0, num_bad)}
+        return {"loss": sums[0] / rows, "rows": int(sums[1]), **figures, **rewards}
+
+
+def _other(batch: Batch) -> Batch:
+    """Of the prompts with completions of other rows."""
+    return {name.removeprefix(OTHER): value for name, value in batch.items() if name.startswith(OTHER)}
+
+
+def _learned(batch: Batch) -> torch.Tensor:
+    """Which rows are learned, (R,)."""
+    learned = torch.ones_like(batch["good"])
+    if not has_values(batch["labels"]):  # in a trace nobody can know
+        return learned
+    learned[:] = False
+    learned[batch["segments"][batch["labels"] != IGNORED]] = True
+    return learned
