@@ -44,7 +44,8 @@ def mask_by_what_is_known() -> None:
     """Has transformers make its masks of what `known_packing` and the rows under way tell; again changes nothing."""
     # The module's own names, which its functions look up at each call.
     masking_utils.find_packed_sequence_indices = _indices
-    masking_utils.packed_sequence_compatibility_function = _mask_of_documents
+    if _masked is not None:
+        masking_utils.packed_sequence_compatibility_function = _mask_of_documents
 
 
 class _Here(threading.local):
@@ -55,7 +56,8 @@ class _Here(threading.local):
 
 _here = _Here()
 _asked: Callable[[torch.Tensor], torch.Tensor | None] = masking_utils.find_packed_sequence_indices
-_masked: Callable[..., Callable[..., Any]] = masking_utils.packed_sequence_compatibility_function
+_masked: Callable[..., Any] | None = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+"""None before transformers 5.23, whose masks ask for the documents alone."""
 
 
 def _of_whole_rows(position_ids: torch.Tensor) -> torch.Tensor:
@@ -65,6 +67,7 @@ def _of_whole_rows(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _mask_of_documents(mask: Callable[..., Any], position_ids: torch.Tensor, documents: torch.Tensor) -> Any:
+    assert _masked is not None  # otherwise this is called by nobody
     return _masked(mask, _of_whole_rows(position_ids), documents)
 
 
