@@ -52,6 +52,8 @@ CHARTS = (
     ("margin", "Margin of the rewards", (("margin", ""),)),
     ("rewards", "Rewards", (("chosen_reward", "chosen"), ("rejected_reward", "rejected"))),
     ("kl", "KL to the reference", (("kl", ""),)),
+    ("balance-loss", "Balance loss of the experts", (("balance_loss", ""),)),
+    ("expert-entropy", "Entropy of the experts' load (1: even)", (("expert_entropy", ""),)),
 )
 """Name and title of a chart, and its curves: field and name. Perplexity has none: it is the loss once more."""
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from toolkit.pages.charts import Chart, Series, chart_card, drawable, smoothed
 from toolkit.pages.data_page import DATA_PAGE, SUMMARY_FACTS, dropped_table, split_table, window_remark
+from toolkit.pages.experts import STYLE as EXPERTS_STYLE
+from toolkit.pages.experts import experts_card
 from toolkit.pages.figures import confusion_card, figure_charts, figure_tile, figures_of
 from toolkit.pages.page import (
     MISSING,
@@ -89,13 +91,14 @@ def render_report(summary: RunSummary) -> str:
         _doubts_note(summary.doubts),
         _non_finite_note(non_finite(train + evals)),
         _charts_section(train, evals),
+        experts_card(train),
         sample_card(summary.sample),
         side_by_side_card(summary.side_by_side),
         _tables_section(summary, evals),
         _recipe_card(summary.recipe_yaml),
     ]
     policy = POLICY if summary.status is not None else ""
-    style = _STYLE + STATUS_STYLE + SAMPLES_STYLE
+    style = _STYLE + STATUS_STYLE + SAMPLES_STYLE + EXPERTS_STYLE
     return render_page(summary.title, sections, style, status_head(summary.status), policy)
 
 

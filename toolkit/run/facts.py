@@ -6,6 +6,7 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from toolkit.model.adapters import adapter_fact, has_adapter, trainable_share
+from toolkit.objectives.balance import experts_fact
 from toolkit.pages.data_console import show_report
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts import Leaks, Parts
@@ -43,6 +44,8 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
         facts["accumulate"] = "by block: a step gathers each unit twice and reduces it once"
     if parts.head_loss is not None:
         facts["loss"] = parts.head_loss
+    if parts.balance.routers:
+        facts["experts"] = experts_fact(inner, parts.balance, parts.by_block is not None)
     if parts.leaks is not None:
         facts["packing"] = _packing_fact(parts.leaks)
     if parts.padded is not None:

@@ -25,6 +25,7 @@ from toolkit.model.adapters import base_of, require_mergeable
 from toolkit.model.attention import attention_of, settle_attention
 from toolkit.model.load import load, load_without_weights
 from toolkit.model.positions import first_position, takes_positions
+from toolkit.objectives.balance import Balance, build_balance
 from toolkit.objectives.build import AnyObjective, build_objective
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.kto import Kto
@@ -84,6 +85,7 @@ class Parts:
         padded: why rows are padded although `data.packing` is not set; None where that is not so.
         side_by_side: what the model writes behind held-out prompts, if that was asked for.
         by_block: what runs the micro-batches of a step by block; None: they run one after another.
+        balance: what watches the routers of a mixture of experts.
         parts_differ: the largest difference of logits from those of whole rows; None where ranks share no rows.
     """
 
@@ -101,6 +103,7 @@ class Parts:
     leaks: Leaks | None
     padded: str | None
     by_block: ByBlock | None
+    balance: Balance
     parts_differ: float | None = None
     side_by_side: list[SideBySide] = field(default_factory=list)
 
@@ -124,12 +127,14 @@ def build_parts(
     in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
     attention = _attention(accelerator, recipe, model, in_16_bits, packed)
     objective = build_objective(recipe.objective, model, packed, label_counts)
+    balance = build_balance(recipe.objective, model)
     # Before `prepare`, which wraps the blocks that the plan has chosen to checkpoint.
     planned = _planned(accelerator, recipe, model, plugin, label_counts)
     plugin.checkpointing = planned.checkpointing
     compilation = _prepared(accelerator, model, recipe, plugin)
-    optimizer = build_optimizer(model, recipe.optimizer, recipe.sharding.unit_classes)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(
+        model, build_optimizer(model, recipe.optimizer, recipe.sharding.unit_classes)
+    )
     # After `prepare`: the model is checked as it is trained, with its kernels and its precision.
     leaks, leak = _check_leaks(accelerator, recipe, model, objective, data, in_16_bits)
     if leak is not None:
@@ -137,9 +142,7 @@ def build_parts(
         objective = build_objective(recipe.objective, model, False, label_counts)
     group, num_groups, part = part_of(accelerator, recipe)
     parts_differ = _check_parts(accelerator, model, objective, data, part, in_16_bits)
-    head_loss = None
-    if not isinstance(objective, SequenceClassification | Reward):
-        head_loss = objective.check_head_loss(model, accelerator.device, in_16_bits)
+    head_loss = _checked_head_loss(accelerator, objective, model, in_16_bits)
     accumulation = training.gradient_accumulation_steps
     size = training.micro_batch_size * accumulation * num_groups
     num_steps = steps_of_run(training, len(data.train), size)
@@ -147,14 +150,13 @@ def build_parts(
     if isinstance(objective, Preference | Kto) and objective.needs_references:
         last = _last_position(recipe, data, num_steps, size, resumed)
         data = _with_references(accelerator, recipe, model, objective, data, last)
-    windows = build_windows(recipe, data, num_steps, accumulation, group, num_groups, part)
     return Parts(
         model,
         optimizer,
         objective,
         tokens,
         data,
-        windows,
+        build_windows(recipe, data, num_steps, accumulation, group, num_groups, part),
         num_steps,
         planned,
         compilation,
@@ -163,6 +165,7 @@ def build_parts(
         leaks,
         padded,
         by_block_of(recipe, plugin, model, accelerator.device),
+        balance,
         parts_differ,
     )
 
@@ -351,6 +354,18 @@ def without_packing(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> Tokenise
     """The data with a sample for each row; nothing is tokenised again."""
     section = recipe.data.model_copy(update={"packing": False})
     return build.build(section, tokens, recipe.training.seed, recipe.objective)
+
+
+def _checked_head_loss(
+    accelerator: Accelerator,
+    objective: AnyObjective,
+    model: nn.Module,
+    in_16_bits: bool,
+) -> str | None:
+    """What the losses come from, tried on a few tokens; None for objectives that have no choice."""
+    if isinstance(objective, SequenceClassification | Reward):
+        return None
+    return objective.check_head_loss(model, accelerator.device, in_16_bits)
 
 
 def _check_leaks(

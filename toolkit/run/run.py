@@ -262,6 +262,7 @@ def _build_trainer(
         profile=profile,
         beats=beats,
         by_block=parts.by_block,
+        balance=parts.balance,
     )
 
 

@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from toolkit import ranks
 from toolkit.data.ahead import ahead, with_next
 from toolkit.data.samples import Batch
 from toolkit.errors import StoppedError, TrainingError
+from toolkit.objectives.balance import Balance
 from toolkit.objectives.objective import Objective, OverWindow
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.by_block import ByBlock
@@ -27,9 +28,11 @@ from toolkit.sharding.offload import engine_of
 from toolkit.sharding.shards import whole_tensor
 from toolkit.terminal import Pass, Terminal
 from toolkit.training.beats import Beats, Phase
+from toolkit.training.experts import ExpertLoads
 from toolkit.training.garbage import collect_at, collected_by_step
 from toolkit.training.metrics import Metrics
 from toolkit.training.profile import DATA, UPDATE, StepProfile, label
+from toolkit.training.step import RankStep, Step
 from toolkit.training.usage import Counts, ModelFlops, counts_of, peak_device_bytes, peak_host_bytes
 
 
@@ -51,65 +54,6 @@ class Windows(Protocol):
     def epoch_at(self, step: int) -> float: ...
 
     def samples_at(self, step: int) -> int: ...
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step, over all ranks."""
-
-    loss: float
-    grad_norm: float
-    counts: Counts
-    peak_device_bytes: int
-    peak_host_bytes: int
-    non_finite_ranks: list[int]
-    figures: list[float]
-    skipped: bool
-    stop: str | None
-    save: bool
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """What one rank found in a step before the update, and what it has to say.
-
-    The ranks exchange it as one row of float64, which counts exactly up to 2^53, so that host and device meet once.
-
-    Attributes:
-        loss_sum: over this rank's targets.
-        grad_norm: over all ranks, before clipping.
-        wants_to_stop: after this step.
-        wants_to_save: after this step.
-        next_counts: of this rank's part of the next window; 0 where there is none.
-        figures: the objective's own, sums over this rank's part.
-    """
-
-    loss_sum: float
-    grad_norm: float
-    peak_device_bytes: int
-    peak_host_bytes: int
-    wants_to_stop: bool
-    wants_to_save: bool
-    next_counts: Counts
-    figures: list[float]
-
-    @staticmethod
-    def pack(loss_sum: torch.Tensor, grad_norm: torch.Tensor, figures: torch.Tensor, *on_host: float) -> torch.Tensor:
-        """The row, (10 + F,): the first two fields, which are on the device, what is on the host, and F figures."""
-        device = loss_sum.device
-        on_device = torch.stack([loss_sum.detach().double(), grad_norm.detach().to(device).double()])
-        # Not made on the device at once: that would wait for all of backward.
-        told = torch.tensor(on_host, dtype=torch.float64).to(device, non_blocking=True)
-        return torch.cat([on_device, told, figures.detach().double()])
-
-    @staticmethod
-    def unpack(row: list[float]) -> RankStep:
-        """The fields of a row that `pack` made."""
-        loss_sum, grad_norm, device_bytes, host_bytes, stops, saves, *rest = row
-        num_counts = len(fields(Counts))
-        next_counts = Counts(*map(int, rest[:num_counts]))
-        peaks = (int(device_bytes), int(host_bytes))
-        return RankStep(loss_sum, grad_norm, *peaks, stops > 0, saves > 0, next_counts, rest[num_counts:])
 
 
 @dataclass
@@ -146,6 +90,7 @@ class Trainer:
         profile: of some steps; None: nothing is profiled.
         beats: told what begins.
         by_block: runs the micro-batches of a step by block; None: one after another.
+        balance: watches the routers of a mixture of experts; None: there are none.
     """
 
     def __init__(
@@ -166,6 +111,7 @@ class Trainer:
         profile: StepProfile | None = None,
         beats: Beats | None = None,
         by_block: ByBlock | None = None,
+        balance: Balance | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -183,6 +129,7 @@ class Trainer:
         self.profile = profile
         self.beats = beats or Beats()
         self.by_block = by_block
+        self.experts = ExpertLoads(balance or Balance([]), accelerator, metrics)
         self.counters = Counters()
         self._upcoming: list[Batch] | None = None
         self._counted: Counts | None = None  # of the next window, over all ranks
@@ -287,11 +234,14 @@ class Trainer:
         # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks: both are undone.
         scale = self.accelerator.num_processes * len(window) / max(1, counts.targets)
         run = self._run_in_turn if self.by_block is None else self._run_by_block
+        self.experts.begin(counts.tokens)
         shared = self._over_window(window, Phase.FORWARD)
         loss_sum, figures = run([{**batch, **shared} for batch in window], scale)
         self._begin(Phase.COLLECTIVE)
         step = self._gathered(loss_sum, self._clip(), figures, counts)
-        return replace(step, skipped=self._update(step.grad_norm))
+        loads = self.experts.balance.loads()  # before the update, as long as host and device are together
+        skipped = self._update(step.grad_norm)
+        return replace(step, skipped=skipped, experts=self.experts.after(self.global_step + 1, *loads, skipped))
 
     def _over_window(self, batches: Iterable[Batch], phase: Phase) -> Batch:
         """What the losses of all these micro-batches, on all ranks, share, if anything; see `OverWindow`."""
@@ -305,11 +255,12 @@ class Trainer:
         loss_sum, figures = self._zero_sums()
         for batch in self._in_phase(window, Phase.FORWARD):
             with self.accelerator.accumulate(self.model):
-                loss, of_batch = self.objective.training_sums(self.model, batch)
+                with self.experts.balance.observing(batch):
+                    loss, of_batch = self.objective.training_sums(self.model, batch)
                 # Summed on the device: to read each loss, the host would have to wait for every micro-batch.
                 loss_sum += loss.detach()
                 figures += of_batch
-                self._begin(Phase.BACKWARD)
+                self._begin_backward()
                 self.accelerator.backward(loss * scale)
                 del loss
         return loss_sum, figures
@@ -324,7 +275,8 @@ class Trainer:
         batches = self.objective.looked_at(self.model, batches, self.by_block.evaluate)
 
         def forward(batch: Any) -> torch.Tensor:
-            loss, of_batch = self.objective.training_sums(self.model, batch)
+            with self.experts.balance.observing(batch):
+                loss, of_batch = self.objective.training_sums(self.model, batch)
             of_batches.append(of_batch)
             return loss
 
@@ -332,13 +284,17 @@ class Trainer:
             losses = self.by_block.run(
                 [functools.partial(forward, batch) for batch in batches],
                 lambda loss: self.accelerator.backward(loss * scale),
-                lambda: self._begin(Phase.BACKWARD),
+                self._begin_backward,
             )
         loss_sum, figures = self._zero_sums()
         for loss, of_batch in zip(losses, of_batches, strict=True):
             loss_sum += loss
             figures += of_batch
         return loss_sum, figures
+
+    def _begin_backward(self) -> None:
+        self._begin(Phase.BACKWARD)
+        self.experts.balance.exchange()
 
     def _zero_sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.accelerator.device
@@ -413,6 +369,7 @@ class Trainer:
             skipped=False,
             stop=_stop_reason(reason, [rank.wants_to_stop for rank in found]),
             save=any(rank.wants_to_save for rank in found),
+            experts={},
         )
 
     def _total(self, counts: Counts) -> Counts:
@@ -437,6 +394,7 @@ class Trainer:
                 "target_tokens" if unit == "targets" else unit: self.counters.target_tokens,
                 "loss": step.loss,
                 **dict(zip(self.objective.figures, step.figures, strict=True)),
+                **step.experts,
                 "grad_norm": step.grad_norm,
                 "learning_rate": learning_rate,
                 "tokens_per_second": counts.tokens / seconds,

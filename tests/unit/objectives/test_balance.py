@@ -1,0 +1,155 @@
+"""toolkit.objectives.balance and toolkit.model.routers: what is counted, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from moe import MODELS, chosen, micro_batches, mixture
+from tiny import llama
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.utils.output_capturing import OutputRecorder
+
+from toolkit.errors import BadInputError
+from toolkit.model.routers import find_routers, own_coefficient
+from toolkit.objectives.balance import Balance, RouterLosses, build_balance, experts_fact
+from toolkit.recipe.schema import ObjectiveSection
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_routers_are_those_whose_logits_transformers_records(kind: str) -> None:
+    model = mixture(kind)
+    routers = find_routers(model)
+    assert len(routers) == 2
+    assert all(path.startswith(f"model.layers.{i}.") for i, path in enumerate(router.path for router in routers))
+    assert all((router.bias is not None) == (kind == "deepseek_v3") for router in routers)
+
+
+def counted(model: Any, balance: Balance, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    balance.begin(int(batch["lengths"].sum()), 1.0)
+    with balance.observing(batch):
+        model(input_ids=batch["input_ids"], use_cache=False)
+    balance.exchange()
+    return torch.tensor(balance.loads()[0])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_choices_of_real_tokens_are_counted_and_padding_is_not(kind: str) -> None:
+    """NeMo Automodel#1408, trl and transformers count a router's padding, or nothing."""
+    model, batch = mixture(kind), micro_batches(1)[0]
+    found = counted(model, Balance(find_routers(model)), batch)
+    routed = model.model(input_ids=batch["input_ids"], output_router_logits=True, use_cache=False).router_logits
+    real = (torch.arange(12) < batch["lengths"][:, None]).flatten()
+    for layer, logits in enumerate(routed):
+        choices = chosen(model, logits.flatten(0, -2)[real], layer, 2).sum(dim=0)
+        torch.testing.assert_close(found[layer], choices / choices.sum())
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4, 16))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.weight.t()
+
+
+class Alone(nn.Module):
+    """Chooses outside of its router, as DBRX does, which gives (rows, tokens, experts) and nothing else."""
+
+    _can_record_outputs = {"router_logits": [OutputRecorder(Gate, index=0)]}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(67, 16)
+        self.gate = Gate()
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+        logits: torch.Tensor = self.gate(self.embedding(input_ids))
+        return logits
+
+
+def test_a_router_that_gives_logits_alone_is_counted_by_the_largest() -> None:
+    model, batch = Alone(), micro_batches(1)[0]
+    balance = Balance(find_routers(model), RouterLosses(balance=1.0))
+    balance.begin(int(batch["lengths"].sum()), 1.0)
+    with balance.observing(batch):
+        logits = model(batch["input_ids"], use_cache=False)
+    balance.exchange()
+    real = (torch.arange(12) < batch["lengths"][:, None]).flatten()
+    largest = logits.detach().flatten(0, 1)[real].argmax(dim=-1)
+    assert balance.loads()[0] == [pytest.approx((torch.bincount(largest, minlength=4) / len(largest)).tolist())]
+    (0 * logits.sum()).backward()
+    assert float(model.gate.weight.grad.abs().max()) > 0, "the balance loss alone moves it"
+
+
+def test_a_checkpoint_that_runs_a_block_again_counts_nothing_and_routes_the_same() -> None:
+    """torchtitan#4772 forbids checkpointing with a balance loss. Jitter draws noise: the same in both forwards."""
+    model = mixture("mixtral", router_jitter_noise=0.3)
+    balance = Balance(find_routers(model), RouterLosses(balance=1.0))
+    routed: list[list[torch.Tensor]] = [[], []]
+    for number, router in enumerate(balance.routers):
+        router.module.register_forward_hook(lambda _m, _a, output, n=number: routed[n].append(output[2].clone()))
+    for block in model.model.layers:
+        forward = block.forward
+        block.forward = lambda *args, _f=forward, **kwargs: checkpoint(_f, *args, use_reentrant=False, **kwargs)
+    batch = micro_batches(1)[0]
+    balance.begin(int(batch["lengths"].sum()), 1.0)
+    with balance.observing(batch):
+        loss = model(input_ids=batch["input_ids"], use_cache=False).logits.square().mean()
+    balance.exchange()
+    before = balance.loads()
+    loss.backward()
+    assert balance.loads() == before
+    for first, again in routed:
+        assert torch.equal(first, again)
+
+
+def test_the_balance_loss_reaches_the_router_and_nothing_else_without_a_coefficient() -> None:
+    """NeMo Automodel#1408: the auxiliary loss never reaches the router."""
+    found = []
+    for coefficient in (0.0, 1.0):
+        model = mixture("olmoe")
+        balance = build_balance(ObjectiveSection(router_aux_coef=coefficient), model)
+        batch = micro_batches(1)[0]
+        balance.begin(int(batch["lengths"].sum()), 1.0)
+        with balance.observing(batch):
+            loss = model(input_ids=batch["input_ids"], use_cache=False).logits.square().mean()
+        balance.exchange()
+        loss.backward()
+        found.append(model.model.layers[1].mlp.gate.weight.grad)
+    assert float((found[0] - found[1]).abs().max()) > 1e-4
+
+
+def test_biases_move_towards_the_mean_by_the_rate() -> None:
+    """DeepSeek V3: an expert with more choices than the mean loses, one with fewer gains (arXiv 2412.19437)."""
+    model = mixture("deepseek_v3")
+    balance = build_balance(ObjectiveSection(router_bias_rate=0.01), model)
+    loads = counted(model, balance, micro_batches(1)[0])
+    balance.move_biases()
+    for layer, router in enumerate(balance.routers):
+        assert router.bias is not None
+        torch.testing.assert_close(router.bias, 0.01 * (0.25 - loads[layer]).sign())
+
+
+def test_settings_without_effect_are_refused() -> None:
+    with pytest.raises(BadInputError, match=r"router_aux_coef: 0\.1 has no effect: the model has no experts"):
+        build_balance(ObjectiveSection(router_aux_coef=0.1), llama())
+    with pytest.raises(BadInputError, match=r"router_bias_rate: 0\.1 has no effect: the model's routers have no bias"):
+        build_balance(ObjectiveSection(router_bias_rate=0.1), mixture("mixtral"))
+    assert build_balance(ObjectiveSection(router_aux_coef=0.0), llama()).routers == []
+
+
+def test_the_run_says_which_coefficient_holds() -> None:
+    model = mixture("olmoe")
+    own = build_balance(ObjectiveSection(), model)
+    assert own.losses.balance == own_coefficient(model) == 0.01
+    told = experts_fact(model, own, by_block=False)
+    assert "balance loss 0.01 (the model's router_aux_loss_coef), over all ranks and the step's micro-batches" in told
+    none = experts_fact(model, build_balance(ObjectiveSection(router_aux_coef=0.0), model), by_block=False)
+    assert "no balance loss" in none
+    deepseek = mixture("deepseek_v3")
+    told = experts_fact(deepseek, build_balance(ObjectiveSection(), deepseek), by_block=True)
+    assert "no balance loss (the model has none of its own); biases stay as they are" in told

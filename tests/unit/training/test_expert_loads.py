@@ -1,0 +1,76 @@
+"""toolkit.training.experts: what records say of loads, and the warning of a router that collapses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from toolkit.training.experts import ExpertLoads, entropy
+
+
+def watched(top_k: int = 2) -> tuple[ExpertLoads, list[str], list[str]]:
+    told: list[str] = []
+    moved: list[str] = []
+    balance: Any = SimpleNamespace(
+        routers=[SimpleNamespace(path="layers.0.gate"), SimpleNamespace(path="layers.1.gate")],
+        experts_of_a_token=lambda number: top_k,
+        move_biases=lambda: moved.append("moved"),
+    )
+    accelerator: Any = SimpleNamespace(scaler=None, num_processes=1)
+    metrics: Any = SimpleNamespace(warn=told.append)
+    return ExpertLoads(balance, accelerator, metrics), told, moved
+
+
+EVEN, LONE = [0.125] * 8, [0.5, 0.5, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_record_says_how_evenly_experts_are_used() -> None:
+    loads, told, moved = watched()
+    record = loads.after(1, [EVEN, LONE], 2.5, skipped=False)
+    assert record == {
+        "balance_loss": 2.5,
+        "expert_entropy": pytest.approx((1 + 1 / 3) / 2),
+        "dead_experts": 6,
+        "max_expert_load": 4.0,
+        "expert_load": [EVEN, LONE],
+    }
+    assert moved == ["moved"]
+    assert len(told) == 1
+    assert told[0].startswith("step 1: the router layers.1.gate has collapsed: its tokens go to 2.0 of 8 experts, 50%")
+
+
+def test_a_collapse_is_told_once_and_a_skipped_step_moves_no_bias() -> None:
+    loads, told, moved = watched()
+    for step in range(1, 31):
+        record = loads.after(step, [EVEN, LONE], 2.5, skipped=True)
+        assert ("expert_load" in record) == (step in (1, 10, 20, 30))
+    assert len(told) == 1
+    assert moved == []
+
+
+def test_between_records_the_mean_load_is_kept() -> None:
+    loads, _, _ = watched()
+    loads.after(1, [EVEN, EVEN], 2.0, skipped=False)
+    for step in range(2, 10):
+        loads.after(step, [EVEN, EVEN], 2.0, skipped=False)
+    record = loads.after(10, [[1.0] + [0.0] * 7, EVEN], 2.0, skipped=False)
+    assert record["expert_load"][0][0] == pytest.approx((8 * 0.125 + 1) / 9, abs=1e-4)
+
+
+def test_where_a_token_has_half_of_the_experts_few_are_no_collapse() -> None:
+    loads, told, _ = watched(top_k=4)
+    loads.after(1, [EVEN, LONE], 2.5, skipped=False)
+    assert told == []
+
+
+def test_a_model_without_experts_records_nothing() -> None:
+    loads, _, _ = watched()
+    assert loads.after(1, [], 0.0, skipped=False) == {}
+
+
+def test_entropy_is_a_share_of_the_even_loads() -> None:
+    assert entropy(EVEN) == pytest.approx(1.0)
+    assert entropy([1.0, 0.0]) == 0.0
+    assert entropy([1.0]) == 1.0

@@ -1,0 +1,97 @@
+"""The routers of a mixture of experts, found by what transformers records of a model: `router_logits`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils.output_capturing import OutputRecorder
+
+from toolkit.model.adapters import base_of
+
+BIAS = "e_score_correction_bias"
+"""The buffer that DeepSeek V3 and its kin add to a router's scores before they choose (arXiv 2412.19437)."""
+
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+"""What configurations call the number of experts of a token."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """A module that chooses experts for tokens.
+
+    Attributes:
+        path: dotted.
+        index: where its logits stand among its outputs; they are (..., experts).
+        top_k: experts of a token, where its outputs do not say which these are.
+        bias: what is added to its scores before experts are chosen, (experts,); None: nothing.
+    """
+
+    path: str
+    module: nn.Module
+    index: int
+    top_k: int
+    bias: torch.Tensor | None
+
+    def logits(self, output: Any) -> torch.Tensor:
+        """Its logits, (tokens, experts)."""
+        logits: torch.Tensor = output if torch.is_tensor(output) else output[self.index]
+        return logits.flatten(0, -2)
+
+    def chosen(self, output: Any) -> torch.Tensor:
+        """The experts of each token, (tokens, k)."""
+        logits = self.logits(output)
+        parts = () if torch.is_tensor(output) else output
+        for part in parts:
+            # Some routers sort their tokens by expert, and give indices of one dimension.
+            if torch.is_tensor(part) and part.dtype == torch.long and part.ndim >= 2:
+                found = part.flatten(0, -2)
+                if len(found) == len(logits):
+                    return found
+        return logits.topk(self.top_k, dim=-1).indices
+
+
+def find_routers(model: nn.Module) -> list[Router]:
+    """The model's routers, in the order of its modules; none where it has no experts."""
+    base: Any = base_of(model)
+    config: Any = getattr(base, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    top_k = next((int(value) for name in CHOSEN if (value := getattr(text, name, None))), 1)
+    found: dict[int, Router] = {}
+    for path, module, index in _recorded(base):
+        found.setdefault(id(module), Router(path, module, index, top_k, _bias(module)))
+    return list(found.values())
+
+
+def own_coefficient(model: nn.Module) -> float | None:
+    """`router_aux_loss_coef` of the model's configuration; None where it has no balance loss of its own."""
+    config: Any = getattr(base_of(model), "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    value = getattr(text, "router_aux_loss_coef", None)
+    return None if value is None else float(value)
+
+
+def _recorded(base: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """Path, module and the logits' index for each module whose router logits transformers records."""
+    names = {id(module): path for path, module in base.named_modules()}
+    for owner in base.modules():
+        told = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits", [])
+        for recorder in told if isinstance(told, list) else [told]:
+            kind, index, layer = _spelled_out(recorder)
+            for path, module in owner.named_modules():
+                if isinstance(module, kind) and (layer is None or layer in path):
+                    yield names[id(module)], module, index
+
+
+def _spelled_out(recorder: Any) -> tuple[Any, int, str | None]:
+    """Class, index and part of the path. A bare class stands for the second output, as in transformers."""
+    if isinstance(recorder, OutputRecorder):
+        return recorder.target_class, recorder.index, recorder.layer_name
+    return recorder, 1, None
+
+
+def _bias(router: nn.Module) -> torch.Tensor | None:
+    return next((tensor for name, tensor in router.named_buffers() if name.endswith(BIAS)), None)

@@ -1,0 +1,303 @@
+"""The losses of routers: balance of the experts' load, and z-loss; over more tokens than one micro-batch of one rank.
+
+The balance loss of a layer is E x sum_e f_e P_e (Switch Transformer, arXiv 2101.03961), as transformers computes it:
+E experts, f_e the choices of expert e for each token, P_e the mean of its probability; the loss is the mean over
+layers. f has no gradient, but it is known only after the forward. So the loss is no term of the objective's sum: its
+gradient is added to that of the router's logits in backward, with an f over all ranks (global-batch balance, arXiv
+2501.11873): of the whole step where micro-batches run by block, otherwise of the step's micro-batches so far.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from toolkit import ranks
+from toolkit.data.samples import Batch
+from toolkit.errors import BadInputError
+from toolkit.model.adapters import base_of
+from toolkit.model.routers import Router, find_routers, own_coefficient
+from toolkit.recipe.schema import ObjectiveSection
+
+
+@dataclass(frozen=True)
+class RouterLosses:
+    """What is added to the objective for the sake of routers.
+
+    Attributes:
+        balance: coefficient of the balance loss.
+        z: coefficient of the z-loss, the mean square of log sum exp of the logits (ST-MoE, arXiv 2202.08906).
+        bias_rate: moves the bias of experts that got too few or too many tokens (arXiv 2408.15664).
+        own: whether `balance` is the model's own coefficient.
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
+    bias_rate: float = 0.0
+    own: bool = False
+
+
+class _MicroBatch:
+    """One forward of this rank.
+
+    Attributes:
+        real: 1 for tokens, 0 for padding, (tokens,).
+        loads: of each router, the choices for each token over all that is counted, (experts,); known in backward.
+    """
+
+    def __init__(self, real: torch.Tensor) -> None:
+        self.real = real
+        self.loads: dict[int, torch.Tensor] = {}
+
+
+class _Here(threading.local):
+    micro_batch: _MicroBatch | None = None
+
+
+_here = _Here()  # micro-batches that run by block are in threads of their own
+
+
+class Balance:
+    """Counts the choices of a model's routers, and adds the gradients of their losses.
+
+    Args:
+        routers: of the model; without any, nothing happens.
+        has_own: whether the model has a balance loss of its own, which is one of softmax's probabilities.
+    """
+
+    def __init__(self, routers: list[Router], losses: RouterLosses = RouterLosses(), has_own: bool = True) -> None:
+        self.routers = routers
+        self.losses = losses
+        self._has_own = has_own
+        self._num_tokens, self._scale = 1, 1.0
+        self._waiting: list[_MicroBatch] = []  # forwards whose loads are not known
+        self._mine: dict[int, torch.Tensor] = {}  # of each router, (2, experts): choices and sums of probabilities
+        self._all: dict[int, torch.Tensor] = {}  # the same, over all ranks
+        self._chosen: dict[int, int] = {}  # experts of a token, by router
+        for number, router in enumerate(routers):
+            router.module.register_forward_hook(_Hook(self, number))
+
+    def begin(self, num_tokens: int, scale: float) -> None:
+        """Begins a step.
+
+        Args:
+            num_tokens: of all its micro-batches on all ranks, without padding.
+            scale: what the gradients of a loss are multiplied by, so that their mean over the ranks is the loss's.
+        """
+        self._num_tokens, self._scale = max(1, num_tokens), scale
+        self._mine, self._all = {}, {}
+
+    @contextmanager
+    def observing(self, batch: Batch) -> Iterator[None]:
+        """Counts in the forward of this micro-batch, in this thread."""
+        if not self.routers:
+            yield
+            return
+        _here.micro_batch = _MicroBatch(_real_tokens(batch))
+        self._waiting.append(_here.micro_batch)
+        try:
+            yield
+        finally:
+            _here.micro_batch = None
+
+    def exchange(self) -> None:
+        """Between forward and backward: the loads over all ranks, all layers in one exchange. Collective."""
+        if self.losses.balance:
+            self._exchange()
+            for one in self._waiting:
+                one.loads = {number: self._load(number) for number in self._all}
+        self._waiting.clear()
+
+    def _exchange(self) -> None:
+        if not self._mine:
+            return
+        numbers = sorted(self._mine)
+        flat = torch.cat([self._mine[number].flatten() for number in numbers])
+        if ranks.world_size() > 1:
+            dist.all_reduce(flat)
+        sizes = [self._mine[number].numel() for number in numbers]
+        for number, sums in zip(numbers, torch.split(flat, sizes), strict=True):
+            self._all[number] = sums.view(2, -1) + self._all.get(number, 0)
+        self._mine = {}
+
+    def _load(self, number: int) -> torch.Tensor:
+        """Choices of each expert for each token; their sum is the number of experts of a token."""
+        choices = self._all[number][0]
+        return (self._chosen[number] * choices / choices.sum().clamp_min(1)).float()
+
+    def loads(self) -> tuple[list[list[float]], float]:
+        """Of the step: each layer's share of choices by expert, and the balance loss. Collective; meets the device."""
+        self._exchange()
+        if not self._all:
+            return [], 0.0
+        sums = {number: found.tolist() for number, found in self._all.items()}
+        shares = {number: [x / max(1.0, sum(choices)) for x in choices] for number, (choices, _) in sums.items()}
+        losses = [
+            len(shares[number]) * self._chosen[number] * sum(f * p for f, p in zip(shares[number], probs, strict=True))
+            for number, (_, probs) in sums.items()
+        ]
+        return list(shares.values()), sum(losses) / len(losses) / self._num_tokens
+
+    def experts_of_a_token(self, number: int) -> int:
+        """How many experts a router has chosen for each token."""
+        return self._chosen[number]
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        """Raises the bias of experts with fewer choices than the mean and lowers the others', once a step."""
+        for number, sums in self._all.items():
+            bias = self.routers[number].bias
+            if self.losses.bias_rate and bias is not None:
+                bias += self.losses.bias_rate * (sums[0].mean() - sums[0]).sign().to(bias.dtype)
+
+    def count(self, number: int, output: Any, one: _MicroBatch) -> None:
+        """Adds a router's choices for a micro-batch, and its probabilities."""
+        logits, chosen = self.routers[number].logits(output), self.routers[number].chosen(output)
+        if len(logits) != len(one.real):
+            raise RuntimeError(
+                f"{self.routers[number].path} routes {len(logits)} tokens of a micro-batch of {len(one.real)}; set "
+                "objective.router_aux_coef=0"
+            )
+        with torch.no_grad():
+            weight = one.real.to(torch.float64)
+            probabilities = self.probabilities(number, logits.detach().float())
+            choices = weight.new_zeros(logits.shape[-1])
+            choices.index_add_(0, chosen.flatten(), weight.repeat_interleave(chosen.shape[1]))
+            sums = torch.stack([choices, (probabilities.double() * weight[:, None]).sum(dim=0)])
+        self._chosen[number] = chosen.shape[1]
+        self._mine[number] = sums + self._mine.get(number, 0)
+
+    def probabilities(self, number: int, logits: torch.Tensor) -> torch.Tensor:
+        """(tokens, experts): softmax, as models with a balance loss of their own have it, or DeepSeek V3's sigmoid."""
+        if self._has_own or self.routers[number].bias is None:
+            return logits.softmax(dim=-1)
+        scores = logits.sigmoid()
+        return scores / scores.sum(dim=-1, keepdim=True)
+
+    def gradient(self, number: int, logits: torch.Tensor, one: _MicroBatch) -> torch.Tensor:
+        """Of the losses with respect to a router's logits (tokens, experts) for a micro-batch of this rank."""
+        with torch.enable_grad():
+            wanted = logits.detach().float().requires_grad_()
+            each = wanted.new_zeros(len(wanted))
+            if self.losses.balance:
+                load = one.loads[number]
+                each = each + self.losses.balance * len(load) * (self.probabilities(number, wanted) @ load)
+            if self.losses.z:
+                each = each + self.losses.z * wanted.logsumexp(dim=-1).square()
+            total = (each * one.real).sum() * (self._scale / (self._num_tokens * len(self._chosen)))
+            (found,) = torch.autograd.grad(total, wanted)
+        return found.to(logits.dtype)
+
+
+class _Hook:
+    """Sees what a router gives: counts in the forward, and stands ready for the backward."""
+
+    def __init__(self, balance: Balance, number: int) -> None:
+        self._balance = balance
+        self._number = number
+
+    # Not compiled: it changes what is counted, and blocks with experts leave their graph here anyway.
+    @torch.compiler.disable
+    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        one = _here.micro_batch  # None where a checkpoint runs a block again, in backward
+        if one is not None:
+            self._balance.count(self._number, output, one)
+        logits = self._balance.routers[self._number].logits(output)
+        if not (self._balance.losses.balance or self._balance.losses.z) or not logits.requires_grad:
+            return None
+        if torch.is_tensor(output):
+            return _WithGradient.apply(output, logits, self, one)
+        # The logits themselves go nowhere in most models: what is made of them inside the router does.
+        carrier = next(i for i in _order(output, self._balance.routers[self._number].index) if _has_graph(output[i]))
+        carried = _WithGradient.apply(output[carrier], logits, self, one)
+        return type(output)([*output[:carrier], carried, *output[carrier + 1 :]])
+
+    def gradient(self, logits: torch.Tensor, one: _MicroBatch) -> torch.Tensor:
+        return self._balance.gradient(self._number, logits, one)
+
+
+def _order(output: Any, last: int) -> list[int]:
+    """Places of an output, that of the logits last."""
+    last %= len(output)
+    return [i for i in range(len(output)) if i != last] + [last]
+
+
+def _has_graph(value: Any) -> bool:
+    return torch.is_tensor(value) and value.requires_grad
+
+
+class _WithGradient(torch.autograd.Function):
+    """A router's output as it is; in backward the gradient of the losses is added to its logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, carrier: torch.Tensor, logits: torch.Tensor, hook: _Hook, one: _MicroBatch | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        ctx.hook, ctx.one = hook, one
+        # A copy, as models change their routing weights in place, which a view made here forbids.
+        return carrier.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (logits,) = ctx.saved_tensors
+        return upstream[0], None if ctx.one is None else ctx.hook.gradient(logits, ctx.one), None, None
+
+
+def _real_tokens(batch: Batch) -> torch.Tensor:
+    """(tokens,), in the order of the batch: 1 for a token, 0 for padding."""
+    ids = batch["input_ids"]
+    if "lengths" not in batch:
+        return torch.ones(ids.numel(), device=ids.device)
+    places = torch.arange(ids.shape[-1], device=ids.device)
+    return (places < batch["lengths"].to(ids.device)[:, None]).flatten().float()
+
+
+def build_balance(section: ObjectiveSection, model: nn.Module) -> Balance:
+    """What watches the model's routers.
+
+    Raises:
+        BadInputError: settings without effect: for routers of a model without experts, for a bias of one without.
+    """
+    routers = find_routers(model)
+    asked = {key: getattr(section, key) for key in ("router_aux_coef", "router_z_coef", "router_bias_rate")}
+    if not routers and (idle := [key for key, value in asked.items() if value]):
+        raise BadInputError(f"objective.{idle[0]}: {asked[idle[0]]} has no effect: the model has no experts; remove it")
+    if section.router_bias_rate and not any(router.bias is not None for router in routers):
+        raise BadInputError(
+            f"objective.router_bias_rate: {section.router_bias_rate} has no effect: the model's routers have no bias; "
+            "remove it, or set objective.router_aux_coef"
+        )
+    own = own_coefficient(model)
+    balance = own if section.router_aux_coef is None else section.router_aux_coef
+    losses = RouterLosses(
+        balance or 0.0, section.router_z_coef or 0.0, section.router_bias_rate or 0.0, section.router_aux_coef is None
+    )
+    return Balance(routers, losses, own is not None)
+
+
+def experts_fact(model: nn.Module, balance: Balance, by_block: bool) -> str:
+    """How a run's experts are computed and balanced."""
+    losses, num_routers = balance.losses, len(balance.routers)
+    kernel = getattr(getattr(base_of(model), "config", None), "_experts_implementation", None) or "the model's own"
+    told = [f"{num_routers} routers, kernel {kernel}"]
+    if losses.balance:
+        source = "the model's router_aux_loss_coef" if losses.own else "objective.router_aux_coef"
+        over = "the whole step" if by_block else "the step's micro-batches so far"
+        told.append(f"balance loss {losses.balance:g} ({source}), over all ranks and {over}")
+    else:
+        told.append("no balance loss" + (" (the model has none of its own)" if losses.own else ""))
+    if losses.z:
+        told.append(f"z-loss {losses.z:g}")
+    if any(router.bias is not None for router in balance.routers):
+        told.append(f"biases move by {losses.bias_rate:g} a step" if losses.bias_rate else "biases stay as they are")
+    return "; ".join(told)

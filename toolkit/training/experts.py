@@ -1,0 +1,99 @@
+"""How a mixture of experts is used: what each train record says of it, and a warning where a router collapses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from accelerate import Accelerator
+
+from toolkit.objectives.balance import Balance
+from toolkit.training.metrics import Metrics
+
+LOAD_EVERY = 10
+"""Steps between two records that hold the load of every expert: 60 layers of 128 experts are 60 kB of JSON."""
+
+COLLAPSED = 0.5
+"""A router has collapsed where its choices spread over less than this share of its experts, as exp(entropy) counts."""
+
+
+class ExpertLoads:
+    """Tells of the loads that `balance` counts.
+
+    Args:
+        accelerator: by which gradients are scaled.
+        metrics: shows warnings.
+    """
+
+    def __init__(self, balance: Balance, accelerator: Accelerator, metrics: Metrics) -> None:
+        self.balance = balance
+        self._accelerator = accelerator
+        self._metrics = metrics
+        self._since: list[list[float]] = []  # sums of the loads since they were last recorded
+        self._num_steps = 0
+        self._told: set[int] = set()
+
+    def begin(self, num_tokens: int) -> None:
+        """Begins a step of so many tokens over all ranks."""
+        if self.balance.routers:
+            scaler = self._accelerator.scaler
+            # The ranks' gradients are averaged, and in float16 scaled; the loss's own division is not met here.
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            self.balance.begin(num_tokens, self._accelerator.num_processes * scale)
+
+    def after(self, step: int, loads: list[list[float]], loss: float, skipped: bool) -> dict[str, Any]:
+        """Ends a step: moves the biases, and gives what its train record says.
+
+        Args:
+            loads: each layer's share of choices by expert.
+            loss: of the balance, without its coefficient.
+            skipped: whether the optimizer was not stepped.
+        """
+        if not loads:
+            return {}
+        if not skipped:
+            self.balance.move_biases()
+        figures: dict[str, Any] = {
+            "balance_loss": loss,
+            "expert_entropy": sum(map(entropy, loads)) / len(loads),
+            "dead_experts": sum(share == 0 for layer in loads for share in layer),
+            "max_expert_load": max(max(layer) * len(layer) for layer in loads),
+        }
+        self._add(loads)
+        if step == 1 or step % LOAD_EVERY == 0:
+            figures["expert_load"] = self._taken(step)
+        return figures
+
+    def _add(self, loads: list[list[float]]) -> None:
+        before = self._since or [[0.0] * len(layer) for layer in loads]
+        self._since = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(before, loads, strict=True)]
+        self._num_steps += 1
+
+    def _taken(self, step: int) -> list[list[float]]:
+        """The mean load since it was last taken, four decimals."""
+        found = [[share / self._num_steps for share in layer] for layer in self._since]
+        self._since, self._num_steps = [], 0
+        for number, layer in enumerate(found):
+            self._look(step, number, layer)
+        return [[round(share, 4) for share in layer] for layer in found]
+
+    def _look(self, step: int, number: int, layer: list[float]) -> None:
+        """Warns, once for each router."""
+        top_k = self.balance.experts_of_a_token(number)
+        spread = math.exp(entropy(layer) * math.log(len(layer)))
+        # A router that sends all to the same k experts spreads over k; where k is more than half, that is no sign.
+        if number in self._told or spread >= COLLAPSED * len(layer) or top_k >= COLLAPSED * len(layer):
+            return
+        self._told.add(number)
+        path = self.balance.routers[number].path
+        self._metrics.warn(
+            f"step {step}: the router {path} has collapsed: its tokens go to {spread:.1f} of {len(layer)} experts, "
+            f"{max(layer):.0%} of the choices to one; raise objective.router_aux_coef or lower the learning rate"
+        )
+
+
+def entropy(shares: list[float]) -> float:
+    """Of a layer's load, as a share of that of an even one: 1 is even, 0 is one expert alone."""
+    if len(shares) < 2:
+        return 1.0
+    return -sum(share * math.log(share) for share in shares if share > 0) / math.log(len(shares))
