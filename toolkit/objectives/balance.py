@@ -204,7 +204,7 @@ class _Hook:
         self._number = number
 
     # Not compiled: it changes what is counted, and blocks with experts leave their graph here anyway.
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return None
@@ -215,10 +215,10 @@ class _Hook:
         if not (self._balance.losses.balance or self._balance.losses.z) or not logits.requires_grad:
             return None
         if torch.is_tensor(output):
-            return _WithGradient.apply(output, logits, self, one)
+            return _WithGradient.apply(output, logits, self, one)  # type: ignore[no-untyped-call]
         # The logits themselves go nowhere in most models: what is made of them inside the router does.
         carrier = next(i for i in _order(output, self._balance.routers[self._number].index) if _has_graph(output[i]))
-        carried = _WithGradient.apply(output[carrier], logits, self, one)
+        carried = _WithGradient.apply(output[carrier], logits, self, one)  # type: ignore[no-untyped-call]
         return type(output)([*output[:carrier], carried, *output[carrier + 1 :]])
 
     def gradient(self, logits: torch.Tensor, one: _MicroBatch) -> torch.Tensor:
