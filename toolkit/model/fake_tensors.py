@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import transformers.integrations.moe as experts
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-__all__ = ["FakeTensorMode", "has_values", "unset_fake_temporarily", "without_logs"]
+__all__ = ["FakeTensorMode", "grouped_products", "has_values", "unset_fake_temporarily", "without_logs"]
 
 
 @contextmanager
@@ -25,6 +26,21 @@ def without_logs() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was_disabled
+
+
+@contextmanager
+def grouped_products() -> Iterator[None]:
+    """Has experts in float32 run by transformers' own product: torch 2.13's, without values, is for bf16 alone."""
+    can_use = experts._can_use_grouped_mm
+
+    def in_16_bits(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+        return weight.dtype is torch.bfloat16 and bool(can_use(input, weight, offs))
+
+    experts._can_use_grouped_mm = in_16_bits
+    try:
+        yield
+    finally:
+        experts._can_use_grouped_mm = can_use
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from toolkit.errors import UnplannableError, in_words
-from toolkit.model.fake_tensors import without_logs
+from toolkit.model.fake_tensors import grouped_products, without_logs
 from toolkit.places import CHECKPOINT_FILE_BYTES, GIB
 from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import Memory, MemoryLayout, replay
@@ -72,10 +72,6 @@ class PlanRow:
         return tuple(self.tokens / seconds for seconds in (self.time.high, self.time.mid, self.time.low))  # type: ignore[return-value]
 
 
-ONLY_IN_16_BITS = "Expected inputs of BF16 type"
-"""What torch 2.13 says of the grouped products of experts: without values they run in bf16 alone."""
-
-
 class Planner:
     """Rows of one workload; what they share is probed once."""
 
@@ -101,13 +97,12 @@ class Planner:
         if key not in self._probes:
             prober = self._whole if key[0] else self._sharded
             try:
-                with without_logs():
+                with without_logs(), grouped_products():
                     self._probes[key] = prober.probe(setup.micro_batch_size, setup.checkpointing)
             except Exception as error:  # a model may do anything
-                hint = "; plan experts with training.mixed_precision=bf16" if ONLY_IN_16_BITS in str(error) else ""
                 raise UnplannableError(
                     f"{type(self.workload.model).__name__} cannot run on tensors without values, so it cannot be "
-                    f"planned: {in_words(error)}{hint}"
+                    f"planned: {in_words(error)}"
                 ) from error
         return self._probes[key]
 

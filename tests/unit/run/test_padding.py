@@ -129,12 +129,10 @@ def test_verify_compares_the_rows_that_a_run_would_train_on(
     assert asked[1:] == ([] if config is STATE_SPACE else [True]), "asked for, a leak is told by a row of the report"
 
 
-def test_experts_in_float32_leave_no_traceback_and_the_hint_is_theirs_alone(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_experts_in_float32_are_planned(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """torch 2.13 has no grouped product of them without values."""
     told = rehearsed(place, EXPERTS).told
-    assert "not planned: MixtralForCausalLM cannot run on tensors without values" in told
-    assert "plan experts with training.mixed_precision=bf16" in told
+    assert "not planned" not in told
     assert "Traceback" not in told + capfd.readouterr().err
 
 

@@ -105,3 +105,10 @@ def test_what_dropout_and_host_copies_replace() -> None:
     assert "F.dropout(" in inspect.getsource(torch.nn.Dropout.forward), MEND
     parameters = list(inspect.signature(torch.autograd.graph.save_on_cpu.__init__).parameters)
     assert parameters == ["self", "pin_memory", "device_type"], MEND
+
+
+def test_grouped_products_of_experts_without_values() -> None:
+    from transformers.integrations import moe
+
+    assert "_can_use_grouped_mm(input, weight, offs)" in inspect.getsource(moe._grouped_mm), MEND
+    assert "grouped_mm_fallback(input" in inspect.getsource(moe._grouped_mm), MEND
