@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import struct
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import BadInputError
 
@@ -11,6 +15,8 @@ GIB = 2**30
 CHECKPOINT_FILE_BYTES = GIB
 """Of a file of a checkpoint, about: what saving holds in memory beside the state, which planning counts."""
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+BASE_FILE = "base.json"
+"""Of an exported adapter: the fingerprint of its base, and how it was quantised."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 """Endings that may follow a data suffix; files are decompressed while they are read."""
 
@@ -72,3 +78,30 @@ def require_folder(name: str, field: str) -> None:
     if not is_hub_name(name) and not path.is_dir():
         found = "is a file" if path.is_file() else "does not exist"
         raise BadInputError(f"{field}: the folder {name!r} {found}; name a model's folder or a hub name")
+
+
+SAMPLED_BYTES = 1024
+"""Read of a tensor for a fingerprint, at its beginning, in its middle and at its end."""
+
+
+def fingerprint_of(folder: Path) -> str | None:
+    """Tells the weights of one model's folder from another's; None where it has no safetensors files.
+
+    SHA-256 of every tensor's name, type and shape and of three KiB of it: training moves them all. However the
+    tensors are spread over files, it is the same. Raises OSError or ValueError for files that are not whole.
+    """
+    found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+        found |= {name: (path, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
+    digest = hashlib.sha256()
+    for name, (path, start, entry) in sorted(found.items()):
+        begin, end = entry["data_offsets"]
+        digest.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
+        with path.open("rb") as file:
+            for place in (begin, (begin + end) // 2, max(begin, end - SAMPLED_BYTES)):
+                file.seek(start + place)
+                digest.update(file.read(min(SAMPLED_BYTES, end - place)))
+    return digest.hexdigest() if found else None

@@ -28,7 +28,7 @@ from toolkit.checkpoint.export import (
 from toolkit.checkpoint.manifest import Manifest, check_files, latest, read_checkpoint, step_folder
 from toolkit.checkpoint.state import MODEL
 from toolkit.errors import BadInputError, first_line
-from toolkit.model.adapters import add_adapter, has_adapter, write_adapter
+from toolkit.model.adapters import add_adapter, has_adapter, quantise, write_adapter
 from toolkit.model.load import auto_class
 from toolkit.places import GIB
 from toolkit.recipe.schema import AdapterSection, ExportSection
@@ -68,7 +68,7 @@ def export_checkpoint(
     try:
         tensors = read_whole(folder, manifest, settings.max_shard_bytes)
         if has_adapter(model):
-            write_adapter(model, tensors, unfinished)
+            write_adapter(model, tensors, unfinished, manifest.base)
             tokenizer.save_pretrained(unfinished)
             difference = None
         else:
@@ -160,6 +160,7 @@ def _empty_model(config: PretrainedConfig, manifest: Manifest) -> PreTrainedMode
     if recipe["adapter"]["kind"] == "none":
         return model
     section = AdapterSection.model_validate({**recipe["adapter"]})
+    quantise(model, section)
     return add_adapter(model, section, recipe["model"]["name_or_path"], recipe["model"]["revision"])
 
 

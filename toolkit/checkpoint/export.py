@@ -27,6 +27,7 @@ from toolkit import ranks
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import ExportError
 from toolkit.model.adapters import (
+    base_fingerprint,
     base_name,
     base_of,
     has_adapter,
@@ -35,8 +36,9 @@ from toolkit.model.adapters import (
     trained_names,
     write_adapter,
 )
-from toolkit.model.load import auto_class
-from toolkit.places import GIB
+from toolkit.model.load import auto_class, load_stored
+from toolkit.model.quantised import dequantised, quantise_loaded
+from toolkit.places import BASE_FILE, GIB
 from toolkit.sharding.shards import shard_chunk, shard_group, state_once
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -108,11 +110,12 @@ def _write_model(model: nn.Module, folder: Path, settings: ExportSettings) -> No
         write_weights(whole_tensors(state_once(model)), {n for n, _ in model.named_parameters()}, folder, settings)
     elif settings.merge:
         parameters = {base_name(name) for name, _ in model.named_parameters()}
-        write_weights(merged(model, whole_tensors(state_in_layers(model))), parameters, folder, settings)
+        tensors = dequantised(model, whole_tensors(state_in_layers(model)))
+        write_weights(merged(model, tensors), parameters, folder, settings)
     else:
         trained = trained_names(model)
         state = {name: tensor for name, tensor in state_once(model).items() if name in trained}
-        write_adapter(model, whole_tensors(state), folder)
+        write_adapter(model, whole_tensors(state), folder, base_fingerprint(model))
 
 
 def whole_tensors(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -226,7 +229,12 @@ def reload(
     if (folder / "adapter_config.json").is_file():
         adapter = peft.PeftConfig.from_pretrained(str(folder))
         name, revision = adapter.base_model_name_or_path, adapter.revision
-        model = auto_class(base).from_pretrained(name, config=base, revision=revision, dtype=dtype, **plain)
+        stored = PretrainedConfig.get_config_dict(name, revision=revision)[0].get("quantization_config")
+        if stored is not None:
+            model = load_stored(name, revision, base, stored, dtype)
+        else:
+            model = auto_class(base).from_pretrained(name, config=base, revision=revision, dtype=dtype, **plain)
+        quantise_loaded(model, json.loads((folder / BASE_FILE).read_text(encoding="utf-8"))["quantization"])
         return peft.PeftModel.from_pretrained(model, str(folder)).to(device).eval()
     auto = auto_class(AutoConfig.from_pretrained(folder, **trust))
     return auto.from_pretrained(folder, dtype=dtype, **plain).to(device).eval()

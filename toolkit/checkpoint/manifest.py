@@ -66,6 +66,7 @@ class Manifest:
         trainer: counters.
         scaler: state of fp16's gradient scaler; None without.
         eval_loss: of the last evaluation; None where there was none.
+        base: fingerprint of the files that a base's frozen weights are from; None where nothing is frozen.
         non_finite: what is not finite in it, in words; None: its weights are, and so was its step.
         tensors: name -> [type, shape of the whole].
         files: name -> size and checksum.
@@ -84,6 +85,7 @@ class Manifest:
     date: str
     versions: dict[str, str]
     stream: dict[str, Any] | None = None
+    base: str | None = None
     non_finite: str | None = None
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)

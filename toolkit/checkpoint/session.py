@@ -19,6 +19,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
 from toolkit.errors import BadInputError, first_line
+from toolkit.model.adapters import base_fingerprint
 from toolkit.recipe.recipe import Recipe
 from toolkit.training.metrics import Metrics
 from toolkit.training.trainer import Trainer
@@ -80,6 +81,7 @@ class RunCheckpoints:
             precision=self._accelerator.mixed_precision,
             recipe=self._recipe.model_dump(mode="json"),
             data=self._data,
+            base=base_fingerprint(self._model),
             stream=trainer.windows.state_at(samples),
             trainer=asdict(trainer.counters),
             scaler=scaler.state_dict() if scaler is not None else None,
@@ -112,6 +114,11 @@ class RunCheckpoints:
                 f"{str(folder)!r}: the content of data.train, or the tokenizer, has changed since, or another version "
                 "of the toolkit reads the rows otherwise; undo that, or start anew with another training.output_dir or "
                 "checkpoint.resume=never"
+            )
+        if manifest.base is not None and manifest.base != base_fingerprint(self._model):
+            raise BadInputError(
+                f"{str(folder)!r}: the adapters were trained on other weights than those of model.name_or_path as they "
+                "are now; name that base, or start anew with another training.output_dir or checkpoint.resume=never"
             )
         try:
             self._restore(folder, manifest, trainer, schedule, num_positions)

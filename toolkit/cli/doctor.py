@@ -26,7 +26,7 @@ from toolkit.places import GIB, user_cache
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft", "tokenizers", "safetensors", "numpy")
-OPTIONAL = ("flash-attn", "torchao", "trl", "tensorboard", "wandb")
+OPTIONAL = ("flash-attn", "torchao", "bitsandbytes", "trl", "tensorboard", "wandb")
 
 LEAST_FREE_BYTES = 10 * GIB
 """Less free disk than this is a warning: one checkpoint of a 1B model with its optimizer state takes 12 GB."""

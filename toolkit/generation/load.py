@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BadInputError, ToolkitError, first_line
-from toolkit.places import require_folder
+from toolkit.places import BASE_FILE, fingerprint_of, require_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,7 +108,7 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     base = _adapter_base(place) if place.is_adapter else place
-    model = _whole_model(base, dtype)
+    model = _whole_model(base, dtype, _quantisation(place, base) if place.is_adapter else None)
     tokenizer = _tokenizer(place, base)
     stops = stop_tokens(model, tokenizer)
     model.generation_config = GenerationConfig()  # the options say it all
@@ -119,14 +119,44 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
     return Loaded(source, model.to(device).eval(), tokenizer, stops, positions if has_end else None)
 
 
-def _whole_model(place: Place, dtype: str) -> Any:
+def _quantisation(place: Place, base: Place) -> dict[str, Any] | None:
+    """How the adapter's base was quantised in training. Raises BadInputError where it was another base."""
+    file = Path(place.name) / BASE_FILE
+    if not file.is_file():  # of another program
+        return None
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+        fingerprint, quantisation = told["fingerprint"], told["quantization"]
+        found = fingerprint_of(Path(base.name)) if fingerprint is not None else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInputError(f"{str(file)!r}, or the base's files, cannot be read: {first_line(error)}") from error
+    if fingerprint != found:
+        raise BadInputError(
+            f"{place.name!r}: the adapter was trained on other weights than those of {base.name!r}; put the base that "
+            f"it was trained on there, or, where these are meant, remove {file.name} from its folder"
+        )
+    return None if quantisation is None else dict(quantisation)
+
+
+def _quantised_as(quantisation: dict[str, Any] | None, config: Any, dtype: str) -> dict[str, Any]:
+    """Arguments by which transformers loads a base as it was held in training."""
+    if quantisation is None:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    compute = (config.dtype or "float32") if dtype == "auto" else dtype
+    return {"quantization_config": BitsAndBytesConfig(**quantisation, bnb_4bit_compute_dtype=compute)}
+
+
+def _whole_model(place: Place, dtype: str, quantisation: dict[str, Any] | None) -> Any:
     """A causal language model whose every weight is in its files. Raises BadInputError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    where = {"trust_remote_code": False, "local_files_only": not place.on_hub}
+    where: dict[str, Any] = {"trust_remote_code": False, "local_files_only": not place.on_hub}
     try:
         config = AutoConfig.from_pretrained(place.name, **where)
         _require_generative(config, place)
+        where |= _quantised_as(quantisation, config, dtype)
         model, info = AutoModelForCausalLM.from_pretrained(
             place.name, config=config, dtype=dtype, output_loading_info=True, use_safetensors=True, **where
         )

@@ -6,6 +6,7 @@ Reference: Hu et al., arXiv 2106.09685; rsLoRA arXiv 2312.03732; DoRA arXiv 2402
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import BadInputError, first_line
-from toolkit.model.targets import Targets, stacked_experts, targets_beside_experts
+from toolkit.model.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
+from toolkit.model.targets import Targets, layers_to_quantise, stacked_experts, targets_beside_experts
+from toolkit.places import BASE_FILE
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.shards import state_once
 
@@ -83,6 +86,20 @@ def add_adapter(
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return adapted
+
+
+def quantise(model: PreTrainedModel, section: AdapterSection | None) -> bool:
+    """Makes the frozen linear layers of a model on the meta device quantised ones, if the recipe asks for it.
+
+    Raises:
+        BadInputError: as of `quantise_layers`.
+    """
+    quantisation = quantisation_of(section)
+    if section is None or quantisation is None:
+        return False
+    chosen, model.kept_layers = layers_to_quantise(model, section)
+    quantise_layers(model, quantisation, chosen)
+    return True
 
 
 def _targets(model: PreTrainedModel, section: AdapterSection) -> Targets | None:
@@ -163,8 +180,12 @@ def adapters_off(model: peft.PeftModel) -> Iterator[None]:
 
 def trainable_share(model: nn.Module) -> tuple[int, int]:
     """Parameters that are trained, and all."""
-    counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
+    packed = {id(parameter) for _, layer in quantised_layers(model) for parameter in layer.bytes()}
+    counts = [
+        (parameter.numel(), parameter.requires_grad) for parameter in model.parameters() if id(parameter) not in packed
+    ]
+    held = sum(math.prod(layer.shape) for _, layer in quantised_layers(model))
+    return sum(count for count, trained in counts if trained), held + sum(count for count, _ in counts)
 
 
 def adapter_fact(model: peft.PeftModel) -> str:
@@ -175,7 +196,7 @@ def adapter_fact(model: peft.PeftModel) -> str:
         if isinstance(module, BaseTunerLayer)
         for name, _ in _wrappers(module)
     }
-    sizes = {base_name(name): parameter.numel() for name, parameter in _matrices(model)}
+    sizes = {base_name(name): size for name, size in _matrices(model)}
     missed = {name: size for name, size in sizes.items() if name not in adapted}
     told = f"on {1 - sum(missed.values()) / sum(sizes.values()):.1%} of the blocks' weights"
     # A matrix once, and not for each block.
@@ -183,15 +204,17 @@ def adapter_fact(model: peft.PeftModel) -> str:
     return f"{told}; none on {', '.join(names)}" if names else told
 
 
-def _matrices(model: peft.PeftModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """The frozen ones, but for embeddings and the head, which `all-linear` leaves alone."""
+def _matrices(model: peft.PeftModel) -> Iterator[tuple[str, int]]:
+    """The frozen ones with their sizes, but for embeddings and the head, which `all-linear` leaves alone."""
     base = model.get_base_model()
     head = base.get_output_embeddings()
     for path, module in base.named_modules():
-        if not isinstance(module, nn.Embedding) and module is not head and ".original_module" not in path:
+        if isinstance(module, QuantisedLinear):
+            yield f"{path}.weight", math.prod(module.shape)
+        elif not isinstance(module, nn.Embedding) and module is not head and ".original_module" not in path:
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim > 1 and not parameter.requires_grad:
-                    yield f"{path}.{name}", parameter
+                    yield f"{path}.{name}", parameter.numel()
 
 
 class AdapterWeights:
@@ -209,6 +232,7 @@ class AdapterWeights:
     def __init__(self, base: Any, model: nn.Module, seed: int) -> None:
         self._base = base
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._modules = dict(model.named_modules())
         self._seed = seed
 
     def read(self, name: str, like: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -231,9 +255,13 @@ class AdapterWeights:
         return torch.Generator().manual_seed(int.from_bytes(mixed) >> 1)
 
     def _norms(self, name: str) -> torch.Tensor:
-        weight_name = name.partition(".lora_magnitude_vector.")[0] + ".base_layer.weight"
-        like = self._parameters[weight_name]
-        weight = self._base.read(base_name(weight_name), like, slice(0, like.shape[0])).float()
+        path = name.partition(".lora_magnitude_vector.")[0] + ".base_layer"
+        layer = self._modules[path]
+        if isinstance(layer, QuantisedLinear):
+            of_rows: torch.Tensor = torch.linalg.vector_norm(layer.read_matrix(self._base, base_name(path)), dim=1)
+            return of_rows
+        like = self._parameters[f"{path}.weight"]
+        weight = self._base.read(base_name(f"{path}.weight"), like, slice(0, like.shape[0])).float()
         outputs_first = weight.shape[0] == self._parameters[name].shape[0]
         norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=1 if outputs_first else 0)
         return norms
@@ -251,11 +279,31 @@ def trained_names(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def write_adapter(model: peft.PeftModel, tensors: Iterable[tuple[str, torch.Tensor | None]], folder: Path) -> None:
+def base_fingerprint(model: nn.Module) -> str | None:
+    """Of the files that the frozen weights are from; None where there are none, or nothing is frozen."""
+    fit: Any = getattr(model, "fit", None)
+    return None if fit is None else fit.fingerprint
+
+
+def _write_base(model: peft.PeftModel, fingerprint: str | None, folder: Path) -> None:
+    """What the adapter's base was: peft's own file has its name alone."""
+    base = base_of(model)
+    layer = next((layer for _, layer in quantised_layers(base)), None)
+    kept = getattr(base, "kept_layers", None)
+    # A base that was quantised in its files says so itself.
+    how = None if layer is None or kept is None else layer.quantisation.for_transformers(kept)
+    told = {"fingerprint": fingerprint, "quantization": how}
+    (folder / BASE_FILE).write_text(json.dumps(told, indent=2), encoding="utf-8")
+
+
+def write_adapter(
+    model: peft.PeftModel, tensors: Iterable[tuple[str, torch.Tensor | None]], folder: Path, base: str | None = None
+) -> None:
     """Writes `adapter_model.safetensors` and `adapter_config.json` as peft does; on rank 0, where the tensors are.
 
     Args:
         tensors: whole, by name in the model; others than the adapter's are passed over.
+        base: fingerprint of the base, for `base.json`, which also says how it was quantised.
     """
     trained = trained_names(model)
     whole = {name: tensor.to("cpu") for name, tensor in tensors if tensor is not None and name in trained}
@@ -265,6 +313,7 @@ def write_adapter(model: peft.PeftModel, tensors: Iterable[tuple[str, torch.Tens
     state = peft.get_peft_model_state_dict(model, state_dict=whole, save_embedding_layers=False)
     named = {name: tensor.contiguous() for name, tensor in state.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    _write_base(model, base, folder)
     config = model.peft_config[NAME]
     # As peft's `save_pretrained` writes it.
     inference, config.inference_mode = config.inference_mode, True

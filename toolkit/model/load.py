@@ -7,6 +7,7 @@ A model is built on the meta device, without memory for its parameters. It carri
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +28,9 @@ from transformers import (
 from toolkit import ranks
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
-from toolkit.model.adapters import AdapterWeights, add_adapter
+from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
+from toolkit.model.quantised import QuantisedWeights
+from toolkit.model.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
 from toolkit.model.values import Values
 from toolkit.model.weights import (
     Fit,
@@ -44,7 +47,7 @@ from toolkit.model.weights import (
     told_by_us,
     unused_names,
 )
-from toolkit.places import require_folder
+from toolkit.places import fingerprint_of, require_folder
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.apply import KeepsMasters
 from toolkit.terminal import Pass, Terminal
@@ -79,14 +82,22 @@ def load(
         BadInputError: where there is no such model.
     """
     auto, config, settings, rows = _settings(model, tokenizer, label_names)
+    stored = take_quantisation(config, adapter, model.name_or_path or "it")
     built = _without_weights(auto, config, settings, rows, _field(model))
     fit, values = Fit(all_drawn=model.name_or_path is None), Values(model.name_or_path or "", built)
-    weights: Weights = _weights(
-        model, built, lambda: _whole_model(auto, model, config, settings, seed, rows, fit, values), fit, values
-    )
+    weights: Weights
+    if stored is not None:
+        quantise_as_stored(built, stored)
+        weights = StoredNF4(str(model.name_or_path), _model_folder(model), built, values.look)
+    else:
+        make_whole = functools.partial(_whole_model, auto, model, config, settings, seed, rows, fit, values)
+        weights = _weights(model, built, make_whole, fit, values)
+        if quantise(built, adapter):
+            weights = QuantisedWeights(weights, built, settings["dtype"])
     if adapter is not None and adapter.kind == "lora":
         built = add_adapter(built, adapter, model.name_or_path, model.revision)
         weights = AdapterWeights(weights, built, seed)
+        fit.fingerprint = _fingerprint(model)
     built.fit = fit
 
     def materialize_weights(keep_master: KeepsMasters | None = None) -> None:
@@ -109,9 +120,33 @@ def load_without_weights(
     Raises:
         BadInputError: where there is no such model.
     """
-    built = _without_weights(*_settings(model, tokenizer, label_names), _field(model))
+    auto, config, settings, rows = _settings(model, tokenizer, label_names)
+    stored = take_quantisation(config, adapter, model.name_or_path or "it")
+    built = _without_weights(auto, config, settings, rows, _field(model))
+    if stored is not None:
+        quantise_as_stored(built, stored)
+    else:
+        quantise(built, adapter)
     if adapter is not None and adapter.kind == "lora":
         return add_adapter(built, adapter, model.name_or_path, model.revision)
+    return built
+
+
+def load_stored(
+    name: str, revision: str | None, config: PretrainedConfig, stored: dict[str, Any], dtype: torch.dtype
+) -> PreTrainedModel:
+    """A model that was quantised before it was saved, on the host, with its weights. Not collective.
+
+    Args:
+        config: without what it says of quantisation, which is `stored`.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    built = _without_weights(auto_class(config), config, {"dtype": dtype}, 0, "model.name_or_path")
+    quantise_as_stored(built, stored)
+    built.materialize_weights = None
+    materialize(built, StoredNF4(name, folder, built, Values(name, built).look))
     return built
 
 
@@ -267,6 +302,15 @@ def _make_rows(model: PreTrainedModel, rows: int, mean_resizing: bool) -> None:
         model.resize_token_embeddings(rows, mean_resizing=mean_resizing)
 
 
+def _fingerprint(model: ModelSection) -> str | None:
+    """Of the model's files; None where its weights are drawn."""
+    if model.name_or_path is None:
+        return None
+    folder = _model_folder(model)
+    with readable(model.name_or_path):
+        return ranks.on_first_rank(lambda: fingerprint_of(folder))
+
+
 def _model_folder(model: ModelSection) -> Path:
     """The folder of a pretrained model; from the hub, downloaded once for each host."""
     assert model.name_or_path is not None
@@ -307,20 +351,13 @@ SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
 def _require_possible(config: PretrainedConfig, field: str, name: str) -> None:
-    """Raises BadInputError for sizes that no model has, and for weights that cannot be trained as they are held."""
+    """Raises BadInputError for sizes that no model has."""
     text = config.get_text_config()
     wrong = [f"{key} is {size}" for key in SIZES if isinstance(size := getattr(text, key, 1), int) and size < 1]
     if wrong:
         raise BadInputError(
             f"{field}: no model can be built from {name!r}: {', '.join(wrong)}; needs at least 1. Correct "
             f"{_where(field)}"
-        )
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise BadInputError(
-            f"{field}: the weights of {name!r} are quantised (quantization_config in {_where(field)}: {method}), and "
-            "only whole ones can be trained; name the model that they were quantised from"
         )
 
 

@@ -17,6 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.model.quantised import QuantisedLinear
+from toolkit.recipe.schema import AdapterSection
+
 ROUTERS = ("gate", "router")
 """Last words of a router's name, or of the module that holds it."""
 
@@ -67,11 +70,32 @@ def targets_beside_experts(model: PreTrainedModel, experts: list[str]) -> Target
     )
 
 
+def layers_to_quantise(model: PreTrainedModel, section: AdapterSection) -> tuple[list[str], list[str]]:
+    """Paths of the linear layers that can be held in fewer bits, and of those that stay as they are.
+
+    The head, routers and what is trained in full stay, and layers that peft adapts as parameters: the product of an
+    adapter is added to their weights themselves.
+    """
+    adapts_experts = section.target_modules == "all-linear" and stacked_experts(model)
+    stay = _misread(model, list(_linear_layers(model))) if adapts_experts else set()
+    # Of a classifier, peft trains the head in full, which it knows by these names.
+    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
+    whole = {*(section.modules_to_save or ()), *(("score", "classifier") if is_classifier else ())}
+    chosen = [
+        path
+        for path in _linear_layers(model)
+        if type(model.get_submodule(path)) is nn.Linear and path not in stay and whole.isdisjoint(path.split("."))
+    ]
+    return chosen, [
+        path for path, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and path not in chosen
+    ]
+
+
 def _linear_layers(model: PreTrainedModel) -> Iterator[str]:
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
         # Classes derived from Linear do something else: routers that return tuples, layers in groups.
-        if type(module) in (nn.Linear, Conv1D) and module is not head and not _is_router(path):
+        if type(module) in (nn.Linear, Conv1D, QuantisedLinear) and module is not head and not _is_router(path):
             yield path
 
 

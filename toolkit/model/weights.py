@@ -42,9 +42,11 @@ class Fit:
         drawn: names of what was drawn at random.
         unused: names of what the files hold and the model has no place for.
         zero: names of matrices that hold nothing but zeros; on every rank.
+        fingerprint: of the files of a base that adapters are trained on; see `fingerprint_of`.
     """
 
     all_drawn: bool = False
+    fingerprint: str | None = None
     drawn: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     zero: list[str] = field(default_factory=list)
@@ -318,6 +320,13 @@ def stored_names(folder: Path, model: PreTrainedModel) -> dict[str, tuple[Path, 
             return None
         files[name] = found
     return files
+
+
+def places_of(folder: Path, model: PreTrainedModel, names: Iterable[str]) -> dict[str, tuple[Path, str]]:
+    """Where tensors of these names are stored, as far as they are: file and name in the file."""
+    stored, tied_to = _index(folder), _first_names(model)
+    found = {name: _lookup(tied_to.get(name, name), stored, model.base_model_prefix) for name in names}
+    return {name: place for name, place in found.items() if place is not None}
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:

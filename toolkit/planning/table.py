@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from toolkit.model.adapters import trainable_share
 from toolkit.places import GIB
 from toolkit.planning.planner import Planner, PlanRow
 from toolkit.planning.setup import Setup, asked_setup, can_offload, factors, mesh_of, require_ranks, smaller_setups
@@ -93,7 +94,7 @@ def plan(
     recommended, reason = recommend(rows, hardware)
     # Each takes a probe or a model of its own.
     levers = tuple(_levers(planner, asked_row)) if with_levers and asked_row.verdict != "fits" else ()
-    shapes = planner.units
+    num_trained, num_parameters = trainable_share(planner.workload.model)
     return Plan(
         recipe,
         hardware,
@@ -104,8 +105,8 @@ def plan(
         recommended,
         reason,
         levers,
-        sum(p.numel for unit in shapes for p in unit.parameters),
-        sum(p.numel for unit in shapes for p in unit.trainable),
+        num_parameters,
+        num_trained,
     )
 
 

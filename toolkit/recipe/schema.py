@@ -379,11 +379,24 @@ class AdapterSection(Section):
     )
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r) (arXiv 2312.03732).")
     use_dora: bool = Field(False, description="Learn magnitudes and directions separately (arXiv 2402.09353).")
+    quantize: Literal["none", "nf4", "int8"] = Field(
+        "none",
+        description="Hold the frozen linear layers in fewer bits (QLoRA, arXiv 2305.14314). nf4: 4 bits. int8: 8 bits. "
+        "Needs bitsandbytes.",
+    )
+    double_quantization: bool = Field(
+        False, description="Hold the scales of nf4 in 8 bits, too: 0.52 instead of 0.56 bytes a weight."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> AdapterSection:
         if self.kind == "none" and (idle := sorted(self.model_fields_set - {"kind"})):
             raise contradiction(f"adapter.{idle[0]} has no effect with adapter.kind none; set adapter.kind=lora")
+        if self.double_quantization and self.quantize != "nf4":
+            raise contradiction(
+                f"adapter.double_quantization has no effect with adapter.quantize {self.quantize}; set "
+                "adapter.quantize=nf4, or remove it"
+            )
         return self
 
 

@@ -6,6 +6,7 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from toolkit.model.adapters import adapter_fact, has_adapter, trainable_share
+from toolkit.model.quantised import quantised_fact
 from toolkit.objectives.balance import experts_fact
 from toolkit.pages.data_console import show_report
 from toolkit.recipe.recipe import Recipe
@@ -28,6 +29,8 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
     inner = accelerator.unwrap_model(parts.model)
     if has_adapter(inner):
         facts["adapters"] = adapter_fact(inner)
+    if (told := quantised_fact(inner)) is not None:
+        facts["quantised"] = told
     if told := inner.fit.describe():
         facts["weights"] = told
     if recipe.notes:

@@ -25,6 +25,7 @@ from toolkit.model.adapters import base_of, require_mergeable
 from toolkit.model.attention import attention_of, settle_attention
 from toolkit.model.load import load, load_without_weights
 from toolkit.model.positions import first_position, takes_positions
+from toolkit.model.quantised import quantised_layers
 from toolkit.objectives.balance import Balance, build_balance
 from toolkit.objectives.build import AnyObjective, build_objective
 from toolkit.objectives.classification import SequenceClassification
@@ -175,6 +176,11 @@ def _loaded(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData
     model: nn.Module = load(recipe.model, tokens, recipe.training.seed, data.label_names, recipe.adapter)
     if recipe.export.merge:
         require_mergeable(model)
+    if recipe.training.compile and any(quantised_layers(model)):
+        raise BadInputError(
+            "training.compile is not possible with a quantised base, whose products torch cannot compile into one "
+            "graph; remove it"
+        )
     return model
 
 

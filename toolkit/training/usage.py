@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.data.samples import Batch
+from toolkit.model.quantised import QuantisedLinear, quantised_layers
 
 
 def peak_device_bytes(device: torch.device) -> int:
@@ -103,10 +105,14 @@ def _matrix_flops(model: nn.Module, config: object) -> tuple[float, float, float
     num_met = getattr(config, "num_experts_per_tok", None) or 1
     forward = to_inputs = to_weights = 0.0
     is_trained_before = False
+    packed = {id(parameter) for _, layer in quantised_layers(model) for parameter in layer.bytes()}
     for module in model.modules():  # in the order in which they are registered, which is nearly that of forward
         own = list(module.parameters(recurse=False))
+        if isinstance(module, QuantisedLinear):
+            flops = 2.0 * math.prod(module.shape)
+            forward, to_inputs = forward + flops, to_inputs + flops * is_trained_before
         for parameter in own if not isinstance(module, nn.Embedding) else ():
-            if parameter.ndim not in (2, 3):
+            if parameter.ndim not in (2, 3) or id(parameter) in packed:
                 continue  # norms and biases are added or multiplied, element by element
             share = min(1.0, num_met / parameter.shape[0]) if parameter.ndim == 3 else 1.0
             flops = 2.0 * parameter.numel() * share

@@ -257,9 +257,10 @@ class _HeldUnit:
 def _held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> _HeldUnit:
     f, trainable = layout.shard, shape.trainable
     # FSDP2 pads each parameter to F equal shards of whole rows; a table of 3 rows on 8 ranks takes 8 rows.
-    computed = [layout.compute or p.held for p in shape.parameters]
+    computed = [p.gathered(layout.compute) for p in shape.parameters]
     kept = [_held(p, layout) for p in shape.parameters]
     whole = [p.shard_numel(f) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
+    cast_whole = sum(size for p, size in zip(shape.parameters, whole, strict=True) if p.is_cast)
     own = shape.trainable_numel(f)
     cast = sum(p.shard_numel(f) * _held(p, layout) for p in trainable)
     # One rank gathers nothing: FSDP2 casts parameter after parameter, so one copy is alive beside its source.
@@ -270,7 +271,7 @@ def _held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> _HeldU
         sharded=sum(rounded(p.shard_numel(f) * size) for p, size in zip(shape.parameters, kept, strict=True)),
         whole=sum(map(rounded, whole)),
         # Without mixed precision the shards are gathered from where they are.
-        gather_input=rounded(sum(whole) / f) if layout.compute is not None else 0,
+        gather_input=rounded(cast_whole / f) if layout.compute is not None else 0,
         gather_output=rounded(sum(whole)) if f > 1 else 0,
         cast_alone=rounded(max(casts, default=0)),
         reduce_input=rounded(layout.reduce * own * f),

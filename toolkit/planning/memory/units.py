@@ -15,16 +15,26 @@ from toolkit.sharding.units import owned_parameters
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """One parameter. `held`: bytes of an element as the optimizer keeps it between steps."""
+    """One parameter.
+
+    Attributes:
+        held: bytes of an element as the optimizer keeps it between steps.
+        is_cast: it is gathered in the type of compute; the bytes of a quantised matrix are gathered as they are.
+    """
 
     rows: int
     row_numel: int
     trainable: bool
     held: int
+    is_cast: bool = True
 
     @property
     def numel(self) -> int:
         return self.rows * self.row_numel
+
+    def gathered(self, compute: int | None) -> int:
+        """Bytes of an element when it is gathered; `compute`: in the type of compute, None: in its own."""
+        return compute if compute is not None and self.is_cast else self.held
 
     def shard_numel(self, shard: int) -> int:
         """Elements of the first rank's shard, padding included: ceil(rows / F) rows."""
@@ -64,4 +74,5 @@ def _shape(parameter: torch.Tensor, mixed_precision: str) -> ParameterShape:
     # `apply` makes float32 masters of what is trained; what is frozen stays as it was loaded.
     is_low = parameter.dtype in (torch.bfloat16, torch.float16)
     held = 4 if mixed_precision != "no" and parameter.requires_grad and is_low else parameter.element_size()
-    return ParameterShape(rows, parameter.numel() // max(1, rows), parameter.requires_grad, held)
+    is_cast = parameter.is_floating_point()
+    return ParameterShape(rows, parameter.numel() // max(1, rows), parameter.requires_grad, held, is_cast)

@@ -157,7 +157,7 @@ class _SentUnit:
 
 
 def _sized(unit: UnitShape, shard: int, compute_bytes: int | None) -> _SentUnit:
-    gathered = sum(p.shard_numel(shard) * (compute_bytes or p.held) for p in unit.parameters)
+    gathered = sum(p.shard_numel(shard) * p.gathered(compute_bytes) for p in unit.parameters)
     trainable = shard * unit.trainable_numel(shard)
     return _SentUnit(unit.kind, shard * gathered, trainable, unit.reshard_after_forward)
 

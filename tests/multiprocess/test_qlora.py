@@ -1,0 +1,177 @@
+"""QLoRA: the run is that of peft on bitsandbytes' own layers, whatever the ranks and the strategy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import make_texts
+from ranks import meet, run_on_ranks
+from safetensors.torch import load_file
+from tiny import recipe_values, save_llama
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+STEPS, ROWS_PER_STEP, SEED = 10, 12, 3
+TEXTS = [" ".join(text.split()[:16]) for text in make_texts(40, seed=1)]
+NF4 = {"r": 4, "quantize": "nf4"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nf4": (NF4, {"target_modules": "all-linear"}),
+    "double": (
+        NF4 | {"double_quantization": True, "use_rslora": True},
+        {"target_modules": "all-linear", "use_rslora": True},
+    ),
+    "dora": (
+        NF4 | {"use_dora": True, "target_modules": ["q_proj", "down_proj"]},
+        {"use_dora": True, "target_modules": ["q_proj", "down_proj"]},
+    ),
+    "int8": (NF4 | {"quantize": "int8"}, {"target_modules": "all-linear"}),
+}
+"""Name -> (the recipe's adapter, peft's own arguments)."""
+
+RUNS: dict[int, list[tuple[str, str, int, dict[str, Any]]]] = {
+    1: [("double", "zero3", 1, {}), ("dora", "zero3", 1, {"offload": "optimizer"}), ("nf4", "ddp", 3, {})],
+    2: [
+        ("nf4", "ddp", 1, {}),
+        ("nf4", "zero1", 3, {}),
+        ("int8", "zero2", 3, {}),
+        ("double", "zero3", 1, {"activation_checkpointing": 1}),
+        ("dora", "zero3", 3, {"offload": "optimizer"}),
+        ("nf4", "zero3", 3, {"accumulate": "by_block", "activation_checkpointing": 1}),
+    ],
+    4: [
+        ("double", "hybrid", 3, {}),
+        ("double", "zero3", 1, {"offload": "optimizer", "activation_checkpointing": 1}),
+        ("nf4", "hybrid", 3, {"accumulate": "by_block", "activation_checkpointing": 1}),
+        ("dora", "zero2", 1, {}),
+        ("int8", "zero1", 3, {}),
+    ],
+}
+"""Ranks -> (case, strategy, accumulation, sharding)."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qlora")
+    save_llama(folder / "model", TEXTS, tied=False)
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+def quantised_by_hand(folder: Path, case: str) -> nn.Module:
+    """The base as transformers and bitsandbytes make it."""
+    if case != "int8":
+        how = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=case == "double",
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+        return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, quantization_config=how)
+    from bitsandbytes.functional import int8_vectorwise_dequant, int8_vectorwise_quant
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and path != "lm_head":
+            packed, scales, _ = int8_vectorwise_quant(layer.weight.detach().half())
+            layer.weight.data = int8_vectorwise_dequant(packed, scales)
+    return model
+
+
+def plain_loop(folder: Path, case: str) -> dict[str, Any]:
+    """peft as its own documentation has it, row by row."""
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    settings = {"r": 4, "lora_alpha": 8, **CASES[case][1]}
+    base = quantised_by_hand(folder, case)
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).train()
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:
+            seed = int.from_bytes(hashlib.sha256(f"{SEED}/{name}".encode()).digest()[:8]) >> 1
+            uniform = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+            parameter.data.copy_(uniform / math.sqrt(parameter.shape[1]))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # A large eps: AdamW divides by a gradient's own size, and where that is next to nothing rounding decides.
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=2e-2,
+        eps=1e-3,
+        foreach=False,
+    )
+    documents = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in TEXTS]
+    losses = []
+    for step in range(STEPS):
+        batch = [torch.tensor([documents[(step * ROWS_PER_STEP + i) % len(documents)]]) for i in range(ROWS_PER_STEP)]
+        count = sum(ids.shape[1] - 1 for ids in batch)
+        total = 0.0
+        for ids in batch:
+            logits = model(input_ids=ids).logits[0, :-1]
+            loss = F.cross_entropy(logits, ids[0, 1:], reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return {"losses": losses, "adapter": peft.get_peft_model_state_dict(model, save_embedding_layers=False)}
+
+
+def recipe(folder: Path, name: str, adapter: dict[str, Any], **training: Any) -> dict[str, Any]:
+    values = recipe_values(folder / "model", folder / "rows.jsonl", folder / name, folder / "cache")
+    values["data"] |= {"max_length": 64, "packing": False}
+    values["adapter"] = {"kind": "lora", **adapter}
+    values["optimizer"] = {"learning_rate": 2e-2, "weight_decay": 0.1, "eps": 1e-3}
+    values["schedule"] = {"kind": "constant"}
+    values["training"] |= {"max_steps": STEPS, "seed": SEED, **training}
+    return values
+
+
+def run_name(case: str, strategy: str, accumulation: int, ranks: int) -> str:
+    return f"{case}-{strategy}-{accumulation}-{ranks}"
+
+
+def runs(folder: Path, ranks: int) -> dict[str, Any]:
+    from toolkit import Recipe, finetune
+
+    found = {}
+    for case, strategy, accumulation, sharding in RUNS[ranks]:
+        meet()
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2" if strategy == "hybrid" else "1"
+        name = run_name(case, strategy, accumulation, ranks)
+        size = {"micro_batch_size": ROWS_PER_STEP // (ranks * accumulation)}
+        values = recipe(folder, name, CASES[case][0], **size, gradient_accumulation_steps=accumulation)
+        values["sharding"] = {"strategy": strategy, **sharding}
+        values["export"] = {"verify": False}
+        result = finetune(Recipe.from_mapping(values))
+        found[name] = ([r["loss"] for r in result.metrics if r["split"] == "train"], result.logits_difference)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, dict[str, Any]]:
+    return {case: plain_loop(folder, case) for case in CASES}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_run_is_that_of_peft_on_bitsandbytes(ranks: int, folder: Path, plain: dict[str, dict[str, Any]]) -> None:
+    found = run_on_ranks(runs, ranks, folder, ranks)[0]
+    for case, strategy, accumulation, _ in RUNS[ranks]:
+        name = run_name(case, strategy, accumulation, ranks)
+        losses, _ = found[name]
+        assert losses == pytest.approx(plain[case]["losses"], rel=1e-6), name
+        assert losses[-1] < losses[0]
+        saved = load_file(folder / name / "export/adapter_model.safetensors")
+        assert saved.keys() == plain[case]["adapter"].keys(), name
+        for key, tensor in plain[case]["adapter"].items():
+            assert float((saved[key] - tensor).abs().max()) < 1e-5, (name, key)

@@ -1,0 +1,154 @@
+"""Quantised layers: bitsandbytes' own bytes, whatever rows a rank reads, its forward and its backward."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from tiny import llama
+from torch import nn
+from transformers import LlamaConfig, Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+from toolkit.errors import BadInputError, RecipeError
+from toolkit.model.adapters import add_adapter, quantise, trainable_share
+from toolkit.model.quantised import Quantisation, QuantisedLinear, QuantisedWeights, quantise_layers, quantised_fact
+from toolkit.model.stored_quantised import take_quantisation
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import AdapterSection
+
+NF4 = AdapterSection(kind="lora", quantize="nf4")
+
+
+class Recorded:
+    """Weights of a module in memory, and the most elements that were read at once."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self.state, self.most = state, 0
+
+    def read(self, name: str, like: torch.Tensor, rows: slice) -> torch.Tensor:
+        self.most = max(self.most, self.state[name][rows].numel())
+        return self.state[name][rows]
+
+
+def quantised(double: bool, outputs: int = 96, inputs: int = 48) -> tuple[nn.Module, Recorded, nn.Linear]:
+    """A model of one quantised layer without values, where they come from, and the layer as it was."""
+    torch.manual_seed(0)
+    linear = nn.Linear(inputs, outputs)
+    model = nn.ModuleDict({"layer": linear})
+    source = Recorded({name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+    quantise_layers(model, Quantisation("nf4", double), ["layer"])
+    return model, source, linear
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_the_bytes_are_those_of_bitsandbytes_whatever_rows_are_read(double: bool) -> None:
+    model, source, linear = quantised(double)
+    expected, state = quantize_4bit(linear.weight.detach(), quant_type="nf4", compress_statistics=double)
+    weights = QuantisedWeights(source, model, torch.float32)
+    layer: Any = model["layer"]
+    parts = [slice(0, 25), slice(25, 50), slice(50, 72), slice(72, 72)]
+    if double:  # one process: the rows of others are not there to be gathered
+        parts = [slice(0, 72)]
+    read = [(weights.read("layer.weight", layer.weight, part), _scales(weights, layer, part)) for part in parts]
+    assert torch.equal(torch.cat([packed for packed, _ in read]).flatten(), expected.flatten())
+    absmax = torch.cat([scales for _, scales in read]).contiguous()
+    assert torch.equal(absmax.flatten() if double else absmax.view(torch.float32).flatten(), state.absmax)
+    if not double:
+        assert source.most <= 48 * (math.ceil(25 * 64 / 48) + 1), "rows of its own blocks alone"
+    assert torch.equal(layer.read_matrix(weights, "layer"), dequantize_4bit(expected, state))
+
+
+def _scales(weights: QuantisedWeights, layer: QuantisedLinear, rows: slice) -> torch.Tensor:
+    found = weights.read("layer.weight_absmax", layer.weight_absmax, rows)
+    if layer.quantisation.double:
+        weights.read("layer.weight_nested", layer.weight_nested, slice(0, layer.weight_nested.shape[0]))
+    return found
+
+
+def test_forward_and_backward_are_those_of_the_dequantised_matrix() -> None:
+    model, source, _ = quantised(True)
+    layer: Any = model["layer"]
+    weights = QuantisedWeights(source, model, torch.float32)
+    rows = {name: slice(0, part.shape[0]) for name, part in layer.named_parameters()}
+    for name in rows:
+        found = weights.read(f"layer.{name}", getattr(layer, name), rows[name])
+        layer.register_parameter(name, nn.Parameter(found, requires_grad=False))
+    inputs = torch.randn(2, 5, 48, requires_grad=True)
+    again = inputs.detach().clone().requires_grad_()
+    layer(inputs).square().sum().backward()
+    torch.nn.functional.linear(again, layer.dequantize(), layer.bias).square().sum().backward()
+    assert torch.equal(inputs.grad, again.grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(inputs).dtype == torch.bfloat16
+
+
+def test_experts_routers_and_the_head_stay_and_the_run_says_so() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    sizes |= {"shared_expert_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with init_empty_weights():
+        model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    quantise(model, NF4)
+    adapted = add_adapter(model, NF4, None)
+    told = quantised_fact(adapted)
+    assert told is not None
+    for name in ("experts.gate_up_proj", "experts.down_proj", "mlp.gate", "lm_head", "embed_tokens"):
+        assert name in told
+    assert "q_proj" not in told
+    trained, counted = trainable_share(adapted)
+    assert counted - trained == whole, "a weight is counted once, however few bits it has"
+
+
+def refused(section: AdapterSection, **fields: Any) -> str:
+    with pytest.raises(BadInputError) as error:
+        quantise(llama(**fields), section)
+    return str(error.value)
+
+
+def test_what_cannot_be_quantised_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = {"hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 3, "num_key_value_heads": 3}
+    text = refused(NF4, **odd)
+    assert "multiple of 64 weights" in text
+    assert "model.layers.0.self_attn.q_proj [36, 36]" in text
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert "pip install 'finetune-toolkit[qlora]'" in refused(NF4)
+
+
+def test_which_quantised_models_can_be_read() -> None:
+    lora = AdapterSection(kind="lora")
+    nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+    def take(section: AdapterSection | None, **how: Any) -> dict[str, Any] | None:
+        return take_quantisation(LlamaConfig(quantization_config={**nf4, **how}), section, "mine")
+
+    assert take(lora) == nf4
+    for section, how, told in (
+        (lora, {"quant_method": "gptq", "load_in_4bit": False}, "gptq"),
+        (lora, {"bnb_4bit_quant_type": "fp4"}, "bitsandbytes fp4"),
+        (None, {}, "set adapter.kind=lora"),
+        (NF4, {}, "adapter.quantize has no effect"),
+    ):
+        with pytest.raises(BadInputError, match=told):
+            take(section, **how)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("adapter.kind=none", "adapter.quantize has no effect with adapter.kind none"),
+        ("adapter.quantize=int8", "adapter.double_quantization has no effect with adapter.quantize int8"),
+        ("adapter.quantize=fp4", "'fp4'"),
+    ],
+)
+def test_settings_without_effect_are_errors(override: str, told: str) -> None:
+    settings = ["adapter.quantize=nf4", "adapter.double_quantization=true", override]
+    if override == "adapter.kind=none":
+        settings = ["adapter={kind: none, quantize: nf4}", "export.merge=false"]
+    with pytest.raises(RecipeError) as error:
+        Recipe.load("lora", settings)
+    assert told in str(error.value)
