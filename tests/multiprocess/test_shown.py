@@ -67,6 +67,10 @@ def runs(folder: Path) -> dict[str, Any]:
     Trainer.train_step = train_step  # type: ignore[method-assign]
     found["report-failed"] = (folder / "failed/report.html").read_text()
     run("failed")  # the same command, from its beginning
+    evaluated = {"max_steps": 9, "eval_every_steps": 2}
+    slow = {"optimizer": {"learning_rate": 1e-30}, "data": {"validation": str(folder / "texts.jsonl")}}
+    run("patient", training={**evaluated, "patience": 2}, **slow)
+    run("impatient", training={**evaluated, "max_steps": 4}, schedule={"kind": "constant"}, **slow)
     asked = {"train": str(folder / "asked.jsonl"), "validation": str(folder / "asked.jsonl"), "max_length": 64}
     run("unsampled", data=asked)
     run("sampled", data=asked, logging={"held_out_samples": 2}, export={"enabled": True})
@@ -124,6 +128,18 @@ def test_a_run_that_ended_before_its_time_says_so(found: dict[str, Any], folder:
     assert "refresh" not in stopped + failed
     assert "run-state" not in (folder / "failed/report.html").read_text(), "the same command has finished it"
     assert not list((folder / "failed").glob(".*")), os.listdir(folder / "failed")
+
+
+def test_a_run_whose_held_out_loss_falls_no_more_ends_well_and_early(found: dict[str, Any], folder: Path) -> None:
+    """At a learning rate of nothing it never falls: the evaluations at steps 2 and 4 are two without a lower one."""
+    records = [json.loads(line) for line in (folder / "patient/metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["split"] == "eval"] == [0, 2, 4]
+    assert max(record["step"] for record in records) == 4
+    assert found["losses-patient"] == found["losses-impatient"], "and until then it is the same run"
+    page = (folder / "patient/report.html").read_text()
+    assert "run-state" not in page, "it is done"
+    assert "no lower held-out loss in 2 evaluations (training.patience); the lowest is" in page
+    assert [path.name for path in (folder / "patient/checkpoints").iterdir()] == ["step_00000004"]
 
 
 def test_a_learning_rate_that_spoils_the_model_is_told(found: dict[str, Any], folder: Path) -> None:

@@ -61,6 +61,11 @@ class Recipe(Section):
             )
         if self.logging.sample_prompt is not None and not self.export.enabled:
             raise contradiction("logging.sample_prompt needs export.enabled: the sample is made from the export")
+        if self.training.patience is not None and self.training.eval_every_steps is None:
+            raise contradiction(
+                "training.patience has no effect without training.eval_every_steps: the run is evaluated at its start "
+                "and its end alone; set that, for example training.eval_every_steps=100"
+            )
         if self.logging.held_out_samples and not self.data.has_validation:
             raise contradiction(
                 "logging.held_out_samples has no effect without data.validation or data.validation_fraction; remove it"

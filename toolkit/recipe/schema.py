@@ -549,6 +549,11 @@ class TrainingSection(Section):
     eval_every_steps: PositiveInt | None = Field(
         None, description="Evaluate every N optimizer steps; null: at the start and the end."
     )
+    patience: PositiveInt | None = Field(
+        None,
+        description="End the run, with exit code 0, after N evaluations in a row without a lower held-out loss; null: "
+        "never. The last weights are exported; checkpoint.keep_best keeps the best ones.",
+    )
     profile_steps: list[PositiveInt] | None = Field(
         None,
         min_length=2,
@@ -621,12 +626,16 @@ class CheckpointSection(Section):
         return self
 
 
+Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+"""Those that Accelerate knows; a test compares them."""
+
+
 class LoggingSection(Section):
     """What is shown and where it goes."""
 
     every_steps: PositiveInt = Field(10, description="Print a line every N steps where the output is no terminal.")
-    trackers: list[Literal["tensorboard", "wandb"]] = Field(
-        default_factory=list, description="Send every metric to these Accelerate trackers."
+    trackers: list[Tracker] = Field(
+        default_factory=list, description="Send every metric to these Accelerate trackers, which must be installed."
     )
     project_name: str = Field("finetune", description="Name the project in the trackers.")
     sample_prompt: str | None = Field(None, description="Print a continuation of this prompt at the end; null: none.")

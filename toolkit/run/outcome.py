@@ -32,6 +32,7 @@ from toolkit.sharding.plugin import (
 )
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.terminal import Pass, Terminal
+from toolkit.training.patience import patience_is_over
 
 
 @dataclass(frozen=True, repr=False)
@@ -198,6 +199,8 @@ def summary_of(
         facts["compute"] = parts.compilation.describe()  # it may have failed in the first step
     if result.logits_difference is not None:
         facts["export checked"] = f"logits differ by {result.logits_difference:.1e} of the largest"
+    if (ended := patience_is_over(result.metrics, recipe.training.patience)) is not None:
+        facts["ended early"] = ended
     if result.doubts:
         facts["outcome"] = "; ".join(result.doubts)
     packages = ("finetune-toolkit", "torch", "accelerate", "transformers", "datasets")

@@ -84,6 +84,10 @@ class Metrics:
         """Writes the records that a full disk has kept waiting; whether none is left."""
         return not self._accelerator.is_main_process or self._file.catch_up()
 
+    def tell(self, message: str) -> None:
+        """Shows a line, whether one is due or not."""
+        self._console.print(message)
+
     def warn(self, message: str) -> None:
         """Shows a warning, whether a line is due or not."""
         self._console.warn(message)

@@ -73,3 +73,10 @@ class StopRequests:
             self._signal, self._signalled = signal.Signals(number).name, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._signalled > SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
+
+
+def reason_of_all(mine: str | None, ranks_that_want: list[bool]) -> str | None:
+    """Why all ranks end after this step; None: they don't."""
+    if not any(ranks_that_want):
+        return None
+    return mine or f"rank {ranks_that_want.index(True)} was asked to"

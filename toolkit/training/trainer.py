@@ -31,8 +31,10 @@ from toolkit.training.beats import Beats, Phase
 from toolkit.training.experts import ExpertLoads
 from toolkit.training.garbage import collect_at, collected_by_step
 from toolkit.training.metrics import Metrics
+from toolkit.training.patience import patience_is_over
 from toolkit.training.profile import DATA, UPDATE, StepProfile, label
 from toolkit.training.step import RankStep, Step
+from toolkit.training.stop import reason_of_all
 from toolkit.training.usage import Counts, ModelFlops, counts_of, peak_device_bytes, peak_host_bytes
 
 
@@ -186,6 +188,8 @@ class Trainer:
             self._watch(step, learning_rate)
             if self._evaluation_due():
                 self.evaluate()
+                if self.settings.patience is not None and self._is_over():
+                    return
             self._save_or_stop(step.stop, step.save)
             collect_at(self.global_step)
             if self.profile is not None:
@@ -367,7 +371,7 @@ class Trainer:
                 sum(sums) / max(1, counts.targets) for sums in zip(*(rank.figures for rank in found), strict=True)
             ],
             skipped=False,
-            stop=_stop_reason(reason, [rank.wants_to_stop for rank in found]),
+            stop=reason_of_all(reason, [rank.wants_to_stop for rank in found]),
             save=any(rank.wants_to_save for rank in found),
             experts={},
         )
@@ -436,6 +440,17 @@ class Trainer:
         every = self.settings.eval_every_steps
         return every is not None and self.global_step % every == 0
 
+    def _is_over(self) -> bool:
+        """Whether the held-out loss falls no more; then the state is saved, and all ranks end as after a last step."""
+        why = ranks.gather_objects(patience_is_over(self.metrics.records, self.settings.patience))[0]
+        if why is None:
+            return False
+        self.metrics.tell(f"ended after step {self.global_step}: {why}")
+        if self.checkpoints is not None:
+            self._begin(Phase.SAVE)
+            self.checkpoints.save(self, wait=True)
+        return True
+
     def evaluate(self) -> None:
         """Records the mean loss over the held-out targets and what the objective adds, each sample counted once."""
         if self.evaluation is None:
@@ -449,10 +464,3 @@ class Trainer:
         sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
         self.model.train()
         self.metrics.evaluation({"step": self.global_step, **self.objective.evaluation_record(sums)})
-
-
-def _stop_reason(mine: str | None, ranks_that_want: list[bool]) -> str | None:
-    """Why all ranks end after this step; None: they don't."""
-    if not any(ranks_that_want):
-        return None
-    return mine or f"rank {ranks_that_want.index(True)} was asked to"

@@ -56,7 +56,11 @@ def test_overrides_replace_and_are_named_as_origin(tmp_path: Path) -> None:
         ("adapter.dropout=1", "found 1 (int); allowed: a number of at least 0 and less than 1"),
         ("sharding.activation_checkpointing=0", "found 0 (int); allowed: a whole number of at least 1, auto, null"),
         ("data.train=3", "found 3 (int); allowed: a path, a mapping, a list of them"),
-        ("logging.trackers=wandb", "found 'wandb' (text); allowed: a list with items that are tensorboard or wandb"),
+        (
+            "logging.trackers=wandb",
+            "found 'wandb' (text); allowed: a list with items that are aim or clearml or comet_ml or dvclive or mlflow "
+            "or swanlab or tensorboard or trackio or wandb",
+        ),
         ("data.shuffle=maybe", "found 'maybe' (text); allowed: true or false"),
         ("training.output_dir=null", "found null; allowed: text that is not empty"),
     ],

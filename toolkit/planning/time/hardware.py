@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -198,7 +199,8 @@ def preset_of_device(device_name: str) -> Hardware | None:
     """The preset of a device by the name that `torch.cuda.get_device_name` gives; None: there is none."""
     for name, values in _data()["presets"].items():
         # In the order of the file: A100-SXM4-40GB stands before A100, which is part of its name.
-        if any(part in device_name for part in values["device_names"]):
+        # Whole words at their end: an L40 is no L4.
+        if any(re.search(rf"{re.escape(part)}(?!\w)", device_name) for part in values["device_names"]):
             return presets()[name]
     return None
 
@@ -207,7 +209,9 @@ def peak_flops_of(device_name: str, mixed_precision: str) -> float | None:
     """The dense 16-bit peak of a device (FLOP/s); None where unknown or where compute is not in 16 bits."""
     preset = preset_of_device(device_name)
     # In float32 GPUs multiply on other units, or in TF32 if asked: no figure of the data sheet is the bound.
-    return None if preset is None or mixed_precision == "no" else preset.peak_flops["bfloat16"]
+    if preset is None or mixed_precision == "no":
+        return None
+    return preset.peak_flops["float16" if mixed_precision == "fp16" else "bfloat16"]
 
 
 # Profiles

@@ -118,6 +118,16 @@ def test_a_damaged_profile_is_refused(tmp_path: Path, change: Any, told: str) ->
         ("NVIDIA A100-SXM4-80GB", "a100_80"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A10", None),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", None),
+        ("Tesla V100-SXM2-16GB", "v100_16"),
+        ("Tesla V100-SXM2-32GB", "v100_32"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
@@ -128,6 +138,13 @@ def test_a_device_is_known_by_its_name(device: str, preset: str | None) -> None:
     if preset is None or preset in expected:
         assert peak_flops_of(device, "bf16") == expected.get(preset or "")
     assert peak_flops_of(device, "no") is None
+
+
+def test_each_type_of_16_bits_has_its_own_peak() -> None:
+    """A V100 multiplies float16 alone on its tensor cores."""
+    assert peak_flops_of("Tesla V100-SXM2-32GB", "fp16") == 125e12
+    assert peak_flops_of("Tesla V100-SXM2-32GB", "bf16") == 15.7e12
+    assert peak_flops_of("NVIDIA L4", "fp16") == peak_flops_of("NVIDIA L4", "bf16") == 121e12
 
 
 def test_the_module_imports_no_torch() -> None:

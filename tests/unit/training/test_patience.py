@@ -1,0 +1,52 @@
+"""When a held-out loss falls no more."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+from toolkit.errors import BadInputError
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import Tracker
+from toolkit.training.patience import patience_is_over
+
+
+@pytest.mark.parametrize(
+    ("losses", "patience", "over"),
+    [
+        ([3, 2, 1], 1, False),
+        ([3, 3], 1, True),
+        ([3, 2, 2.5], 2, False),
+        ([3, 2, 2.5, 2.2], 2, True),
+        ([3, 2, 2.5, 1.9, 2.2], 2, False),
+        ([3, None, 2], 2, False),
+        ([3, None, None], 2, True),
+        ([None, None], 2, True),
+        ([3, 4, 5, 6], None, False),
+        ([3], 1, False),
+    ],
+)
+def test_the_run_ends_after_so_many_evaluations_without_a_lower_loss(
+    losses: list[float | None], patience: int | None, over: bool
+) -> None:
+    records = [{"split": "eval", "step": 10 * number, "loss": loss} for number, loss in enumerate(losses)]
+    steps = [{"split": "train", "step": 5, "loss": 100.0}] * 9
+    assert (patience_is_over([*steps, *records], patience) is not None) == over
+
+
+def test_it_says_where_the_lowest_was() -> None:
+    records = [{"split": "eval", "step": step, "loss": loss} for step, loss in ((0, 3), (10, 2), (20, 2.5))]
+    assert patience_is_over(records, 1) == (
+        "no lower held-out loss in 1 evaluation (training.patience); the lowest is 2, at step 10"
+    )
+
+
+def test_without_evaluations_it_has_no_effect() -> None:
+    with pytest.raises(BadInputError, match=r"training\.patience has no effect without training\.eval_every_steps"):
+        Recipe.load("sft", ["training.patience=2", "training.eval_every_steps=null"])
+
+
+def test_the_trackers_are_accelerates() -> None:
+    assert sorted(get_args(Tracker)) == sorted(LOGGER_TYPE_TO_CLASS)
