@@ -21,6 +21,7 @@ from toolkit.sharding.offload.worker import Worker
 STARTERS = {
     "checkpoint/writer.py": "on_this_device",
     "data/ahead.py": "on_this_device",
+    "data/time_limit.py": "_look",  # looks at the clock; knows no torch
     "sharding/offload/worker.py": "set_device",  # told its device, which need not be the current one
     "run/lease.py": "_beat",  # writes a file; knows no torch
     "run/orphans.py": "_watch",  # looks for a process; knows no torch

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from toolkit.data.problem import RowProblem
+from toolkit.data.templates import rendered
 from toolkit.errors import first_line
 
 Targets = Literal["assistant", "last_turn", "all"]
@@ -130,12 +131,9 @@ class _Conversation:
 
     def _render(self, messages: list[Message], prompt: bool) -> str:
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt
-            )
+            return rendered(self.tokenizer, messages, self.tools, prompt)
         except _REFUSALS as error:
             raise RowProblem(f"the chat template rejects it: {first_line(error)}") from error
-        return text
 
     def attempt(self, messages: list[Message], *, prompt: bool = False) -> str | None:
         """The text of other messages than the row's, `prompt` for a generation prompt; None if refused."""

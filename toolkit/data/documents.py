@@ -17,11 +17,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from toolkit.data.cache import digest
-from toolkit.data.encode import Encoder, batches
+from toolkit.data.encode import Document, Encoder, batches
 from toolkit.data.layouts import Layout
 from toolkit.data.problem import RowProblem
-from toolkit.data.readers import Shard, read
+from toolkit.data.readers import Row, Shard, read
 from toolkit.data.sources import Source
+from toolkit.data.templates import SlowTemplateError
 from toolkit.errors import DataError
 
 # Given, not inferred: a column that begins with nulls alone, as `problem` does, would become a column of nulls.
@@ -154,11 +155,25 @@ def read_documents(cache: Path, named: Named, weight: float | None) -> Documents
 
 def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> Iterator[dict[str, Any]]:
     for number, shard in shards:
+        before = 0
         try:
             for batch in batches(read(shard), BATCH_ROWS):
-                for document in encoder.documents(batch, layout):
+                for document in _named_if_slow(shard, before, encoder, batch, layout):
                     yield {**document, "shard": number}
+                before += len(batch)
         except DataError as error:
             [document] = encoder.documents([RowProblem(f"{_FATAL}{error}")], layout)
             yield {**document, "shard": number}
             return
+
+
+def _named_if_slow(shard: Shard, before: int, encoder: Encoder, batch: list[Row], layout: Layout) -> list[Document]:
+    """Documents of a batch, which has `before` rows of its shard before it. Raises DataError that names a slow row."""
+    try:
+        return encoder.documents(batch, layout)
+    except SlowTemplateError as error:
+        row = before + error.row + 1
+        # Where a large file of lines is cut, nobody has counted the lines before.
+        is_cut = shard.kind == "lines" and shard.start > 0
+        place = f"row {row} after byte {shard.start} of {shard.path}" if is_cut else f"{shard.path}:{shard.start + row}"
+        raise DataError(f"data.chat_template: {place}: {error}") from error

@@ -16,6 +16,7 @@ from toolkit.data.layouts import Layout
 from toolkit.data.pairs import SIDES
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row
+from toolkit.data.templates import SlowTemplateError
 from toolkit.errors import DataError
 
 REASONING_LEFT_OUT = "the chat template leaves out reasoning_content"
@@ -52,7 +53,11 @@ class Encoder:
     bos_id: int | None = None
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
-        """A document for each row; one without tokens, but with the reason, where a row cannot be used."""
+        """A document for each row; one without tokens, but with the reason, where a row cannot be used.
+
+        Raises:
+            SlowTemplateError: with the row's index.
+        """
         examples = [_attempt(layout.example, row) for row in rows]
         if self.objective == "sequence_classification":
             return self._classified(examples)
@@ -61,6 +66,13 @@ class Encoder:
         if self.objective == "kto":
             return self._judged(examples)
         return self._encoded(examples)
+
+    def _prepare_row(self, row: int, example: Example | RowProblem) -> _Prepared | RowProblem:
+        try:
+            return example if isinstance(example, RowProblem) else self._prepare(example)
+        except SlowTemplateError as error:
+            error.row = row
+            raise
 
     def _prepare(self, example: Example) -> _Prepared | RowProblem:
         if isinstance(example, Conversation):
@@ -134,7 +146,7 @@ class Encoder:
         return [{**document, "label": label} for document, label in zip(documents, good, strict=True)]
 
     def _encoded(self, examples: list[Example | RowProblem]) -> list[Document]:
-        prepared = [example if isinstance(example, RowProblem) else self._prepare(example) for example in examples]
+        prepared = [self._prepare_row(row, example) for row, example in enumerate(examples)]
         encoded = iter(self._encode([item for item in prepared if isinstance(item, _Prepared)]))
         return [_unusable(item) if isinstance(item, RowProblem) else next(encoded) for item in prepared]
 

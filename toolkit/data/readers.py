@@ -18,6 +18,7 @@ from typing import IO, Any
 import datasets
 import fsspec
 
+from toolkit.data.json_list import values_of
 from toolkit.data.problem import RowProblem
 from toolkit.errors import DataError, first_line
 
@@ -26,8 +27,8 @@ Row = dict[str, Any] | RowProblem
 MAX_ROW_BYTES = 64 * 2**20
 """A longer line is no row: most likely the file has no lines at all."""
 
-WRAPPERS = ("data", "rows", "examples")
-"""Keys under which a JSON file may hold its list of rows."""
+MAX_TEXT_BYTES = 256 * 2**20
+"""Of a text file, which is one document."""
 
 COLUMNS_LISTED = 10
 """Columns that an error names."""
@@ -150,21 +151,7 @@ def _json_type(value: Any) -> str:
 
 def _read_list(shard: Shard) -> Iterator[Row]:
     with opened(shard.path) as file:
-        try:
-            # A list is parsed whole; a file larger than memory needs a row on each line.
-            values = json.loads(file.read().decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"data: {shard.path!r} is not JSON: {first_line(error)}; correct it there") from error
-    if isinstance(values, dict):
-        values = next((values[key] for key in WRAPPERS if isinstance(values.get(key), list)), values)
-    if isinstance(values, dict):
-        raise DataError(
-            f"data: {shard.path!r} holds one object with the keys {listed(list(values))}; allowed: a list of objects, "
-            f"bare or under one of {', '.join(WRAPPERS)}, or an object on each line"
-        )
-    yield from map(_as_row, values)
+        yield from map(_as_row, values_of(file, shard.path, MAX_ROW_BYTES))
 
 
 def _read_csv(shard: Shard) -> Iterator[Row]:
@@ -177,13 +164,19 @@ def _read_csv(shard: Shard) -> Iterator[Row]:
     ).open() as file:
         lines = _Lines(file)
         records = csv.reader(lines, strict=True, delimiter="\t" if shard.kind == "tsv" else ",")
-        header = _csv_header(next(records, []), shard.path)
+        try:
+            header = _csv_header(next(records, []), shard.path)
+        except _LongLineError as error:
+            raise DataError(f"data: {shard.path!r} begins with {error}; a CSV begins with a line of columns") from error
         while True:
             lines.begin()
             try:
                 fields = next(records)
             except StopIteration:
                 return
+            except _LongLineError as error:
+                yield RowProblem(str(error))
+                continue
             except csv.Error as error:
                 lines.give_back()
                 yield RowProblem(f"not CSV: {error}")
@@ -194,12 +187,21 @@ def _read_csv(shard: Shard) -> Iterator[Row]:
             yield _csv_row(header, fields)
 
 
+class _LongLineError(Exception):
+    def __init__(self) -> None:
+        super().__init__(f"a line of more than {MAX_ROW_BYTES // 2**20} MiB")
+
+
 class _Lines:
     """The lines of a CSV file. A record that is none ends with its first line: a quote that is never closed would
-    take up all rows after it."""
+    take up all rows after it.
 
-    def __init__(self, lines: Iterator[str]) -> None:
-        self._lines = lines
+    Raises:
+        _LongLineError: once, in place of a line that is too long to be held.
+    """
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
         self._taken: deque[str] = deque()
         self._given_back: deque[str] = deque()
 
@@ -207,9 +209,18 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        line = self._given_back.popleft() if self._given_back else next(self._lines)
+        line = self._given_back.popleft() if self._given_back else self._file.readline(MAX_ROW_BYTES)
+        if not line:
+            raise StopIteration
+        if len(line) == MAX_ROW_BYTES and not line.endswith(("\n", "\r")):
+            self._skip_line()
+            raise _LongLineError
         self._taken.append(line)
         return line
+
+    def _skip_line(self) -> None:
+        while (line := self._file.readline(MAX_ROW_BYTES)) and not line.endswith(("\n", "\r")):
+            pass
 
     def begin(self) -> None:
         """Begins a record."""
@@ -246,8 +257,14 @@ def _has_surrogate(text: str) -> bool:
 def _read_text(shard: Shard) -> Iterator[Row]:
     """A text file is one document."""
     with opened(shard.path) as file:
+        content = file.read(MAX_TEXT_BYTES + 1)
+        if len(content) > MAX_TEXT_BYTES:
+            raise DataError(
+                f"data: {shard.path!r} is one document of more than {MAX_TEXT_BYTES // 2**20} MiB; cut it into several "
+                "files, or write an object on each line (.jsonl)"
+            )
         try:
-            yield {"text": file.read().decode("utf-8-sig")}
+            yield {"text": content.decode("utf-8-sig")}
         except UnicodeDecodeError as error:
             raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
 

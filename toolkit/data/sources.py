@@ -16,8 +16,9 @@ from typing import Any
 import datasets
 from fsspec.utils import infer_compression
 
+from toolkit.data.json_list import WRAPPERS
 from toolkit.data.problem import RowProblem
-from toolkit.data.readers import WRAPPERS, Row, Shard, opened, read, unreadable
+from toolkit.data.readers import Row, Shard, opened, read, unreadable
 from toolkit.errors import DataError
 from toolkit.places import COMPRESSIONS, DATA_SUFFIXES, is_file_source
 from toolkit.recipe.schema import DataSection, SourceSection

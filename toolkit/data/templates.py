@@ -1,12 +1,17 @@
-"""Chat templates of ours, for tokenizers that bring none."""
+"""Chat templates: ours, for tokenizers that bring none, and how any of them is rendered."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.errors import BadInputError
+from toolkit.data.time_limit import TimeLimitError, time_limit
+from toolkit.errors import BadInputError, DataError
+
+RENDER_SECONDS = 30.0
+"""Time limit of one rendering, which takes milliseconds: a template can loop for years."""
 
 _CALLS = r"""
 {%- macro write_calls(message) %}
@@ -99,3 +104,37 @@ def use_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
         names = ", ".join(sorted(TEMPLATES))
         raise BadInputError(f"data.chat_template: there is no template {name!r}{hint}. Templates: {names}")
     tokenizer.chat_template = TEMPLATES[name]
+
+
+class SlowTemplateError(DataError):
+    """A chat template that does not come to an end.
+
+    Attributes:
+        row: index of the conversation among those that were rendered together.
+    """
+
+    row = 0
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    prompt: bool = False,
+) -> str:
+    """A conversation as the tokenizer's chat template writes it, `prompt` with a generation prompt behind it.
+
+    Raises:
+        SlowTemplateError: it takes longer than `RENDER_SECONDS`; and whatever the template raises.
+    """
+    try:
+        with time_limit(RENDER_SECONDS):
+            return str(
+                tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
+            )
+    except TimeLimitError:
+        raise SlowTemplateError(
+            f"the chat template of {tokenizer.name_or_path!r} takes longer than {RENDER_SECONDS:g} s for a "
+            f"conversation of {len(messages)} messages: it loops without end, or nearly; correct the template, or set "
+            f"data.chat_template to {' or '.join(sorted(TEMPLATES))}"
+        ) from None

@@ -96,8 +96,12 @@ def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def _templated(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None
 ) -> list[int]:
+    from toolkit.data.templates import SlowTemplateError, rendered
+
     try:
-        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        text = rendered(tokenizer, messages, tools, prompt=True)
+    except SlowTemplateError:
+        raise
     except Exception as error:  # a template is a program, and may refuse a conversation in any way
         raise BadInputError(f"the chat template rejects it: {first_line(error)}") from error
     # The template writes the begin-of-text token itself.

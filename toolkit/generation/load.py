@@ -282,11 +282,12 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     if tokenizer.chat_template is None:
         return frozenset()
     from toolkit.data.chat import special_ids
+    from toolkit.data.templates import rendered
 
     words = "Seven"
     messages = [{"role": "user", "content": "What is three plus four?"}, {"role": "assistant", "content": words}]
     with suppress(Exception):  # a template is a program, and may refuse a conversation in any way
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        text = rendered(tokenizer, messages)
         behind = tokenizer(text.rpartition(words)[2], add_special_tokens=False)["input_ids"]
         return frozenset(behind) & special_ids(tokenizer)
     return frozenset()

@@ -1,0 +1,69 @@
+"""A time limit for what others' files make us do: chat templates are programs, and a configuration may be absurd."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+
+LOOK_SECONDS = 0.5
+
+
+class TimeLimitError(BaseException):  # no `except Exception` of a template or of a model's code may stop it
+    """It takes too long."""
+
+
+class time_limit:  # noqa: N801 (a context manager)
+    """Raises TimeLimitError in this thread, whichever it is, if the block takes longer; limits do not nest.
+
+    It comes between two instructions of Python: a single call of a library in C is not cut short.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        self._watcher, self._thread = _Watcher.of_this_process(), threading.get_ident()
+        self._watcher.until[self._thread] = time.monotonic() + self._seconds
+
+    def __exit__(self, *_: object) -> None:
+        with self._watcher.lock:
+            expired = self._watcher.until.pop(self._thread, None) is None
+            _raise_in(self._thread, None)  # what is on its way does not come any more
+        if expired:
+            raise TimeLimitError
+
+
+class _Watcher:
+    """A thread that looks after the blocks of a process. No signal: these would reach the main thread alone."""
+
+    _only: _Watcher | None = None
+
+    def __init__(self) -> None:
+        self.until: dict[int, float] = {}
+        self.lock = threading.Lock()
+        self._pid = os.getpid()
+        threading.Thread(target=self._look, name="time-limit", daemon=True).start()
+
+    @classmethod
+    def of_this_process(cls) -> _Watcher:
+        # A process that was forked has the object, and not the thread.
+        if cls._only is None or cls._only._pid != os.getpid():
+            cls._only = cls()
+        return cls._only
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(LOOK_SECONDS)
+            with self.lock:
+                now = time.monotonic()
+                for thread in [thread for thread, until in self.until.copy().items() if now > until]:
+                    del self.until[thread]
+                    _raise_in(thread, TimeLimitError)
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    """Python raises `kind` in that thread; None takes back what it has not raised yet."""
+    raised = ctypes.py_object(kind) if kind is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
