@@ -71,7 +71,9 @@ class Site:
         return file.exists() and (self.folder / ".beats").exists() and self._is_new(file)
 
     def is_watched(self) -> bool:
-        return any(map(self._is_new, (self.folder / ".beats").glob("host_*")))
+        """Whether every host watches over its ranks, and tells the others."""
+        found = sum(map(self._is_new, (self.folder / ".beats").glob("host_*.json")))
+        return found == len(self.attempt.launchers)
 
     def _is_new(self, file: Path) -> bool:
         with contextlib.suppress(FileNotFoundError):

@@ -184,7 +184,9 @@ def _move_to(host: Host, number: int) -> None:
     Path("/proc/self/timens_offsets").write_text(f"monotonic {number * 1_000_000} 0\nboottime {number * 1_000_000} 0\n")
     temporary = Path(tempfile.gettempdir()) / f"{host.name}-{number}"
     temporary.mkdir(exist_ok=True)
-    os.environ |= {"TMPDIR": str(temporary), "GLOO_SOCKET_IFNAME": host.interface}
+    # torch asks for the name of each address, and there is no name server: it would wait for 20 s.
+    resolver = {"RES_OPTIONS": "timeout:1 attempts:1"}
+    os.environ |= {"TMPDIR": str(temporary), "GLOO_SOCKET_IFNAME": host.interface, **resolver}
     tempfile.tempdir = None
 
 

@@ -29,6 +29,7 @@ from toolkit import ranks
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
+from toolkit.model.limits import within_limits
 from toolkit.model.quantised import QuantisedWeights
 from toolkit.model.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
 from toolkit.model.values import Values
@@ -171,7 +172,7 @@ def _without_weights(
 ) -> PreTrainedModel:
     """The model on the meta device. `field`: of the recipe, for errors."""
     # Computed buffers, such as rotary frequencies, are in no file: they need their values now.
-    with init_empty_weights(include_buffers=False):
+    with within_limits(config, field, _where(field)), init_empty_weights(include_buffers=False):
         built = _of_kind(auto, copy.deepcopy(config), settings, field)  # resizing changes the configuration
         _make_rows(built, rows, mean_resizing=False)
     # `init_empty_weights` puts a new parameter in each place, which parts those that were tied.

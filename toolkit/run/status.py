@@ -17,6 +17,10 @@ PATIENCE = {"start": 36.0, "save": 3.0, "export": 6.0}
 FROZEN_SHARE = 0.5
 """A process whose watching thread has not run for this share of the limit is frozen."""
 
+SILENT_PATIENCE = 3.0
+"""How many times the limit a process may be silent in any phase. On another host nobody sees that it is stopped, or
+that the host is gone; a call that lets no other thread run may keep the watching one from its turn."""
+
 DEAD_SECONDS = 60.0
 """The others end then, if a launcher has not ended them: inside a collective they do not hear its SIGTERM."""
 
@@ -68,9 +72,11 @@ class RankStatus:
         return self.is_dead or self.silent_seconds > FROZEN_SHARE * limit
 
     def is_late(self, limit: float) -> bool:
-        """Whether it stands still for longer than its phase may take, is stopped for longer than `limit`, or died."""
+        """Whether it stands still for longer than its phase may take, is stopped or silent for too long, or died."""
         if self.is_dead:
             return self.silent_seconds > min(limit, DEAD_SECONDS)
+        if self.silent_seconds > SILENT_PATIENCE * limit:
+            return True
         patience = PATIENCE.get(self.phase, 1.0)
         return self.seconds > patience * limit or (self.is_stopped and self.silent_seconds > limit)
 

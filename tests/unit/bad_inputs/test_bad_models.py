@@ -100,6 +100,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "layers as text": (configured(num_hidden_layers="two"), "num_hidden_layers"),
     "no layers": (configured(num_hidden_layers=0), "num_hidden_layers is 0"),
     "layers below 0": (configured(num_hidden_layers=-1), "num_hidden_layers is -1"),
+    "a million layers": (configured(num_hidden_layers=10**6), "1,000,000 in its config.json; at most 10,000 layers"),
     "layers null": (configured(num_hidden_layers=None), "num_hidden_layers"),
     "more layers than the files": (configured(num_hidden_layers=3), "model.layers.2."),
     "fewer layers than the files": (configured(num_hidden_layers=1), "model.layers.1."),

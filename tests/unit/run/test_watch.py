@@ -52,8 +52,15 @@ def test_a_record_is_read_back() -> None:
 def test_late_is_what_stands_for_longer_than_its_phase_may_take(
     phase: str, state: str, seconds: float, late: bool
 ) -> None:
-    rank = replace(WAITING, phase=phase, state=state, seconds=seconds, silent_seconds=seconds)
+    silent = 0.0 if state == "S" else seconds
+    rank = replace(WAITING, phase=phase, state=state, seconds=seconds, silent_seconds=silent)
     assert rank.is_late(LIMIT) is late
+
+
+@pytest.mark.parametrize(("silent", "late"), [(179.0, False), (181.0, True)])
+def test_a_process_of_which_nothing_is_heard_is_late_in_any_phase(silent: float, late: bool) -> None:
+    """Its host is gone, or does not say that it is stopped."""
+    assert replace(WAITING, phase="start", state="S", seconds=200.0, silent_seconds=silent).is_late(LIMIT) is late
 
 
 def test_the_frozen_rank_is_behind_even_where_it_is_ahead() -> None:
