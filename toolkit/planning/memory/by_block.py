@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,8 +12,9 @@ from toolkit.planning.memory.units import UnitShape
 def window(units: Sequence[UnitShape], probe: Probe, num_batches: int) -> Probe:
     """The probe of one micro-batch with what the others of its step hold at the same time.
 
-    While one is in block u, each of the others holds the inputs of the blocks up to u, and in backward a gradient of
-    the size of one such input. The root's gradients are summed from the first loss to the end.
+    While one is in block u, each of the others holds the inputs of the blocks up to u and u's output, or in backward,
+    where the output has gone, a gradient of its size. All their batches are on the device from the start. Levels of
+    backward are those of the last micro-batch, when the others have passed the block.
 
     Args:
         probe: with every block checkpointed, so that a block leaves nothing but its input.
@@ -23,14 +23,14 @@ def window(units: Sequence[UnitShape], probe: Probe, num_batches: int) -> Probe:
     if not exits:
         return probe
     after = {event.unit: event.level for event in exits}
-    levels = list(after.values())
-    of_one_input = max((high - low for low, high in itertools.pairwise(levels)), default=levels[0])
-    others, is_after_loss, reached = num_batches - 1, False, 0
-    events = []
+    before = dict(zip(after, (0, *after.values()), strict=False))
+    others, reached, is_after_loss, events = num_batches - 1, 0, False, []
     for event in probe.events:
         is_after_loss = is_after_loss or event.kind == "loss"
         # Between blocks: as much as in the block before, in backward as much as in the one behind.
-        reached = after.get(event.unit, reached)
-        waiting = others * (reached + (of_one_input if is_after_loss else 0))
-        events.append(replace(event, level=event.level + waiting, peak=event.peak + waiting))
-    return replace(probe, events=tuple(events))
+        reached = (before if is_after_loss else after).get(event.unit, reached)
+        waiting = others * reached
+        # What those that are still to come hold more than those that have passed.
+        more = after[event.unit] - before[event.unit] if is_after_loss and event.unit in after else 0
+        events.append(replace(event, level=event.level + waiting, peak=event.peak + waiting, to_come=more))
+    return replace(probe, events=tuple(events), buffers=probe.buffers + others * probe.batch)

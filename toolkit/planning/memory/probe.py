@@ -46,6 +46,7 @@ class ProbeEvent:
         gradients: bytes of the unit's gradients, in the type of compute; only where they are let go of.
         host: the most bytes of checkpoints on the host since the moment before.
         work: of the operators since the moment before.
+        to_come: by block, bytes by which a micro-batch that is still to come there holds more than one that was.
     """
 
     kind: MomentKind
@@ -55,6 +56,7 @@ class ProbeEvent:
     gradients: int = 0
     host: int = 0
     work: Work = NO_WORK
+    to_come: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,12 @@ class Probe:
     Attributes:
         events: in the order of the run: forward, `loss` at its end, then backward.
         buffers: of the model, and the batch, bytes.
+        batch: alone.
     """
 
     events: tuple[ProbeEvent, ...]
     buffers: int
+    batch: int = 0
 
     @functools.cached_property
     def forward(self) -> Work:
@@ -136,7 +140,7 @@ class Prober:
                 torch.autograd.backward(loss)
                 del loss
                 run.finish()
-        return Probe(tuple(_filled_in(run.events, run.stands_in)), buffers)
+        return Probe(tuple(_filled_in(run.events, run.stands_in)), buffers, run.batch_bytes)
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._objective.loss_sum(self._model, batch)
@@ -173,7 +177,7 @@ class _Run:
         self._in_backward: set[int] = set()
         self._handles: list[Any] = []
         self._operators: Counter[Operator] = Counter()
-        self._base = 0
+        self._base = self.batch_bytes = 0
 
     def start(self) -> None:
         for unit, modules in enumerate(self._units):
@@ -190,8 +194,12 @@ class _Run:
         for parameter in self.model.parameters():
             self.ledger.see(parameter)
         before = self.ledger.current
-        for tensor in (*self.model.buffers(), *batch.values()):
+        for tensor in self.model.buffers():
             self.ledger.see(tensor)
+        without_batch = self.ledger.current
+        for tensor in batch.values():
+            self.ledger.see(tensor)
+        self.batch_bytes = self.ledger.current - without_batch
         # Levels are told from here on: parameters are added by the replay, as each strategy holds them.
         self._base = self.ledger.current
         self.ledger.restart()
@@ -423,23 +431,27 @@ def _filled_in(events: Sequence[ProbeEvent], stands_in: dict[int, int]) -> Itera
     """The events with those of blocks that stood aside replaced by the ones of the block they are like."""
     forward, backward = _costs(events)
     # Each block that stood aside adds what it would have kept to all levels after it, and takes it away in backward.
-    offset = 0
+    offset = host = 0
     for position, event in enumerate(events):
         like = stands_in.get(event.unit)
         entered = None if like is None else (forward if event.kind in ("enter", "exit") else backward)[like]
         if entered is None or event.kind in ("enter", "pre_backward"):
-            yield replace(event, level=event.level + offset, peak=event.peak + offset)
+            yield replace(event, level=event.level + offset, peak=event.peak + offset, host=event.host + host)
             continue
+        if like is not None and event.kind == "exit":
+            host += forward[like].host
         yield ProbeEvent(
             event.kind,
             event.unit,
             event.level + offset + entered.level,
             events[position - 1].level + offset + entered.peak,
             entered.gradients,
-            entered.host,
+            event.host + host,
             entered.work,
         )
         offset += entered.change
+        if like is not None and event.kind == "post_backward":
+            host -= forward[like].host
 
 
 @dataclass(frozen=True)
@@ -449,6 +461,7 @@ class _Cost:
     Attributes:
         level, peak: at its end, and the most in it.
         change: when the next begins.
+        host: what a forward moves there.
     """
 
     level: int
@@ -468,7 +481,7 @@ def _costs(events: Sequence[ProbeEvent]) -> tuple[dict[int, _Cost], dict[int, _C
         if before.unit == event.unit and (before.kind, event.kind) in PAIRS:
             start = before.level
             change, peak = after.level - start, event.peak - start
-            cost = _Cost(event.level - start, peak, change, event.gradients, event.host, event.work)
+            cost = _Cost(event.level - start, peak, change, event.gradients, event.host - before.host, event.work)
             (forward if event.kind == "exit" else backward)[event.unit] = cost
     return forward, backward
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from toolkit.planning.memory.by_block import window
 from toolkit.planning.memory.fake import GRANULE
@@ -106,9 +106,10 @@ def replay(
         by_block: they go through each unit together.
     """
     if by_block:
-        probe, accumulation = window(units, probe, accumulation), 1
+        probe = window(units, probe, accumulation)
     rank = (_ShardedRank if strategy.sharded else _WholeRank)(units, probe, strategy, layout)
-    rank.by_block = by_block
+    rank.by_block = accumulation if by_block else 0
+    accumulation = 1 if by_block else accumulation
     # Between the first, which finds no sums, and the last, which reduces, all are alike.
     micro_batches = min(accumulation, REPLAYED)
     for micro_batch in range(micro_batches):
@@ -128,10 +129,10 @@ class _Rank:
 
     Attributes:
         held: bytes by kind, without activations.
-        by_block: units are reduced once, after the backwards of several micro-batches.
+        by_block: micro-batches after whose backwards a unit is reduced once; 0: after each one's.
     """
 
-    by_block = False
+    by_block = 0
 
     def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: MemoryLayout) -> None:
         self.units, self.probe, self.strategy, self.layout = units, probe, strategy, layout
@@ -323,19 +324,42 @@ class _ShardedRank(_Rank):
             self._after_forward(event.unit)
         elif event.kind == "pre_backward":
             self._gather(event, in_forward=False)
+            if self.by_block:
+                self._sum_window(event.unit)
             self._prefetch(event)
         elif event.kind == "loss" and self.by_block:
-            for unit, shape in zip(self._now, self.units, strict=True):
-                if shape.kind != "block":  # of each micro-batch from here on
-                    self._hold_whole_gradients(unit, unit.whole_sums)
+            for unit in self._staying:  # of each micro-batch from here on
+                self._sum_window(unit)
         elif event.kind == "post_backward":
-            if self.by_block and event.gradients:
-                self._hold_whole_gradients(self._now[event.unit], self._now[event.unit].whole_sums)
-            self._after_backward(event, is_last)
+            if not self.by_block:
+                self._after_backward(event, is_last)
+            elif event.unit not in self._staying:
+                self._snap_earlier(event)
+                self._after_backward(event, is_last)
+                self._hold_reduce_input(0)  # the end of a pass waits for what has been reduced
         elif event.kind == "end":
+            for unit in self._staying if self.by_block else ():
+                self._after_backward(replace(event, unit=unit), is_last)
             # FSDP2's callback at the end of backward waits for the last reduction and lets its buffer go.
             self._hold_reduce_input(0)
             self._last = None
+
+    @property
+    def _staying(self) -> list[int]:
+        """Units that stay gathered from the loss on: a window by block reduces them at its end."""
+        return [i for i, reshards in enumerate(self._reshards) if not reshards]
+
+    def _snap_earlier(self, event: ProbeEvent) -> None:
+        """The first micro-batch, which finds no sums, and the second; the last alone has gathered the next unit."""
+        ahead = sum(unit.gather_output for unit in self._now if unit.is_prefetched)
+        sums, to_come = self._now[event.unit].whole_gradients, event.to_come
+        first = event.peak + (self.by_block - 1) * to_come
+        self.snap(self._moment, first, gradients=-sums, communication=-ahead)
+        self.snap(self._moment, first - to_come, communication=-ahead)
+
+    def _sum_window(self, index: int) -> None:
+        """Holds the gradients of the micro-batches before, whole and in the type of the reduction."""
+        self._hold_whole_gradients(self._now[index], self._now[index].whole_sums)
 
     # Each changes what is held.
 
