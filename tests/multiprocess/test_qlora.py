@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def runs(folder: Path, ranks: int) -> dict[str, Any]:
         size = {"micro_batch_size": ROWS_PER_STEP // (ranks * accumulation)}
         values = recipe(folder, name, CASES[case][0], **size, gradient_accumulation_steps=accumulation)
         values["sharding"] = {"strategy": strategy, **sharding}
-        values["export"] = {"verify": False}
+        values["export"] = {"verify": ranks == 1}
         result = finetune(Recipe.from_mapping(values))
         found[name] = ([r["loss"] for r in result.metrics if r["split"] == "train"], result.logits_difference)
     return found
@@ -168,10 +169,103 @@ def test_the_run_is_that_of_peft_on_bitsandbytes(ranks: int, folder: Path, plain
     found = run_on_ranks(runs, ranks, folder, ranks)[0]
     for case, strategy, accumulation, _ in RUNS[ranks]:
         name = run_name(case, strategy, accumulation, ranks)
-        losses, _ = found[name]
+        losses, difference = found[name]
+        assert difference is None or difference < 1e-6
         assert losses == pytest.approx(plain[case]["losses"], rel=1e-6), name
         assert losses[-1] < losses[0]
         saved = load_file(folder / name / "export/adapter_model.safetensors")
         assert saved.keys() == plain[case]["adapter"].keys(), name
         for key, tensor in plain[case]["adapter"].items():
             assert float((saved[key] - tensor).abs().max()) < 1e-5, (name, key)
+
+
+def other_runs(folder: Path) -> dict[str, Any]:
+    """On two ranks: a model saved in nf4, a merge, a run that was cut off, and one whose base has changed since."""
+    from toolkit import Recipe, finetune
+    from toolkit.errors import ToolkitError
+
+    found: dict[str, Any] = {}
+    size = {"micro_batch_size": 6, "max_steps": 4}
+    double = NF4 | {"double_quantization": True}
+
+    def run(name: str, adapter: dict[str, Any], base: str = "model", **sections: Any) -> None:
+        meet()
+        values = recipe(folder, name, adapter, **size | sections.pop("training", {}))
+        values["model"]["name_or_path"] = str(folder / base)
+        values["sharding"] = {"strategy": "zero3"}
+        try:
+            result = finetune(Recipe.from_mapping(values | sections))
+            losses = [record["loss"] for record in result.metrics if record["split"] == "train"]
+            found[name] = (losses, result.logits_difference)
+        except ToolkitError as error:
+            found[f"{name} refused"] = (str(error), error.exit_code)
+
+    saving = {"every_steps": 2, "asynchronous": False}
+    run("whole", double)
+    run("stored", {"r": 4}, base="stored")
+    run("merged", double, export={"merge": True, "dtype": "bfloat16"})
+    run("cut", double, base="moving", training={"max_steps": 2}, checkpoint=saving)
+    if int(os.environ["RANK"]) == 0:
+        (folder / "cut/report.html").unlink()
+        shutil.copytree(folder / "cut", folder / "again")
+    run("cut", double, base="moving", checkpoint=saving)
+    if int(os.environ["RANK"]) == 0:
+        save_llama(folder / "moving", TEXTS, tied=False, seed=1)
+    run("again", double, base="moving", checkpoint=saving)
+    return found
+
+
+@pytest.fixture(scope="module")
+def others(folder: Path) -> dict[str, Any]:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    )
+    AutoModelForCausalLM.from_pretrained(
+        folder / "model", dtype=torch.float32, quantization_config=how
+    ).save_pretrained(folder / "stored")
+    tokenizer.save_pretrained(folder / "stored")
+    shutil.copytree(folder / "model", folder / "moving")
+    return run_on_ranks(other_runs, 2, folder)[0]
+
+
+def test_a_model_saved_in_nf4_loads_as_it_is(others: dict[str, Any]) -> None:
+    assert others["stored"][0] == others["whole"][0]
+    assert others["stored"][1] < 1e-6
+
+
+def test_a_run_that_was_cut_off_goes_on_exactly(others: dict[str, Any], folder: Path) -> None:
+    assert others["cut"][0] == others["whole"][0]
+    manifest = json.loads((folder / "cut/checkpoints/step_00000004/manifest.json").read_text())
+    assert all("lora_" in name for name in manifest["tensors"]), "the base is where it was"
+
+
+def test_another_base_is_refused(others: dict[str, Any], folder: Path) -> None:
+    text, exit_code = others["again refused"]
+    assert exit_code == 2
+    assert "the adapters were trained on other weights" in text
+    from toolkit.errors import BadInputError
+    from toolkit.generation.load import load_model
+
+    with pytest.raises(BadInputError, match="was trained on other weights"):
+        load_model(str(folder / "cut"))
+
+
+def test_the_adapter_and_the_merged_model_are_what_was_trained(others: dict[str, Any], folder: Path) -> None:
+    assert others["whole"][1] < 1e-6
+    assert 1e-6 < others["merged"][1] < 0.05, "by how much 16 bits differ from the quantised model is told"
+    told = json.loads((folder / "whole/export/base.json").read_text())
+    assert told["quantization"]["llm_int8_skip_modules"] == ["lm_head"]
+    base = quantised_by_hand(folder, "double")
+    adapter = load_file(folder / "whole/export/adapter_model.safetensors")
+    merged = load_file(folder / "merged/export/model.safetensors")
+    from bitsandbytes.functional import dequantize_4bit
+
+    for path, layer in base.named_modules():
+        if type(layer).__name__ == "Linear4bit":
+            a, b = (adapter[f"base_model.model.{path}.lora_{half}.weight"] for half in "AB")
+            by_hand = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float() + 2 * b @ a
+            assert torch.equal(merged[f"{path}.weight"], by_hand.to(torch.bfloat16)), path
