@@ -42,6 +42,10 @@ class DataError(BadInputError):
     """A data set that cannot be read or holds nothing to train on."""
 
 
+class StoreError(ToolkitError):
+    """A store (`checkpoint.to`) that cannot be reached, refuses, or has not kept what was written."""
+
+
 class UnitError(BadInputError):
     """No FSDP units can be planned for this model, or an override matches nothing."""
 

@@ -19,6 +19,8 @@ BASE_FILE = "base.json"
 """Of an exported adapter: the fingerprint of its base, and how it was quantised."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 """Endings that may follow a data suffix; files are decompressed while they are read."""
+STORES = ("s3", "gs", "memory", "file")
+"""Protocols of the stores that checkpoints are copied to; memory is that of one process."""
 
 
 def user_cache() -> Path:
@@ -57,6 +59,11 @@ def atomic_write(path: Path, text: str, errors: str = "strict") -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def is_store(name: str) -> bool:
+    """True for a place in a store, as s3://bucket/runs/first, False for a path."""
+    return "://" in name
 
 
 def is_file_source(source: str) -> bool:

@@ -13,6 +13,8 @@ import torch
 import toolkit
 from toolkit import ranks
 from toolkit.checkpoint.export import verify
+from toolkit.checkpoint.store import StorePath
+from toolkit.checkpoint.upload import Uploads
 from toolkit.checkpoint.writer import Checkpointer
 from toolkit.data.ahead import ahead
 from toolkit.recipe.schema import CheckpointSection
@@ -20,11 +22,13 @@ from toolkit.sharding.offload.worker import Worker
 
 STARTERS = {
     "checkpoint/writer.py": "on_this_device",
+    "checkpoint/upload.py": "on_this_device",
     "data/ahead.py": "on_this_device",
     "data/time_limit.py": "_look",  # looks at the clock; knows no torch
     "sharding/offload/worker.py": "set_device",  # told its device, which need not be the current one
     "run/lease.py": "_beat",  # writes a file; knows no torch
     "run/orphans.py": "_watch",  # looks for a process; knows no torch
+    "run/store_lease.py": "_beat",  # writes to a store; knows no torch
     "run/watch.py": "_keep_looking",  # reads memory that is shared on the host; knows no torch
     "sharding/by_block.py": "on_this_device",
     "terminal.py": "_remind",  # prints a line; knows no torch
@@ -81,6 +85,15 @@ def test_a_checkpoint_is_written_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPat
     writer.save(job)
     writer.wait()
     assert devices.done == {"checkpoint": [3, "written"]}
+
+
+def test_a_checkpoint_is_copied_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    devices = Devices(monkeypatch)
+    uploads = Uploads(tmp_path, StorePath("memory://gpu"), CheckpointSection(), lambda text: None)
+    monkeypatch.setattr(uploads, "_run_all", lambda: devices.note("copied"))
+    uploads.begin(idle=True, displaced=None)
+    uploads.finish(0.0, lambda text: None)
+    assert devices.done == {"upload": [3, "copied"]}
 
 
 def test_offload_steps_on_the_engines_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,12 +26,23 @@ from toolkit.checkpoint.export import (
     write_configuration,
     write_weights,
 )
-from toolkit.checkpoint.manifest import Manifest, check_files, latest, read_checkpoint, step_folder
+from toolkit.checkpoint.fetch import fetch
+from toolkit.checkpoint.manifest import (
+    COMPLETE,
+    MANIFEST,
+    Manifest,
+    check_files,
+    latest,
+    look_at,
+    read_checkpoint,
+    step_folder,
+)
 from toolkit.checkpoint.state import MODEL
+from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import add_adapter, has_adapter, quantise, write_adapter
 from toolkit.model.load import auto_class
-from toolkit.places import GIB
+from toolkit.places import GIB, is_store
 from toolkit.recipe.schema import AdapterSection, ExportSection
 
 EXPORT_TYPES = ("float32", "bfloat16", "float16")
@@ -123,7 +135,10 @@ def export_run(
 ) -> Exported:
     """Converts a run's checkpoint to a folder that `from_pretrained` loads, in one process.
 
+    Of a run in a store the checkpoint is copied first, to a folder beside `to` that is deleted afterwards.
+
     Args:
+        run: its folder, or its place in a store (s3://bucket/runs/first).
         to: new folder.
         checkpoint: its step; None: the last.
         dtype: of the weights: float32, bfloat16 or float16.
@@ -134,7 +149,10 @@ def export_run(
         BadInputError: no such checkpoint, one that is damaged, or a folder that exists.
         ExportError: where the export gives other logits.
     """
-    run, to = Path(run), Path(to)
+    to = Path(to)
+    if is_store(str(run)):
+        return _export_stored(StorePath(str(run)), to, checkpoint, dtype, verify, max_shard_gib)
+    run = Path(run)
     if dtype not in EXPORT_TYPES:
         raise BadInputError(f"dtype: unknown {dtype!r}; allowed: {', '.join(EXPORT_TYPES)}")
     folder = _last(run) if checkpoint is None else step_folder(run, checkpoint)
@@ -143,12 +161,34 @@ def export_run(
     return Exported(to, manifest.step, export_checkpoint(run, folder, manifest, to, settings, verify))
 
 
+def _export_stored(
+    store: StorePath, to: Path, step: int | None, dtype: str, verify: bool, max_shard_gib: float
+) -> Exported:
+    """The export of a checkpoint in a store, by way of a folder that looks like its run's."""
+    last = latest(store) if step is None else look_at(step_folder(store, step))
+    if last is None or last.manifest is None or last.problem is not None:
+        found = "it has none" if last is None else f"{last.folder.name}: {last.problem}"
+        raise BadInputError(f"{str(store)!r} has no such whole checkpoint ({found}); see toolkit checkpoints {store}")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as folder:
+        run = Path(folder)
+        problem = fetch(step_folder(store, last.step), last.manifest, step_folder(run, last.step))
+        if problem is not None:
+            raise BadInputError(f"{str(last.folder)!r}: {problem}")
+        (run / MODEL_FILES).mkdir()
+        for path in (store / MODEL_FILES).iterdir():
+            path.get(run / MODEL_FILES / path.name)
+        for name in (MANIFEST, COMPLETE):
+            (step_folder(store, last.step) / name).get(step_folder(run, last.step) / name)
+        return export_run(run, to, last.step, dtype, verify, max_shard_gib)
+
+
 def _last(run: Path) -> Path:
     """The folder of the last whole checkpoint."""
     last = latest(run)
     if last is None:
         raise BadInputError(f"{str(run)!r} has no whole checkpoint; see toolkit checkpoints {run}")
-    return last.folder
+    return step_folder(run, last.step)
 
 
 def _empty_model(config: PretrainedConfig, manifest: Manifest) -> PreTrainedModel:

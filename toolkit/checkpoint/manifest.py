@@ -20,20 +20,26 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
+from toolkit.places import is_store
 
 FORMAT = 1
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 COMPLETE = "COMPLETE"
 METRICS = "metrics.jsonl"
+UNFINISHED = ".unfinished"
+"""Ending of the hidden folders in which a checkpoint is written."""
+PASSED_OVER = "PASSED_OVER"
+"""In a store, where a folder cannot be renamed: the mark of a checkpoint that a run has set aside; says why."""
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 # No separator and no leading dot, so that a name stays in its folder.
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -42,6 +48,9 @@ UNKNOWN = -1
 """Step of a folder whose name tells none."""
 ITEM_BYTES = {"int16": 2, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of an element by the types of tensors that have more than one."""
+
+Place = Path | StorePath
+P = TypeVar("P", Path, StorePath)
 
 
 @dataclass(frozen=True)
@@ -120,35 +129,49 @@ class Checkpoint:
         unfinished: it has no marker: it is being written, or its writing was cut off.
     """
 
-    folder: Path
+    folder: Place
     step: int
     manifest: Manifest | None
     problem: str | None
     unfinished: bool = False
 
 
-def step_folder(run: Path, step: int) -> Path:
+def place_of(name: str | Path) -> Place:
+    """What a name stands for: a path, or a place in a store."""
+    return StorePath(str(name).rstrip("/")) if is_store(str(name)) else Path(name)
+
+
+def step_folder(run: P, step: int) -> P:
     return run / FOLDER / f"step_{step:08d}"
 
 
-def list_checkpoints(run: Path) -> list[Checkpoint]:
+def list_checkpoints(run: Place) -> list[Checkpoint]:
     """All of a run, by step. What has no marker yet is listed with that as its problem."""
     found = []
-    for folder in sorted((run / FOLDER).glob("step_*")):
+    for folder in _children(run / FOLDER):
         match = STEP_FOLDER.fullmatch(folder.name)
         if match is not None and folder.is_dir():
-            found.append(_read(folder, int(match[1])))
+            checkpoint = _read(folder, int(match[1]))
+            if not (checkpoint.unfinished and (folder / PASSED_OVER).exists()):
+                found.append(checkpoint)
     # By number: past eight digits the names no longer sort like their steps.
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def latest(run: Path) -> Checkpoint | None:
+def _children(folder: Place) -> Iterator[Place]:
+    try:
+        yield from folder.iterdir()
+    except OSError:  # there is none, or it cannot be listed; of a store that fails, StoreError is no OSError
+        return
+
+
+def latest(run: Place) -> Checkpoint | None:
     """The last checkpoint that counts: found by looking, no link can lie."""
     whole = [checkpoint for checkpoint in list_checkpoints(run) if checkpoint.problem is None]
     return whole[-1] if whole else None
 
 
-def read_checkpoint(folder: Path) -> Manifest:
+def read_checkpoint(folder: Place) -> Manifest:
     """The manifest of a checkpoint that counts. Raises BadInputError where it does not."""
     checkpoint = look_at(folder)
     if checkpoint.manifest is None or checkpoint.problem is not None:
@@ -156,12 +179,12 @@ def read_checkpoint(folder: Path) -> Manifest:
     return checkpoint.manifest
 
 
-def look_at(folder: Path) -> Checkpoint:
+def look_at(folder: Place) -> Checkpoint:
     """The checkpoint of a folder; whether it counts, but for its files' contents (`check_files`)."""
     return _read(folder, UNKNOWN)
 
 
-def _read(folder: Path, step: int) -> Checkpoint:
+def _read(folder: Place, step: int) -> Checkpoint:
     try:
         marker = (folder / COMPLETE).read_bytes().strip()
     except FileNotFoundError:
@@ -175,7 +198,9 @@ def _read(folder: Path, step: int) -> Checkpoint:
         if marker != hashlib.sha256(text).hexdigest().encode():
             return Checkpoint(folder, step, None, f"{COMPLETE} does not fit {MANIFEST}")
         manifest = Manifest.from_json(text)
-        problem = _misnamed(folder, manifest) or _lacking(manifest) or _missing(folder, manifest)
+        # One listing for all: in a store each look at a file is a request.
+        there = {path.name: path for path in folder.iterdir() if path.name not in (MANIFEST, COMPLETE)}
+        problem = _misnamed(there, manifest) or _lacking(manifest) or _missing(there, manifest)
     except FileNotFoundError as error:
         return Checkpoint(folder, step, None, f"{Path(str(error.filename)).name} is missing")
     except ValidationError as error:
@@ -222,29 +247,28 @@ def _tensor_bytes(described: list[Any]) -> int | None:
     return None
 
 
-def _misnamed(folder: Path, manifest: Manifest) -> str | None:
+def _misnamed(there: Mapping[str, Place], manifest: Manifest) -> str | None:
     """A manifest from elsewhere must not lead out of its folder."""
     for name in manifest.files:
-        if FILE_NAME.fullmatch(name) is None or (folder / name).is_symlink():
+        if FILE_NAME.fullmatch(name) is None or (name in there and there[name].is_symlink()):
             return f"{MANIFEST} names {name!r}, which is no plain file of its folder"
     return None
 
 
-def _missing(folder: Path, manifest: Manifest) -> str | None:
+def _missing(there: Mapping[str, Place], manifest: Manifest) -> str | None:
     """Files that are not there, that have another size, or that nobody has named."""
-    there = {path.name for path in folder.iterdir()} - {MANIFEST, COMPLETE}
-    if there != manifest.files.keys():
-        odd = sorted(there.symmetric_difference(manifest.files))
+    if there.keys() != manifest.files.keys():
+        odd = sorted(there.keys() ^ manifest.files.keys())
         return f"{odd[0]} is {'not named in' if odd[0] in there else 'missing, but named in'} {MANIFEST}"
     # Sizes alone: checksums are compared when a checkpoint is loaded or verified (`check_files`).
     for name, entry in manifest.files.items():
-        size = (folder / name).stat().st_size
+        size = there[name].stat().st_size
         if size != entry.bytes:
             return f"{name} has {size} bytes instead of {entry.bytes}"
     return None
 
 
-def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
+def check_files(folder: Place, manifest: Manifest, names: Iterable[str]) -> str | None:
     """The first of the named files whose content is not what was written; None where all are."""
     for name in names:
         try:
@@ -256,7 +280,7 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> str |
     return None
 
 
-def file_entry(path: Path) -> FileEntry:
+def file_entry(path: Place) -> FileEntry:
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

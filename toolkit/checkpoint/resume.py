@@ -7,17 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import ranks
+from toolkit.checkpoint.fetch import fetch, incoming
 from toolkit.checkpoint.manifest import (
+    COMPLETE,
     FOLDER,
+    PASSED_OVER,
     STEP_FOLDER,
     Checkpoint,
     Manifest,
+    Place,
     check_files,
     list_checkpoints,
     look_at,
+    place_of,
     read_checkpoint,
 )
 from toolkit.checkpoint.reader import require_same_run
+from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError
 
 SET_ASIDE = ".set_aside"
@@ -30,38 +36,56 @@ class Resumption:
 
     Attributes:
         start: the folder and manifest of a checkpoint, every file of which is what was written; None: the beginning.
+            Of one in a store, a copy.
         passed_over: newer checkpoints that are no good, the newest first; `problem` says why.
+        origin: where the checkpoint lies.
+        is_own: whether that is the run's own output folder or store.
     """
 
     start: tuple[Path, Manifest] | None
     passed_over: tuple[Checkpoint, ...] = ()
+    origin: str = ""
+    is_own: bool = False
 
 
-def find(run: Path, resume: str, recipe: dict[str, Any]) -> Resumption:
-    """The checkpoint to go on from, every file of it read. Changes nothing. Collective.
+def find(
+    run: Path, resume: str, recipe: dict[str, Any], store: StorePath | None = None, copies: bool = True
+) -> Resumption:
+    """The checkpoint to go on from, every file of it read. Collective.
+
+    Changes nothing, but that what lies in a store is copied into a hidden folder of `run`.
 
     Args:
         run: the output folder.
-        resume: `auto`: the newest good checkpoint of the output folder, if any; `never`; or a checkpoint's
-            or a run's folder.
+        resume: `auto`: the newest good checkpoint of the output folder and the store, if any; `never`; or a
+            checkpoint's or a run's folder.
         recipe: resolved, of this run.
+        store: where this run keeps its checkpoints, if not in the output folder.
+        copies: False: nothing is copied, and of what lies in a store only sizes and the manifest are looked at.
 
     Raises:
         BadInputError: a path without a good checkpoint, a recipe that differs in what matters, an earlier
             checkpoint than the output folder's last, or an output folder of which no checkpoint is good.
+        StoreError: a store that cannot be read.
     """
     if resume == "never":
+        ranks.on_first_rank(lambda: _require_no_later(run, -1, store) if store is not None else None)
         return Resumption(None)
-    candidates = ranks.on_first_rank(lambda: _candidates(run, resume))
+    candidates = ranks.on_first_rank(lambda: _candidates(run, resume, store))
     passed_over: list[Checkpoint] = []
     for candidate in candidates:
-        checkpoint = _read_whole(candidate)
-        if checkpoint.problem is None and checkpoint.manifest is not None:
-            require_same_run(checkpoint.manifest.recipe, recipe, str(checkpoint.folder))
-            if resume != "auto":
-                ranks.on_first_rank(lambda step=checkpoint.step: _require_no_later(run, step))  # type: ignore[misc]
-            return Resumption((checkpoint.folder, checkpoint.manifest), tuple(passed_over))
-        passed_over.append(checkpoint)
+        manifest = candidate.manifest
+        if candidate.problem is None and manifest is not None:
+            # Before anything of it is read, which may be copied from far away.
+            require_same_run(manifest.recipe, recipe, str(candidate.folder))
+            folder, problem = _read_whole(run, candidate.folder, manifest, copies)
+            if problem is None:
+                if resume != "auto":
+                    ranks.on_first_rank(lambda step=candidate.step: _require_no_later(run, step, store))  # type: ignore[misc]
+                is_own = _is_own(candidate.folder, run, store)
+                return Resumption((folder, manifest), tuple(passed_over), str(candidate.folder), is_own)
+            candidate = replace(candidate, problem=problem)
+        passed_over.append(candidate)
     # What was not finished never counted: of such a run nothing is lost that had been saved.
     lost = [checkpoint for checkpoint in passed_over if not checkpoint.unfinished]
     if lost or (passed_over and resume != "auto"):
@@ -69,18 +93,29 @@ def find(run: Path, resume: str, recipe: dict[str, Any]) -> Resumption:
     return Resumption(None, tuple(passed_over))
 
 
-def set_aside(passed_over: tuple[Checkpoint, ...], run: Path) -> list[str]:
+def _is_own(folder: Place, run: Path, store: StorePath | None) -> bool:
+    if isinstance(folder, StorePath):
+        return store is not None and folder.is_relative_to(store)
+    return folder.is_relative_to(run)
+
+
+def set_aside(passed_over: tuple[Checkpoint, ...], run: Path, store: StorePath | None = None) -> list[str]:
     """Renames what is passed over in `run`, so that nothing takes it for a checkpoint; what was done, for people.
 
-    What lies in another run's folder stays as it is.
+    In `store` it gets another mark. What lies in another run's folder stays as it is.
     """
-    return [_set_aside(checkpoint, checkpoint.folder.is_relative_to(run)) for checkpoint in passed_over]
+    return [_set_aside(checkpoint, _is_own(checkpoint.folder, run, store)) for checkpoint in passed_over]
 
 
 def _set_aside(checkpoint: Checkpoint, is_own: bool) -> str:
     folder = checkpoint.folder
     if not is_own:
         return f"passed over {folder}: {checkpoint.problem}"
+    if isinstance(folder, StorePath):
+        # Renaming would copy all of it.
+        (folder / PASSED_OVER).write_bytes(str(checkpoint.problem).encode())
+        (folder / COMPLETE).unlink()
+        return f"passed over {folder}: {checkpoint.problem}; it does not count any more, as {PASSED_OVER} in it says"
     number, place = 1, folder.with_name(folder.name + SET_ASIDE)
     while place.exists():
         number, place = number + 1, folder.with_name(f"{folder.name}{SET_ASIDE}-{number + 1}")
@@ -91,11 +126,15 @@ def _set_aside(checkpoint: Checkpoint, is_own: bool) -> str:
     return f"passed over {folder.name}: {checkpoint.problem}; it is now {place.name}"
 
 
-def _candidates(run: Path, resume: str) -> list[Checkpoint]:
-    """The checkpoints to try, in turn."""
+def _candidates(run: Path, resume: str, store: StorePath | None) -> list[Checkpoint]:
+    """The checkpoints to try, in turn. Of two of a step the local one, which may be of a time before the store."""
     if resume == "auto":
-        return list_checkpoints(run)[::-1]
-    path = Path(resume).expanduser().resolve()
+        # An interrupted copy is nothing to pass over: it is cleared away later.
+        stored = [c for c in list_checkpoints(store) if not c.unfinished] if store is not None else []
+        return sorted([*stored, *list_checkpoints(run)], key=lambda checkpoint: checkpoint.step)[::-1]
+    path = place_of(resume)
+    if isinstance(path, Path):
+        path = path.expanduser().resolve()
     if STEP_FOLDER.fullmatch(path.name) is not None:
         read_checkpoint(path)  # the one that was asked for, or none
         return [look_at(path)]
@@ -110,24 +149,34 @@ def _candidates(run: Path, resume: str) -> list[Checkpoint]:
     )
 
 
-def _read_whole(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint, with a problem where a file is not what was written. Each rank reads its share. Collective."""
-    manifest = checkpoint.manifest
-    if manifest is None or checkpoint.problem is not None:
-        return checkpoint
-    mine = sorted(manifest.files)[ranks.rank() :: ranks.world_size()]
-    problems = ranks.on_every_rank(lambda: check_files(checkpoint.folder, manifest, mine), "read a checkpoint")
-    return replace(checkpoint, problem=next((problem for problem in problems if problem is not None), None))
+def _read_whole(run: Path, folder: Place, manifest: Manifest, copies: bool) -> tuple[Path, str | None]:
+    """Where it lies, or was copied to, and the first file that is not what was written. Collective.
+
+    Each rank reads its share.
+    """
+    if isinstance(folder, StorePath):
+        here = incoming(run, manifest)
+        if not copies:
+            return here, None
+        problems = ranks.on_every_rank(lambda: fetch(folder, manifest, here), "copy a checkpoint from the store")
+    else:
+        here, mine = folder, sorted(manifest.files)[ranks.rank() :: ranks.world_size()]
+        problems = ranks.on_every_rank(lambda: check_files(here, manifest, mine), "read a checkpoint")
+    return here, next((problem for problem in problems if problem is not None), None)
 
 
-def _require_no_later(run: Path, step: int) -> None:
+def _require_no_later(run: Path, step: int, store: StorePath | None) -> None:
     """Later checkpoints would be of weights that the new run never has, and be taken for its last."""
-    later = [c.folder.name for c in list_checkpoints(run) if c.problem is None and c.step > step]
-    if later:
-        raise BadInputError(
-            f"checkpoint.resume: step {step} is to be resumed into {str(run)!r}, which has later checkpoints "
-            f"({', '.join(later)}); choose another training.output_dir, or move them elsewhere"
-        )
+    for place in (run, store):
+        found = list_checkpoints(place) if place is not None else []
+        later = [c.folder.name for c in found if c.problem is None and c.step > step]
+        if later:
+            field = "training.output_dir" if place is run else "checkpoint.to"
+            start = f"step {step} is to be resumed" if step >= 0 else "the run is to begin anew"
+            raise BadInputError(
+                f"checkpoint.resume: {start} into {str(place)!r}, which has later checkpoints "
+                f"({', '.join(later)}); choose another {field}, or move them elsewhere"
+            )
 
 
 def _nothing_is_good(place: str, found: list[Checkpoint]) -> str:

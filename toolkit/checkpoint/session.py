@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from accelerate import Accelerator
@@ -14,24 +15,36 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit import ranks
-from toolkit.checkpoint import reader
+from toolkit.checkpoint import reader, upload
+from toolkit.checkpoint.fetch import clear_incoming
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
+from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_fingerprint
 from toolkit.recipe.recipe import Recipe
+from toolkit.training.beats import Beats, Phase
+from toolkit.training.full_disk import PATIENCE_SECONDS
 from toolkit.training.metrics import Metrics
 from toolkit.training.trainer import Trainer
+
+TELL_SECONDS = 10.0
+"""Between two lines about a copy that the end of a run waits for."""
+
+PARTING_SECONDS = 20.0
+"""A rank that ends alone waits no longer for its copy to a store: the others are to hear of it within a minute."""
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets")
 
 
 class RunCheckpoints:
-    """Saves the state of a run, and restores it.
+    """Saves the state of a run, and restores it. As a block it waits at its end for what is written and copied.
 
     Args:
         run: the output folder.
+        store: where the checkpoints are kept instead; None: in the output folder.
+        beats: told that this rank goes on while it waits.
         strategy: as an Accelerate config would say it; for people.
         data: identifies the tokenised data.
         model: as `accelerator.prepare` gave it.
@@ -48,6 +61,8 @@ class RunCheckpoints:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         metrics: Metrics,
+        store: StorePath | None,
+        beats: Beats,
     ) -> None:
         self._accelerator = accelerator
         self._recipe = recipe
@@ -56,8 +71,13 @@ class RunCheckpoints:
         self._model = accelerator.unwrap_model(model)
         self._optimizer = optimizer
         self._metrics = metrics
+        self._run = run
+        self._beats = beats
         ranks.on_first_rank(lambda: clear_unfinished(run))
-        self._checkpointer = Checkpointer(run, recipe.checkpoint, metrics.warn)
+        if store is not None:
+            ranks.on_first_rank(lambda: upload.clear_unfinished(store))
+        self._checkpointer = Checkpointer(run, recipe.checkpoint, metrics.warn, store)
+        self._told = time.monotonic()
         self._saved_step = -1
 
     def due(self, step: int) -> bool:
@@ -68,7 +88,7 @@ class RunCheckpoints:
         """Saves the state after the trainer's last step, unless that is done; whether it is, as far as is known."""
         # The last step of a run can be due by `every_steps`, too.
         if self._saved_step == trainer.global_step:
-            return self._checkpointer.wait()
+            return self._checkpointer.wait() and (not wait or self._is_copied())
         self._saved_step = trainer.global_step
         scaler = self._accelerator.scaler
         losses = [record["loss"] for record in self._metrics.records if record["split"] == "eval"]
@@ -93,11 +113,43 @@ class RunCheckpoints:
         tensors = named_tensors(self._model, self._optimizer)
         parameters = [name for name, _ in self._model.named_parameters()]
         job = Job(manifest, tensors, parameters, random_states(), self._metrics.records)
-        return self._checkpointer.save(job, wait)
+        return self._checkpointer.save(job, wait) and (not wait or self._is_copied())
 
-    def wait(self) -> bool:
-        """Returns when the last save is written; whether it is whole."""
-        return self._checkpointer.wait()
+    @property
+    def missing(self) -> str | None:
+        """Why the last checkpoint is not in the store; None: it is, or there is no store."""
+        return self._checkpointer.uploads.missing if self._checkpointer.uploads is not None else None
+
+    def _is_copied(self) -> bool:
+        """Waits until the last checkpoint is in the store, if there is one; whether it is."""
+        if self._checkpointer.uploads is None:
+            return True
+        missing = self._checkpointer.uploads.finish(PATIENCE_SECONDS, self._wait_on)
+        if missing is not None:
+            self._metrics.warn(f"{missing}; the same command copies it first, from {self._run}")
+        return missing is None
+
+    def _wait_on(self, what: str) -> None:
+        self._beats.at(Phase.SAVE)
+        if time.monotonic() - self._told > TELL_SECONDS:
+            self._told = time.monotonic()
+            self._metrics.tell(what)
+
+    def __enter__(self) -> RunCheckpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._beats.at(Phase.SAVE)
+        # After an error, too: the save under way may be what the next start goes on from.
+        self._checkpointer.wait()
+        if error is not None and ranks.fails_alone(error) and self._checkpointer.uploads is not None:
+            self._checkpointer.uploads.abandon(PARTING_SECONDS)
+        elif error is None:
+            self._is_copied()
+        elif self._checkpointer.uploads is not None:
+            self._checkpointer.uploads.finish(PATIENCE_SECONDS, self._wait_on)
 
     def restore(
         self, folder: Path, manifest: Manifest, trainer: Trainer, schedule: LambdaLR, num_positions: int
@@ -146,6 +198,8 @@ class RunCheckpoints:
         else:
             set_seed(self._recipe.training.seed + manifest.step, device_specific=True)
         self._saved_step = manifest.step
+        ranks.gather_objects(None)  # every rank has read
+        clear_incoming(self._run)
 
 
 def _non_finite_step(trainer: Trainer) -> str | None:

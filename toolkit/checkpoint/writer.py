@@ -27,7 +27,7 @@ from toolkit.checkpoint.manifest import (
     FOLDER,
     MANIFEST,
     METRICS,
-    Checkpoint,
+    UNFINISHED,
     FileEntry,
     Manifest,
     file_entry,
@@ -37,14 +37,17 @@ from toolkit.checkpoint.manifest import (
     sync,
     write_synced,
 )
+from toolkit.checkpoint.rotation import superseded
 from toolkit.checkpoint.state import described, first_failure, first_non_finite, host_copy
+from toolkit.checkpoint.store import StorePath
+from toolkit.checkpoint.upload import Uploads
 from toolkit.errors import ToolkitError, first_line, is_lost_peer
 from toolkit.places import CHECKPOINT_FILE_BYTES
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.shards import local_tensor
 
-UNFINISHED, DELETED = ".unfinished", ".deleted"
-"""Endings of the hidden folders in which a checkpoint is written, and deleted."""
+DELETED = ".deleted"
+"""Ending of the hidden folders in which a checkpoint is deleted."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,14 @@ class Checkpointer:
     written by a thread, over a process group of its own; the next save waits for it.
 
     Args:
-        run: the run's folder, which all ranks see.
+        run: the run's folder, which all ranks see unless there is a store.
         warn: told of a save that failed; the run goes on, and the last whole checkpoint stays.
+        store: where the checkpoints are kept instead of `run`; copied there by a thread, from each rank's own folder.
     """
 
-    def __init__(self, run: Path, settings: CheckpointSection, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: Path, settings: CheckpointSection, warn: Callable[[str], None], store: StorePath | None = None
+    ) -> None:
         self._run = run
         self._settings = settings
         self._warn = warn
@@ -81,6 +87,7 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo", timeout=ranks.PATIENCE) if ranks.world_size() > 1 else None
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
+        self.uploads = Uploads(run, store, settings, warn) if store is not None else None
 
     def save(self, job: Job, wait: bool = False) -> bool:
         """Saves, or begins to; whether the last save that has ended counts.
@@ -116,16 +123,21 @@ class Checkpointer:
 
     def _write(self, job: Job) -> None:
         """Collective over the save's own group. Any rank's problem is every rank's."""
-        folder = step_folder(self._run, job.manifest.step)
+        step = job.manifest.step
+        folder = step_folder(self._run, step) if self.uploads is None else self.uploads.folder(step)
         unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
+        # One folder for all ranks or, where the disk may be the host's own, one for each.
+        leads = ranks.rank() == 0 or self.uploads is not None
         try:
-            self._together(lambda: _begin(unfinished) if ranks.rank() == 0 else None)
+            self._together(lambda: _begin(unfinished) if leads else None)
             self._save_tensors(job.tensors, unfinished)
             entries = self._together(lambda: _finish_rank(job, unfinished))
             files = {name: entry for found in entries for name, entry in found.items()}
             non_finite = self._non_finite(job)
             manifest = replace(job.manifest, files=files, tensors=described(job.tensors), non_finite=non_finite)
-            self._together(lambda: self._publish(manifest, unfinished, folder) if ranks.rank() == 0 else None)
+            self._together(lambda: self._publish(manifest, unfinished, folder) if leads else None)
+            if (uploads := self.uploads) is not None:
+                uploads.begin(*self._together(lambda: uploads.offer(manifest))[0])
             if non_finite is not None:
                 self._problem = (
                     f"the checkpoint of step {manifest.step} does not count: {non_finite}; the last good one stays, "
@@ -138,7 +150,7 @@ class Checkpointer:
             self._problem = (
                 f"the checkpoint of step {job.manifest.step} was not saved: {why}, and the last whole checkpoint stays"
             )
-            if ranks.rank() == 0:
+            if leads:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
     def _non_finite(self, job: Job) -> str | None:
@@ -155,8 +167,12 @@ class Checkpointer:
             raise ToolkitError(first_failure(error)) from error
 
     def _publish(self, manifest: Manifest, unfinished: Path, folder: Path) -> None:
-        """Rank 0: names the files, moves the folder to its place, marks it, and clears old ones away."""
-        _require_files(manifest, unfinished)
+        """Names the files, moves the folder to its place, marks it, and clears old ones away.
+
+        Where there is a store, all but the move is done there, when every rank's files are there.
+        """
+        if self.uploads is None:
+            _require_files(manifest, unfinished)
         text = manifest.to_json()
         write_synced(unfinished / MANIFEST, text)
         sync(unfinished)
@@ -166,11 +182,13 @@ class Checkpointer:
         os.replace(unfinished, folder)
         # The rename is in the parent folder's names, so these are synced, too.
         sync(folder.parent)
+        if self.uploads is not None:
+            return
         write_synced(folder / COMPLETE, hashlib.sha256(text.encode()).hexdigest())
         sync(folder)
         # Only now: until the marker is on the disk, the older ones are all that counts.
         for old in superseded(list_checkpoints(self._run), self._settings):
-            remove(old.folder)
+            remove(step_folder(self._run, old.step))
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
         return ranks.on_every_rank(action, "write a checkpoint", self._group)
@@ -189,25 +207,6 @@ def files_of(tensors: dict[str, torch.Tensor], num_ranks: int) -> dict[str, int]
         files[name] = number
         filled += size
     return files
-
-
-def superseded(found: list[Checkpoint], settings: CheckpointSection) -> list[Checkpoint]:
-    """Checkpoints to delete, by `keep_last`, `keep_every` and `keep_best`.
-
-    Those that do not count take no good one's place, and stay; of those that are not finite, the last.
-    """
-    whole = [checkpoint for checkpoint in found if checkpoint.manifest is not None and checkpoint.problem is None]
-    if settings.keep_last is None:
-        return []
-    broken = [checkpoint for checkpoint in found if checkpoint.manifest and checkpoint.manifest.non_finite is not None]
-    kept = {checkpoint.step for checkpoint in whole[-settings.keep_last :]}
-    if settings.keep_every is not None:
-        kept |= {checkpoint.step for checkpoint in whole if checkpoint.step % settings.keep_every == 0}
-    if settings.keep_best:
-        losses = {c.step: c.manifest.eval_loss for c in whole if c.manifest is not None}
-        known = {step: loss for step, loss in losses.items() if loss is not None}
-        kept |= {min(known, key=known.__getitem__)} if known else set()
-    return [checkpoint for checkpoint in whole if checkpoint.step not in kept] + broken[:-1]
 
 
 def remove(folder: Path) -> None:
@@ -281,7 +280,8 @@ def clear_unfinished(run: Path) -> None:
     leftovers = [path for ending in (UNFINISHED, DELETED) for path in (run / FOLDER).glob(f".step_*{ending}")]
     last = latest(run)
     # Earlier versions took the marker away before the rest.
-    leftovers += [c.folder for c in list_checkpoints(run) if c.unfinished and last is not None and c.step < last.step]
+    old = [c.step for c in list_checkpoints(run) if c.unfinished and last is not None and c.step < last.step]
+    leftovers += [step_folder(run, step) for step in old]
     for folder in leftovers:
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)

@@ -65,6 +65,7 @@ ConfigOption = Annotated[
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
+RunPlace = Annotated[str, typer.Argument(help="Folder of a run, or its store (s3://bucket/runs/first).")]
 NewFile = Annotated[Path, typer.Argument(help="New file, or a folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.arguments import AsJson, RunFolder
+from toolkit.cli.arguments import AsJson, RunPlace
 from toolkit.cli.console import print_table
 from toolkit.errors import BadInputError
 from toolkit.pages.page import format_bytes
@@ -20,16 +20,17 @@ COLUMNS = ("step", "samples", "ranks", "strategy", "precision", "eval_loss", "by
 
 
 def checkpoints(
-    run: RunFolder,
+    run: RunPlace,
     check: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List a run's checkpoints. Exit code 1 if a finished one is damaged, or is of a model that is not finite."""
-    from toolkit.checkpoint.manifest import list_checkpoints
+    from toolkit.checkpoint.manifest import list_checkpoints, place_of
 
-    if not run.is_dir():
-        raise BadInputError(f"{str(run)!r}: no such folder; name the training.output_dir of a run")
-    found = list_checkpoints(run)
+    place = place_of(run)
+    if not place.is_dir():
+        raise BadInputError(f"{run!r}: no such folder; name the training.output_dir or the checkpoint.to of a run")
+    found = list_checkpoints(place)
     rows = [_row(checkpoint, check) for checkpoint in found]
     if as_json:
         print(json.dumps(rows, indent=2))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.arguments import AsJson, RunFolder, parse_dtype
+from toolkit.cli.arguments import AsJson, RunPlace, parse_dtype
 from toolkit.recipe.schema import ExportSection
 
 MAX_SHARD_GIB = ExportSection().max_shard_gib
@@ -17,7 +17,7 @@ MAX_SHARD_GIB = ExportSection().max_shard_gib
 
 
 def export(
-    run: RunFolder,
+    run: RunPlace,
     to: Annotated[Path, typer.Option(help="New folder, which `from_pretrained` loads.")],
     checkpoint: Annotated[
         int | None, typer.Option(help="Export the checkpoint of this step. By default the last.", show_default=False)

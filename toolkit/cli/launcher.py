@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
@@ -20,13 +21,14 @@ SECONDS_TO_SAVE = 600
 """How long ranks that are asked to stop may take to save their state. torch's 30 are too few for a large model."""
 
 
-def run_launcher(arguments: Sequence[str], output_dir: Path) -> int:
+def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str) -> int:
     """`accelerate launch ARGUMENTS`; returns the exit code of the rank that failed first, 0 where none did.
 
     Asked to stop by a signal, it hands the signal on, and waits until the ranks have saved their state.
 
     Args:
         output_dir: of the run, where that state is looked for.
+        stores: of the run, if it has one: that state may be there.
 
     Raises:
         BadInputError: where the launcher refuses its arguments or the config.
@@ -52,7 +54,8 @@ def run_launcher(arguments: Sequence[str], output_dir: Path) -> int:
         return _exit_code(0, error.returncode, output_dir)
     except SignalException as error:
         # The launcher knows which signal it had, and not how the ranks ended: what they have left says it.
-        return StoppedError.exit_code if _has_saved(output_dir, started) else 128 + int(error.sigval)
+        has_saved = _has_saved(output_dir, started) or any(_has_saved(store, started) for store in stores)
+        return StoppedError.exit_code if has_saved else 128 + int(error.sigval)
     except ValueError as error:
         raise BadInputError(f"accelerate launch: {first_line(error)}") from error
     return 0
@@ -84,12 +87,15 @@ def _signals_handed_on() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _has_saved(output_dir: Path, since: float) -> bool:
-    """Whether the run has a checkpoint that is no older than `since` (seconds since the epoch)."""
-    from toolkit.checkpoint.manifest import latest
+def _has_saved(place: str | Path, since: float) -> bool:
+    """Whether a run has a checkpoint that is no older than `since` (seconds since the epoch)."""
+    from toolkit.checkpoint.manifest import latest, place_of
 
-    last = latest(output_dir)
-    return last is not None and last.folder.stat().st_mtime >= since
+    last = latest(place_of(place))
+    if last is None or last.manifest is None:
+        return False
+    # The date of a manifest has no fractions of a second.
+    return datetime.strptime(last.manifest.date, "%Y-%m-%dT%H:%M:%S%z").timestamp() >= int(since)
 
 
 def _exit_code(rank: int, code: int, output_dir: Path) -> int:

@@ -78,8 +78,9 @@ def train(
     from toolkit.cli.launcher import run_launcher  # torch is imported only for a recipe that is right
 
     folder = Path(loaded.training.output_dir).expanduser()
+    stores = [loaded.checkpoint.to] if loaded.checkpoint.to is not None else []
     with _ranks_on_stderr() if as_json else nullcontext():
-        code = with_retries(lambda: run_launcher(words, folder), retries, lambda: _saved_step(folder))
+        code = with_retries(lambda: run_launcher(words, folder, *stores), retries, lambda: _saved_step(folder, *stores))
     if as_json:
         print(json.dumps({"command": command, "exit_code": code, **({} if dry_run else _outcome(folder))}, indent=1))
     raise typer.Exit(code)
@@ -98,12 +99,12 @@ def _ranks_on_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
-def _saved_step(folder: Path) -> int:
-    """Of the newest checkpoint; -1 where there is none."""
-    from toolkit.checkpoint.manifest import latest
+def _saved_step(*places: str | Path) -> int:
+    """Of the newest checkpoint in a run's folder and its store; -1 where there is none."""
+    from toolkit.checkpoint.manifest import latest, place_of
 
-    found = latest(folder)
-    return -1 if found is None else found.step
+    found = [latest(place_of(place)) for place in places]
+    return max((checkpoint.step for checkpoint in found if checkpoint is not None), default=-1)
 
 
 def _outcome(folder: Path) -> dict[str, Any]:

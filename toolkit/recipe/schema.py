@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from toolkit.places import is_file_source
+from toolkit.places import STORES, is_file_source, is_store
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
@@ -608,7 +608,12 @@ class CheckpointSection(Section):
     resume: str = Field(
         "auto",
         description="Choose where to start. auto: the last whole checkpoint of training.output_dir, if any. never: the "
-        "beginning. Otherwise: the folder of a checkpoint or a run.",
+        "beginning. Otherwise: the folder of a checkpoint or a run, also in a store (s3://...).",
+    )
+    to: str | None = Field(
+        None,
+        description="Keep the checkpoints in this folder of a store, beside training: s3://bucket/runs/first, gs://, "
+        "memory:// or file://. The ranks need no shared disk then. null: in training.output_dir.",
     )
     time_limit_minutes: PositiveFloat | None = Field(
         None, description="Save a checkpoint and exit with code 3 after this many minutes."
@@ -623,11 +628,31 @@ class CheckpointSection(Section):
                 )
             if getattr(self, key) and self.every_steps is None:
                 raise contradiction(f"checkpoint.{key} has no effect without checkpoint.every_steps; set that, too")
+        for key in ("to", "resume"):
+            value = getattr(self, key)
+            if value is not None and (key == "to" or is_store(value)):
+                _require_store(f"checkpoint.{key}", value)
         return self
 
 
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 """Those that Accelerate knows; a test compares them."""
+
+
+def _require_store(field: str, url: str) -> None:
+    """Raises where a URL is not that of a folder in a store, or holds credentials."""
+    protocol, _, place = url.partition("://")
+    if "@" in place.partition("/")[0]:
+        # What was found is not repeated: recipes and errors are shown to others.
+        raise contradiction(
+            f"{field}: holds credentials; remove them, and give them to the store's driver, for example by "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    if protocol not in STORES or not place.strip("/") or url.endswith("/") or (protocol == "file" and place[0] != "/"):
+        raise contradiction(
+            f"{field}: found {url!r}; needs a folder in a store, without a slash at the end, for example "
+            f"s3://bucket/runs/first; allowed: {', '.join(f'{name}://' for name in STORES)}"
+        )
 
 
 class LoggingSection(Section):

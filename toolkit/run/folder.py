@@ -20,15 +20,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from toolkit import ranks
 from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.checkpoint.export import write_configuration
-from toolkit.checkpoint.manifest import Manifest, latest
+from toolkit.checkpoint.manifest import latest
 from toolkit.checkpoint.reader import same_run
 from toolkit.checkpoint.resume import Resumption, set_aside
+from toolkit.checkpoint.store import StorePath
 from toolkit.data.report import DataReport
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
 from toolkit.pages.status import is_finished as is_whole
-from toolkit.places import atomic_write
+from toolkit.places import atomic_write, is_store
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.lease import unwritable
 from toolkit.run.status import FOLDER as BEATS_FOLDER
@@ -58,7 +59,7 @@ LISTING_SECONDS = 10.0
 
 
 @contextmanager
-def claimed(output_dir: Path, recipe: Recipe, found: Resumption) -> Iterator[list[str]]:
+def claimed(output_dir: Path, recipe: Recipe, found: Resumption, store: StorePath | None = None) -> Iterator[list[str]]:
     """Writes the resolved recipe into the output folder; takes it back if what follows fails.
 
     Checkpoints that the run passes over are set aside; what the block is given says which and why.
@@ -66,14 +67,16 @@ def claimed(output_dir: Path, recipe: Recipe, found: Resumption) -> Iterator[lis
     Beside what this recipe's run has left before, the recipe stays: by it the next start knows that run again.
     Raises BadInputError where the folder already holds a run that this one does not go on.
     """
-    goes_on = is_inside(found.start, output_dir)
+    goes_on = found.is_own and ranks.on_first_rank(lambda: _is_of(output_dir, recipe, found))
     is_ours = False
     try:
-        _require_one_folder(output_dir)
+        # With a store each rank keeps its files in a folder of its own until they are there, on whatever disk.
+        if store is None:
+            _require_one_folder(output_dir)
         ranks.on_first_rank(lambda: _claim(output_dir, recipe, goes_on))
         # From here on the recipe in the folder is this run's, and is taken back if it fails.
         is_ours = True
-        yield ranks.on_first_rank(lambda: set_aside(found.passed_over, output_dir))
+        yield ranks.on_first_rank(lambda: set_aside(found.passed_over, output_dir, store))
     except BaseException:
         # No collective here: this rank may be the only one that failed.
         if ranks.rank() == 0 and not goes_on:
@@ -83,9 +86,10 @@ def claimed(output_dir: Path, recipe: Recipe, found: Resumption) -> Iterator[lis
         raise
 
 
-def is_inside(resumed: tuple[Path, Manifest] | None, output_dir: Path) -> bool:
-    """Whether the run goes on from a checkpoint of its own folder."""
-    return resumed is not None and resumed[0].is_relative_to(output_dir)
+def _is_of(output_dir: Path, recipe: Recipe, found: Resumption) -> bool:
+    """Whether the folder may be written to by a run that goes on: with a store, it may be that of another run."""
+    saved = output_dir / "recipe.yaml"
+    return not is_store(found.origin) or not saved.exists() or same_run(saved, recipe.model_dump(mode="json"))
 
 
 def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
@@ -129,7 +133,8 @@ def _require_one_folder(output_dir: Path) -> None:
     if blind:
         raise BadInputError(
             f"training.output_dir: {str(output_dir)!r} is not the same folder on every rank: {', '.join(blind)} "
-            f"cannot see what rank 0 on {seen[0][0]} writes; name a folder on a file system that all hosts share"
+            f"cannot see what rank 0 on {seen[0][0]} writes; name a folder on a file system that all hosts share, "
+            "or keep the checkpoints in a store (checkpoint.to)"
         )
 
 

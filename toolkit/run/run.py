@@ -16,9 +16,10 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from toolkit import ranks
-from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import Resumption, find
 from toolkit.checkpoint.session import RunCheckpoints
+from toolkit.checkpoint.store import StorePath, store_of
+from toolkit.checkpoint.upload import finish_interrupted
 from toolkit.data.samples import TextSamples
 from toolkit.data.stream import describe_stream
 from toolkit.errors import BadInputError
@@ -40,7 +41,6 @@ from toolkit.run.folder import (
     FINISHED,
     claimed,
     is_finished,
-    is_inside,
     require_unfinished,
     require_writable,
     write_beginning,
@@ -60,6 +60,7 @@ from toolkit.run.outcome import (
 )
 from toolkit.run.parts import Parts, build_evaluation, build_parts, rest_of_run
 from toolkit.run.samples import first_samples, last_samples
+from toolkit.run.store_lease import owned_store
 from toolkit.run.watch import watched
 from toolkit.sharding.plugin import (
     ShardingPlugin,
@@ -96,8 +97,12 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
             console.print(f"this run is finished already, and nothing was done: {output_dir}", markup=False)
             return ranks.on_first_rank(lambda: finished_before(output_dir))
         running.enter_context(owned(output_dir))
-        found = _found(recipe, output_dir)
-        with claimed(output_dir, recipe, found) as told:
+        store = store_of(recipe.checkpoint.to)
+        running.enter_context(owned_store(store))
+        if store is not None:
+            finish_interrupted(output_dir, store, recipe.checkpoint, console.warn)
+        found = _found(recipe, output_dir, store)
+        with claimed(output_dir, recipe, found, store) as told:
             for line in told:
                 console.warn(line)
             beats = running.enter_context(watched(output_dir, recipe.training.stall_minutes))
@@ -107,7 +112,7 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
         introduce(console, facts, plugin, parts)
         live = _live_report(recipe, plugin, parts, facts, output_dir, started)
         with ended_in(live):
-            fitted = _fit(accelerator, recipe, plugin, parts, output_dir, found.start, console, beats, live)
+            fitted = _fit(accelerator, recipe, plugin, parts, output_dir, found, store, console, beats, live)
             beats.at(Phase.EXPORT)
             export_dir, difference, sample = export_model(accelerator, recipe, parts, output_dir)
             seconds, inner = time.perf_counter() - started, accelerator.unwrap_model(parts.model)
@@ -116,6 +121,8 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
             pages = functools.partial(write_pages, recipe, plugin, parts, facts, result, fitted.step_seconds)
             ranks.on_first_rank(lambda: patiently(pages, "the report and the model card", console.warn))
         conclude(console, recipe, result)
+        if fitted.missing is not None:
+            console.warn(fitted.missing)
         return result
 
 
@@ -126,8 +133,8 @@ def rehearse(recipe: Recipe) -> None:
         ToolkitError: as `finetune` would.
     """
     with _started(recipe) as (accelerator, plugin, output_dir, console):
-        found = _found(recipe, output_dir)
-        ranks.on_first_rank(lambda: require_unfinished(output_dir, recipe, is_inside(found.start, output_dir)))
+        found = _found(recipe, output_dir, store_of(recipe.checkpoint.to), copies=False)
+        ranks.on_first_rank(lambda: require_unfinished(output_dir, recipe, found.is_own))
         ranks.on_first_rank(lambda: require_writable(output_dir))
         for checkpoint in found.passed_over:
             console.print(f"a run would pass over {checkpoint.folder.name}: {checkpoint.problem}", markup=False)
@@ -156,17 +163,22 @@ def _started(recipe: Recipe) -> Iterator[tuple[Accelerator, ShardingPlugin, Path
         yield accelerator, plugin, output_dir, console
 
 
-def _found(recipe: Recipe, output_dir: Path) -> Resumption:
+def _found(recipe: Recipe, output_dir: Path, store: StorePath | None, copies: bool = True) -> Resumption:
     """The checkpoint that the run goes on from, if any."""
-    return find(output_dir, recipe.checkpoint.resume, recipe.model_dump(mode="json"))
+    return find(output_dir, recipe.checkpoint.resume, recipe.model_dump(mode="json"), store, copies)
 
 
 @dataclass(frozen=True)
 class _Fitted:
-    """What training leaves: the records of metrics.jsonl, and seconds by kind of the profiled steps, if any."""
+    """What training leaves: the records of metrics.jsonl, and seconds by kind of the profiled steps, if any.
+
+    Attributes:
+        missing: why the last checkpoint is not in the store; None: it is, or there is no store.
+    """
 
     records: list[dict[str, Any]]
     step_seconds: dict[str, float] | None
+    missing: str | None
 
 
 def _fit(
@@ -175,7 +187,8 @@ def _fit(
     plugin: ShardingPlugin,
     parts: Parts,
     output_dir: Path,
-    found: tuple[Path, Manifest] | None,
+    found: Resumption,
+    store: StorePath | None,
     console: Terminal,
     beats: Beats,
     live: LiveReport,
@@ -186,10 +199,10 @@ def _fit(
     accelerator.init_trackers(recipe.logging.project_name, config=_tracker_config(recipe))
     set_seed(recipe.training.seed, device_specific=True)  # dropout differs between ranks
     num_positions = parts.windows.num_positions
-    if found is not None:
-        size = parts.windows.samples_per_step
-        parts.num_steps, num_positions = rest_of_run(recipe, parts.num_steps, size, num_positions, found[1])
-        console.print(_resumed_from(*found), markup=False)
+    if found.start is not None:
+        size, manifest = parts.windows.samples_per_step, found.start[1]
+        parts.num_steps, num_positions = rest_of_run(recipe, parts.num_steps, size, num_positions, manifest)
+        console.print(_resumed_from(found), markup=False)
     metrics_file, unit = output_dir / "metrics.jsonl", parts.objective.unit
     profile = _profile_of(accelerator, recipe, output_dir)
     inner = inner_optimizer(parts.optimizer)
@@ -200,19 +213,24 @@ def _fit(
         ) as metrics,
     ):
         checkpoints = RunCheckpoints(
-            accelerator, output_dir, recipe, plugin.text, parts.data.fingerprint, parts.model, inner, metrics
+            accelerator,
+            output_dir,
+            recipe,
+            plugin.text,
+            parts.data.fingerprint,
+            parts.model,
+            inner,
+            metrics,
+            store,
+            beats,
         )
         trainer = _build_trainer(accelerator, recipe, parts, metrics, stop, checkpoints, profile, beats)
-        if found is not None:
-            checkpoints.restore(*found, trainer, trainer.schedule, num_positions)
+        if found.start is not None:
+            checkpoints.restore(*found.start, trainer, trainer.schedule, num_positions)
         count = recipe.logging.held_out_samples
-        prompts = first_samples(accelerator, parts, count, output_dir, resumed=found is not None)
-        try:
+        prompts = first_samples(accelerator, parts, count, output_dir, resumed=found.start is not None)
+        with checkpoints:
             trainer.fit()
-        finally:
-            beats.at(Phase.SAVE)
-            # After an error, too: the save under way may be what the next start goes on from.
-            checkpoints.wait()
         if plugin.engine is not None:
             plugin.engine.flush()  # the last step may still fail
         last_samples(accelerator, parts, prompts, output_dir)
@@ -222,7 +240,7 @@ def _fit(
         console.print(_where_time_went(profile.seconds), markup=False)
     if parts.data.stream is not None:
         _tell_stream(accelerator, recipe, parts, output_dir)
-    return _Fitted(metrics.records, profile.seconds if profile is not None else None)
+    return _Fitted(metrics.records, profile.seconds if profile is not None else None, checkpoints.missing)
 
 
 def _live_report(
@@ -277,9 +295,11 @@ def _tell_stream(accelerator: Accelerator, recipe: Recipe, parts: Parts, output_
     ranks.on_first_rank(lambda: write_data_report(output_dir, recipe, report))
 
 
-def _resumed_from(folder: Path, manifest: Manifest) -> str:
+def _resumed_from(found: Resumption) -> str:
+    assert found.start is not None
+    manifest = found.start[1]
     return (
-        f"   resumed: after step {manifest.step}, {manifest.samples:,} samples, from {folder} "
+        f"   resumed: after step {manifest.step}, {manifest.samples:,} samples, from {found.origin} "
         f"(written by {manifest.world_size} ranks, {manifest.strategy})"
     )
 

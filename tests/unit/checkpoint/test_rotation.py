@@ -11,7 +11,7 @@ from test_manifest import PLAIN
 
 from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.checkpoint.reader import _misfit, require_same_run
-from toolkit.checkpoint.writer import superseded
+from toolkit.checkpoint.rotation import superseded
 from toolkit.errors import BadInputError
 from toolkit.recipe.schema import CheckpointSection
 

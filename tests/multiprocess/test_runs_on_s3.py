@@ -1,0 +1,163 @@
+"""Two ranks without a shared disk keep their checkpoints in a local S3, are cut off, and go on bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import make_texts
+from moto.server import ThreadedMotoServer
+from ranks import meet, run_on_ranks
+from tiny import recipe_values, save_llama
+from typer.testing import CliRunner
+
+from toolkit.checkpoint import store as stores
+from toolkit.checkpoint.manifest import file_entry, list_checkpoints
+from toolkit.checkpoint.store import StorePath
+from toolkit.cli.app import app
+
+STORE = StorePath("s3://bucket/runs/first")
+CUT_AT = 6  # the step in which the run dies; saved after 2 and 4
+TOLD = ("split", "step", "samples", "tokens", "loss", "grad_norm", "learning_rate")
+
+
+class CutError(Exception):
+    """Power is gone."""
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict[str, str]]:
+    """A store of S3 in this process; the environment that leads to it."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    place = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
+    place |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "not-to-be-told"}
+    before = {name: os.environ.get(name) for name in place}
+    os.environ.update(place)
+    try:
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        yield place
+    finally:
+        server.stop()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def train(folder: str, output: str, cut: bool = False, **checkpoint: Any) -> tuple[list[dict[str, Any]], str]:
+    """The run's records, and what it told. Each rank has an output folder of its own, as on hosts with own disks."""
+    from toolkit import Recipe, finetune
+    from toolkit.objectives.causal_lm import CausalLM
+
+    meet()
+    home, calls, loss_sum = Path(folder), itertools.count(1), CausalLM.loss_sum
+    own = home / (f"host-{os.environ['RANK']}" if "to" in checkpoint else "shared") / output
+    recipe = recipe_values(home / "model", home / "texts.jsonl", own, home / "cache", max_steps=7, micro_batch_size=2)
+    recipe["checkpoint"] = {"every_steps": 2, "keep_last": 2, **checkpoint}
+    recipe["export"] = {"enabled": False}
+
+    def dying(self: Any, model: Any, batch: Any) -> torch.Tensor:
+        is_planned = type(batch["input_ids"]) is not torch.Tensor  # the plan before the run, without values
+        if torch.is_grad_enabled() and not is_planned and next(calls) == CUT_AT:
+            raise CutError
+        return loss_sum(self, model, batch)
+
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        try:
+            CausalLM.loss_sum = dying if cut else loss_sum  # type: ignore[method-assign]
+            records = finetune(Recipe.from_mapping(recipe)).metrics
+        except CutError:
+            records = []
+        finally:
+            CausalLM.loss_sum = loss_sum  # type: ignore[method-assign]
+    return [{key: record.get(key) for key in TOLD} for record in records], told.getvalue()
+
+
+def kill_damage_and_go_on(folder: str, place: dict[str, str]) -> dict[str, Any]:
+    # Accelerate asks for the address where the ranks have met already.
+    os.environ.update(place, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    whole, _ = train(folder, "whole")
+    train(folder, "first", cut=True, to=STORE.url)
+    meet()
+    saved = [(c.step, c.problem) for c in list_checkpoints(STORE)]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (shard,) = [p for p in (STORE / "checkpoints/step_00000004").iterdir() if p.name.startswith("shard-00002")]
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(bytes(content))
+        (STORE / "checkpoints/step_00000005/shard-00001-model-00001-of-00001.safetensors").write_bytes(b"half")
+    dist.barrier()
+    resumed, told = train(folder, "second", to=STORE.url)  # on hosts that have nothing of the first start
+    return {"whole": whole, "resumed": resumed, "told": told, "saved": saved}
+
+
+def go_on_elsewhere(folder: str, place: dict[str, str]) -> tuple[list[dict[str, Any]], str]:
+    os.environ.update(place)
+    return train(folder, "elsewhere", resume=f"{STORE}/checkpoints/step_00000004")
+
+
+@pytest.fixture(scope="module")
+def outcomes(s3: dict[str, str], tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Any:
+    """What came of it on each rank, and of going on with one rank; the folder."""
+    folder = tmp_path_factory.mktemp("store")
+    shutil.copy(text_file, folder / "texts.jsonl")
+    save_llama(folder / "model", make_texts(60), tied=True)
+    found = run_on_ranks(kill_damage_and_go_on, 2, str(folder), s3)
+    return found, run_on_ranks(go_on_elsewhere, 1, str(folder), s3)[0], folder
+
+
+def test_a_run_without_a_shared_disk_is_gone_on_with(outcomes: Any) -> None:
+    (first, second), _, folder = outcomes
+    assert first["saved"] == second["saved"] == [(2, None), (4, None)]
+    assert first["resumed"] == first["whole"]
+    assert second["resumed"] == second["whole"]
+    assert f"passed over {STORE}/checkpoints/step_00000004: shard-00002" in first["told"]
+    assert f"resumed: after step 2, 8 samples, from {STORE}/checkpoints/step_00000002" in first["told"]
+    assert "not-to-be-told" not in first["told"]
+    assert not list(folder.glob("host-*/second/.*")), "of what was copied nothing is left on the hosts"
+    assert not list(folder.glob("host-*/*/checkpoints/*"))
+
+
+def test_the_store_holds_the_last_checkpoints_and_nothing_else(outcomes: Any, tmp_path: Path) -> None:
+    assert [(c.step, c.problem) for c in list_checkpoints(STORE)] == [(4, None), (6, None)]
+    assert sorted(path.name for path in (STORE / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
+    listed = CliRunner().invoke(app, ["checkpoints", STORE.url, "--verify"])
+    assert listed.exit_code == 0, listed.output
+    exported = CliRunner().invoke(app, ["export", STORE.url, "--to", str(tmp_path / "model")])
+    assert "step 6 in float32; logits differ by 0.0e+00" in exported.output
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_another_number_of_ranks_goes_on_from_a_store(outcomes: Any) -> None:
+    (first, _), (records, told), _ = outcomes
+    assert "written by 2 ranks" in told
+    assert [record["step"] for record in records] == [record["step"] for record in first["whole"]]
+    assert records[:4] == first["whole"][:4]
+
+
+def test_large_files_are_copied_in_parts_that_s3_sums(
+    s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum that S3 tells of an object in parts is compared; nothing is read back."""
+    monkeypatch.setattr(stores, "PART_BYTES", 5 * 2**20)  # S3's least
+    monkeypatch.setattr(stores, "_sha256", lambda *_: pytest.fail("was read back"))
+    source, place = tmp_path / "a", StorePath("s3://bucket/large/a")
+    source.write_bytes(os.urandom(11 * 2**20))
+    place.put(source, file_entry(source).sha256)
+    place.get(tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == source.read_bytes()
+    (tmp_path / "b").write_bytes(b"x" * (11 * 2**20))
+    monkeypatch.setattr(stores, "_sha256", lambda *_: "another")
+    assert not place.holds(tmp_path / "b", file_entry(tmp_path / "b").sha256)

@@ -1,0 +1,25 @@
+"""Which checkpoints are deleted when a new one counts."""
+
+from __future__ import annotations
+
+from toolkit.checkpoint.manifest import Checkpoint
+from toolkit.recipe.schema import CheckpointSection
+
+
+def superseded(found: list[Checkpoint], settings: CheckpointSection) -> list[Checkpoint]:
+    """Checkpoints to delete, by `keep_last`, `keep_every` and `keep_best`.
+
+    Those that do not count take no good one's place, and stay; of those that are not finite, the last.
+    """
+    whole = [checkpoint for checkpoint in found if checkpoint.manifest is not None and checkpoint.problem is None]
+    if settings.keep_last is None:
+        return []
+    broken = [checkpoint for checkpoint in found if checkpoint.manifest and checkpoint.manifest.non_finite is not None]
+    kept = {checkpoint.step for checkpoint in whole[-settings.keep_last :]}
+    if settings.keep_every is not None:
+        kept |= {checkpoint.step for checkpoint in whole if checkpoint.step % settings.keep_every == 0}
+    if settings.keep_best:
+        losses = {c.step: c.manifest.eval_loss for c in whole if c.manifest is not None}
+        known = {step: loss for step, loss in losses.items() if loss is not None}
+        kept |= {min(known, key=known.__getitem__)} if known else set()
+    return [checkpoint for checkpoint in whole if checkpoint.step not in kept] + broken[:-1]
