@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -360,6 +361,26 @@ def _require_possible(config: PretrainedConfig, field: str, name: str) -> None:
             f"{field}: no model can be built from {name!r}: {', '.join(wrong)}; needs at least 1. Correct "
             f"{_where(field)}"
         )
+    odd = _odd_numbers(text if isinstance(text, dict) else text.to_dict())
+    if odd:
+        raise BadInputError(f"{field}: {name!r} cannot be trained: {'; '.join(odd)}. Correct {_where(field)}")
+
+
+def _odd_numbers(values: dict[str, Any]) -> list[str]:
+    """Numbers of a configuration that spoil the first step, and that building the model does not meet."""
+    needs: dict[tuple[str, ...], tuple[str, Callable[[float], bool]]] = {
+        ("dropout", "pdrop", "dropout_prob"): ("from 0 to 1", lambda value: 0 <= value <= 1),
+        ("_eps", "_epsilon"): ("at least 0", lambda value: 0 <= value < math.inf),
+        ("rope_theta",): ("above 0", lambda value: 0 < value < math.inf),
+    }
+    inner = values.get("rope_parameters")
+    flat = {**values, **(inner if isinstance(inner, dict) else {})}
+    return [
+        f"{key} is {value}, and needs to be {what}"
+        for endings, (what, holds) in needs.items()
+        for key, value in flat.items()
+        if key.endswith(endings) and type(value) in (int, float) and not holds(value)
+    ]
 
 
 def _random_configuration(fields: dict[str, Any], tokenizer: SpecialTokens) -> PretrainedConfig:
