@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-import peft
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -227,7 +226,9 @@ def reload(
         free, _ = torch.cuda.mem_get_info(device)
         device = device if needed + 4 * GIB < free else torch.device("cpu")
     if (folder / "adapter_config.json").is_file():
-        adapter = peft.PeftConfig.from_pretrained(str(folder))
+        from peft import PeftConfig, PeftModel
+
+        adapter = PeftConfig.from_pretrained(str(folder))
         name, revision = adapter.base_model_name_or_path, adapter.revision
         stored = PretrainedConfig.get_config_dict(name, revision=revision)[0].get("quantization_config")
         if stored is not None:
@@ -235,7 +236,7 @@ def reload(
         else:
             model = auto_class(base).from_pretrained(name, config=base, revision=revision, dtype=dtype, **plain)
         quantise_loaded(model, json.loads((folder / BASE_FILE).read_text(encoding="utf-8"))["quantization"])
-        return peft.PeftModel.from_pretrained(model, str(folder)).to(device).eval()
+        return PeftModel.from_pretrained(model, str(folder)).to(device).eval()
     auto = auto_class(AutoConfig.from_pretrained(folder, **trust))
     return auto.from_pretrained(folder, dtype=dtype, **plain).to(device).eval()
 

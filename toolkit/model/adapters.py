@@ -9,15 +9,13 @@ import hashlib
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import peft
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -29,6 +27,9 @@ from toolkit.places import BASE_FILE
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.shards import state_once
 
+if TYPE_CHECKING:
+    import peft
+
 PREFIX = "base_model.model."
 """What peft puts before the names of the model's parameters."""
 
@@ -38,12 +39,15 @@ NAME = "default"
 
 def has_adapter(model: nn.Module) -> bool:
     """Whether the model is one of peft's."""
-    return isinstance(model, peft.PeftModel)
+    # Whoever made one has imported it. Runs without adapters do not: it takes seconds, and brings in bitsandbytes,
+    # after which Accelerate starts no ranks from a notebook.
+    imported = sys.modules.get("peft")
+    return imported is not None and isinstance(model, imported.PeftModel)
 
 
-def base_of(model: nn.Module) -> Any:
+def base_of(model: Any) -> Any:
     """The model without peft's wrapper; its forward says what the model takes."""
-    return model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    return model.get_base_model() if has_adapter(model) else model
 
 
 def add_adapter(
@@ -58,6 +62,8 @@ def add_adapter(
     Raises:
         BadInputError: where the targets match nothing, or not what can be adapted.
     """
+    import peft
+
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")
     targets = _targets(model, section)
     config = peft.LoraConfig(
@@ -151,6 +157,8 @@ def _child_names(model: nn.Module) -> str:
 
 def require_mergeable(model: nn.Module) -> None:
     """Raises BadInputError where merging would change more than what was trained."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     base = base_of(model)
     embedding = base.get_input_embeddings()
     if isinstance(embedding, BaseTunerLayer) and base.config.get_text_config().tie_word_embeddings:
@@ -167,6 +175,9 @@ def adapters_off(model: peft.PeftModel) -> Iterator[None]:
     peft's own `disable_adapter` also switches `requires_grad` of whatever parameters stand in the modules just
     then, sharded ones or gathered ones; what FSDP2 makes of these meanwhile would stay so.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
     was_off = [layer._disable_adapters for layer in layers]
     try:
@@ -190,6 +201,8 @@ def trainable_share(model: nn.Module) -> tuple[int, int]:
 
 def adapter_fact(model: peft.PeftModel) -> str:
     """Which share of the weights has adapters or is trained whole, and which matrices do not; but for embeddings."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     adapted = {
         base_name(f"{path}.{name}")
         for path, module in model.named_modules()
@@ -305,12 +318,14 @@ def write_adapter(
         tensors: whole, by name in the model; others than the adapter's are passed over.
         base: fingerprint of the base, for `base.json`, which also says how it was quantised.
     """
+    from peft import get_peft_model_state_dict
+
     trained = trained_names(model)
     whole = {name: tensor.to("cpu") for name, tensor in tensors if tensor is not None and name in trained}
     if not whole:
         return
     # peft's default, auto, may ask the hub for the base's configuration.
-    state = peft.get_peft_model_state_dict(model, state_dict=whole, save_embedding_layers=False)
+    state = get_peft_model_state_dict(model, state_dict=whole, save_embedding_layers=False)
     named = {name: tensor.contiguous() for name, tensor in state.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     _write_base(model, base, folder)
@@ -387,6 +402,8 @@ def _wrappers(layer: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
 
     Experts have several adapted parameters, and a wrapper around the wrapper before for each.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     prefix = ""
     while isinstance(layer, BaseTunerLayer):
         yield getattr(layer, "parameter_name", "weight"), (prefix, layer)

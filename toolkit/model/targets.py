@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import peft
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -105,6 +103,9 @@ def _is_router(path: str) -> bool:
 
 def _misread(model: PreTrainedModel, paths: list[str]) -> set[str]:
     """Those layers which peft would take for experts, by their names."""
-    config = peft.LoraConfig(target_modules=paths)
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=paths)
     convert_peft_config_for_transformers(config, model, None)
     return set(paths) - set(config.target_modules or ())

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import peft
 import torch
 from torch import nn
 
 from toolkit.data.samples import IGNORED, Batch
-from toolkit.model.adapters import adapters_off
+from toolkit.model.adapters import adapters_off, has_adapter
 from toolkit.model.fake_tensors import has_values
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import RunsWindows
@@ -51,7 +50,7 @@ class Kto:
         self._weights = (desirable_weight, undesirable_weight)
         # One row at a time is packed, too: a prompt with another completion may share its sample.
         self._causal = CausalLM(model, packed=True)
-        self._adapted = model if isinstance(model, peft.PeftModel) else None
+        self._adapted = model if has_adapter(model) else None
 
     @property
     def needs_references(self) -> bool:

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import peft
 import torch
 from torch import nn
 
 from toolkit.data.samples import IGNORED, Batch
-from toolkit.model.adapters import adapters_off
+from toolkit.model.adapters import adapters_off, has_adapter
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import RunsWindows
 from toolkit.objectives.preference_losses import Loss, Pairs
@@ -37,7 +36,7 @@ class Preference:
         self._settings = settings
         # The completions of a pair share a row, whether pairs share one or not.
         self._causal = CausalLM(model, packed=True)
-        self._adapted = model if isinstance(model, peft.PeftModel) else None
+        self._adapted = model if has_adapter(model) else None
 
     @property
     def needs_references(self) -> bool:
@@ -113,7 +112,7 @@ class Preference:
         return [{**batch, OF_BASE: sums} for batch, (sums, _) in zip(batches, found, strict=True)]
 
     @contextmanager
-    def _as_base(self, model: nn.Module, adapted: peft.PeftModel) -> Iterator[None]:
+    def _as_base(self, model: nn.Module, adapted: nn.Module) -> Iterator[None]:
         was_training = model.training
         model.eval()
         with adapters_off(adapted):
