@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/: one step under each strategy, where the bytes live, and the timeline of offload.
+"""Draws the pictures of docs/: one step under each strategy, where the bytes live, offload, and shared rows.
 
 python docs/pictures.py
 """
@@ -162,7 +162,30 @@ def offload() -> str:
     return picture(LEFT + 17 * CELL + 10, int(bottom) + 34, "The timeline of offloaded optimizer steps", parts)
 
 
-PICTURES = {"step.svg": step, "memory.svg": memory, "offload.svg": offload}
+def sequence(ranks: int = 2, tokens: int = 8, heads: int = 4) -> str:
+    """What each rank has of a row, tokens across and heads down: its tokens, its heads in attention, its tokens."""
+    size, gap = 18, 70
+    colours = (COLOURS["forward"], COLOURS["reduce"])
+    titles = ("norms, products, loss", "attention", "norms, products, loss")
+    width, top = tokens * size, 66.0
+    parts = [text(20, 30, f"A row of {tokens} tokens and {heads} heads on {ranks} ranks", "text name")]
+    for stage, title in enumerate(titles):
+        left = 20 + stage * (width + gap)
+        parts.append(text(left, top - 12, title, "quiet"))
+        for token in range(tokens):
+            for head in range(heads):
+                owner = head * ranks // heads if stage == 1 else token * ranks // tokens
+                parts.append(bar(left + token * size, top + head * size, size - 2, colours[owner], height=size - 2))
+        if stage < len(titles) - 1:
+            parts.append(text(left + width + 4, top + heads * size / 2, "exchange", "quiet"))
+    bottom = top + heads * size + 24
+    for rank in range(ranks):
+        parts.append(bar(20 + rank * 90, bottom, 14, colours[rank], height=14))
+        parts.append(text(40 + rank * 90, bottom + 12, f"rank {rank}", "quiet"))
+    return picture(20 + 3 * width + 2 * gap + 20, int(bottom) + 34, "What each rank has of a shared row", parts)
+
+
+PICTURES = {"step.svg": step, "memory.svg": memory, "offload.svg": offload, "sequence.svg": sequence}
 """File in docs/pictures/ -> what draws it."""
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import make_texts
+from ledger import Ledger
 from packed_rows import Documents, packed
 from ranks import meet, run_on_ranks
 from tiny import recipe_values, save_llama
+from traffic import Traffic
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.data import build
@@ -24,9 +26,14 @@ from toolkit.model.attention_by_heads import attend_by_heads
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.preference_losses import LOSSES
+from toolkit.planning.planner import Planner
+from toolkit.planning.setup import Setup
+from toolkit.planning.time.hardware import presets
+from toolkit.planning.workload import workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.sequence import check_parts
 from toolkit.sharding.sequence import form_groups, own_part
+from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
@@ -189,8 +196,38 @@ def plain_loop(folder: Path) -> dict[str, Any]:
     return found
 
 
+def measured() -> dict[str, int]:
+    """Bytes of activations at most, whole and in 2 parts, and bytes handed to exchanges by parts."""
+    form_groups(2)
+    found = {}
+    for count in (1, 2):
+        model = model_of("qwen3")
+        attend_by_heads(model)
+        objective = CausalLM(model, packed=False)
+        ids = torch.arange(4096)[None] % 131
+        batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(4096)[None]}
+        batch = objective.on_host(Part(own_part(), count).of({**batch, "lengths": torch.tensor([4096])}))
+        with Ledger() as ledger, Traffic() as traffic:
+            objective.loss_sum(model, batch).backward()
+        found[f"of {count}"] = ledger.peak - sum(p.nbytes for p in model.parameters())
+    return {**found, "exchanged": traffic.bytes["alltoall_base_"]}
+
+
+def test_memory_is_halved_and_traffic_is_what_the_plan_says(on_2_ranks: list[dict[str, Any]]) -> None:
+    found = on_2_ranks[0]["measured"]
+    assert found["of 2"] == pytest.approx(found["of 1"] / 2, rel=0.05)
+    # float32 queries and outputs of 4 heads, keys and values of 2, each 8 wide; there and back.
+    assert found["exchanged"] == 2 * 2 * (2 * 4 + 2 * 2) * 8 * 2048 * 4
+    changes = {"sharding.sequence": 2, "data.max_length": 4096, "data.packing": False, "training.mixed_precision": "no"}
+    model = {"model_type": "qwen3", **MODELS["qwen3"], "vocab_size": 1024}
+    values = Recipe.load("pretrain", {"model.config": model, "training.micro_batch_size": 1, **changes})
+    planner = Planner(values, workload_of(values, "no"), presets()["cpu"])
+    setup = Setup(STRATEGIES["zero3"], MeshShape(1, 2), False, None, 1, 1)
+    assert planner.row(setup).traffic.exchanged == found["exchanged"] // 2, "half of it stays on the rank"
+
+
 def on_ranks(folder: Path) -> dict[str, Any]:
-    return {"pairs": pairs_in_parts(), "refused": refused(), "runs": runs(folder)}
+    return {"pairs": pairs_in_parts(), "refused": refused(), "measured": measured(), "runs": runs(folder)}
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,9 @@ EveryRow = Annotated[bool, typer.Option("--all", help="Show every row.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Show the formulas with their numbers.")]
 Trace = Annotated[bool, typer.Option("--trace", help="Check the peak by running FSDP2 on tensors without memory.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the memory of each row to this file.", show_default=False)]
+LongestRow = Annotated[
+    bool, typer.Option("--longest-row", help="Print the longest row that fits, and the settings that reach it.")
+]
 Calibrate = Annotated[
     bool, typer.Option("--calibrate", help="Measure this machine, store the result as `calibrated`, and exit.")
 ]
@@ -87,6 +90,7 @@ def plan(
     explain: Explain = False,
     trace: Trace = False,
     plot: Plot = None,
+    longest_row: LongestRow = False,
     calibrate: Calibrate = False,
     list_hardware: ListHardware = False,
     as_json: AsJson = False,
@@ -115,6 +119,9 @@ def plan(
         dram_gbs=dram_gbs,
     )
     accelerated = Accelerated() if config is None else accelerated_by(find_config(config))
+    if longest_row:
+        _print_longest(loaded, device, cpu or gpus or accelerated.num_processes or 1, accelerated, as_json)
+        return
     found = _plan(loaded, device, cpu or gpus, accelerated)
     _print_plan(found, *split_arguments(arguments, recipe), Shown(every_row, explain, trace, plot, as_json))
     if found.recommended is None:
@@ -179,6 +186,19 @@ def _plan(recipe: Recipe, hardware: Hardware, ranks: int | None, accelerated: Ac
         offload=accelerated.offload,
         shard_size=accelerated.shard_size,
     )
+
+
+def _print_longest(recipe: Recipe, hardware: Hardware, ranks: int, accelerated: Accelerated, as_json: bool) -> None:
+    from toolkit.planning.longest import longest_rows
+    from toolkit.planning.table import precision_of
+
+    rows = longest_rows(recipe, hardware, ranks, precision_of(recipe, accelerated.mixed_precision, hardware))
+    if as_json:
+        told = {v: {"tokens": found.tokens, "settings": found.settings} for v, found in rows.items()}
+        print(json.dumps(told, indent=1))
+        return
+    for verdict, found in rows.items():
+        print(f"{verdict}: {found.describe()}")
 
 
 def _print_plan(found: Plan, name: str, overrides: list[str], shown: Shown) -> None:

@@ -74,10 +74,10 @@ def attend_by_heads(model: nn.Module) -> None:
     used = {attention_of(module) for module in base_of(model).modules() if hasattr(module, "config")}
     for name in sorted(used - {""}):
         # "eager" is each model's own function, which transformers takes where it knows no other by that name.
-        own = AttentionInterface._global_mapping.get(name)
+        own = AttentionInterface().get(name)
         if not hasattr(own, "by_heads"):
             AttentionInterface.register(name, _attention(own))
-        mask = AttentionMaskInterface._global_mapping.get(name)
+        mask = AttentionMaskInterface().get(name)
         if mask is not None and not hasattr(mask, "by_heads"):
             AttentionMaskInterface.register(name, _mask(mask))
 

@@ -250,7 +250,10 @@ class Planner:
             reduce_bytes=layout.reduce,
             offload=offload,
         )
-        probe = self.probe(setup)
+        probe, parts = self.probe(setup), self.workload.sequence
+        # Of each tensor a rank keeps its own part.
+        whole = (probe.forward.exchanged + probe.backward.exchanged) * setup.accumulation
+        sent = replace(sent, exchanged=whole * (parts - 1) // parts, sequence=parts)
         time = step_time(
             # One segment: which unit an operator belongs to makes no difference to a sum.
             [ModelSegment("model", probe.forward, probe.backward, setup.accumulation // setup.gathering_batches)],
@@ -264,7 +267,7 @@ class Planner:
         )
         host = self.host_bytes(setup)
         verdict, need, problem = verdict_of(peak.total, host, self.hardware)
-        tokens = setup.micro_batch_size * setup.accumulation * setup.ranks * self.workload.tokens
+        tokens = setup.micro_batch_size * setup.accumulation * (setup.ranks // parts) * self.workload.tokens
         return PlanRow(setup, peak, tuple(moments), need, host, sent, time, tokens, verdict, problem)
 
 

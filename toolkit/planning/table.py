@@ -83,9 +83,7 @@ def plan(
         BadInputError: ranks that the nodes or the strategy have no use for, or a recipe without a model.
     """
     require_ranks(ranks, hardware)
-    precision = (
-        recipe.training.mixed_precision or mixed_precision or ("bf16" if hardware.device_type == "cuda" else "no")
-    )
+    precision = precision_of(recipe, mixed_precision, hardware)
     planner = Planner(recipe, workload_of(recipe, precision), hardware)
     asked = asked_setup(recipe, ranks, hardware, strategy, offload, shard_size)
     rows = [planner.row(setup) for setup in _setups(recipe, ranks, asked, planner)]
@@ -108,6 +106,11 @@ def plan(
         num_parameters,
         num_trained,
     )
+
+
+def precision_of(recipe: Recipe, configured: str | None, hardware: Hardware) -> str:
+    """The recipe's precision, else the Accelerate config's, else bf16 on GPUs and none on CPU ranks."""
+    return recipe.training.mixed_precision or configured or ("bf16" if hardware.device_type == "cuda" else "no")
 
 
 # The table

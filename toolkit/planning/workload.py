@@ -15,9 +15,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.data import tokenizer
 from toolkit.data.build import REWARD
+from toolkit.data.cut import Part
 from toolkit.data.packing import is_packed
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
+from toolkit.model.attention_by_heads import attend_by_heads
 from toolkit.model.document_attention import BY_DOCUMENT
 from toolkit.model.load import SpecialTokens, load_without_weights
 from toolkit.model.positions import takes_positions
@@ -49,6 +51,7 @@ class Workload:
         mixed_precision: `no`, `bf16` or `fp16`.
         tokens: of one sample.
         unit_classes: as `plan_units` takes them.
+        sequence: ranks that share a row.
         attention: given to copies of the model; None: its own.
     """
 
@@ -58,6 +61,7 @@ class Workload:
     mixed_precision: str
     tokens: int
     unit_classes: list[str] | None = None
+    sequence: int = 1
     attention: str | None = None
 
     def model_copy(self) -> nn.Module:
@@ -69,6 +73,8 @@ class Workload:
             register_unmasked()
             with contextlib.suppress(ValueError):  # a model that knows its own kernels alone keeps what it has
                 base_of(model).set_attn_implementation(self.attention)
+        if self.sequence > 1:
+            attend_by_heads(model)
         return model.train()
 
 
@@ -130,6 +136,7 @@ def workload_of_model(
         mixed_precision,
         recipe.data.max_length,
         recipe.sharding.unit_classes,
+        recipe.sharding.sequence,
         _attention(recipe, attention_of(base_of(model)), packed),
     )
 
@@ -188,4 +195,6 @@ def _batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
         batch["good"] = torch.empty(size, dtype=torch.bool)
     if recipe.objective.kind == "reward":
         batch["margin"] = torch.empty(size)
-    return batch
+    if recipe.sharding.sequence > 1:
+        batch["lengths"] = torch.empty(size, dtype=BATCH_TYPE)
+    return Part(0, recipe.sharding.sequence).of(batch)

@@ -90,8 +90,8 @@ class Recipe(Section):
             self._check_by_block()
         if self.sharding.sequence > 1 and self.objective.kind not in ("causal_lm", "preference"):
             raise contradiction(
-                f"sharding.sequence is not possible with objective.kind {self.objective.kind}, whose result stands at "
-                "single tokens of a row; remove it"
+                f"sharding.sequence is not possible with objective.kind {self.objective.kind}; allowed: causal_lm, "
+                "preference"
             )
         if self.sharding.offload == "optimizer" and self.optimizer.kind != "adamw":
             raise contradiction(

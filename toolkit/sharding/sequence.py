@@ -72,6 +72,16 @@ def own_part() -> int:
 
 
 @contextmanager
+def without_ranks() -> Iterator[None]:
+    """Inside, exchanges are planned and not made."""
+    before, _here.group = _here.group, None
+    try:
+        yield
+    finally:
+        _here.group = before
+
+
+@contextmanager
 def rows_shared(rows: WholeRows) -> Iterator[None]:
     """A forward whose rows are shared by the ranks of a group."""
     before, _here.rows = _here.rows, rows
@@ -127,10 +137,21 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    if group is None:
+        planned: torch.Tensor = _planned_exchange(by_rank)
+        return planned
     received = torch.empty_like(by_rank)
-    if group is not None:  # a plan has tensors without values, and no ranks
-        dist.all_to_all_single(received, by_rank, group=group)
+    dist.all_to_all_single(received, by_rank, group=group)
     return received
+
+
+@torch.library.custom_op("toolkit::planned_exchange", mutates_args=())
+def _planned_exchange(by_rank: torch.Tensor) -> torch.Tensor:
+    """Stands for an exchange in a plan, which counts it; tensors have no values there."""
+    return torch.empty_like(by_rank)
+
+
+_planned_exchange.register_fake(torch.empty_like)
 
 
 def summed_over_group(part: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from toolkit.planning.time.roofline import Operator, Work, record
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, precision_policies
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
+from toolkit.sharding.sequence import without_ranks
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import owned_parameters, plan_units
 
@@ -129,6 +130,7 @@ class Prober:
             stack.enter_context(self._mode)
             # The process is on a CPU; what is counted is a GPU's.
             stack.enter_context(cuda_dropout())
+            stack.enter_context(without_ranks())
             stack.enter_context(host_copies(run.ledger))
             stack.enter_context(self._checkpointed(checkpointing))
             run.start()

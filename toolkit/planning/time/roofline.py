@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from toolkit.planning.time.hardware import Hardware, Quantile
 
-OperatorKind = Literal["matmul", "attention", "memory"]
+OperatorKind = Literal["matmul", "attention", "memory", "exchange"]
 
 Operator = tuple[OperatorKind, int, int]
 """What bounds it, its FLOPs, its bytes of memory traffic."""
@@ -45,7 +45,12 @@ class Work:
 
     @property
     def bytes(self) -> int:
-        return sum(size * count for (_, _, size), count in self.operators.items())
+        return sum(size * count for (kind, _, size), count in self.operators.items() if kind != "exchange")
+
+    @property
+    def exchanged(self) -> int:
+        """Bytes of whole tensors that the ranks of a row exchange, tokens for heads."""
+        return sum(size * count for (kind, _, size), count in self.operators.items() if kind == "exchange")
 
     def seconds(self, hardware: Hardware, dtype: str, quantile: Quantile = "mid") -> float:
         """Time on one device.
@@ -61,6 +66,7 @@ class Work:
         return sum(
             count * max(flops / speed[kind], size / bandwidth, hardware.kernel_seconds)
             for (kind, flops, size), count in self.operators.items()
+            if kind != "exchange"
         )
 
 
@@ -98,6 +104,8 @@ def _rule(func: Any) -> _Rule | None:
     if not hasattr(func, "_schema"):
         return None  # a higher-order operator; what it calls is dispatched by itself
     namespace, _, name = func._schema.name.partition("::")
+    if name == "planned_exchange":  # of sharding.sequence; what FSDP2 sends is counted by toolkit.planning.time.traffic
+        return _Rule("exchange", _no_flops, _written)
     if namespace in SILENT_NAMESPACES or name in SILENT or _only_views(func):
         return None
     # torch 2.13 has no formula for it.

@@ -246,7 +246,7 @@ class _Job:
         """What is left over in the forwards that gather and in the backwards that reduce."""
         sent = self.communication(quantile)
         gathers = self.traffic.gather_passes
-        exposed = 0.0
+        exposed = self.exchange(quantile)
         if gathers:
             # The first gather has nothing to hide behind; of the others, what takes longer than the forward.
             exposed += gathers * (sent.first + _excess(sent.forward / gathers - sent.first, forward))
@@ -260,6 +260,15 @@ class _Job:
             last = sent.last if is_reduced or (i == 1 and sent.all_reduce) else 0.0
             exposed += last + _excess(busy - last, backward)
         return exposed
+
+    def exchange(self, quantile: Quantile) -> float:
+        """Tokens for heads, around attention, which waits for it."""
+        parts, per_node = self.traffic.sequence, self.hardware.devices_per_node
+        if parts == 1:
+            return 0.0
+        local = min(parts, per_node)
+        group = _Group(parts, local, max(1, per_node // local))
+        return group.seconds(self.traffic.exchanged * parts / (parts - 1), self.hardware, quantile)
 
     def device_step(self, quantile: Quantile) -> float:
         """Adam over the state that is on the device."""
@@ -306,7 +315,7 @@ class _Job:
         forward, backward = self.compute("mid")
         busy: dict[Bound, float] = {
             "compute": self.accumulation * (forward + backward) + self.device_step("mid"),
-            "network": self.communication("mid").total,
+            "network": self.communication("mid").total + self.exchange("mid"),
         }
         if self.offload is not None:
             host = self.host(self.offload, "mid")

@@ -62,6 +62,8 @@ class Traffic:
         last_reduce: whole bytes, before sharding, that a backward reduces when nothing is left to hide it.
         edge_share: share of the trainable parameters in the root and the first unit, which are used first.
         trainable: trainable parameters that this rank's optimizer steps, padding included.
+        exchanged: bytes of activations that this rank sends to those that it shares rows with.
+        sequence: ranks that share a row.
     """
 
     all_gather: int
@@ -78,11 +80,13 @@ class Traffic:
     last_reduce: int
     edge_share: float
     trainable: int
+    exchanged: int = 0
+    sequence: int = 1
 
     @property
     def sent(self) -> int:
         """Bytes that this rank sends to other ranks."""
-        return self.all_gather + self.reduce_scatter + self.all_reduce
+        return self.all_gather + self.reduce_scatter + self.all_reduce + self.exchanged
 
 
 def traffic(

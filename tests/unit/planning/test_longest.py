@@ -1,0 +1,51 @@
+"""The longest row: it fits, a longer one does not, and more ranks hold a longer one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from toolkit.errors import BadInputError
+from toolkit.places import GIB
+from toolkit.planning.longest import STEP, longest_rows
+from toolkit.planning.planner import HEADROOM, Planner
+from toolkit.planning.setup import Setup
+from toolkit.planning.time.hardware import presets
+from toolkit.planning.workload import UNMASKED, workload_of
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.strategy import STRATEGIES, MeshShape
+
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+HARDWARE = replace(presets()["h100_sxm"], memory_bytes=3 * GIB)
+
+
+def test_more_ranks_hold_a_longer_row_which_fits() -> None:
+    recipe = Recipe.load("pretrain", {"model.config": {"model_type": "llama", **SIZES, **HEADS}})
+    alone, shared = (longest_rows(recipe, HARDWARE, ranks, "bf16") for ranks in (1, 8))
+    for rows in (alone, shared):
+        for verdict, found in rows.items():
+            need = found.row.peak.total * HEADROOM[verdict] + 2 * GIB
+            assert need <= 3 * GIB
+            assert need * (1 + 2 * STEP / found.tokens) > 0.99 * 3 * GIB, "there is no room for a longer one"
+        assert rows["fits"].tokens < rows["tight"].tokens
+    # 4 heads: two groups of 4 of the 8 ranks.
+    assert "sharding.sequence=4" in shared["fits"].settings
+    assert shared["fits"].tokens == pytest.approx(4 * alone["fits"].tokens, rel=0.1)
+
+
+def test_no_row_at_all_is_told() -> None:
+    recipe = Recipe.load("pretrain", {"model.config": {"model_type": "llama", **SIZES, **HEADS}})
+    with pytest.raises(BadInputError, match="--longest-row: no row of 1,024 tokens a device fits"):
+        longest_rows(recipe, replace(HARDWARE, memory_bytes=GIB), 1, "bf16")
+
+
+def test_offloaded_checkpoints_of_all_blocks_are_on_the_host() -> None:
+    sizes = {**SIZES, **HEADS, "num_hidden_layers": 7}
+    recipe = Recipe.load("pretrain", {"model.config": {"model_type": "llama", **sizes}, "data.max_length": 512})
+    planner = Planner(recipe, replace(workload_of(recipe, "bf16"), attention=UNMASKED), HARDWARE)
+    setup = Setup(STRATEGIES["zero3"], MeshShape(1, 2), False, Checkpointing(1, True), 1, 1)
+    # The input of each block in bf16; positions, the embeddings of positions and such are small.
+    assert planner.probe(setup).host_peak == pytest.approx(7 * 512 * 256 * 2, rel=0.2)

@@ -1,0 +1,130 @@
+"""The longest row that a machine holds, and the settings that reach it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from toolkit.errors import BadInputError
+from toolkit.model.adapters import base_of
+from toolkit.places import GIB
+from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, Planner, PlanRow, Verdict
+from toolkit.planning.setup import Setup, can_offload, require_ranks
+from toolkit.planning.time.hardware import Hardware
+from toolkit.planning.workload import UNMASKED, workload_of
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.strategy import STRATEGIES, MeshShape
+
+PROBED = (16 * 1024, 32 * 1024)
+"""Tokens of a rank: what it holds is a sum and a multiple of them, so that two numbers tell it for all."""
+
+STEP = 1024
+"""Lengths are multiples of so many tokens a rank."""
+
+
+@dataclass(frozen=True)
+class LongestRow:
+    """A row and the plan of a step of it.
+
+    Attributes:
+        settings: the overrides that reach it.
+    """
+
+    tokens: int
+    settings: tuple[str, ...]
+    row: PlanRow
+
+    def describe(self) -> str:
+        """For people."""
+        host = f", {self.row.host_bytes / GIB:.0f} GiB of host memory a node" if self.row.host_bytes else ""
+        return (
+            f"{self.tokens:,} tokens: peak {self.row.peak.total / GIB:.1f} GiB{host}, about {self.row.time.mid:,.0f} s "
+            f"a step of one row\n  {' '.join(self.settings)}"
+        )
+
+
+def longest_rows(recipe: Recipe, hardware: Hardware, ranks: int, precision: str) -> dict[Verdict, LongestRow]:
+    """The longest row with headroom (`fits`) and without (`tight`), with flash attention.
+
+    As many ranks share it as can. Parameters are sharded among all, and every block is checkpointed.
+
+    Raises:
+        BadInputError: where no row fits.
+    """
+    require_ranks(ranks, hardware)
+    search = _Search(recipe, hardware, precision, _parts(recipe, ranks, precision))
+    found = {verdict: search.longest(verdict, ranks) for verdict in HEADROOM}
+    rows = {verdict: row for verdict, row in found.items() if row is not None}
+    if not rows:
+        raise BadInputError(f"--longest-row: no row of {STEP:,} tokens a device fits; use more or larger devices")
+    return rows
+
+
+def _parts(recipe: Recipe, ranks: int, precision: str) -> int:
+    """The most ranks that can share a row of the model."""
+    config = base_of(workload_of(_with_rows(recipe, STEP, 1), precision).model).config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 1)
+    return max(number for number in range(1, ranks + 1) if ranks % number == 0 and heads % number == 0)
+
+
+def _with_rows(recipe: Recipe, tokens: int, parts: int) -> Recipe:
+    data = recipe.data.model_copy(update={"max_length": tokens})
+    return recipe.model_copy(update={"data": data, "sharding": recipe.sharding.model_copy(update={"sequence": parts})})
+
+
+class _Search:
+    def __init__(self, recipe: Recipe, hardware: Hardware, precision: str, parts: int) -> None:
+        self.recipe, self.hardware, self.precision, self.parts = recipe, hardware, precision, parts
+        self._planners: dict[int, Planner] = {}
+
+    def longest(self, verdict: Verdict, ranks: int) -> LongestRow | None:
+        """Of all setups; None where no row fits."""
+        setups = list(_setups(self.recipe, ranks, self.precision))
+        setup = max(setups, key=lambda setup: self._limit(setup, verdict))
+        local = int(self._limit(setup, verdict)) // STEP * STEP
+        while local >= STEP:
+            row = self.planner(local).row(setup)
+            if max(self._excess(row, verdict)) <= 0:
+                return LongestRow(local * self.parts, tuple(_settings(setup, self.parts)), row)
+            local = int(local * 0.99) // STEP * STEP
+        return None
+
+    def _limit(self, setup: Setup, verdict: Verdict) -> float:
+        """Tokens of a rank at which the first memory is full."""
+        (few, many) = (self._excess(self.planner(local).row(setup), verdict) for local in PROBED)
+        slopes = [(b - a) / (PROBED[1] - PROBED[0]) for a, b in zip(few, many, strict=True)]
+        return min(PROBED[0] - a / slope for a, slope in zip(few, slopes, strict=True) if slope > 0)
+
+    def _excess(self, row: PlanRow, verdict: Verdict) -> list[float]:
+        """Bytes more than the device has, and than the host has."""
+        hardware = self.hardware
+        need = row.peak.total * HEADROOM[verdict] + CONTEXT_BYTES[hardware.device_type]
+        host = [] if hardware.host_memory_bytes is None else [row.host_bytes - float(hardware.host_memory_bytes)]
+        return [need - hardware.memory_bytes, *host]
+
+    def planner(self, local: int) -> Planner:
+        if local not in self._planners:  # what setups share is probed once
+            recipe = _with_rows(self.recipe, local * self.parts, self.parts)
+            workload = replace(workload_of(recipe, self.precision), attention=UNMASKED)
+            self._planners[local] = Planner(recipe, workload, self.hardware)
+        return self._planners[local]
+
+
+def _setups(recipe: Recipe, ranks: int, precision: str) -> Iterator[Setup]:
+    offloads = (False, True) if can_offload(recipe, precision) else (False,)
+    for offload, on_host in itertools.product(offloads, (False, True)):
+        yield Setup(STRATEGIES["zero3"], MeshShape(1, ranks), offload, Checkpointing(1, on_host), 1, 1)
+
+
+def _settings(setup: Setup, parts: int) -> Iterator[str]:
+    if parts > 1:
+        yield f"sharding.sequence={parts}"
+    yield "sharding.activation_checkpointing=1"
+    if setup.checkpointing is not None and setup.checkpointing.offload:
+        yield "sharding.offload_checkpoints=true"
+    if setup.offload:
+        yield "sharding.offload=optimizer"
+    yield "training.micro_batch_size=1"
+    yield "training.gradient_accumulation_steps=1"
