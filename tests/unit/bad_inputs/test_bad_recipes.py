@@ -181,7 +181,6 @@ logging.every_steps=0
 logging.trackers=wandb
 logging.trackers=[weights]
 training.patience=0
-training.patience=2
 logging.sample_prompt=3
 logging.sample_max_new_tokens=0
 export.enabled=2
