@@ -186,7 +186,8 @@ def network_cut_for_a_while(site: Site) -> str | None:
 
 def clock_moved(site: Site) -> str:
     moved = site.chance.choice(CLOCKS)
-    site.clock.write_bytes(struct.pack("d", moved))
+    with site.clock.open("r+b") as file:  # its length stays, as the ranks have mapped it
+        file.write(struct.pack("d", moved))
     with contextlib.suppress(FileNotFoundError):
         os.utime(site.folder / LEASE, (time.time() + moved, time.time() + moved))
     site.attempt.wait(site.chance.uniform(0.0, 1.0))

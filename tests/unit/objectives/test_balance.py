@@ -37,7 +37,7 @@ def counted(model: Any, balance: Balance, batch: dict[str, torch.Tensor]) -> tor
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_choices_of_real_tokens_are_counted_and_padding_is_not(kind: str) -> None:
-    """NeMo Automodel#1408, trl and transformers count a router's padding, or nothing."""
+    """Padding is routed, too, and counts for nothing."""
     model, batch = mixture(kind), micro_batches(1)[0]
     found = counted(model, Balance(find_routers(model)), batch)
     routed = model.model(input_ids=batch["input_ids"], output_router_logits=True, use_cache=False).router_logits
