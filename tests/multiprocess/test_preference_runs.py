@@ -111,7 +111,9 @@ def runs(folder: Path) -> dict[str, Any]:
     ranks = int(os.environ["WORLD_SIZE"])
     found: dict[str, Any] = {}
 
-    def run(name: str, adapter: Any, data: dict[str, Any], objective: dict[str, Any], **training: Any) -> None:
+    def run(
+        name: str, adapter: Any, data: dict[str, Any], objective: dict[str, Any], sequence: int = 1, **training: Any
+    ) -> None:
         meet()
         values = recipe_values(
             folder / "model", folder / "pairs.jsonl", folder / f"{name}-{ranks}", folder / f"c-{ranks}"
@@ -121,6 +123,7 @@ def runs(folder: Path) -> dict[str, Any]:
         values["optimizer"] = {"learning_rate": 3e-3, "weight_decay": 0.0}
         values["schedule"] = {"kind": "constant"}
         values["training"] |= {"max_steps": STEPS, "seed": SEED, **training}
+        values["sharding"] = {"sequence": sequence}
         if adapter is not None:
             values["adapter"] = adapter
         try:
@@ -132,6 +135,9 @@ def runs(folder: Path) -> dict[str, Any]:
     size = {"micro_batch_size": 4 // ranks, "gradient_accumulation_steps": 2}
     for case, adapter in CASES.items():
         run(case, adapter, {"packing": False}, {"beta": BETA}, **size)
+    if ranks == 2:
+        apart = {"packing": False, "cache_dir": str(folder / "c-shared")}  # so that it makes its own reference
+        run("shared", None, apart, {"beta": BETA}, 2, micro_batch_size=4, gradient_accumulation_steps=2)
     kept = list((folder / f"c-{ranks}").glob("reference-*/*.npy"))
     for steps in (1, 2):
         run(f"steps-{steps}", None, {"packing": False}, {"beta": BETA}, **size, max_steps=steps, seed=SEED + 1)
@@ -154,7 +160,8 @@ def plain(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_run_is_the_plain_loop(ranks: int, folder: Path, plain: dict[str, Any]) -> None:
     found = run_on_ranks(runs, ranks, folder)[0]
-    for case in CASES:
+    plain = {**plain, "shared": plain["full"]}
+    for case in (*CASES, *(["shared"] if ranks == 2 else [])):
         losses = [record["loss"] for record in found[case] if record["split"] == "train"]
         assert losses == pytest.approx(plain[case]["loss"], rel=1e-5), case
         assert losses[0] == pytest.approx(math.log(2), rel=1e-5), "at first the model is its own reference"

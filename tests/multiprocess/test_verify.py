@@ -94,10 +94,11 @@ def break_ranks(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"), prepend=os.pathsep)
 
 
-def test_the_command_passes_on_two_ranks(folder: Path) -> None:
+@pytest.mark.parametrize("sequence", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_command_passes_on_two_ranks(sequence: int, folder: Path) -> None:
     done = command(
         *("--recipe", str(folder / "recipe.yaml"), "--config", str(folder / "zero3.yaml"), "--json"),
-        *("--steps", "4", "sharding.activation_checkpointing=1"),
+        *("--steps", "4", "sharding.activation_checkpointing=1", f"sharding.sequence={sequence}"),
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
