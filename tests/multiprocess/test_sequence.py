@@ -287,7 +287,7 @@ def plain(folder: Path) -> dict[str, Any]:
 def require_plain(found: dict[str, Any], plain: dict[str, Any]) -> None:
     """That every run is the plain loop: to the rounding of 16 bits where it computes in them."""
     for name, records in found.items():
-        loss, norm = (1e-2, 5e-2) if name.endswith("bf16") else (1e-6, 1e-5)
+        loss, norm = (5e-4, 5e-2) if name.endswith("bf16") else (1e-6, 1e-5)
         steps = [record for record in records if record["split"] == "train"]
         assert [record["loss"] for record in steps] == pytest.approx(plain["loss"], rel=loss), name
         assert [record["grad_norm"] for record in steps] == pytest.approx(plain["norm"], rel=norm), name
