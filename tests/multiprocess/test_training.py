@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
     texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
     save_llama(folder / "model", texts, tied=True)
     poisoned = load_file(folder / "model/model.safetensors")
-    poisoned["model.norm.weight"][0] = float("nan")
+    poisoned["model.norm.weight"].fill_(3e38)  # the weights are finite, the logits are not
     broken = save_llama(folder / "broken", texts, tied=True)
     from safetensors.torch import save_file
 
@@ -197,14 +197,11 @@ def test_a_profile_leaves_a_trace_and_a_table_and_the_losses_alone(results: list
         }
         assert {"toolkit.profiled", "toolkit.data", "toolkit.update", "aten::mm"} <= names
     page = (result.output_dir / "report.html").read_text()
-    shares = [
-        float(share) for share in re.findall(r"<td>([0-9.]+)%</td></tr>", page.partition("Where the time went")[2])
-    ][:5]
+    table = page.partition("Where the time went")[2]
+    shares = [float(share) for share in re.findall(r'<td class="number">([0-9.]+) %</td></tr>', table)][:5]
     assert sum(shares[:4]) == pytest.approx(100, abs=0.3)
     assert min(shares[0], shares[1]) > 0, "compute and communication"
-    seconds = [float(text) for text in re.findall(r"<td>([0-9.]{6,})</td>", page.partition("Where the time went")[2])][
-        :5
-    ]
+    seconds = [float(text) for text in re.findall(r'<td class="number">([0-9.]{6,})</td>', table)][:5]
     wall = sum(record["step_seconds"] for record in result.metrics[1:3]) / 2
     assert 0.5 * wall < seconds[4] < 2 * wall + 0.1
 
