@@ -61,6 +61,12 @@ def atomic_write(path: Path, text: str, errors: str = "strict") -> None:
         temporary.unlink(missing_ok=True)
 
 
+def clear_interrupted_writes(folder: Path) -> None:
+    """Deletes what `atomic_write` has left where its process was killed; nobody else may be writing there."""
+    for temporary in folder.glob(".*.tmp"):
+        temporary.unlink(missing_ok=True)
+
+
 def is_store(name: str) -> bool:
     """True for a place in a store, as s3://bucket/runs/first, False for a path."""
     return "://" in name

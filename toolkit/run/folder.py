@@ -29,7 +29,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
 from toolkit.pages.status import is_finished as is_whole
-from toolkit.places import atomic_write, is_store
+from toolkit.places import atomic_write, clear_interrupted_writes, is_store
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.lease import unwritable
 from toolkit.run.status import FOLDER as BEATS_FOLDER
@@ -98,6 +98,7 @@ def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
         for name in ("metrics.jsonl", "data_report.json", DATA_PAGE, "samples.json", FINISHED):
             (output_dir / name).unlink(missing_ok=True)
         shutil.rmtree(output_dir / PROFILE_FOLDER, ignore_errors=True)
+    clear_interrupted_writes(output_dir)
     try:
         # Whole or not at all: a run that was killed just then is known again by its recipe.
         atomic_write(output_dir / "recipe.yaml", recipe.to_yaml())
