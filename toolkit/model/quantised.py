@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -264,8 +265,17 @@ def _require_blocks(layers: dict[str, Any]) -> None:
         )
 
 
+OLDEST_TORCH = Version("2.13")
+"""torch 2.11 cannot shard parameters of bytes: "only Tensors of floating point dtype can require gradients"."""
+
+
 def require_bitsandbytes() -> None:
-    """Raises BadInputError where bitsandbytes is not there or does not start; imports it."""
+    """Raises BadInputError where bitsandbytes is not there or does not start, or torch is too old; imports it."""
+    if Version(Version(torch.__version__).base_version) < OLDEST_TORCH:
+        raise BadInputError(
+            f"adapter.quantize: torch {torch.__version__} cannot shard quantised weights; install torch {OLDEST_TORCH} "
+            "or later, or set adapter.quantize=none"
+        )
     # It reports kernels of its own that are not installed, and that nobody needs.
     logger = logging.getLogger("bitsandbytes")
     level = logger.level

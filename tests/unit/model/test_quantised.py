@@ -16,7 +16,14 @@ from transformers import LlamaConfig, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from toolkit.errors import BadInputError, RecipeError
 from toolkit.model.adapters import add_adapter, quantise, trainable_share
-from toolkit.model.quantised import Quantisation, QuantisedLinear, QuantisedWeights, quantise_layers, quantised_fact
+from toolkit.model.quantised import (
+    Quantisation,
+    QuantisedLinear,
+    QuantisedWeights,
+    quantise_layers,
+    quantised_fact,
+    require_bitsandbytes,
+)
 from toolkit.model.stored_quantised import take_quantisation
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AdapterSection
@@ -108,6 +115,14 @@ def refused(section: AdapterSection, **fields: Any) -> str:
     with pytest.raises(BadInputError) as error:
         quantise(llama(**fields), section)
     return str(error.value)
+
+
+def test_a_torch_that_cannot_shard_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    with pytest.raises(
+        BadInputError, match=r"torch 2\.11\.0\+cu130 cannot shard quantised weights; install torch 2\.13"
+    ):
+        require_bitsandbytes()
 
 
 def test_what_cannot_be_quantised_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
