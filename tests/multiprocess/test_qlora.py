@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import make_texts
+from peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, peft_loop
 from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
 from tiny import recipe_values, save_llama
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-STEPS, ROWS_PER_STEP, SEED = 10, 12, 3
-TEXTS = [" ".join(text.split()[:16]) for text in make_texts(40, seed=1)]
+STEPS = 10
 NF4 = {"r": 4, "quantize": "nf4"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nf4": (NF4, {"target_modules": "all-linear"}),
@@ -88,44 +83,9 @@ def quantised_by_hand(folder: Path, case: str) -> nn.Module:
 
 
 def plain_loop(folder: Path, case: str) -> dict[str, Any]:
-    """peft as its own documentation has it, row by row."""
-    torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    settings = {"r": 4, "lora_alpha": 8, **CASES[case][1]}
-    base = quantised_by_hand(folder, case)
-    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).train()
-    for name, parameter in model.named_parameters():
-        if ".lora_A." in name:
-            seed = int.from_bytes(hashlib.sha256(f"{SEED}/{name}".encode()).digest()[:8]) >> 1
-            uniform = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
-            parameter.data.copy_(uniform / math.sqrt(parameter.shape[1]))
-    trained = [p for p in model.parameters() if p.requires_grad]
     # A large eps: AdamW divides by a gradient's own size, and where that is next to nothing rounding decides.
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
-        ],
-        lr=2e-2,
-        eps=1e-3,
-        foreach=False,
-    )
-    documents = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in TEXTS]
-    losses = []
-    for step in range(STEPS):
-        batch = [torch.tensor([documents[(step * ROWS_PER_STEP + i) % len(documents)]]) for i in range(ROWS_PER_STEP)]
-        count = sum(ids.shape[1] - 1 for ids in batch)
-        total = 0.0
-        for ids in batch:
-            logits = model(input_ids=ids).logits[0, :-1]
-            loss = F.cross_entropy(logits, ids[0, 1:], reduction="sum") / count
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(trained, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return {"losses": losses, "adapter": peft.get_peft_model_state_dict(model, save_embedding_layers=False)}
+    settings = {"r": 4, "lora_alpha": 8, **CASES[case][1]}
+    return peft_loop(quantised_by_hand(folder, case), folder / "model", settings, STEPS, eps=1e-3)
 
 
 def recipe(folder: Path, name: str, adapter: dict[str, Any], **training: Any) -> dict[str, Any]:

@@ -32,12 +32,13 @@ largest difference from its logits alone (rounding differs); both as a share of 
 
 
 class LeakError(BadInputError):
-    """Rows that share a sample see each other."""
+    """Rows that share a sample see each other.
 
-    @property
-    def why(self) -> str:
-        """What was found, without the field and what to do."""
-        return str(self).removeprefix("data.packing: ").partition(". Set ")[0]
+    Attributes:
+        why: what was found, without the field and what to do.
+    """
+
+    why: str
 
 
 @torch.no_grad()
@@ -121,7 +122,10 @@ def _require_small(found: tuple[float, float], tolerance: tuple[float, float], m
     elif differs > tolerance[1]:
         what = f"differ by {differs:.1e} of the largest from its own alone, more than {tolerance[1]:.0e}"
     if what is not None:
-        raise LeakError(
-            f"data.packing: rows that share a sample see each other in {class_name(base_of(model))} with attention "
-            f"{attention_of(model)!r}: the logits of one {what}. Set data.packing=false, or another model.attention"
+        why = (
+            f"rows that share a sample see each other in {class_name(base_of(model))} with attention "
+            f"{attention_of(model)!r}: the logits of one {what}"
         )
+        leak = LeakError(f"data.packing: {why}. Set data.packing=false, or another model.attention")
+        leak.why = why
+        raise leak

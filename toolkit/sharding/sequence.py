@@ -7,7 +7,7 @@ of the weights: FSDP2 shards over all ranks as ever, and sums of losses over tok
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -119,24 +119,31 @@ def tokens_for_heads(whole: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def _exchange(by_rank: torch.Tensor) -> torch.Tensor:
-    exchanged: torch.Tensor = _Exchange.apply(by_rank.contiguous(), _here.group)  # type: ignore[no-untyped-call]
+    exchanged: torch.Tensor = _OverGroup.apply(by_rank, _here.group, _all_to_all)  # type: ignore[no-untyped-call]
     return exchanged
 
 
-class _Exchange(torch.autograd.Function):
-    """Gives part i of a tensor (n, ...) to rank i of the group; it is its own transpose."""
+class _OverGroup(torch.autograd.Function):
+    """A collective of the group that is its own transpose, so that backward is the same collective."""
 
     @staticmethod
-    def forward(ctx: Any, by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.group = group
-        return _all_to_all(by_rank, group)
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        collective: Callable[[torch.Tensor, dist.ProcessGroup | None], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.group, ctx.collective = group, collective
+        return collective(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_to_all(gradient.contiguous(), ctx.group), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.collective(gradient, ctx.group), None, None
 
 
 def _all_to_all(by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Gives part i of a tensor (n, ...) to rank i of the group."""
+    by_rank = by_rank.contiguous()
     if group is None:
         planned: torch.Tensor = _planned_exchange(by_rank)
         return planned
@@ -156,19 +163,8 @@ _planned_exchange.register_fake(torch.empty_like)
 
 def summed_over_group(part: torch.Tensor) -> torch.Tensor:
     """The sum of every rank's part, on each rank of the group; the gradient is summed alike."""
-    summed: torch.Tensor = _Sum.apply(part, _here.group)  # type: ignore[no-untyped-call]
+    summed: torch.Tensor = _OverGroup.apply(part, _here.group, _all_reduce)  # type: ignore[no-untyped-call]
     return summed
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.group = group
-        return _all_reduce(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(gradient, ctx.group), None
 
 
 def _all_reduce(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
