@@ -46,6 +46,10 @@ class StoreError(ToolkitError):
     """A store (`checkpoint.to`) that cannot be reached, refuses, or has not kept what was written."""
 
 
+class HubError(ToolkitError):
+    """An export that could not be pushed to the hub; it is whole on disk."""
+
+
 class UnitError(BadInputError):
     """No FSDP units can be planned for this model, or an override matches nothing."""
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -688,6 +689,32 @@ class ExportSection(Section):
     )
     merge: bool = Field(False, description="Merge the adapters into the weights and export a whole model.")
     verify: bool = Field(True, description="Reload the exported folder and compare its logits on one batch.")
+    push_to_hub: str | None = Field(
+        None,
+        description="Push the export and its model card to this model repository of the hub, NAMESPACE/NAME, at the "
+        "end; null: do not.",
+    )
+    hub_private: bool = Field(
+        True, description="Make that repository private. false: make it public, or push to one that is public."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ExportSection:
+        if self.push_to_hub is not None and not _is_repository(self.push_to_hub):
+            raise contradiction(
+                f"export.push_to_hub: found {self.push_to_hub!r}; needs NAMESPACE/NAME of letters, digits, '-', '_' "
+                "and '.', for example my-team/my-model"
+            )
+        if self.push_to_hub is None and not self.hub_private:
+            raise contradiction("export.hub_private has no effect without export.push_to_hub; remove it")
+        return self
+
+
+def _is_repository(name: str) -> bool:
+    """Whether the hub could have a repository of this name, as huggingface_hub judges it."""
+    return re.fullmatch(r"(\w[\w.-]{0,94}\w|\w)/(\w[\w.-]{0,94}\w|\w)", name, flags=re.ASCII) is not None and not (
+        "--" in name or ".." in name or name.endswith(".git")
+    )
 
 
 def steps_of_run(training: TrainingSection, num_samples: int, samples_per_step: int) -> int:

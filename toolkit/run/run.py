@@ -16,6 +16,7 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from toolkit import ranks
+from toolkit.checkpoint.push import push_export, require_login
 from toolkit.checkpoint.resume import Resumption, find
 from toolkit.checkpoint.session import RunCheckpoints
 from toolkit.checkpoint.store import StorePath, store_of
@@ -86,6 +87,7 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
 
     Raises:
         ToolkitError: on every rank; with exit code 2 for bad input, before anything is left behind.
+        HubError: where the export could not be pushed; the run is done.
     """
     started = time.perf_counter()
     if not isinstance(recipe, Recipe):
@@ -94,8 +96,10 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
         raise BadInputError("overrides: the recipe is loaded already; give them to Recipe.load")
     with _started(recipe) as (accelerator, plugin, output_dir, console), ExitStack() as running:
         if ranks.on_first_rank(lambda: is_finished(output_dir, recipe)):
-            console.print(f"this run is finished already, and nothing was done: {output_dir}", markup=False)
-            return ranks.on_first_rank(lambda: finished_before(output_dir))
+            console.print(f"this run is finished already, and nothing was trained: {output_dir}", markup=False)
+            before = ranks.on_first_rank(lambda: finished_before(output_dir))
+            _push(recipe, before)
+            return before
         running.enter_context(owned(output_dir))
         store = store_of(recipe.checkpoint.to)
         running.enter_context(owned_store(store))
@@ -123,7 +127,15 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
         conclude(console, recipe, result)
         if fitted.missing is not None:
             console.warn(fitted.missing)
+        beats.at(Phase.EXPORT)
+        _push(recipe, result)
         return result
+
+
+def _push(recipe: Recipe, result: FinetuneResult) -> None:
+    """Pushes the export where the recipe asks for it: last, as the run is whole without it."""
+    if result.export_dir is not None:
+        push_export(recipe.export, result.export_dir)
 
 
 def rehearse(recipe: Recipe) -> None:
@@ -160,6 +172,7 @@ def _started(recipe: Recipe) -> Iterator[tuple[Accelerator, ShardingPlugin, Path
     accelerator = build_accelerator(recipe, plugins, output_dir)
     console = Terminal(quiet=not accelerator.is_main_process)
     with released_at_last(accelerator, plugin), ended_with_launcher():
+        ranks.on_first_rank(lambda: require_login(recipe.export))
         yield accelerator, plugin, output_dir, console
 
 
