@@ -222,6 +222,9 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             compilation=self.compilation,
             prefetch=self.prefetch,
         )
+        # transformers' mark of a sharded model: `generate` then goes on until every rank has ended its rows. Without
+        # it, a rank that ends early leaves the others in a gather.
+        model._is_fsdp_managed_module = True  # type: ignore[assignment]
         _tell_empty_shards_apart(model)
         for optimizer in accelerator._optimizers:
             _rebind(optimizer, renewed)
@@ -323,6 +326,8 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
             if self.plugin.strategy.replicated:
                 sizes, names = (self.dp_replicate_size, *sizes), ("dp_replicate", *names)
             mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+            # The axis that `fsdp_dim_names` names; TRL's `prepare_fsdp` shards reference models along it.
+            mesh["dp_shard"]._flatten("dp_shard_cp")
             self.device_mesh = mesh
         return mesh
 

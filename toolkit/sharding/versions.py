@@ -83,6 +83,9 @@ PRIVATE_NAMES = (
         ),
     ),
     PrivateName("accelerate.utils.fsdp_utils:fsdp2_prepare_model", ("isinstance(model, FSDPModule)",)),
+    # plugin.py: the mesh has the axis that Accelerate's own gives to those who shard a second model.
+    PrivateName("accelerate:ParallelismConfig.fsdp_dim_names.fget", ('"dp_shard_cp"',)),
+    PrivateName("torch.distributed.device_mesh:DeviceMesh._flatten", ("mesh_dim_name",)),
     # Why empty shards need a pointer of their own; when this goes, `_tell_empty_shards_apart` can go.
     PrivateName(
         "accelerate:Accelerator._prepare_fsdp2",
