@@ -177,7 +177,7 @@ def runs_under_strategies() -> dict[tuple[str, str], dict[str, Any]]:
     return {(name, strategy): sharded_run(name, strategy) for name in MODELS for strategy in strategies}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_models_with_special_parameters_train_as_the_plain_model(num_ranks: int) -> None:
     plain = {name: plain_run(name) for name in MODELS}
     results = run_on_ranks(runs_under_strategies, num_ranks)

@@ -17,7 +17,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -53,14 +53,14 @@ Trace = list[dict[str, Any]]
 """Records of metrics.jsonl, cut down to `ranks`, `split`, `step` and `FIGURES`."""
 
 
-def record() -> dict[str, Trace]:
-    """Name of each shipped recipe -> its trace on one and on two ranks."""
+def record(rank_counts: Sequence[int] = RANKS) -> dict[str, Trace]:
+    """Name of each shipped recipe -> its trace on one rank and then on two, or on those of them that are named."""
     from ranks import run_on_ranks
 
     traces: dict[str, Trace] = {path.stem: [] for path in RECIPES}
     with TemporaryDirectory() as folder:
         recipes = _copied(Path(folder))
-        for num_ranks in RANKS:
+        for num_ranks in rank_counts:
             first, *others = run_on_ranks(_losses, num_ranks, recipes)
             assert all(other == first for other in others), "the ranks tell different losses"
             for name, trace in first.items():
