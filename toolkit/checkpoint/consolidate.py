@@ -37,7 +37,7 @@ from toolkit.checkpoint.manifest import (
     read_checkpoint,
     step_folder,
 )
-from toolkit.checkpoint.state import MODEL
+from toolkit.checkpoint.state import AVERAGE, MODEL
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import add_adapter, has_adapter, quantise, write_adapter
@@ -78,7 +78,7 @@ def export_checkpoint(
     unfinished = to.with_name(f".{to.name}.{uuid.uuid4().hex}.unfinished")
     unfinished.mkdir(parents=True)
     try:
-        tensors = read_whole(folder, manifest, settings.max_shard_bytes)
+        tensors = read_whole(folder, manifest, settings.max_shard_bytes, settings.average)
         if has_adapter(model):
             write_adapter(model, tensors, unfinished, manifest.base)
             tokenizer.save_pretrained(unfinished)
@@ -86,7 +86,7 @@ def export_checkpoint(
         else:
             write_weights(tensors, {name for name, _ in model.named_parameters()}, unfinished, settings)
             write_configuration(model, tokenizer, unfinished, settings.dtype)
-            difference = _difference(folder, manifest, config, unfinished, settings.dtype) if verify else None
+            difference = _difference(folder, manifest, config, unfinished, settings) if verify else None
         if difference is not None:
             require_close(difference, TOLERANCE[settings.dtype])
         let_others_read(unfinished)
@@ -132,6 +132,7 @@ def export_run(
     dtype: str = "float32",
     verify: bool = True,
     max_shard_gib: float = ExportSection().max_shard_gib,
+    average: bool = True,
 ) -> Exported:
     """Converts a run's checkpoint to a folder that `from_pretrained` loads, in one process.
 
@@ -144,6 +145,7 @@ def export_run(
         dtype: of the weights: float32, bfloat16 or float16.
         verify: reload the folder and compare its logits.
         max_shard_gib: largest file of weights (GiB).
+        average: export the averaged weights (`training.ema`) where the checkpoint has them; otherwise the last ones.
 
     Raises:
         BadInputError: no such checkpoint, one that is damaged, or a folder that exists.
@@ -151,18 +153,18 @@ def export_run(
     """
     to = Path(to)
     if is_store(str(run)):
-        return _export_stored(StorePath(str(run)), to, checkpoint, dtype, verify, max_shard_gib)
+        return _export_stored(StorePath(str(run)), to, checkpoint, dtype, verify, max_shard_gib, average)
     run = Path(run)
     if dtype not in EXPORT_TYPES:
         raise BadInputError(f"dtype: unknown {dtype!r}; allowed: {', '.join(EXPORT_TYPES)}")
     folder = _last(run) if checkpoint is None else step_folder(run, checkpoint)
     manifest = read_checkpoint(folder)
-    settings = ExportSettings(getattr(torch, dtype), int(max_shard_gib * GIB))
+    settings = ExportSettings(getattr(torch, dtype), int(max_shard_gib * GIB), average=average)
     return Exported(to, manifest.step, export_checkpoint(run, folder, manifest, to, settings, verify))
 
 
 def _export_stored(
-    store: StorePath, to: Path, step: int | None, dtype: str, verify: bool, max_shard_gib: float
+    store: StorePath, to: Path, step: int | None, dtype: str, verify: bool, max_shard_gib: float, average: bool
 ) -> Exported:
     """The export of a checkpoint in a store, by way of a folder that looks like its run's."""
     last = latest(store) if step is None else look_at(step_folder(store, step))
@@ -180,7 +182,7 @@ def _export_stored(
             path.get(run / MODEL_FILES / path.name)
         for name in (MANIFEST, COMPLETE):
             (step_folder(store, last.step) / name).get(step_folder(run, last.step) / name)
-        return export_run(run, to, last.step, dtype, verify, max_shard_gib)
+        return export_run(run, to, last.step, dtype, verify, max_shard_gib, average)
 
 
 def _last(run: Path) -> Path:
@@ -204,15 +206,20 @@ def _empty_model(config: PretrainedConfig, manifest: Manifest) -> PreTrainedMode
     return add_adapter(model, section, recipe["model"]["name_or_path"], recipe["model"]["revision"])
 
 
-def read_whole(folder: Path, manifest: Manifest, max_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's tensors, whole, under their names in the model, some `max_bytes` in memory at a time."""
+def read_whole(folder: Path, manifest: Manifest, max_bytes: int, average: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's tensors, whole, under their names in the model, some `max_bytes` in memory at a time.
+
+    Args:
+        average: averages in place of the weights, where the checkpoint has them.
+    """
     group: dict[str, torch.Tensor] = {}
-    for name, (dtype, shape) in manifest.tensors.items():
-        if name.startswith(MODEL):
-            group[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            if sum(tensor.nbytes for tensor in group.values()) >= max_bytes:
-                yield from _loaded(folder, group)
-                group = {}
+    for name in [name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)]:
+        stored = AVERAGE + name if average and AVERAGE + name in manifest.tensors else MODEL + name
+        dtype, shape = manifest.tensors[stored]
+        group[stored] = torch.empty(shape, dtype=getattr(torch, dtype))
+        if sum(tensor.nbytes for tensor in group.values()) >= max_bytes:
+            yield from _loaded(folder, group)
+            group = {}
     yield from _loaded(folder, group)
 
 
@@ -220,21 +227,21 @@ def _loaded(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[st
     if tensors:
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     for name, tensor in tensors.items():
-        yield name.removeprefix(MODEL), tensor
+        yield name.removeprefix(MODEL).removeprefix(AVERAGE), tensor
 
 
 @torch.no_grad()
-def _difference(folder: Path, manifest: Manifest, config: object, export: Path, dtype: torch.dtype) -> float:
+def _difference(folder: Path, manifest: Manifest, config: object, export: Path, settings: ExportSettings) -> float:
     """Of the logits between the checkpoint's own tensors and the reloaded export, on arbitrary tokens."""
     model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
-    state = dict(read_whole(folder, manifest, max_bytes=2**62))
+    state = dict(read_whole(folder, manifest, 2**62, settings.average))
     # Not strict: tied weights are in a checkpoint once.
     model.load_state_dict(state, strict=False)
     model.tie_weights()
     # In the exported type, so that its rounding is no difference.
-    model = model.to(dtype).eval()
+    model = model.to(settings.dtype).eval()
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     tokens = torch.randint(0, vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))
     expected = model(input_ids=tokens).logits.float()
-    found = reload(export, torch.device("cpu"), dtype)(input_ids=tokens).logits.float()
+    found = reload(export, torch.device("cpu"), settings.dtype)(input_ids=tokens).logits.float()
     return relative_difference(found, expected)

@@ -52,11 +52,13 @@ class ExportSettings:
         dtype: of the weights; buffers keep theirs.
         max_shard_bytes: largest safetensors file, unless one tensor is larger.
         merge: adapters are added to the weights; otherwise they are all that is written.
+        average: of a checkpoint, the averages (`training.ema`) in place of the weights, where it has them.
     """
 
     dtype: torch.dtype
     max_shard_bytes: int
     merge: bool = False
+    average: bool = True
 
 
 def export(

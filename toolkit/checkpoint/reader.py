@@ -16,9 +16,10 @@ from toolkit import ranks
 from toolkit.checkpoint.manifest import METRICS, Manifest
 from toolkit.checkpoint.state import MODEL, described, first_failure, put_back, with_optimizer_state
 from toolkit.errors import BadInputError
+from toolkit.optim.ema import Ema
 from toolkit.recipe.recipe import Recipe
 
-MATTERS = ("model", "data", "objective", "adapter", "optimizer.kind", "training.seed")
+MATTERS = ("model", "data", "objective", "adapter", "optimizer.kind", "training.seed", "training.ema")
 """Sections and fields of a recipe without which the state of another run means something else."""
 
 HARMLESS = (
@@ -73,13 +74,15 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def load_tensors(folder: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Reads the state into a model and an optimizer, sharded as they are now. Collective.
+def load_tensors(
+    folder: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None
+) -> None:
+    """Reads the state into a model, an optimizer and averages, sharded as they are now. Collective.
 
     Raises:
         BadInputError: where the checkpoint's tensors are not theirs.
     """
-    tensors = with_optimizer_state(model, optimizer)
+    tensors = with_optimizer_state(model, optimizer, ema)
     # Types and shapes are compared before anything is read, for an error that names the tensor.
     problem = _misfit(manifest.tensors, described(tensors))
     if problem is not None:

@@ -110,7 +110,7 @@ class RunCheckpoints:
             date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             versions={package: version(package) for package in PACKAGES},
         )
-        tensors = named_tensors(self._model, self._optimizer)
+        tensors = named_tensors(self._model, self._optimizer, trainer.ema)
         parameters = [name for name, _ in self._model.named_parameters()]
         job = Job(manifest, tensors, parameters, random_states(), self._metrics.records)
         return self._checkpointer.save(job, wait) and (not wait or self._is_copied())
@@ -184,7 +184,7 @@ class RunCheckpoints:
     def _restore(
         self, folder: Path, manifest: Manifest, trainer: Trainer, schedule: LambdaLR, num_positions: int
     ) -> None:
-        reader.load_tensors(folder, manifest, self._model, self._optimizer)
+        reader.load_tensors(folder, manifest, self._model, self._optimizer, trainer.ema)
         # The schedule has no state in the checkpoint: it follows from the steps, and waits in those that are skipped.
         for _ in range(manifest.step - manifest.trainer.get("skipped_steps", 0)):
             schedule.step()

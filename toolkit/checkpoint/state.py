@@ -16,14 +16,17 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import first_line
 from toolkit.model.adapters import has_adapter, trained_names
+from toolkit.optim.ema import Ema
 from toolkit.sharding.shards import beside, local_tensor, state_once
 
-MODEL = "model."
-"""Before the names of the model's tensors; the optimizer's begin with `optimizer.`"""
+MODEL, AVERAGE = "model.", "average."
+"""Before the names of the model's tensors and of their averages; the optimizer's begin with `optimizer.`"""
 
 
-def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The live tensors of model and optimizer: DTensors where they are sharded, tied weights once.
+def named_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None = None
+) -> dict[str, torch.Tensor]:
+    """The live tensors of model, optimizer and averages: DTensors where they are sharded, tied weights once.
 
     Of an adapted model only what is trained: the rest is where it was. With offload they are the float32
     masters and the moments on the host, as without. A tensor without dimensions is shown with one, and a
@@ -35,6 +38,7 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     state = state_once(model)
     kept_names = trained_names(model) if has_adapter(model) else state.keys()
     tensors = {f"{MODEL}{name}": tensor for name, tensor in state.items() if name in kept_names}
+    tensors |= {f"{AVERAGE}{name}": tensor for name, tensor in ema.tensors.items()} if ema is not None else {}
     tensors |= {name: unquantised(value) for name, value in _optimizer_tensors(model, optimizer)}
     return {name: tensor.detach() if tensor.ndim else tensor.detach().view(1) for name, tensor in tensors.items()}
 
@@ -88,12 +92,14 @@ def put_back(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[s
             local_tensor(value).copy_(local_tensor(tensors[name]))
 
 
-def with_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def with_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None
+) -> dict[str, torch.Tensor]:
     """`named_tensors`, after the optimizer has made the tensors that it otherwise makes in its first step."""
     # torch makes missing state by a step on zeros of its own. Taken for parameters that no rank used, these once
     # cost every resumed run its moments (docs/log.md).
     get_optimizer_state_dict(model, optimizer)
-    return named_tensors(model, optimizer)
+    return named_tensors(model, optimizer, ema)
 
 
 def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

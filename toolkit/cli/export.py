@@ -31,13 +31,17 @@ def export(
     max_shard_gib: Annotated[
         float, typer.Option(help="Split the weights into files of at most this size (GiB).")
     ] = MAX_SHARD_GIB,
+    average: Annotated[
+        bool,
+        typer.Option("--average/--no-average", help="Export the averaged weights (training.ema) where there are some."),
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder, in one process, with one of its files in memory at a time."""
     type_name = parse_dtype(dtype)
     from toolkit.checkpoint.consolidate import export_run
 
-    done = export_run(run, to, checkpoint, type_name, check, max_shard_gib)
+    done = export_run(run, to, checkpoint, type_name, check, max_shard_gib, average)
     if as_json:
         print(json.dumps({**dataclasses.asdict(done), "folder": str(done.folder), "dtype": type_name}, indent=1))
         return

@@ -115,14 +115,25 @@ class Planner:
     @cached_property
     def _states(self) -> int:
         """Bytes of a whole model's parameters, gradients and optimizer state."""
-        each = 4 + OPTIMIZER_BYTES[self.recipe.optimizer.kind]
+        each = 4 + self._kept_bytes
         return sum(int(p.numel * (p.held + each * p.trainable)) for unit in self.units for p in unit.parameters)
+
+    @property
+    def _kept_bytes(self) -> float:
+        """Of a trainable element, beside itself: the optimizer's state and its average."""
+        return OPTIMIZER_BYTES[self.recipe.optimizer.kind] + 4 * (self.recipe.training.ema is not None)
+
+    def _average_bytes(self, setup: Setup) -> int:
+        """Of the averaged weights, a rank's part."""
+        if self.recipe.training.ema is None:
+            return 0
+        return 4 * sum(unit.trainable_numel(setup.mesh.shard) for unit in self.units)
 
     def moments(self, setup: Setup) -> list[Memory]:
         """What a rank holds during a step."""
         shapes, layout = self.units, self.layout(setup)
         found = replay(shapes, self.probe(setup), setup.strategy, layout, setup.accumulation, setup.by_block)
-        beside = self._streamed_bytes(setup)
+        beside = self._streamed_bytes(setup) if setup.offload else self._average_bytes(setup)
         if self.hardware.device_type == "cpu":
             # Host and device are one memory: what is offloaded or copied stays in it.
             beside += self.rank_host_bytes(setup)
@@ -193,8 +204,7 @@ class Planner:
             return 0
         is_adapted = self.recipe.adapter.kind != "none"  # then the base is not saved
         state = sum(
-            parameter.shard_numel(setup.mesh.shard)
-            * (parameter.held + OPTIMIZER_BYTES[self.recipe.optimizer.kind] * parameter.trainable)
+            parameter.shard_numel(setup.mesh.shard) * (parameter.held + self._kept_bytes * parameter.trainable)
             for unit in self.units
             for parameter in unit.parameters
             if parameter.trainable or not is_adapted
@@ -226,7 +236,9 @@ class Planner:
             return 0
         streamed = self.recipe.sharding.offload_executor == "device_stream"
         staged = 0 if streamed else STAGING_BUFFERS * (COMPUTE_BYTES[self.workload.mixed_precision] or 4)
-        return plan_host(self._hosted(setup), MOMENTS, self._landing_bytes(setup), staged).total
+        hosted = plan_host(self._hosted(setup), MOMENTS, self._landing_bytes(setup), staged).total
+        # Averages, and the copy of the masters that an evaluation makes way for them with.
+        return hosted + 2 * self._average_bytes(setup)
 
     def offload_plan(self, setup: Setup) -> OffloadPlan | None:
         if not setup.offload:

@@ -555,6 +555,11 @@ class TrainingSection(Section):
         description="End the run, with exit code 0, after N evaluations in a row without a lower held-out loss; null: "
         "never. The last weights are exported; checkpoint.keep_best keeps the best ones.",
     )
+    ema: OpenFraction | None = Field(
+        None,
+        description="Average the weights over the steps with this decay, for example 0.999, in float32; evaluate and "
+        "export the averages. null: do not.",
+    )
     profile_steps: list[PositiveInt] | None = Field(
         None,
         min_length=2,

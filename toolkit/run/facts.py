@@ -43,6 +43,8 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
             f"each shared by {recipe.sharding.sequence} ranks; checked: logits as of whole rows "
             f"(difference {parts.parts_differ:.0e})"
         )
+    if recipe.training.ema is not None:
+        facts["average"] = f"of the weights, decay {recipe.training.ema:g} a step; it is evaluated and exported"
     if parts.by_block is not None:
         facts["accumulate"] = "by block: a step gathers each unit twice and reduces it once"
     if parts.head_loss is not None:

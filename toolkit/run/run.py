@@ -25,6 +25,7 @@ from toolkit.data.samples import TextSamples
 from toolkit.data.stream import describe_stream
 from toolkit.errors import BadInputError
 from toolkit.optim.build import build_schedule
+from toolkit.optim.ema import Ema
 from toolkit.pages.run_page import RunSummary
 from toolkit.planning.time.hardware import peak_flops_of
 from toolkit.recipe.recipe import Recipe
@@ -276,6 +277,7 @@ def _build_trainer(
     profile: StepProfile | None,
     beats: Beats,
 ) -> Trainer:
+    decay = recipe.training.ema
     return Trainer(
         accelerator,
         parts.model,
@@ -294,6 +296,7 @@ def _build_trainer(
         beats=beats,
         by_block=parts.by_block,
         balance=parts.balance,
+        ema=None if decay is None else Ema(accelerator.unwrap_model(parts.model), decay),
     )
 
 

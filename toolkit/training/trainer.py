@@ -22,6 +22,7 @@ from toolkit.data.samples import Batch
 from toolkit.errors import StoppedError, TrainingError
 from toolkit.objectives.balance import Balance
 from toolkit.objectives.objective import Objective, OverWindow
+from toolkit.optim.ema import Ema
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.offload import engine_of
@@ -93,6 +94,7 @@ class Trainer:
         beats: told what begins.
         by_block: runs the micro-batches of a step by block; None: one after another.
         balance: watches the routers of a mixture of experts; None: there are none.
+        ema: averages the weights, and is evaluated in their place; None: there are no averages.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Trainer:
         beats: Beats | None = None,
         by_block: ByBlock | None = None,
         balance: Balance | None = None,
+        ema: Ema | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -131,6 +134,7 @@ class Trainer:
         self.profile = profile
         self.beats = beats or Beats()
         self.by_block = by_block
+        self.ema = ema
         self.experts = ExpertLoads(balance or Balance([]), accelerator, metrics)
         self.counters = Counters()
         self._upcoming: list[Batch] | None = None
@@ -151,6 +155,8 @@ class Trainer:
     def fit(self) -> None:
         """Runs every window, evaluating at the start, so often as the settings say, and at the end.
 
+        With averages, the model has them afterwards.
+
         Raises:
             TrainingError: after `max_non_finite_steps` steps in a row without a finite loss and gradient.
             StoppedError: where a rank wanted to end; the state is saved.
@@ -170,6 +176,8 @@ class Trainer:
                 raise
         if not self._evaluation_due():
             self.evaluate()
+        if self.ema is not None:
+            self.ema.put()  # nothing is saved any more; what is left to do shows and exports the model
 
     def _fit(self, windows: Iterator[list[Batch]]) -> None:
         self._profile_from(self.global_step + 1)
@@ -245,6 +253,8 @@ class Trainer:
         step = self._gathered(loss_sum, self._clip(), figures, counts)
         loads = self.experts.balance.loads()  # before the update, as long as host and device are together
         skipped = self._update(step.grad_norm)
+        if self.ema is not None and not skipped:
+            self.ema.update()
         return replace(step, skipped=skipped, experts=self.experts.after(self.global_step + 1, *loads, skipped))
 
     def _over_window(self, batches: Iterable[Batch], phase: Phase) -> Batch:
@@ -456,7 +466,8 @@ class Trainer:
         if self.evaluation is None:
             return
         self.model.eval()
-        with Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), torch.no_grad():
+        averaged = contextlib.nullcontext() if self.ema is None else self.ema.in_place()
+        with Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), averaged, torch.no_grad():
             shared = self._over_window(self.evaluation(), Phase.EVALUATE)
             batches = self._in_phase(self.evaluation(), Phase.EVALUATE)
             parts = [self.objective.evaluation_sums(self.model, {**batch, **shared}) for batch in batches]

@@ -1,0 +1,75 @@
+"""An exponential moving average of the weights, sharded as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.sharding.offload import engine_of
+from toolkit.sharding.shards import beside, local_tensor, state_once
+
+
+class Ema:
+    """Averages of a model's trainable parameters, in float32: average = decay x average + (1 - decay) x weight.
+
+    They begin with the weights that the model has when this is made, and no bias is corrected.
+
+    Args:
+        model: not wrapped in DDP, and sharded already.
+        decay: of one optimizer step.
+
+    Attributes:
+        tensors: name of a parameter -> its average; a DTensor where the parameter is. On the host where the optimizer
+            state is offloaded, beside the float32 masters of which it is the average.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._model = model
+        self._decay = decay
+        self._to_host = engine_of(model) is not None
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        state = state_once(model)
+        self.tensors = {name: self._copied(tensor) for name, tensor in state.items() if name in trained}
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        local = local_tensor(tensor)
+        device = torch.device("cpu") if self._to_host else local.device
+        local = local.to(device, torch.float32, copy=True)
+        return beside(tensor, local) if isinstance(tensor, DTensor) else local
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes the weights of one optimizer step in. Where they are offloaded, waits until they have been stepped."""
+        state = state_once(self._model)
+        for name, average in self.tensors.items():
+            local = local_tensor(average)
+            local.lerp_(local_tensor(state[name]).to(local.device, local.dtype), 1.0 - self._decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While entered, the model computes with the averages; a copy of its weights takes their memory once more."""
+        state = state_once(self._model)
+        last = {name: _cloned(state[name]) for name in self.tensors}
+        self.put()
+        try:
+            yield
+        finally:
+            self._load(last)
+
+    def put(self) -> None:
+        """Gives the model the averages for good."""
+        self._load(self.tensors)
+
+    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        # Not strict: what is frozen stays, and tied weights are there once.
+        self._model.load_state_dict(tensors, strict=False)
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    local = local_tensor(tensor).clone()
+    return beside(tensor, local) if isinstance(tensor, DTensor) else local
