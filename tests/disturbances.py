@@ -23,12 +23,6 @@ from toolkit.run.lease import LEASE
 LIMIT_SECONDS = 120.0
 """Within which whatever a fault ends has ended. A launcher that is gone takes a minute, by promise."""
 
-BATCH_SECONDS = 30.0
-"""After which a batch system ends a job of which one host has ended, as `srun --kill-on-bad-exit` does.
-
-Nobody else does where the only rank of a host is stopped; and before the ranks have met, torch waits for half an hour.
-"""
-
 DISK_MIB = 48
 
 CLOCKS = (-4e7, -3600.0, 3600.0, 4e7, 4e8)
@@ -44,7 +38,6 @@ class Site:
         has_disk: whether that is a small file system of its own.
         damaged: names of checkpoints that were damaged.
         excused: exit codes of a rank that the faults of this attempt may lead to, though it could have gone on.
-        disturbed: when the last fault began (monotonic seconds).
     """
 
     attempt: Attempt
@@ -57,20 +50,11 @@ class Site:
     chance: random.Random
     damaged: set[str] = field(default_factory=set)
     excused: set[int] = field(default_factory=set)
-    disturbed: float = 0.0
 
     def end(self) -> str:
         """Waits until all is over, and says how the ranks ended."""
-        if self.hosts and self.until(self.has_lost_a_host) and not self.attempt.wait(BATCH_SECONDS):
-            self.attempt.kill()
-            return "a host ended, and the batch system ended the other"
         assert self.attempt.wait(LIMIT_SECONDS), f"ranks are left after {LIMIT_SECONDS:.0f} s"
         return " ".join(map(str, self.attempt.codes)) or "ended"
-
-    def has_lost_a_host(self) -> bool:
-        """Whether a host has ended; raises AssertionError where none ends in time."""
-        assert time.monotonic() - self.disturbed < LIMIT_SECONDS, f"no host ended in {LIMIT_SECONDS:.0f} s"
-        return not all(launcher.is_alive() for launcher in self.attempt.launchers)
 
     def is_training(self) -> bool:
         """Whether this attempt has done a step."""

@@ -232,7 +232,7 @@ def endure(
 def one_fault(site: Site, endured: Endured, only: tuple[str, ...]) -> str | None:
     weights = {kind: weight for kind, weight in possible(site).items() if not only or kind in only}
     kind = site.chance.choices(list(weights), list(weights.values()))[0]
-    started = site.disturbed = time.monotonic()
+    started = time.monotonic()
     try:
         ended = KINDS[kind][0](site)
     except AssertionError as error:

@@ -48,7 +48,7 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
 def _gone(run: Path, silent: list[float]) -> str | None:
     """Since when nothing was heard of a run that was killed, which its report is made to say; None: it is not gone."""
     from toolkit.pages.status import mark_ended
-    from toolkit.run.folder import FINISHED
+    from toolkit.run.status import FINISHED
 
     if not silent or min(silent) <= GONE_SECONDS:
         return None

@@ -32,12 +32,9 @@ from toolkit.pages.status import is_finished as is_whole
 from toolkit.places import atomic_write, clear_interrupted_writes, is_store
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.lease import unwritable
+from toolkit.run.status import FINISHED
 from toolkit.run.status import FOLDER as BEATS_FOLDER
 from toolkit.training.profile import FOLDER as PROFILE_FOLDER
-
-FINISHED = "report.html"
-"""Written while a run goes on and last: a run's folder that holds the last one is done."""
-
 
 RUN_FILES = (
     "recipe.yaml",

@@ -24,8 +24,8 @@ from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.places import GIB
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.doubts import Guess, doubts_of
-from toolkit.run.folder import FINISHED
 from toolkit.run.parts import Parts
+from toolkit.run.status import FINISHED
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.plugin import (
     ShardingPlugin,

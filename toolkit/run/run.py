@@ -40,7 +40,6 @@ from toolkit.run.accelerator import (
 from toolkit.run.doubts import uniform_guess
 from toolkit.run.facts import facts_of, introduce
 from toolkit.run.folder import (
-    FINISHED,
     claimed,
     is_finished,
     require_unfinished,
@@ -50,6 +49,7 @@ from toolkit.run.folder import (
 )
 from toolkit.run.lease import owned
 from toolkit.run.live import LiveReport, ended_in
+from toolkit.run.meeting import meeting
 from toolkit.run.orphans import ended_with_launcher
 from toolkit.run.outcome import (
     FinetuneResult,
@@ -62,8 +62,9 @@ from toolkit.run.outcome import (
 )
 from toolkit.run.parts import Parts, build_evaluation, build_parts, rest_of_run
 from toolkit.run.samples import first_samples, last_samples
+from toolkit.run.status import FINISHED
 from toolkit.run.store_lease import owned_store
-from toolkit.run.watch import watched
+from toolkit.run.watched import watched
 from toolkit.sharding.plugin import (
     ShardingPlugin,
 )
@@ -170,7 +171,8 @@ def _started(recipe: Recipe) -> Iterator[tuple[Accelerator, ShardingPlugin, Path
     plugins = build_plugins(recipe)
     plugin: ShardingPlugin = plugins["fsdp_plugin"]
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
-    accelerator = build_accelerator(recipe, plugins, output_dir)
+    with meeting(recipe.training.stall_minutes):
+        accelerator = build_accelerator(recipe, plugins, output_dir)
     console = Terminal(quiet=not accelerator.is_main_process)
     with released_at_last(accelerator, plugin), ended_with_launcher():
         ranks.on_first_rank(lambda: require_login(recipe.export))

@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+FINISHED = "report.html"
+"""Written while a run goes on and last: a run's folder that holds the last one is done."""
+
 FOLDER = ".beats"
 """In the output folder of a run that is under way: a file for each host, and stacks of ranks that are late."""
 

@@ -1,4 +1,7 @@
-"""Watches over the ranks of a run: a thread on each of them ends the run where one stands still, and says which."""
+"""Watches over the ranks of a run: where one stands still, the run ends, and is told which.
+
+Nothing here needs torch, as a host's guard watches, too (see `guard.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,18 @@ import contextlib
 import mmap
 import os
 import platform
-import shutil
 import sys
-import tempfile
-import threading
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-from toolkit import ranks
 from toolkit.errors import StalledError
 from toolkit.pages.status import mark_ended
 from toolkit.places import atomic_write
-from toolkit.run.folder import FINISHED
-from toolkit.run.status import FOLDER, FROZEN_SHARE, RankStatus, account, host_files, read_host, to_text, verdict
+from toolkit.run.status import FINISHED, FROZEN_SHARE, RankStatus, account, host_files, read_host, to_text, verdict
 from toolkit.terminal import harmless
-from toolkit.training.beats import RECORD_BYTES, Beats, Phase, mark_watched, read_beat
+from toolkit.training.beats import mark_watched, read_beat
 
 STALL_FILE = "stall.txt"
 
@@ -32,40 +28,36 @@ STALL_FILE = "stall.txt"
 LOOKS_BEFORE_TELLING = 3
 LOOKS_BEFORE_LEAVING = 6
 
-PREFIX = "finetune-toolkit-"
-"""Of the folders with records, in the folder for temporary files of each host."""
-
-ABANDONED_SECONDS = 24 * 3600.0
-"""Records of killed runs are removed when nobody has watched over them for so long."""
-
-LONGEST_INTERVAL, SHORTEST_INTERVAL = 5.0, 0.2
-"""Seconds between two looks; of a short limit a twentieth."""
+GUARD = -1
+"""In place of a rank: of the process that watches over a host. It tells where no rank runs any more."""
 
 
 class Watch:
-    """What one rank's watching thread does, look by look.
+    """What the watching thread of a rank does, or a host's guard, look by look.
 
     Ranks of one host read each other's records in memory. Each of them writes what it read to a file of the output
     folder, where the other hosts see it: one that still runs is enough.
 
     Args:
+        memory: the rank's own record; None for a guard.
+        rank: or `GUARD`.
         local: folder on this host, with a record for each of its ranks.
         shared: folder that all ranks see.
         limit: seconds; see `RankStatus.is_late`.
         interval: seconds between looks.
-        thread: identifies the thread that trains.
+        thread: identifies the thread that trains; None for a guard.
         leave: ends the process with an exit code.
     """
 
     def __init__(
         self,
-        memory: bytearray | mmap.mmap,
+        memory: bytearray | mmap.mmap | None,
         rank: int,
         local: Path,
         shared: Path,
         limit: float,
         interval: float,
-        thread: int,
+        thread: int | None,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
         self.interval = interval
@@ -90,7 +82,8 @@ class Watch:
             self._awake_since = now
         self._looked = now
         self._looks += 1
-        mark_watched(self._memory, int(now * 1e9), os.getpid())
+        if self._memory is not None:
+            mark_watched(self._memory, int(now * 1e9), os.getpid())
         here = self._here(now)
         with contextlib.suppress(OSError):  # a full disk is no reason to end
             atomic_write(self._host_file, to_text(here, self._looks, time.time()))
@@ -101,8 +94,8 @@ class Watch:
             self._late_looks = 0
             return
         self._late_looks += 1
-        if self._late_looks == 1:
-            self._write_stack()
+        if self._late_looks == 1 and self._thread is not None:
+            self._write_stack(self._thread)
         running = [place for place in places if not place.is_frozen(self._limit)]
         tells = self._rank == min((place.rank for place in running), default=self._rank)
         if self._late_looks >= (LOOKS_BEFORE_TELLING if tells else LOOKS_BEFORE_LEAVING):
@@ -143,8 +136,8 @@ class Watch:
     def _stack_of(self, rank: int) -> Path:
         return self._shared / f"rank_{rank:05d}.stack"
 
-    def _write_stack(self) -> None:
-        frame = sys._current_frames().get(self._thread)
+    def _write_stack(self, thread: int) -> None:
+        frame = sys._current_frames().get(thread)
         with contextlib.suppress(OSError):
             atomic_write(self._stack_of(self._rank), "".join(traceback.format_stack(frame)))
 
@@ -190,73 +183,3 @@ def _kill_soon(pid: int) -> None:
     command = ["/bin/sh", "-c", f"sleep 2; kill -KILL {pid}"]
     with contextlib.suppress(OSError):
         os.posix_spawn(command[0], command, os.environ)
-
-
-def _keep_looking(watch: Watch, done: threading.Event) -> None:
-    while not done.is_set():
-        watch.look(time.monotonic())
-        done.wait(watch.interval)
-
-
-@contextmanager
-def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Beats]:
-    """While entered, this rank is watched, and watches over the others; gives what its training thread reports to.
-
-    Collective at the start. A run that stands still ends with exit code 4, on all ranks.
-
-    Args:
-        stall_minutes: how long a rank may stand still; None: for ever.
-    """
-    limit = 60 * stall_minutes if stall_minutes is not None else float("inf")
-    interval = min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, limit / 20))
-    shared = output_dir / FOLDER
-    token = ranks.on_first_rank(lambda: _prepare(shared, output_dir / STALL_FILE))
-    # On a disk of the host: what is mapped from a network file system can end the process when the network fails.
-    temporary = Path(tempfile.gettempdir())
-    clear_abandoned(temporary, time.monotonic())
-    local = temporary / f"{PREFIX}{token}"
-    local.mkdir(mode=0o700, exist_ok=True)
-    record = local / f"rank_{ranks.rank():05d}"
-    memory = _mapped(record)
-    beats = Beats(memory)
-    beats.at(Phase.START)
-    mark_watched(memory, time.monotonic_ns(), os.getpid())
-    ranks.gather_objects(None)  # every rank's record is there
-    watch = Watch(memory, ranks.rank(), local, shared, limit, interval, threading.get_ident())
-    done = threading.Event()
-    thread = threading.Thread(target=_keep_looking, args=(watch, done), name="watch", daemon=True)
-    thread.start()
-    try:
-        yield beats
-    finally:
-        done.set()
-        thread.join()
-        record.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the last one out removes it
-            local.rmdir()
-        if ranks.rank() == 0:
-            shutil.rmtree(shared, ignore_errors=True)
-
-
-def _prepare(shared: Path, stall_file: Path) -> str:
-    """Makes the shared folder anew; a name for the folders on the hosts."""
-    shutil.rmtree(shared, ignore_errors=True)
-    stall_file.unlink(missing_ok=True)
-    shared.mkdir()
-    return uuid.uuid4().hex
-
-
-def clear_abandoned(temporary: Path, now: float) -> None:
-    """Removes the records of runs that were killed; `now` is in monotonic seconds."""
-    for folder in temporary.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            beats = [read_beat(path.read_bytes()) for path in folder.glob("rank_*")]
-            if beats and all(beat and now - beat.watched_ns / 1e9 > ABANDONED_SECONDS for beat in beats):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    # Written, not only made longer: a page without a block on a full disk ends the process that touches it.
-    path.write_bytes(bytes(RECORD_BYTES))
-    with path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), RECORD_BYTES)

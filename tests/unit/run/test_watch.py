@@ -14,7 +14,8 @@ from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, state_of
 from toolkit.run import watch as watch_module
 from toolkit.run.status import RankStatus, account, behind, read_statuses, verdict
-from toolkit.run.watch import ABANDONED_SECONDS, STALL_FILE, Watch, clear_abandoned
+from toolkit.run.watch import STALL_FILE, Watch
+from toolkit.run.watched import ABANDONED_SECONDS, clear_abandoned
 from toolkit.training.beats import RECORD_BYTES, Beats, Phase, mark_watched, read_beat
 
 LIMIT = 60.0

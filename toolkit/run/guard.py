@@ -1,0 +1,51 @@
+"""A process that watches over the ranks of its host: nobody else ends one that is stopped and alone there.
+
+The launcher waits for a stopped rank for ever, and the ranks of other hosts can name it, but not end it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from toolkit.run.watch import GUARD, Watch
+
+
+@contextmanager
+def guarded(local: Path, shared: Path, limit: float, interval: float) -> Iterator[None]:
+    """While entered, another process watches over this host's ranks; for the arguments see `Watch`."""
+    package = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    arguments = [str(os.getpid()), str(local), str(shared), str(limit), str(interval)]
+    process = subprocess.Popen(  # noqa: S603
+        [sys.executable, "-m", "toolkit.run.guard", *arguments],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    try:
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def guard(parent: int, local: Path, shared: Path, limit: float, interval: float) -> None:
+    """Looks until the rank that started this process, and holds the other end of its standard input, has ended."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # for the ranks, which may save their state first
+        signal.signal(number, signal.SIG_IGN)
+    watch = Watch(None, GUARD, local, shared, limit, interval, None)
+    # Children of the rank may hold the other end, too, and outlive it.
+    while os.getppid() == parent and not select.select([sys.stdin], [], [], interval)[0]:
+        watch.look(time.monotonic())
+
+
+if __name__ == "__main__":
+    parent, local, shared, limit, interval = sys.argv[1:]
+    guard(int(parent), Path(local), Path(shared), float(limit), float(interval))

@@ -1,0 +1,107 @@
+"""The ranks of a run watch over each other while it goes on; see `Watch`."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from toolkit import ranks
+from toolkit.run.guard import guarded
+from toolkit.run.status import FOLDER
+from toolkit.run.watch import STALL_FILE, Watch
+from toolkit.training.beats import RECORD_BYTES, Beats, Phase, mark_watched, read_beat
+
+PREFIX = "finetune-toolkit-"
+"""Of the folders with records, in the folder for temporary files of each host."""
+
+ABANDONED_SECONDS = 24 * 3600.0
+"""Records of killed runs are removed when nobody has watched over them for so long."""
+
+LONGEST_INTERVAL, SHORTEST_INTERVAL = 5.0, 0.2
+"""Seconds between two looks; of a short limit a twentieth."""
+
+
+def _keep_looking(watch: Watch, done: threading.Event) -> None:
+    while not done.is_set():
+        watch.look(time.monotonic())
+        done.wait(watch.interval)
+
+
+@contextmanager
+def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Beats]:
+    """While entered, this rank is watched, and watches over the others; gives what its training thread reports to.
+
+    Collective at the start. A run that stands still ends with exit code 4, on all ranks.
+
+    Args:
+        stall_minutes: how long a rank may stand still; None: for ever.
+    """
+    limit = 60 * stall_minutes if stall_minutes is not None else float("inf")
+    interval = min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, limit / 20))
+    shared = output_dir / FOLDER
+    token = ranks.on_first_rank(lambda: _prepare(shared, output_dir / STALL_FILE))
+    # On a disk of the host: what is mapped from a network file system can end the process when the network fails.
+    temporary = Path(tempfile.gettempdir())
+    clear_abandoned(temporary, time.monotonic())
+    local = temporary / f"{PREFIX}{token}"
+    local.mkdir(mode=0o700, exist_ok=True)
+    record = local / f"rank_{ranks.rank():05d}"
+    memory = _mapped(record)
+    beats = Beats(memory)
+    beats.at(Phase.START)
+    mark_watched(memory, time.monotonic_ns(), os.getpid())
+    ranks.gather_objects(None)  # every rank's record is there
+    watch = Watch(memory, ranks.rank(), local, shared, limit, interval, threading.get_ident())
+    done = threading.Event()
+    thread = threading.Thread(target=_keep_looking, args=(watch, done), name="watch", daemon=True)
+    thread.start()
+    try:
+        with guarded(local, shared, limit, interval) if _leads_one_of_several_hosts() else nullcontext():
+            yield beats
+    finally:
+        done.set()
+        thread.join()
+        record.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the last one out removes it
+            local.rmdir()
+        if ranks.rank() == 0:
+            shutil.rmtree(shared, ignore_errors=True)
+
+
+def _leads_one_of_several_hosts() -> bool:
+    # On a single host the ranks themselves see, and end, one that is stopped.
+    everywhere = str(ranks.world_size())
+    return ranks.local_rank() == 0 and int(os.environ.get("LOCAL_WORLD_SIZE", everywhere)) < int(everywhere)
+
+
+def _prepare(shared: Path, stall_file: Path) -> str:
+    """Makes the shared folder anew; a name for the folders on the hosts."""
+    shutil.rmtree(shared, ignore_errors=True)
+    stall_file.unlink(missing_ok=True)
+    shared.mkdir()
+    return uuid.uuid4().hex
+
+
+def clear_abandoned(temporary: Path, now: float) -> None:
+    """Removes the records of runs that were killed; `now` is in monotonic seconds."""
+    for folder in temporary.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            beats = [read_beat(path.read_bytes()) for path in folder.glob("rank_*")]
+            if beats and all(beat and now - beat.watched_ns / 1e9 > ABANDONED_SECONDS for beat in beats):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    # Written, not only made longer: a page without a block on a full disk ends the process that touches it.
+    path.write_bytes(bytes(RECORD_BYTES))
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), RECORD_BYTES)
