@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from toolkit.data.problem import RowProblem
-from toolkit.data.templates import rendered
+from toolkit.data.templates import rendered, within_bounds
 from toolkit.errors import first_line
 
 Targets = Literal["assistant", "last_turn", "all"]
@@ -238,13 +238,14 @@ def _generation_spans(row: _Conversation) -> list[Span] | None:
         return None
     # As apply_chat_template does it, which gives the mask by tokens only: without the keys that are None.
     messages = [{key: value for key, value in message.items() if value is not None} for message in row.messages]
-    texts, spans = render_jinja_template(
-        conversations=[messages],
-        tools=row.tools,
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **row.tokenizer.special_tokens_map,
-    )
+    with within_bounds(row.tokenizer, len(messages)):
+        texts, spans = render_jinja_template(
+            conversations=[messages],
+            tools=row.tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **row.tokenizer.special_tokens_map,
+        )
     return _joined(spans[0]) if texts == [row.text] else None
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.sandbox import LONGEST, TooLargeError, use_in_transformers
 from toolkit.data.time_limit import TimeLimitError, time_limit
 from toolkit.errors import BadInputError, DataError
+from toolkit.places import GIB
 
 RENDER_SECONDS = 30.0
 """Time limit of one rendering, which takes milliseconds: a template can loop for years."""
+
+MORE_BYTES = 4 * GIB
+"""By which the process may grow in a rendering, as far as that is seen: every half second."""
 
 _CALLS = r"""
 {%- macro write_calls(message) %}
@@ -107,13 +114,36 @@ def use_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
 
 
 class SlowTemplateError(DataError):
-    """A chat template that does not come to an end.
+    """A chat template that does not come to an end, or makes what no memory holds.
 
     Attributes:
         row: index of the conversation among those that were rendered together.
     """
 
     row = 0
+
+
+@contextmanager
+def within_bounds(tokenizer: PreTrainedTokenizerBase, num_messages: int) -> Iterator[None]:
+    """The tokenizer's chat template writes a conversation inside.
+
+    Raises:
+        SlowTemplateError: it takes longer than `RENDER_SECONDS`, or makes something larger than `LONGEST`.
+    """
+    use_in_transformers()
+    try:
+        with time_limit(RENDER_SECONDS, MORE_BYTES):
+            yield
+        return
+    except TimeLimitError:
+        why = f"takes longer than {RENDER_SECONDS:g} s or more than {MORE_BYTES / GIB:g} GiB"
+    except TooLargeError:
+        why = f"makes a text of more than {LONGEST / 1e6:.0f} million characters, or a number of 20,000 digits,"
+    raise SlowTemplateError(
+        f"the chat template of {tokenizer.name_or_path!r} {why} for a conversation of {num_messages} messages: it "
+        "loops or grows without end, or nearly; correct the template, or set data.chat_template to "
+        f"{' or '.join(sorted(TEMPLATES))}"
+    )
 
 
 def rendered(
@@ -125,16 +155,7 @@ def rendered(
     """A conversation as the tokenizer's chat template writes it, `prompt` with a generation prompt behind it.
 
     Raises:
-        SlowTemplateError: it takes longer than `RENDER_SECONDS`; and whatever the template raises.
+        SlowTemplateError: see `within_bounds`; and whatever the template raises.
     """
-    try:
-        with time_limit(RENDER_SECONDS):
-            return str(
-                tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
-            )
-    except TimeLimitError:
-        raise SlowTemplateError(
-            f"the chat template of {tokenizer.name_or_path!r} takes longer than {RENDER_SECONDS:g} s for a "
-            f"conversation of {len(messages)} messages: it loops without end, or nearly; correct the template, or set "
-            f"data.chat_template to {' or '.join(sorted(TEMPLATES))}"
-        ) from None
+    with within_bounds(tokenizer, len(messages)):
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt))

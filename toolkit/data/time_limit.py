@@ -6,6 +6,9 @@ import ctypes
 import os
 import threading
 import time
+from dataclasses import dataclass
+
+import psutil
 
 LOOK_SECONDS = 0.5
 
@@ -17,22 +20,37 @@ class TimeLimitError(BaseException):  # no `except Exception` of a template or o
 class time_limit:  # noqa: N801 (a context manager)
     """Raises TimeLimitError in this thread, whichever it is, if the block takes longer; limits do not nest.
 
+    Args:
+        more_bytes: raises it, too, where the process grows by so much between two looks at the block.
+
     It comes between two instructions of Python: a single call of a library in C is not cut short.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, more_bytes: float = float("inf")) -> None:
+        self._seconds, self._more_bytes = seconds, more_bytes
 
     def __enter__(self) -> None:
         self._watcher, self._thread = _Watcher.of_this_process(), threading.get_ident()
-        self._watcher.until[self._thread] = time.monotonic() + self._seconds
+        self._watcher.blocks[self._thread] = _Block(time.monotonic() + self._seconds, self._more_bytes)
 
     def __exit__(self, *_: object) -> None:
         with self._watcher.lock:
-            expired = self._watcher.until.pop(self._thread, None) is None
+            expired = self._watcher.blocks.pop(self._thread, None) is None
             _raise_in(self._thread, None)  # what is on its way does not come any more
         if expired:
             raise TimeLimitError
+
+
+@dataclass
+class _Block:
+    until: float
+    more_bytes: float
+    most_bytes: float | None = None
+
+    def is_over(self, now: float, resident: int) -> bool:
+        if self.most_bytes is None:  # most blocks are left before anybody looks
+            self.most_bytes = resident + self.more_bytes
+        return now > self.until or resident > self.most_bytes
 
 
 class _Watcher:
@@ -41,7 +59,7 @@ class _Watcher:
     _only: _Watcher | None = None
 
     def __init__(self) -> None:
-        self.until: dict[int, float] = {}
+        self.blocks: dict[int, _Block] = {}
         self.lock = threading.Lock()
         self._pid = os.getpid()
         threading.Thread(target=self._look, name="time-limit", daemon=True).start()
@@ -57,9 +75,10 @@ class _Watcher:
         while True:
             time.sleep(LOOK_SECONDS)
             with self.lock:
-                now = time.monotonic()
-                for thread in [thread for thread, until in self.until.copy().items() if now > until]:
-                    del self.until[thread]
+                now, blocks = time.monotonic(), self.blocks.copy()
+                resident = psutil.Process().memory_info().rss if blocks else 0
+                for thread in [thread for thread, block in blocks.items() if block.is_over(now, resident)]:
+                    del self.blocks[thread]
                     _raise_in(thread, TimeLimitError)
 
 

@@ -11,6 +11,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tiny import save_llama
 
@@ -19,6 +20,7 @@ from toolkit.data.build import build
 from toolkit.data.json_list import values_of
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Shard, read
+from toolkit.data.sandbox import BoundedEnvironment
 from toolkit.data.templates import SlowTemplateError
 from toolkit.errors import BadInputError, DataError
 from toolkit.recipe.schema import DataSection
@@ -195,6 +197,106 @@ def test_the_row_of_an_endless_template_is_named(tmp_path: Path, looping: Any, n
     assert "rows.jsonl:31: the chat template of" in str(caught.value)
     assert f"of {looping.name_or_path!r} takes longer than 0.2 s" in str(caught.value)
     assert not list(tmp_path.glob("cache/documents-*")), "nothing is left of it"
+
+
+GROWING = [
+    "{{ 'a' * 10**10 }}",
+    "{{ 10**10 * 'a' }}",
+    "{{ ([1] * 9999999999)|length }}",
+    "{{ 2 ** (10 ** 9) }}",
+    "{{ 7 ** (10 ** 9) % 3 }}",
+    "{% set ns = namespace(n=7) %}{% for i in range(40) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n % 3 }}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s=[1]) %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(40) %}"
+    "{% set part %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = part %}{% endfor %}",
+    "{% macro twice(s) %}{{ s }}{{ s }}{% endmacro %}{% set ns = namespace(s='ab') %}"
+    "{% for i in range(40) %}{% set ns.s = twice(ns.s) %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = ns.s|replace('a', ns.s) %}{% endfor %}",
+    "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
+    *[f"{{{{ 'a'.{name}(9999999999) }}}}" for name in ("ljust", "rjust", "center", "zfill")],
+    "{{ '\t'.expandtabs(9999999999) }}",
+    "{{ ('a' * 99999).replace('a', 'b' * 99999) }}",
+    "{{ ('b' * 99999).join(['a'] * 99999) }}",
+    "{{ (['a'] * 99999)|join('b' * 99999) }}",
+    "{{ ('a' * 99999)|replace('a', 'b' * 99999) }}",
+    "{{ 'a'|center(9999999999) }}",
+    "{{ ['a']|map('center', 9999999999)|list|length }}",
+    "{{ ('\n' * 99999)|indent(99999) }}",
+    "{{ messages|tojson(indent=9999999999) }}",
+    "{{ [1]|batch(9999999999, 0)|list|length }}",
+    "{{ [1]|slice(9999999999)|list|length }}",
+    "{{ 5|round(-9999999999) }}",
+    "{{ '%9999999999d' % 1 }}",
+    "{{ '%*d' % (2000000000, 1) }}",
+    "{{ '%(a).2000000000d'|format(a=1) }}",
+    "{{ '{:>2000000000}'.format(1) }}",
+    "{{ '{:>{}}'.format(1, 2000000000) }}",
+    "{{ '{a:{b}}'.format_map({'a': 1, 'b': 2000000000}) }}",
+]
+"""Templates of which one operation would take minutes, or all of the memory."""
+
+
+def test_templates_that_grow_are_refused_before_they_have(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(save_llama(tmp_path / "model", ["a king"], tied=True))
+    started, resident = time.monotonic(), psutil.Process().memory_info().rss
+    for template in GROWING:
+        tokenizer.chat_template = template
+        with pytest.raises(SlowTemplateError, match="makes a text of more than 17 million characters") as caught:
+            templates.rendered(tokenizer, [{"role": "user", "content": "a king"}])
+        assert repr(tokenizer.name_or_path) in str(caught.value), template
+    assert time.monotonic() - started < 60
+    assert psutil.Process().memory_info().rss - resident < 512 * MIB
+    tokenizer.chat_template = "{% generation %}{{ 'a' * 10**10 }}{% endgeneration %}"
+    with pytest.raises(SlowTemplateError):
+        templates.rendered(tokenizer, [{"role": "user", "content": "a king"}])
+    tokenizer.chat_template = "{{ range(10**9)|length }}"
+    with pytest.raises(OverflowError, match="Range too big"):
+        templates.rendered(tokenizer, [{"role": "user", "content": "a king"}])
+
+
+ORDINARY = """{% set ns = namespace(n=0, text='') %}{% for message in messages %}
+{% set ns.n = ns.n + 2 * loop.index ** 2 %}
+{% set ns.text = ns.text ~ message.role ~ ns.n % 7 ~ none ~ [1, 'a'] + message.content[:3] * 2 %}
+{{ '%s: %5.2f %% %-4d|' % (message.role, 2.5, ns.n) }}{{ '{:>8}|{a}'.format(message.role, a=1) }}
+{{ message.content|replace('k', 'K')|center(20)|indent(4, first=true) }}{{ ['a', 1]|join(', ') }}
+{{ message|tojson(indent=2) }}{{ 2.567|round(1) }}{{ '%s-%s'|format(1, 'b') }}{{ message.content.ljust(30) }}
+{{ [1, 2] + [3] }}{{ 1.5 * 2 }}{{ 2 ** 0.5 }}{{ 'a-b'.replace('-', '+', 1) }}{{ [1, 2, 3]|batch(2)|list }}
+{% macro said(x) %}<{{ x }}>{% endmacro %}{{ said(message.content) }}{% set part %}{{ ns.text }}{% endset %}{{ part }}
+{{ messages|map(attribute='role')|join('/') }}{{ "<b>"|e ~ 'x' }}{{ '100% sure' + ' {}' }}{{ '\t'.expandtabs(4) }}
+{% endfor %}"""
+
+
+def test_other_templates_give_what_jinja_gives(tmp_path: Path) -> None:
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    messages = [{"role": role, "content": f"a king {role}"} for role in ("user", "assistant", "user")]
+    for source in [ORDINARY, *templates.TEMPLATES.values()]:
+        texts = []
+        for kind in (ImmutableSandboxedEnvironment, BoundedEnvironment):
+            environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+            texts.append(environment.from_string(source).render(messages=messages, eos_token="</s>"))
+        assert texts[0] == texts[1]
+        assert texts[0]
+
+
+def test_a_template_that_fills_the_memory_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(templates, "MORE_BYTES", 64 * MIB)
+    monkeypatch.setattr(time_limit, "LOOK_SECONDS", 0.02)
+    tokenizer = AutoTokenizer.from_pretrained(save_llama(tmp_path / "model", ["a king"], tied=True))
+    tokenizer.chat_template = (
+        "{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = ns.l + ['a' * 999999] %}{% endfor %}"
+    )
+    resident = psutil.Process().memory_info().rss
+    with pytest.raises(SlowTemplateError, match=r"takes longer than 30 s or more than 0.0625 GiB"):
+        templates.rendered(tokenizer, [{"role": "user", "content": "a king"}])
+    assert psutil.Process().memory_info().rss - resident < 4096 * MIB
 
 
 def test_a_limit_that_is_kept_costs_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
