@@ -53,7 +53,9 @@ class Site:
 
     def end(self) -> str:
         """Waits until all is over, and says how the ranks ended."""
-        assert self.attempt.wait(LIMIT_SECONDS), f"ranks are left after {LIMIT_SECONDS:.0f} s"
+        if not self.attempt.wait(LIMIT_SECONDS):
+            self.attempt.tell_where()
+            raise AssertionError(f"ranks are left after {LIMIT_SECONDS:.0f} s")
         return " ".join(map(str, self.attempt.codes)) or "ended"
 
     def is_training(self) -> bool:

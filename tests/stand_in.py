@@ -8,6 +8,7 @@ temporary files, and time since it was started.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import mmap
 import os
@@ -76,6 +77,12 @@ class Attempt:
                 return False
             time.sleep(0.01)
         return True
+
+    def tell_where(self) -> None:
+        """Ranks that are left write their stacks into the log."""
+        for pid in filter(_is_alive, self.ranks):
+            os.kill(pid, signal.SIGUSR2)
+        time.sleep(2.0)
 
     def kill(self) -> None:
         for launcher in self.launchers:
@@ -200,6 +207,7 @@ def _fork(rank: int, local: int, terms: dict[str, str], arguments: list[str], lo
         descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
         _read_clock_from(clock)
         from toolkit.cli.finetune import finetune_command
         from toolkit.pages import charts, data_page

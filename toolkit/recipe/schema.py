@@ -572,7 +572,8 @@ class TrainingSection(Section):
     stall_minutes: PositiveFloat | None = Field(
         10.0,
         description="End the run with exit code 4, and say which rank is behind, where one stands still for this many "
-        "minutes; null: never. Starting may take 36, saving 3, exporting 6 times as long.",
+        "minutes; null: never. Starting may take 36, restoring and exporting 6, saving 3 times as long. "
+        "Ranks that wait for others to start end after as long, and a minute at least.",
     )
 
     @model_validator(mode="after")

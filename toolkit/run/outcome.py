@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from toolkit import ranks
 from toolkit.checkpoint.export import ExportSettings, export, reload, sample_text, verify
+from toolkit.checkpoint.writer import clear_unfinished
 from toolkit.data.loader import evaluation_batches
 from toolkit.errors import ToolkitError
 from toolkit.model.load import auto_class
@@ -154,6 +155,7 @@ def write_pages(
     step_seconds: dict[str, float] | None,
 ) -> None:
     """Writes the model card and, last, the report, which marks the run as done. On rank 0."""
+    clear_unfinished(result.output_dir)  # of saves that a disk broke off, and did not let delete
     summary = replace(summary_of(recipe, plugin, parts, facts, result), step_seconds=step_seconds)
     if result.export_dir is not None:
         write_card(result.export_dir, recipe, summary.facts, result.metrics, summary.data_report, summary.versions)

@@ -210,6 +210,7 @@ def _fit(
     live: LiveReport,
 ) -> _Fitted:
     """Trains to the run's end, from the beginning or from the checkpoint `found`."""
+    beats.at(Phase.RESTORE)
     model = accelerator.unwrap_model(parts.model)
     ranks.on_first_rank(lambda: write_beginning(output_dir, recipe, parts.data.report, model, parts.tokenizer))
     accelerator.init_trackers(recipe.logging.project_name, config=_tracker_config(recipe))

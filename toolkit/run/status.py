@@ -14,7 +14,7 @@ FINISHED = "report.html"
 FOLDER = ".beats"
 """In the output folder of a run that is under way: a file for each host, and stacks of ranks that are late."""
 
-PATIENCE = {"start": 36.0, "save": 3.0, "export": 6.0}
+PATIENCE = {"start": 36.0, "restore": 6.0, "save": 3.0, "export": 6.0}
 """How many times longer than others these phases may take: they read, tokenise or write everything at once."""
 
 FROZEN_SHARE = 0.5

@@ -21,6 +21,7 @@ class Phase(IntEnum):
     SAVE = 6
     EVALUATE = 7
     EXPORT = 8
+    RESTORE = 9
 
 
 # Sequence number, phase, step, monotonic nanoseconds, and the sequence number again.

@@ -43,6 +43,8 @@ def test_a_record_is_read_back() -> None:
         ("backward", "S", 61.0, True),
         ("save", "S", 179.0, False),
         ("save", "S", 181.0, True),
+        ("restore", "S", 359.0, False),
+        ("restore", "S", 361.0, True),
         ("start", "S", 2000.0, False),
         ("start", "T", 59.0, False),
         ("start", "T", 61.0, True),
