@@ -118,6 +118,7 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
         introduce(console, facts, plugin, parts)
         live = _live_report(recipe, plugin, parts, facts, output_dir, started)
         with ended_in(live):
+            beats.at(Phase.RESTORE)
             fitted = _fit(accelerator, recipe, plugin, parts, output_dir, found, store, console, beats, live)
             beats.at(Phase.EXPORT)
             export_dir, difference, sample = export_model(accelerator, recipe, parts, output_dir)
@@ -210,7 +211,6 @@ def _fit(
     live: LiveReport,
 ) -> _Fitted:
     """Trains to the run's end, from the beginning or from the checkpoint `found`."""
-    beats.at(Phase.RESTORE)
     model = accelerator.unwrap_model(parts.model)
     ranks.on_first_rank(lambda: write_beginning(output_dir, recipe, parts.data.report, model, parts.tokenizer))
     accelerator.init_trackers(recipe.logging.project_name, config=_tracker_config(recipe))
