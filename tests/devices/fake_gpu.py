@@ -39,6 +39,8 @@ class WrongDeviceError(Exception):
 class Stream:
     """Everything happens at once: tests/streams looks at the order of streams."""
 
+    stream_id, device_index, device_type = 0, 0, 20  # 20 is c10::DeviceType::PrivateUse1
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = torch.device(DEVICE)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 
@@ -151,3 +152,30 @@ def reduce_again_after(module: FSDPModule, read: Any) -> None:
     group = next(fsdp_groups(module))  # type: ignore[arg-type]
     if not group._is_hsdp:
         group.comm_ctx.reduce_scatter_stream.wait_event(read)
+
+
+def free_reduced_gradient(module: FSDPModule) -> None:
+    """Frees the unit's reduced gradient when its reduction is over, where the unit's hook calls `reduce_again_after`.
+
+    FSDP2 of torch 2.15 holds what it has shown to a hook until backward ends: of all units together this is the
+    whole gradient of a rank's shard in float32, which offload is there to keep off the device.
+    """
+    group = next(fsdp_groups(module))  # type: ignore[arg-type]
+    reduce = group.post_backward
+
+    def reduce_and_free(*args: Any) -> None:
+        reduce(*args)
+        if not group._is_hsdp:
+            group._all_reduce_state = None
+
+    group.post_backward = reduce_and_free
+
+
+def frees_gather_before_copying() -> bool:
+    """Whether a forward lets go of the last gather's output before it copies the next (torch 2.15), or after that."""
+    return hasattr(FSDPCommContext, "release_all_gather_state_for_comm_reuse")
+
+
+def frees_all_gradients_before_reducing() -> bool:
+    """Whether no gradient of a unit outlives its copy into the reduction's input (torch 2.15), or the last one does."""
+    return hasattr(FSDPParamGroup, "_take_unsharded_grads_to_reduce")

@@ -1,14 +1,14 @@
 """FSDP2's buffers, event by event: a probe's activations become the peak of a rank.
 
 What is replayed are the lifetimes in torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`,
-`_fsdp_collectives.py`, torch 2.11 to 2.13), and those of the offload engine:
+`_fsdp_collectives.py`, torch 2.11 to 2.15), and those of the offload engine:
 
 - a gather allocates its input (a cast copy of the shards, where types differ) and its output, then one
   tensor for each parameter; in forward the output lives until the next unit's copy is made, in backward
   it is freed at once;
 - backward gathers the unit that ran before, while this one computes;
-- a reduction copies the gradients into one buffer in the type of the reduction, frees them but for the
-  last (its loop variable), and allocates this rank's part; the buffer lives until the next reduction.
+- a reduction copies the gradients into one buffer in the type of the reduction, frees them (before torch 2.15
+  but for the last, its loop variable), and allocates this rank's part; the buffer lives until the next reduction.
 
 The trace (trace.py) runs the real thing; tests hold this against it.
 """
@@ -23,6 +23,7 @@ from toolkit.planning.memory.by_block import window
 from toolkit.planning.memory.fake import GRANULE
 from toolkit.planning.memory.probe import Probe, ProbeEvent
 from toolkit.planning.memory.units import ParameterShape, UnitShape
+from toolkit.sharding.fsdp import frees_all_gradients_before_reducing, frees_gather_before_copying
 from toolkit.sharding.offload.capture import MAX_IN_FLIGHT
 from toolkit.sharding.strategy import Strategy
 
@@ -267,7 +268,8 @@ def _held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> _HeldU
     # One rank gathers nothing: FSDP2 casts parameter after parameter, so one copy is alive beside its source.
     casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
     # `foreach_reduce` frees its list of gradients, but the name of its loop still holds the last.
-    last = trainable[-1].numel * (layout.compute or trainable[-1].held) if trainable and f > 1 else 0
+    outlives = trainable and f > 1 and not frees_all_gradients_before_reducing()
+    last = trainable[-1].numel * (layout.compute or trainable[-1].held) if outlives else 0
     return _HeldUnit(
         sharded=sum(rounded(p.shard_numel(f) * size) for p, size in zip(shape.parameters, kept, strict=True)),
         whole=sum(map(rounded, whole)),
@@ -400,7 +402,9 @@ class _ShardedRank(_Rank):
         else:
             # The copy out of the gather's output into parameters: both are whole at this moment.
             self._start_gather(event.unit, event.level)
-            self.snap(what, event.level, gathered=unit.whole)  # a local name still holds the last output
+            if in_forward and frees_gather_before_copying():
+                self._hold_forward_gather(0)
+            self.snap(what, event.level, gathered=unit.whole)  # before torch 2.15 a local name holds the last output
             # The default stream may still copy out of it; FSDP2 keeps it until the next unit waits for that.
             if in_forward:
                 self._hold_forward_gather(unit.gather_output)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from toolkit.errors import TrainingError
-from toolkit.sharding.fsdp import reduce_again_after
+from toolkit.sharding.fsdp import free_reduced_gradient, reduce_again_after
 from toolkit.sharding.offload.units import OffloadedUnit
 
 # Where the bus is slower than backward, gradients would otherwise pile up on the device, 4 bytes a parameter.
@@ -50,6 +50,7 @@ class Capture:
         """Registers the hooks of one unit."""
         self._units.append(unit)
         unit.modules[0].set_all_reduce_hook(lambda reduced: self._on_reduced(unit, reduced))
+        free_reduced_gradient(unit.modules[0])
         # Weakly: a tensor's hooks are held where Python's garbage collection does not look. By way of this object each
         # of them kept the model, its state and its process group for the life of the process.
         own_drop = weakref.WeakMethod(self._drop)
