@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields, replace
 
 from toolkit.planning.memory.by_block import window
 from toolkit.planning.memory.fake import GRANULE
+from toolkit.planning.memory.moments import HEAD, level_before_head, moment_names
 from toolkit.planning.memory.probe import Probe, ProbeEvent
 from toolkit.planning.memory.units import ParameterShape, UnitShape
 from toolkit.sharding.fsdp import frees_all_gradients_before_reducing, frees_gather_before_copying
@@ -139,9 +140,9 @@ class _Rank:
         self.units, self.probe, self.strategy, self.layout = units, probe, strategy, layout
         self._best: dict[str, Memory] = {}
         self._totals: dict[str, int] = {}
-        self._names = _moments(probe.events, units)
+        self._names = moment_names(probe.events, units)
         self._moment = ""
-        self._before_head = _level_before_head(probe.events, units)
+        self._before_head = level_before_head(probe.events, units)
         self.held = dict.fromkeys(("parameters", "gradients", "optimizer", "gathered", "communication"), 0)
 
     def run(self, is_first: bool, is_last: bool) -> None:
@@ -181,41 +182,6 @@ class _Rank:
             logits,
             held["communication"] + communication,
         )
-
-
-HEAD = ("forward of the head", "loss", "backward of the loss", "backward of the head")
-"""Moments in which what is live beyond the blocks' activations belongs to the logits."""
-
-
-def _moments(events: Sequence[ProbeEvent], units: Sequence[UnitShape]) -> list[str]:
-    """What goes on before each event."""
-    in_blocks = [i for i, event in enumerate(events) if units[event.unit].kind == "block"]
-    exits = [i for i in in_blocks if events[i].kind == "exit"]
-    backwards = [i for i in in_blocks if events[i].kind == "pre_backward"]
-    loss = next(i for i, event in enumerate(events) if event.kind == "loss")
-    last_exit, first_backward = (exits or [loss])[-1], (backwards or [loss])[0]
-    names = []
-    for i, event in enumerate(events):
-        name = units[event.unit].name
-        if i in exits:
-            names.append(f"forward of {name}")
-        elif units[event.unit].kind == "block" and event.kind == "post_backward":
-            names.append(f"backward of {name}")
-        elif last_exit < i < loss:
-            names.append("forward of the head")
-        elif i == loss:
-            names.append("loss")
-        elif loss < i <= first_backward:
-            names.append("backward of the loss" if i == loss + 1 else "backward of the head")
-        else:
-            names.append("forward" if i < loss else "backward")
-    return names
-
-
-def _level_before_head(events: Sequence[ProbeEvent], units: Sequence[UnitShape]) -> int:
-    """Live activations when the last block's forward is done."""
-    exits = [event for event in events if event.kind == "exit" and units[event.unit].kind == "block"]
-    return exits[-1].level if exits else 0
 
 
 # Sharded
