@@ -24,7 +24,6 @@ from transformers import BertConfig, BertModel, ByT5Tokenizer, Trainer, set_seed
 
 from toolkit import ShardingMesh, ShardingPlugin
 
-NO_POOLER = {"add_pooling_layer": False}  # the mean of the vectors leaves nothing for it to learn
 SUMS = [(f"{a} + {b}", str(a + b)) for a in range(10, 50) for b in (7, 60)]
 
 
@@ -44,10 +43,10 @@ def make_model(folder: str, arguments: SentenceTransformerTrainingArguments) -> 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, pad_token_id=0, **sizes, **dropout)
-    BertModel(config, **NO_POOLER).save_pretrained(folder)  # the first rank writes
+    BertModel(config).save_pretrained(folder)  # the first rank writes
     tokenizer.save_pretrained(folder)
     arguments.distributed_state.wait_for_everyone()
-    return SentenceTransformer(modules=[Transformer(folder, model_kwargs=NO_POOLER), Pooling(config.hidden_size)])
+    return SentenceTransformer(modules=[Transformer(folder), Pooling(config.hidden_size)])
 
 
 def make(output: str, steps: int, mesh: ShardingMesh | None, batch_size: int = 4, **more: Any) -> ResumingTrainer:
@@ -94,7 +93,7 @@ def export(trainer: ResumingTrainer, folder: str) -> None:
     whole = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.accelerator.is_main_process:
         start = f"{trainer.args.output_dir}/start"
-        model = SentenceTransformer(modules=[Transformer(start, model_kwargs=NO_POOLER), Pooling(64)], device="cpu")
+        model = SentenceTransformer(modules=[Transformer(start), Pooling(64)], device="cpu")
         model.load_state_dict(whole)
         model.save_pretrained(folder)
     trainer.accelerator.wait_for_everyone()  # the main process is still writing

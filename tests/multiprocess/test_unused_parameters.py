@@ -6,6 +6,7 @@ that no rank used keeps its weights to the last bit, and is not decayed.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,3 +213,56 @@ def step_on_gradients_of_its_own() -> bool:
 def test_gradients_that_no_backward_has_made_are_kept() -> None:
     """As torch makes an optimizer's state, before it loads one from a checkpoint."""
     assert run_on_ranks(step_on_gradients_of_its_own, 1) == [True]
+
+
+def expert_of(step: int) -> int:
+    """The last expert is used for the first time after the checkpoint."""
+    return 3 if step >= 2 else 0
+
+
+def train_and_resume(strategy: str, folder: str) -> tuple[float, bool]:
+    """How far a run is off the plain loop, and whether it goes on from its checkpoint to the last bit."""
+    from accelerate import Accelerator
+
+    from toolkit.sharding import sharding_kwargs
+    from toolkit.sharding.shards import whole_tensor
+
+    ends = []
+    for first_step in (0, 2):
+        meet()
+        backend: Any = sharding_kwargs(strategy, unit_classes=["Layer"])
+        accelerator = Accelerator(**backend)
+        model = Model()
+        model, optimizer = accelerator.prepare(model, make_optimizer(model))
+        if first_step:
+            accelerator.load_state(folder)
+        for step in range(first_step, 4):
+            if step == 2 and not first_step:
+                accelerator.save_state(folder)
+            accelerator.backward(model(rows(step, 0, dist.get_rank()), expert_of(step)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append({name: whole_tensor(value).clone() for name, value in model.state_dict().items()})
+        backend["fsdp_plugin"].close()
+        accelerator.end_training()
+    expected = Model()
+    optimizer = make_optimizer(expected)
+    for step in range(4):
+        for rank in range(2):
+            (expected(rows(step, 0, rank), expert_of(step)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    off = max((ends[0][name] - value).abs().max().item() for name, value in expected.named_parameters())
+    return off, all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+def trained_and_resumed(folder: str) -> list[tuple[float, bool]]:
+    return [train_and_resume(strategy, f"{folder}/{strategy}") for strategy in ("zero3", "zero3+offload")]
+
+
+def test_a_parameter_first_used_after_a_resume(tmp_path: Path) -> None:
+    """Accelerate's own checkpoint, whose loader wants the state of every parameter."""
+    for rank in run_on_ranks(trained_and_resumed, 2, str(tmp_path)):
+        for off, exact in rank:
+            assert off < 2e-6
+            assert exact

@@ -20,6 +20,7 @@ from torch import nn
 from toolkit import ranks
 from toolkit.errors import TrainingError
 from toolkit.sharding.fsdp import before_reduction, fill_missing_gradients, fsdp_groups
+from toolkit.sharding.shards import local_tensor
 
 
 class UsedParameters:
@@ -99,7 +100,37 @@ def drop_unused_gradients(optimizer: torch.optim.Optimizer, used: UsedParameters
         zero_grad(set_to_none=set_to_none)
 
     optimizer.register_step_pre_hook(before_step)
+    optimizer.register_state_dict_pre_hook(_complete_state)
     optimizer.zero_grad = forget_and_zero  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def _complete_state(optimizer: torch.optim.Optimizer) -> None:
+    """Gives parameters that no step has used the state that their first step would begin with: zeros.
+
+    torch's loader, which Accelerate calls, wants the state of every parameter. A checkpoint without that of an unused
+    one could not be resumed: "Missing key in checkpoint state_dict".
+    """
+    for group in optimizer.param_groups:
+        stepped = next((parameter for parameter in group["params"] if optimizer.state.get(parameter)), None)
+        if stepped is None:
+            continue
+        example = optimizer.state[stepped]
+        if not all(_is_begun_by_zeros(value, stepped) for value in example.values()):
+            continue
+        for parameter in group["params"]:
+            if parameter.requires_grad and not optimizer.state.get(parameter):
+                optimizer.state[parameter] = {
+                    name: torch.zeros_like(value if value.ndim == 0 else parameter, dtype=value.dtype)
+                    for name, value in example.items()
+                }
+
+
+def _is_begun_by_zeros(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether it is a count of steps or a moment of `parameter`; quantised and factored moments are neither."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.ndim == 0 or (value.shape == parameter.shape and type(local_tensor(value)) is torch.Tensor)
 
 
 def has_branches(model: nn.Module) -> bool:
