@@ -6,6 +6,7 @@ others their shards.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -24,7 +26,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 
 from toolkit import ranks
 from toolkit.data.tokenizer import pad_id
-from toolkit.errors import ExportError
+from toolkit.errors import ExportError, first_line
 from toolkit.model.adapters import (
     base_fingerprint,
     base_name,
@@ -68,15 +70,18 @@ def export(
     folder: Path,
     settings: ExportSettings,
 ) -> None:
-    """Writes `folder`, whole or not at all. Every rank calls this."""
-    inner = accelerator.unwrap_model(model)
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    """Writes `folder`, whole or not at all. Every rank calls this.
 
-    def begin() -> None:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+    Raises:
+        ToolkitError: on every rank, where the disk does not take it.
+    """
+    inner = accelerator.unwrap_model(model)
+    unfinished = _unfinished(folder)
+    problems: list[Exception] = []
 
     def finish() -> None:
+        if problems:
+            raise problems[0]
         if is_whole(inner, settings):
             write_configuration(base_of(inner), tokenizer, unfinished, settings.dtype)
         else:
@@ -86,9 +91,44 @@ def export(
             shutil.rmtree(folder)
         os.replace(unfinished, folder)
 
-    ranks.on_first_rank(begin)
-    _write_model(inner, unfinished, settings)
-    ranks.on_first_rank(finish)
+    ranks.on_first_rank(lambda: unfinished.mkdir(parents=True, exist_ok=True))
+    try:
+        _write_model(inner, unfinished, settings)
+    except (OSError, SafetensorError) as error:  # on rank 0, and all of its collectives are done
+        problems.append(error)
+    try:
+        ranks.on_first_rank(lambda: _told(finish, unfinished))
+    finally:
+        if ranks.rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _unfinished(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.unfinished")
+
+
+def _told(finish: Callable[[], None], place: Path) -> None:
+    try:
+        finish()
+    except (OSError, SafetensorError) as error:
+        raise ExportError(
+            f"the export could not be written to {str(place.parent)!r}: {first_line(error)}; make room, and start the "
+            "same command again: it goes on from the last checkpoint, if there is one"
+        ) from error
+
+
+def require_room(model: nn.Module, folder: Path, settings: ExportSettings) -> None:
+    """Raises OSError (ENOSPC) where the disk has less room than the export needs; clears away what one had begun."""
+    shutil.rmtree(_unfinished(folder), ignore_errors=True)
+    needed, free = _num_bytes(model, settings), shutil.disk_usage(folder.parent).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"it needs {needed:,} bytes in {str(folder.parent)!r}, where {free:,} are free")
+
+
+def _num_bytes(model: nn.Module, settings: ExportSettings) -> int:
+    """Of the weights that an export writes, about; a quantised base that is merged takes more."""
+    kept = [p for p in model.parameters() if is_whole(model, settings) or p.requires_grad]
+    return sum(parameter.numel() for parameter in kept) * settings.dtype.itemsize
 
 
 def let_others_read(folder: Path) -> None:
@@ -154,6 +194,18 @@ def write_weights(
     Args:
         trained: names of parameters, which are converted to the settings' type; buffers keep theirs.
     """
+    tensors = iter(tensors)
+    try:
+        _write_files(tensors, trained, folder, settings)
+    except (OSError, SafetensorError):
+        for _ in tensors:  # the other ranks still send theirs
+            pass
+        raise
+
+
+def _write_files(
+    tensors: Iterator[tuple[str, torch.Tensor | None]], trained: Set[str], folder: Path, settings: ExportSettings
+) -> None:
     files: list[list[str]] = []
     group: dict[str, torch.Tensor] = {}
     group_bytes = total_bytes = 0

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import AutoConfig
 
 from toolkit import ranks
-from toolkit.checkpoint.export import ExportSettings, export, reload, sample_text, verify
+from toolkit.checkpoint.export import ExportSettings, export, reload, require_room, sample_text, verify
 from toolkit.checkpoint.writer import clear_unfinished
 from toolkit.data.loader import evaluation_batches
 from toolkit.errors import ToolkitError
@@ -33,6 +33,7 @@ from toolkit.sharding.plugin import (
 )
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.terminal import Pass, Terminal
+from toolkit.training.full_disk import patiently
 from toolkit.training.patience import patience_is_over
 
 
@@ -116,9 +117,11 @@ def export_model(
     folder = output_dir / "export"
     dtype = getattr(torch, settings.dtype or recipe.model.dtype)
     how = ExportSettings(dtype, int(settings.max_shard_gib * GIB), settings.merge)
-    with Pass(Terminal(quiet=ranks.rank() != 0), "exporting the model"):
+    console, inner = Terminal(quiet=ranks.rank() != 0), accelerator.unwrap_model(parts.model)
+    ranks.on_first_rank(lambda: patiently(lambda: require_room(inner, folder, how), "the export", console.warn))
+    with Pass(console, "exporting the model"):
         export(accelerator, parts.model, parts.tokenizer, folder, how)
-    with Pass(Terminal(quiet=ranks.rank() != 0), "checking the export"):
+    with Pass(console, "checking the export"):
         difference, sample = _checked(accelerator, recipe, parts, folder, dtype)
     return folder, difference, sample
 

@@ -103,7 +103,7 @@ def patiently(write: Callable[[], bool | None], what: str, warn: Callable[[str],
         if now - started > PATIENCE_SECONDS:
             raise ToolkitError(
                 f"{what} could not be written ({reason}); make room, and start the same command again: it goes on from "
-                "the last checkpoint"
+                "the last checkpoint, if there is one"
             )
         if now - told >= TELL_SECONDS:
             told = now

@@ -1,0 +1,110 @@
+"""A disk that is full when the model is exported: told with bytes and place, and the next start exports alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_texts
+from disturbances import small_disk
+from ranks import meet, run_on_ranks
+from safetensors.torch import load_file
+from tiny import recipe_values, save_llama
+
+from toolkit.errors import ToolkitError
+
+
+def recipe_of(home: Path, output: Path) -> dict[str, Any]:
+    values = recipe_values(home / "model", home / "texts.jsonl", output, home / "cache", max_steps=4)
+    return values | {"checkpoint": {"every_steps": 2, "keep_last": 1}}
+
+
+def fill(folder: Path, left: int) -> Path:
+    """A file that leaves so many bytes of the file system."""
+    stat = os.statvfs(folder)
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        file.write(bytes(max(0, stat.f_bavail * stat.f_frsize - left)))
+    return ballast
+
+
+def starts(home: Path) -> dict[str, Any]:
+    """A run on a disk that is full from its export on, started three times; what is there after each."""
+    from toolkit import Recipe, finetune
+    from toolkit.checkpoint import list_checkpoints
+    from toolkit.run import outcome
+    from toolkit.training import full_disk
+    from toolkit.training.trainer import Trainer
+
+    full_disk.PATIENCE_SECONDS, full_disk.RETRY_SECONDS = 0.2, 0.1
+    disk, require_room, train_step = home / "disk", outcome.require_room, Trainer.train_step
+    run = disk / "run"
+    steps: list[int] = []
+    told: list[str] = []
+    there: list[list[str]] = []
+
+    def count(self: Any, window: Any) -> Any:
+        steps.append(self.global_step)
+        return train_step(self, window)
+
+    def start(left: int, is_seen: bool) -> None:
+        """Room for `left` bytes from the export on, seen before it begins, or only while it is written."""
+
+        def full(*args: Any) -> None:
+            if int(os.environ["RANK"]) == 0:
+                ballast.append(fill(disk, left))
+            if is_seen:
+                require_room(*args)
+
+        ballast: list[Path] = []
+        outcome.require_room = full
+        meet()
+        with pytest.raises(ToolkitError) as caught:
+            finetune(Recipe.from_mapping(recipe_of(home, run)))
+        assert caught.value.exit_code == 1
+        told.append(str(caught.value))
+        # The other rank waits here until nothing is left to look at.
+        for path in ballast:
+            path.unlink(missing_ok=True)
+        there.append(sorted(path.name for path in run.iterdir()))
+
+    Trainer.train_step = count  # type: ignore[method-assign]
+    start(4096, is_seen=True)
+    start(180_000, is_seen=False)
+    checkpoints = [(found.step, found.problem) for found in list_checkpoints(run)]
+    outcome.require_room = require_room
+    meet()
+    finetune(Recipe.from_mapping(recipe_of(home, run)))
+    return {"steps": steps, "told": told, "there": there, "checkpoints": checkpoints}
+
+
+def test_an_export_on_a_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in make_texts(60)))
+    save_llama(tmp_path / "model", make_texts(60), tied=True)
+    with small_disk(tmp_path / "disk") as mounted:
+        if not mounted:
+            pytest.skip("this system lets nobody mount a file system")
+        first, second = run_on_ranks(starts, 2, tmp_path)
+        exported = load_file(tmp_path / "disk" / "run" / "export" / "model.safetensors")
+        assert first["told"][0].startswith("the export could not be written (it needs 228,288 bytes in '")
+        assert f"'{tmp_path / 'disk' / 'run'}', where " in first["told"][0]
+        assert f"the export could not be written to '{tmp_path / 'disk' / 'run'}': " in first["told"][1]
+        assert "No space left on device" in first["told"][1]
+        assert second["told"] == first["told"]
+        assert all("make room, and start the same command again" in text for text in first["told"])
+        assert [name for names in first["there"] for name in names if name.startswith(".") or name == "export"] == []
+        assert first["checkpoints"] == [(4, None)]
+        assert first["steps"] == [0, 1, 2, 3], "no later start trains again"
+        undisturbed = run_on_ranks(train, 2, tmp_path)
+        assert all(exported[name].equal(tensor) for name, tensor in undisturbed[0].items())
+
+
+def train(home: Path) -> dict[str, Any]:
+    from toolkit import Recipe, finetune
+
+    finetune(Recipe.from_mapping(recipe_of(home, home / "run")))
+    return load_file(home / "run" / "export" / "model.safetensors")
