@@ -23,6 +23,7 @@ def train(folder: str) -> None:
     from toolkit import Recipe, finetune
 
     home = Path(folder)
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
     # The server that forks the ranks may have been started by another test, with its own standard error.
     os.dup2(os.open(home / f"told_{os.environ['RANK']}.txt", os.O_CREAT | os.O_WRONLY), 2)
     training = {"max_steps": 100_000, "stall_minutes": LIMIT_SECONDS / 60}
@@ -66,5 +67,6 @@ def test_a_checkpoint_on_request_and_a_stopped_rank_that_ends_the_run_by_name(tm
     assert held[3] == "its process is stopped (SIGSTOP)"
     assert "Rank 0 waits for it." in told
     assert "train_step" in told, "the stack of rank 0"
+    assert re.search(r"\['0', 'default_pg'\]: gloo:\w+ of \[\[.*\]\], number \d+ of its group, \w+", told), told
     assert "Stack of rank 1: none" in told
     assert told in (tmp_path / "told_0.txt").read_text()

@@ -47,6 +47,7 @@ class Watch:
         interval: seconds between looks.
         thread: identifies the thread that trains; None for a guard.
         leave: ends the process with an exit code.
+        details: what is told below the stack of a rank that is held up.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Watch:
         interval: float,
         thread: int | None,
         leave: Callable[[int], None] = os._exit,
+        details: Callable[[], str] = str,
     ) -> None:
         self.interval = interval
         self._memory = memory
@@ -67,6 +69,7 @@ class Watch:
         self._limit = limit
         self._thread = thread
         self._leave = leave
+        self._details = details
         self._records = {int(path.name.removeprefix("rank_")): path for path in local.glob("rank_*")}
         self._host_file = shared / f"host_{min(self._records):05d}.json"
         self._others: dict[Path, tuple[int, float]] = {}
@@ -139,7 +142,7 @@ class Watch:
     def _write_stack(self, thread: int) -> None:
         frame = sys._current_frames().get(thread)
         with contextlib.suppress(OSError):
-            atomic_write(self._stack_of(self._rank), "".join(traceback.format_stack(frame)))
+            atomic_write(self._stack_of(self._rank), "".join(traceback.format_stack(frame)) + self._details())
 
     def _tell(self, places: list[RankStatus]) -> None:
         stacks = {}

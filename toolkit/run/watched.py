@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from toolkit import ranks
+from toolkit.run.flight import last_collectives
 from toolkit.run.guard import guarded
 from toolkit.run.status import FOLDER
 from toolkit.run.watch import STALL_FILE, Watch
@@ -60,7 +61,7 @@ def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Beats]:
     beats.at(Phase.START)
     mark_watched(memory, time.monotonic_ns(), os.getpid())
     ranks.gather_objects(None)  # every rank's record is there
-    watch = Watch(memory, ranks.rank(), local, shared, limit, interval, threading.get_ident())
+    watch = Watch(memory, ranks.rank(), local, shared, limit, interval, threading.get_ident(), details=last_collectives)
     done = threading.Event()
     thread = threading.Thread(target=_keep_looking, args=(watch, done), name="watch", daemon=True)
     thread.start()

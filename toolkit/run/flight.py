@@ -1,0 +1,50 @@
+"""What torch's flight recorder knows of a rank's last collectives. Alone reads its private functions.
+
+gloo records where `TORCH_FR_BUFFER_SIZE` is set, NCCL of newer torch without it. The dump is JSON; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import torch
+
+DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""Of torch._C._distributed_c10d: the name in torch 2.12 and later, and the one before."""
+
+DUMP_SECONDS = 3.0
+"""A device that hangs may hold up the recorder, and must not hold up the end of the run."""
+
+
+def last_collectives() -> str:
+    """A line for each process group of this rank; empty where nothing is recorded."""
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(_text(_dump())), name="flight-recorder", daemon=True)
+    thread.start()
+    thread.join(DUMP_SECONDS)
+    return found[0] if found else ""
+
+
+def _dump() -> list[dict[str, Any]]:
+    """What is recorded, oldest first."""
+    functions = getattr(torch._C, "_distributed_c10d", None)
+    for name in DUMPS:
+        if hasattr(functions, name):
+            try:
+                entries: list[dict[str, Any]] = json.loads(getattr(functions, name)(True, False)).get("entries", [])
+            except (RuntimeError, TypeError, ValueError):  # a backend without it, or another form of it
+                continue
+            return entries
+    return []
+
+
+def _text(entries: list[dict[str, Any]]) -> str:
+    last = {str(entry.get("process_group")): entry for entry in entries}
+    lines = [
+        f"  {group}: {entry.get('profiling_name')} of {entry.get('input_sizes')}, number "
+        f"{entry.get('collective_seq_id')} of its group, {entry.get('state')}"
+        for group, entry in last.items()
+    ]
+    return "Last collectives, by torch's flight recorder:\n" + "\n".join(lines) + "\n" if lines else ""
