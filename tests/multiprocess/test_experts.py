@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from moe import MODELS, micro_batches, mixture, plain_step
+from moe import MODELS, mixture, plain_step
+from moe_steps import Case, sharded_step, windows_of
 from ranks import meet, run_on_ranks
-from torch.optim.lr_scheduler import LambdaLR
+from safetensors.torch import load_file
+from tiny import recipe_values, save_llama
+from transformers import AutoTokenizer
 
-from toolkit.objectives.balance import build_balance
-from toolkit.objectives.causal_lm import CausalLM
-from toolkit.recipe.schema import ObjectiveSection, TrainingSection
-from toolkit.sharding import Checkpointing, plan_units, sharding_kwargs
-from toolkit.sharding.apply import prepare_blocks
-from toolkit.sharding.by_block import ByBlock
-from toolkit.sharding.plugin import reset_accelerate
-from toolkit.sharding.shards import whole_tensor
+from toolkit import Recipe, finetune
 from toolkit.training.trainer import Trainer
 
 COEF, Z = 0.3, 0.05
-Case = tuple[str, str, int, bool, str]
-"""Model, strategy, micro-batches a step, whether blocks are checkpointed, how they accumulate."""
-
 SMALL: list[Case] = [
     ("mixtral", "zero3", 3, True, "by_block"),
     ("mixtral", "zero3", 3, False, "by_micro_batch"),
@@ -41,62 +35,11 @@ WHOLE: list[Case] = [
 ]
 
 
-def windows_of(num_ranks: int, accumulation: int) -> list[list[dict[str, torch.Tensor]]]:
-    """The micro-batches of each rank, dealt in turn."""
-    rows = micro_batches(num_ranks * accumulation)
-    return [rows[rank::num_ranks] for rank in range(num_ranks)]
-
-
-def sharded_step(case: Case) -> Any:
-    """One step of the trainer on this rank's micro-batches: its figures and all gradients."""
-    kind, strategy, accumulation, checkpointed, accumulate = case
-    reset_accelerate()
-    checkpointing = Checkpointing(1) if checkpointed else None
-    model = mixture(kind)
-    sharded = strategy != "ddp"
-    plugins = sharding_kwargs(strategy, checkpointing=checkpointing if sharded else None)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **plugins)
-    balance = build_balance(ObjectiveSection(router_aux_coef=COEF, router_z_coef=Z), model)
-    plan = plan_units(model)
-    if not sharded:
-        prepare_blocks(model, plan, checkpointing, None)
-    objective = CausalLM(model, packed=False)
-    found: dict[str, torch.Tensor] = {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
-    inner = accelerator.unwrap_model(prepared)
-
-    def look(*_: Any) -> None:
-        for name, parameter in inner.named_parameters():
-            if parameter.grad is not None:
-                found[name] = whole_tensor(parameter.grad).clone()
-
-    prepared_optimizer.optimizer.register_step_pre_hook(look)
-    schedule = LambdaLR(optimizer, lambda step: 1.0)
-    settings = TrainingSection(output_dir="unused", max_steps=1, max_grad_norm=None)
-    nothing: Any = type("Told", (), {"warn": staticmethod(print)})()
-    by_block = ByBlock(inner, plugins["fsdp_plugin"].unit_plan) if accumulate == "by_block" else None
-    trainer = Trainer(
-        accelerator,
-        prepared,
-        prepared_optimizer,
-        schedule,
-        objective,
-        settings,
-        nothing,
-        nothing,
-        by_block=by_block,
-        balance=balance,
-    )
-    step = trainer.train_step(windows_of(accelerator.num_processes, accumulation)[accelerator.process_index])
-    return {"loss": step.loss, "norm": step.grad_norm, "experts": step.experts, "gradients": found}
-
-
 def steps_of(cases: list[Case]) -> list[Any]:
     found = []
     for case in cases:
         meet()
-        found.append(sharded_step(case))
+        found.append(sharded_step(case, COEF, Z))
     return found
 
 
@@ -117,6 +60,55 @@ def compare(case: Case, num_ranks: int, found: dict[str, Any]) -> None:
 def test_a_step_is_that_of_a_plain_loop_with_the_balance_loss_written_out() -> None:
     for case, found in zip(SMALL, run_on_ranks(steps_of, 2, SMALL)[0], strict=True):
         compare(case, 2, found)
+
+
+RATE = 0.01
+
+
+class CutError(Exception):
+    """Power is gone."""
+
+
+def runs_with_moving_biases(folder: Path, data: Path) -> dict[str, Any]:
+    """A whole run, and one cut in step 4 that goes on from the checkpoint of step 2."""
+    train_step, found = Trainer.train_step, {}
+
+    def dies(trainer: Any, window: Any) -> Any:
+        if trainer.global_step == 3:
+            raise CutError
+        return train_step(trainer, window)
+
+    for name in ("whole", "cut"):
+        values = recipe_values(folder / "model", data, folder / name, folder / "cache", max_steps=5)
+        values["objective"] = {"router_bias_rate": RATE}
+        values["optimizer"] |= {"kind": "muon", "router_learning_rate": 1e-3}
+        values["checkpoint"] = {"every_steps": 2} if name == "cut" else {}
+        if name == "cut":
+            Trainer.train_step = dies  # type: ignore[method-assign]
+            meet()
+            with pytest.raises(CutError):
+                finetune(Recipe.from_mapping(values))
+            Trainer.train_step = train_step  # type: ignore[method-assign]
+        meet()
+        found[name] = [record["loss"] for record in finetune(Recipe.from_mapping(values)).metrics]
+    return found
+
+
+def test_a_run_whose_biases_move_goes_on_bit_for_bit(tmp_path: Path, text_file: Path) -> None:
+    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    folder = save_llama(tmp_path / "model", texts, tied=True)  # for its tokenizer
+    size = len(AutoTokenizer.from_pretrained(folder))
+    mixture("deepseek_v3", vocab_size=size).save_pretrained(folder)
+    losses = run_on_ranks(runs_with_moving_biases, 2, tmp_path, text_file)[0]
+    assert losses["cut"] == losses["whole"]
+    whole, cut = (load_file(tmp_path / name / "export" / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    for layer in range(2):
+        bias = whole[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
+        moves = bias / RATE
+        torch.testing.assert_close(moves, moves.round(), rtol=0, atol=1e-4)
+        assert bias.any()
+        assert float(bias.abs().max()) <= 5.001 * RATE
 
 
 @pytest.mark.slow

@@ -27,14 +27,20 @@ class Router:
         path: dotted.
         index: where its logits stand among its outputs; they are (..., experts).
         top_k: experts of a token, where its outputs do not say which these are.
-        bias: what is added to its scores before experts are chosen, (experts,); None: nothing.
     """
 
     path: str
     module: nn.Module
     index: int
     top_k: int
-    bias: torch.Tensor | None
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """What is added to its scores before experts are chosen, (experts,); None: nothing.
+
+        Looked up anew: a buffer is another tensor once the model has its weights.
+        """
+        return next((tensor for name, tensor in self.module.named_buffers() if name.endswith(BIAS)), None)
 
     def logits(self, output: Any) -> torch.Tensor:
         """Its logits, (tokens, experts)."""
@@ -62,7 +68,7 @@ def find_routers(model: nn.Module) -> list[Router]:
     top_k = next((int(value) for name in CHOSEN if (value := getattr(text, name, None))), 1)
     found: dict[int, Router] = {}
     for path, module, index in _recorded(base):
-        found.setdefault(id(module), Router(path, module, index, top_k, _bias(module)))
+        found.setdefault(id(module), Router(path, module, index, top_k))
     return list(found.values())
 
 
@@ -91,7 +97,3 @@ def _spelled_out(recorder: Any) -> tuple[Any, int, str | None]:
     if isinstance(recorder, OutputRecorder):
         return recorder.target_class, recorder.index, recorder.layer_name
     return recorder, 1, None
-
-
-def _bias(router: nn.Module) -> torch.Tensor | None:
-    return next((tensor for name, tensor in router.named_buffers() if name.endswith(BIAS)), None)

@@ -12,6 +12,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit.errors import BadInputError
+from toolkit.model.adapters import base_of
+from toolkit.model.routers import find_routers
+from toolkit.model.targets import stacked_experts
 from toolkit.optim.muon import Muon
 from toolkit.recipe.schema import OptimizerSection, ScheduleSection
 from toolkit.sharding.units import plan_units
@@ -39,7 +42,7 @@ def build_optimizer(
     Raises:
         BadInputError: where the optimizer is not installed.
     """
-    groups = parameter_groups(model, section.weight_decay)
+    groups = parameter_groups(model, section)
     settings: dict[str, Any] = {
         "lr": section.learning_rate,
         "betas": (section.beta1, section.beta2),
@@ -69,10 +72,18 @@ def _with_block_matrices_apart(
 ) -> list[dict[str, Any]]:
     """The groups, with the blocks' matrices in groups of their own, marked `muon`.
 
-    Embeddings, head and vectors stay AdamW's (Jordan et al., "Muon", 2024), and so do experts' stacked matrices.
+    Embeddings, head and vectors stay AdamW's (Jordan et al., "Muon", 2024), and so do the kernels of convolutions.
     """
     blocks = [model.get_submodule(path) for unit in plan_units(model, unit_classes).blocks for path in unit.modules]
-    within = {id(parameter) for block in blocks for parameter in block.parameters() if parameter.ndim == 2}
+    base: Any = base_of(model)
+    experts = stacked_experts(base) if hasattr(base, "config") else []
+    stacks = {id(base.get_parameter(name)) for name in experts}
+    within = {
+        id(parameter)
+        for block in blocks
+        for parameter in block.parameters()
+        if parameter.ndim == 2 or id(parameter) in stacks
+    }
     apart: list[dict[str, Any]] = []
     for group in groups:
         for muon in (True, False):
@@ -81,14 +92,41 @@ def _with_block_matrices_apart(
     return apart
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices, which decay, and vectors (biases and norms), which don't; empty groups are left out."""
+def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
+    """Matrices, which decay, vectors (biases and norms), which don't, and routers if the recipe says so.
+
+    Empty groups are left out.
+
+    Raises:
+        BadInputError: a setting of routers for a model without any that is trained.
+    """
+    own = _of_routers(section)
+    found = {id(p) for router in find_routers(model) for p in router.module.parameters()} if own else set()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rest = [parameter for parameter in trainable if id(parameter) not in found]
+    routers = [parameter for parameter in trainable if id(parameter) in found]
+    if own and not routers:
+        field, value = next(iter(own.items()))
+        raise BadInputError(
+            f"optimizer.router_{field}: {value} has no effect: no router of the model is trained; remove it"
+        )
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in routers if p.ndim >= 2], "weight_decay": section.weight_decay, **_for_torch(own)},
+        {"params": [p for p in routers if p.ndim < 2], **_for_torch(own), "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _of_routers(section: OptimizerSection) -> dict[str, float]:
+    """What the recipe says of routers alone."""
+    found = {"learning_rate": section.router_learning_rate, "weight_decay": section.router_weight_decay}
+    return {field: value for field, value in found.items() if value is not None}
+
+
+def _for_torch(settings: dict[str, float]) -> dict[str, float]:
+    return {"lr" if field == "learning_rate" else field: value for field, value in settings.items()}
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, section: ScheduleSection, num_steps: int) -> LambdaLR:

@@ -3,6 +3,9 @@
 Newton-Schulz needs whole matrices. F matrices at a time are dealt to the F ranks of the shard group: one
 exchange makes each rank's matrix whole, each rank orthogonalises its own, and one exchange brings the rows
 back. So a rank computes 1 / F of the whole, and no rank holds more than one whole matrix.
+
+Experts' stacked matrices (experts, rows, columns) are sharded by experts: each rank has whole ones, and nothing is
+exchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from toolkit.sharding.shards import local_tensor, row_counts, shard_group
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW whose groups with `muon: True` hold matrices (2-D) and are stepped as torch.optim.Muon would.
+    """AdamW whose groups with `muon: True` hold matrices, or stacks of them, stepped as torch.optim.Muon would each.
 
     The update's length is matched to AdamW's (`match_rms_adamw`), so that both take one learning rate.
 
@@ -44,10 +47,16 @@ class Muon(torch.optim.AdamW):
         return super().step(closure)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        present = [parameter for parameter in group["params"] if parameter.grad is not None]
+        matrices = [parameter for parameter in present if parameter.ndim == 2]
         # AdamW, which steps next, passes over what has no gradient.
-        changes = (self._momentum_of(parameter) for parameter in parameters)
-        for parameter, update in zip(parameters, orthogonalised(parameters, changes), strict=True):
+        changes = (self._momentum_of(parameter) for parameter in matrices)
+        self._add(group, zip(matrices, orthogonalised(matrices, changes), strict=True))
+        stacks = (parameter for parameter in present if parameter.ndim == 3)
+        self._add(group, ((stack, _each_orthogonalised(self._momentum_of(stack))) for stack in stacks))
+
+    def _add(self, group: dict[str, Any], updates: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        for parameter, update in updates:
             local = local_tensor(parameter)
             # Decoupled and before the update, as in torch.optim.Muon.
             local.mul_(1 - float(group["lr"]) * group["weight_decay"])
@@ -91,6 +100,11 @@ def orthogonalised(parameters: list[nn.Parameter], rows: Iterator[torch.Tensor])
             flat = newton_schulz(flat.view(dealt[rank].shape)).flatten()
         back = _exchanged(flat, here, there, group)
         yield from (part.view_as(old) for part, old in zip(torch.split(back, there[: len(mine)]), mine, strict=True))
+
+
+def _each_orthogonalised(stack: torch.Tensor) -> torch.Tensor:
+    """The update of this rank's experts, (experts, rows, columns); it may have none."""
+    return torch.stack([newton_schulz(matrix) for matrix in stack]) if len(stack) else stack
 
 
 def _exchanged(flat: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:

@@ -9,8 +9,9 @@ from typing import Literal
 from toolkit.errors import UnplannableError, in_words
 from toolkit.model.fake_tensors import grouped_products, without_logs
 from toolkit.places import CHECKPOINT_FILE_BYTES, GIB
+from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Probe, Prober
-from toolkit.planning.memory.replay import Memory, MemoryLayout, replay
+from toolkit.planning.memory.replay import Memory, replay
 from toolkit.planning.memory.units import UnitShape, unit_shapes
 from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import Hardware

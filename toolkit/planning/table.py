@@ -120,7 +120,7 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
     """Every strategy with and without offload, every checkpointing, several micro-batches of the same step."""
     # `dict.fromkeys` and not a set: rows that tie keep this order.
     checkpointings = list(dict.fromkeys([None, Checkpointing(1), asked.checkpointing]))
-    offloads = can_offload(recipe, planner.workload.mixed_precision)
+    offloads = can_offload(recipe, planner.workload.mixed_precision) and not any(u.is_mixed for u in planner.units)
     for strategy, mesh in _strategies(ranks, asked):
         for offload in (False, True) if strategy.sharded and offloads else (False,):
             if offload and strategy.replicated and mesh.shard < min(ranks, planner.hardware.devices_per_node):

@@ -476,7 +476,7 @@ class OptimizerSection(Section):
     kind: Literal["adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "muon"] = Field(
         "adamw",
         description="Choose the optimizer. adamw: torch's fused AdamW. adamw_8bit, adamw_4bit, adamw_fp8: torchao's "
-        "AdamW with small moments. muon: Muon for the blocks' matrices, AdamW for the rest.",
+        "AdamW with small moments. muon: Muon for the blocks' matrices and experts, AdamW for the rest.",
     )
     learning_rate: float = Field(gt=0.0, description="Set the peak learning rate.")
     weight_decay: float = Field(0.01, ge=0.0, description="Decay matrices by this factor, decoupled from the gradient.")
@@ -486,6 +486,12 @@ class OptimizerSection(Section):
     beta2: Beta = Field(0.999, description="Decay rate of the second moment.")
     eps: float = Field(1e-8, gt=0.0, description="Add this to the denominator.")
     momentum: Beta | None = Field(None, description="Momentum of Muon's matrices; null: 0.95.")
+    router_learning_rate: float | None = Field(
+        None, ge=0.0, description="Set the routers' own peak learning rate; 0 holds them; null: learning_rate."
+    )
+    router_weight_decay: float | None = Field(
+        None, ge=0.0, description="Decay the routers' matrices by this factor; null: weight_decay."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerSection:

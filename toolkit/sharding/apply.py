@@ -5,6 +5,7 @@ Reference: torch.distributed.fsdp.fully_shard (FSDP2, per-parameter sharding).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -18,8 +19,9 @@ from toolkit.errors import BadInputError
 from toolkit.sharding.by_block import in_window
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
-from toolkit.sharding.fsdp import reshard_all
+from toolkit.sharding.fsdp import gather_in_float32, reshard_all
 from toolkit.sharding.gloo import communicate
+from toolkit.sharding.precision import hold_in_float32, kept_in_float32, round_buffers, types_of_authors
 from toolkit.sharding.shards import shard_rows
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.unit_plan import UnitPlan
@@ -94,8 +96,7 @@ def apply(
     Returns:
         Every parameter as it was -> as it is now.
     """
-    if mixed_precision != "no" and offload is None:
-        _hold_masters_in_float32(model)
+    types, kept = _give_types(model, mixed_precision, offload is not None)
     # First: `fully_shard` then hooks the modules around forwards that are compiled and checkpointed already.
     prepare_blocks(model, plan, checkpointing, compilation)
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -103,6 +104,9 @@ def apply(
     # One rank reduces nothing: gradients travel in the type of compute, but for zero1, which sums windows.
     alone = offload is not None and mesh.size() == 1 and strategy.reduce_each_micro_batch
     unit_policy, root_policy = precision_policies(mixed_precision, None if alone else torch.float32)
+    if kept:
+        # What such a parameter makes is float32, and the authors' own casts say where it is rounded.
+        unit_policy = dataclasses.replace(unit_policy, cast_forward_inputs=False)
     for unit in plan.units:
         modules = [model.get_submodule(path) for path in unit.modules]
         if offload is not None:
@@ -114,14 +118,29 @@ def apply(
             reshard_after_forward=strategy.reshard_each_micro_batch and unit.reshard_after_forward,
         )
         communicate(model.get_submodule(unit.modules[0]))
+    gather_in_float32(model, kept)
     # After all units are made: now each rank knows its rows, and reads no others.
     _give_weights(model, originals, offload(model) if offload is not None else None)
+    round_buffers(model, types)
     if prefetch is not None:
         _prefetch(model, plan, prefetch)
     _follow_accumulation(model, strategy, is_last_micro_batch)
     _reshard_after_evaluation(model)
     after = dict(model.named_parameters(remove_duplicate=False))
     return {before[name]: after[name] for name in before}
+
+
+def _give_types(model: nn.Module, mixed_precision: str, is_offloaded: bool) -> tuple[dict[str, torch.dtype], list[str]]:
+    """Makes parameters float32 that are held so; types in compute by name, and the names of what is float32 there."""
+    dtype = PRECISIONS[mixed_precision]
+    types = {} if dtype is None else types_of_authors(model, dtype)
+    kept = kept_in_float32(model, types)
+    if is_offloaded:
+        _require_rounded(model, kept)
+    elif dtype is not None:
+        _hold_masters_in_float32(model)
+    hold_in_float32(model, kept)
+    return types, kept
 
 
 def _prefetch(model: nn.Module, plan: UnitPlan, depth: int) -> None:
@@ -137,6 +156,16 @@ def _hold_masters_in_float32(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
+
+
+def _require_rounded(model: nn.Module, kept: Sequence[str]) -> None:
+    """Raises BadInputError for trainable parameters that stay in float32: offload sends all in the type of compute."""
+    trained = [name for name in kept if model.get_parameter(name).requires_grad]
+    if trained:
+        raise BadInputError(
+            f"offload: the model keeps {len(trained)} parameters in float32 ({trained[0]}), and offload sends all in "
+            "the type of compute; choose a strategy without offload, or set mixed_precision to no"
+        )
 
 
 def _hold_in_compute_type(

@@ -5,12 +5,14 @@ They are those of torch 2.13 and later, and of 2.11 where a state has one group;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
@@ -118,6 +120,32 @@ def fill_missing_gradients(group: Any) -> list[DTensor]:
             if parameter.unsharded_accumulated_grad is None:
                 parameter.to_accumulated_grad_if_needed()
     return present
+
+
+def gather_in_float32(model: nn.Module, names: Iterable[str]) -> None:
+    """Has units gather some of their parameters in float32, whatever their type of compute.
+
+    FSDP2 gathers several types in one exchange, but reduces one alone: such a unit's gradients are made float32 first.
+    torch 2.15 can be told so; earlier versions not.
+    """
+    kept = {id(model.get_parameter(name)) for name in names}
+    for group in fsdp_groups(model):
+        own = [parameter for parameter in group.fsdp_params if id(parameter.sharded_param) in kept]
+        for parameter in own:
+            parameter.init_dtype_attrs = functools.partial(_init_uncast, parameter)
+        if own:
+            before_reduction(group, _make_gradients_float32)
+
+
+def _init_uncast(parameter: Any, policy: MixedPrecisionPolicy) -> None:
+    type(parameter).init_dtype_attrs(parameter, dataclasses.replace(policy, param_dtype=None))
+
+
+@torch.no_grad()
+def _make_gradients_float32(group: Any) -> None:
+    for parameter in group.fsdp_params:
+        if parameter.sharded_param.requires_grad and parameter.unsharded_accumulated_grad is None:
+            parameter.to_accumulated_grad_if_needed()
 
 
 def end_backward(root: Any) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from moe import mixture
 from tiny import llama
 from torch import nn
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from toolkit.errors import BadInputError
 from toolkit.optim.build import QUANTISED, build_optimizer, build_schedule, learning_rate_factor, parameter_groups
+from toolkit.optim.muon import Muon
 from toolkit.recipe.schema import OptimizerSection, ScheduleSection
 
 
@@ -75,7 +77,7 @@ def test_the_scheduler_steps_once_per_optimizer_step() -> None:
 def test_vectors_and_frozen_parameters() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False))
     model[2].weight.requires_grad_(False)
-    decayed, plain = parameter_groups(model, 0.1)
+    decayed, plain = parameter_groups(model, OptimizerSection(learning_rate=1.0, weight_decay=0.1))
     assert decayed == {"params": [model[0].weight], "weight_decay": 0.1}
     assert plain["params"] == [model[0].bias, model[1].weight, model[1].bias]
     assert plain["weight_decay"] == 0.0
@@ -114,6 +116,51 @@ def test_muon_takes_the_matrices_of_the_blocks() -> None:
     assert groups[0] == (True, 0.1, matrices)
     assert groups[1] == (False, 0.1, {"model.embed_tokens.weight", "lm_head.weight"})
     assert groups[2] == (False, 0.0, vectors)
+
+
+def test_muon_takes_experts_whole_and_no_convolutions() -> None:
+    model = mixture("gpt_oss")
+    model.model.layers[0].mixed = nn.Conv1d(4, 4, 3)  # as many as experts
+    optimizer = build_optimizer(model, OptimizerSection(kind="muon", learning_rate=1.0))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    taken = {names[id(p)] for group in optimizer.param_groups if group["muon"] for p in group["params"]}
+    experts = {f"model.layers.{i}.mlp.experts.{name}_proj" for i in range(2) for name in ("gate_up", "down")}
+    assert {name for name in taken if model.get_parameter(name).ndim == 3} == experts
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_step_of_muon_on_stacked_experts_is_torchs_on_each(ranks: int) -> None:
+    """Each rank has whole experts, as FSDP2 cuts them: of four, two and two on 2 ranks; two, two and none on 3."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(4, 6, 10, generator=generator)
+    stacks = [nn.Parameter(part.clone()) for part in start.chunk(ranks)]
+    stacks += [nn.Parameter(torch.zeros(0, 6, 10))] * (ranks - len(stacks))
+    each = [nn.Parameter(matrix.clone()) for matrix in start]
+    ours = [Muon([{"params": [s], "muon": True}], momentum=0.9, lr=0.1, weight_decay=0.2) for s in stacks]
+    theirs = torch.optim.Muon(each, lr=0.1, weight_decay=0.2, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        gradient = torch.randn(4, 6, 10, generator=generator)
+        for number, matrix in enumerate(each):
+            matrix.grad = gradient[number].clone()
+        for stack, part in zip(stacks, [*gradient.chunk(ranks), gradient[:0]], strict=False):
+            stack.grad = part.clone()
+        for optimizer in (*ours, theirs):
+            optimizer.step()
+    torch.testing.assert_close(torch.cat([s.detach() for s in stacks]), torch.stack([e.detach() for e in each]))
+
+
+def test_routers_have_groups_of_their_own() -> None:
+    section = OptimizerSection(learning_rate=1.0, weight_decay=0.1, router_learning_rate=0.25, router_weight_decay=0.5)
+    model = mixture("gpt_oss")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = build_optimizer(model, section).param_groups
+    settings = {names[id(p)]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+    assert settings["model.layers.1.mlp.router.weight"] == (0.25, 0.5)
+    assert settings["model.layers.1.mlp.router.bias"] == (0.25, 0.0)
+    rest = {name: found for name, found in settings.items() if ".router." not in name}
+    assert set(rest.values()) == {(1.0, 0.1), (1.0, 0.0)}
+    with pytest.raises(BadInputError, match=r"optimizer\.router_weight_decay: 0\.5 has no effect: no router"):
+        build_optimizer(llama("sdpa"), OptimizerSection(learning_rate=1.0, router_weight_decay=0.5))
 
 
 def test_a_gradient_scaler_skips_the_whole_step_of_muon() -> None:

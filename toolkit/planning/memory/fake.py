@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -24,8 +25,9 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from toolkit.model.fake_tensors import has_values
+from toolkit.sharding.precision import kept_in_float32, round_buffers, types_of_authors
 
-__all__ = ["Ledger", "cuda_dropout", "fake_ranks", "host_copies", "in_these_modes", "tree_map_only"]
+__all__ = ["Ledger", "cuda_dropout", "fake_ranks", "give_parameters", "host_copies", "in_these_modes", "tree_map_only"]
 
 GRANULE = 512
 """CUDA's caching allocator hands out multiples of so many bytes."""
@@ -209,3 +211,24 @@ def host_copies(ledger: Ledger) -> Iterator[None]:
         yield
     finally:
         torch.autograd.graph.save_on_cpu = original  # type: ignore[misc]
+
+
+def give_parameters(model: nn.Module, dtype: torch.dtype | None) -> bool:
+    """Gives a model on the meta device parameters as FSDP2 gathers them; whether its units cast their inputs.
+
+    What is cast has the type of compute; the float32 shards are the replay's. As in `toolkit.sharding.apply`, the root
+    alone casts where the model's authors keep parameters in float32.
+    """
+    types = {} if dtype is None else types_of_authors(model, dtype)
+    kept = kept_in_float32(model, types)
+    made: dict[int, nn.Parameter] = {}
+    state = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in made:  # tied ones are the same; `to_empty` unties them
+            own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            empty = torch.empty(parameter.shape, dtype=torch.float32 if name in kept else own, device="cpu")
+            made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        state[name] = made[id(parameter)]
+    model.load_state_dict(state, strict=False, assign=True)
+    round_buffers(model, types)
+    return not kept

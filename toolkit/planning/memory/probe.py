@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from toolkit.model.fake_tensors import FakeTensorMode
-from toolkit.planning.memory.fake import Ledger, cuda_dropout, host_copies, tree_map_only
+from toolkit.planning.memory.fake import Ledger, cuda_dropout, give_parameters, host_copies, tree_map_only
 from toolkit.planning.time.roofline import Operator, Work, record
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, precision_policies
@@ -113,7 +113,7 @@ class Prober:
         self._output_dtype = None if whole else precision_policies(workload.mixed_precision)[1].output_dtype
         self._model = workload.model_copy()
         with self._mode:
-            self._model.load_state_dict(_empty_parameters(self._model, self._dtype), strict=False, assign=True)
+            self._casts_units = give_parameters(self._model, self._dtype)
         self._objective = workload.objective(self._model)
         if self._autocast:
             self._model.forward = _autocast(self._model.forward, PRECISIONS[workload.mixed_precision])
@@ -125,7 +125,7 @@ class Prober:
 
     def probe(self, micro_batch_size: int, checkpointing: Checkpointing | None) -> Probe:
         """One micro-batch of so many samples."""
-        run = _Run(self._model, self.plan, self._dtype, self._output_dtype)
+        run = _Run(self._model, self.plan, self._dtype, self._output_dtype, self._casts_units)
         with ExitStack() as stack:
             stack.enter_context(self._mode)
             # The process is on a CPU; what is counted is a GPU's.
@@ -164,7 +164,12 @@ class _Run:
     """The hooks of one probe and what they have seen."""
 
     def __init__(
-        self, model: nn.Module, plan: UnitPlan, dtype: torch.dtype | None, output_dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        plan: UnitPlan,
+        dtype: torch.dtype | None,
+        output_dtype: torch.dtype | None,
+        casts_units: bool,
     ) -> None:
         self.model = model
         self.events: list[ProbeEvent] = []
@@ -172,6 +177,7 @@ class _Run:
         self.stands_in: dict[int, int] = {}
         self.outputs: dict[int, Any] = {}
         self._dtype, self._output_dtype = dtype, output_dtype
+        self._casts_units = casts_units
         self._units = [[model.get_submodule(path) for path in unit.modules] for unit in plan.units]
         self._parameters = list(owned_parameters(model, (unit.modules for unit in plan.units)))
         self._is_block = [unit.kind == "block" for unit in plan.units]
@@ -246,7 +252,8 @@ class _Run:
 
     def _before_forward(self, unit: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            args, kwargs = self._cast((args, kwargs), self._dtype)
+            if self._casts_units or unit == len(self._units) - 1:
+                args, kwargs = self._cast((args, kwargs), self._dtype)
             # A unit of several modules is gathered by the first that runs and let go of after the last.
             running = self._running.get(unit)
             if running is None:
@@ -396,20 +403,6 @@ def _sum(works: Iterable[Work]) -> Work:
     for work in works:
         total.update(work.operators)
     return Work(total)
-
-
-def _empty_parameters(model: nn.Module, dtype: torch.dtype | None) -> dict[str, nn.Parameter]:
-    """A parameter on the CPU for each on the meta device, tied ones the same (`to_empty` unties them)."""
-    made: dict[int, nn.Parameter] = {}
-    state = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        # In the type of compute, as FSDP2 gathers them. Their own float32 shards are the replay's.
-        if id(parameter) not in made:
-            own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            empty = torch.empty(parameter.shape, dtype=own)
-            made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        state[name] = made[id(parameter)]
-    return state
 
 
 def _signature(block: nn.Module) -> Any:

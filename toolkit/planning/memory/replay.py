@@ -15,16 +15,15 @@ The trace (trace.py) runs the real thing; tests hold this against it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from toolkit.planning.memory.by_block import window
-from toolkit.planning.memory.fake import GRANULE
+from toolkit.planning.memory.held import HeldUnit, MemoryLayout, held_unit, optimizer_bytes, rounded
 from toolkit.planning.memory.moments import HEAD, level_before_head, moment_names
 from toolkit.planning.memory.probe import Probe, ProbeEvent
-from toolkit.planning.memory.units import ParameterShape, UnitShape
-from toolkit.sharding.fsdp import frees_all_gradients_before_reducing, frees_gather_before_copying
+from toolkit.planning.memory.units import UnitShape
+from toolkit.sharding.fsdp import frees_gather_before_copying
 from toolkit.sharding.offload.capture import MAX_IN_FLIGHT
 from toolkit.sharding.strategy import Strategy
 
@@ -70,27 +69,6 @@ class Memory:
         return max(self.parts().items(), key=lambda part: part[1])
 
 
-@dataclass(frozen=True)
-class MemoryLayout:
-    """How a rank holds things.
-
-    Attributes:
-        shard: ranks among which one copy of the model is sharded, F.
-        compute: bytes of an element in the type of compute; None: each parameter's own.
-        reduce: bytes of an element in which gradients are reduced.
-        optimizer: bytes of optimizer state for each trainable element, half of them a moment's.
-        offload: optimizer state and masters are on the host; shards are held in the type of compute.
-        residents: indices of units whose offloaded state is on the device after all.
-    """
-
-    shard: int
-    compute: int | None
-    reduce: int
-    optimizer: float
-    offload: bool = False
-    residents: frozenset[int] = frozenset()
-
-
 def replay(
     units: Sequence[UnitShape],
     probe: Probe,
@@ -119,11 +97,6 @@ def replay(
     # The fused optimizers make no temporaries of the size of a parameter.
     rank.snap("optimizer step", 0)
     return rank.moments
-
-
-def rounded(num_bytes: float) -> int:
-    """As CUDA's allocator does."""
-    return math.ceil(num_bytes / GRANULE) * GRANULE
 
 
 class _Rank:
@@ -187,93 +160,12 @@ class _Rank:
 # Sharded
 
 
-@dataclass
-class _HeldUnit:
-    """Bytes of one unit's tensors, and what FSDP2 holds of it right now.
-
-    Attributes:
-        sharded: its shards between steps.
-        whole: its parameters when gathered, padding included.
-        gather_input: cast copy of the shards; 0 where they are gathered as they are.
-        gather_output: of the all-gather; 0 where one rank gathers nothing.
-        cast_alone: a cast copy of one parameter, where one rank casts them one by one.
-        reduce_input: of the reduce-scatter.
-        reduce_output: this rank's part of it.
-        last_gradient: which the reduction's loop variable keeps alive.
-        whole_sums: gradients summed over micro-batches, in the type of the reduction.
-        cast_gradient: the reduced gradient in the type of the shards, where that is another.
-        optimizer: state on the device.
-    """
-
-    sharded: int
-    whole: int
-    gather_input: int
-    gather_output: int
-    cast_alone: int
-    reduce_input: int
-    reduce_output: int
-    last_gradient: int
-    whole_sums: int
-    cast_gradient: int
-    optimizer: int
-    is_gathered: bool = False
-    is_prefetched: bool = False
-    sharded_gradients: int = 0
-    whole_gradients: int = 0
-
-
-def _held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> _HeldUnit:
-    f, trainable = layout.shard, shape.trainable
-    # FSDP2 pads each parameter to F equal shards of whole rows; a table of 3 rows on 8 ranks takes 8 rows.
-    computed = [p.gathered(layout.compute) for p in shape.parameters]
-    kept = [_held(p, layout) for p in shape.parameters]
-    whole = [p.shard_numel(f) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
-    cast_whole = sum(size for p, size in zip(shape.parameters, whole, strict=True) if p.is_cast)
-    own = shape.trainable_numel(f)
-    cast = sum(p.shard_numel(f) * _held(p, layout) for p in trainable)
-    # One rank gathers nothing: FSDP2 casts parameter after parameter, so one copy is alive beside its source.
-    casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
-    # `foreach_reduce` frees its list of gradients, but the name of its loop still holds the last.
-    outlives = trainable and f > 1 and not frees_all_gradients_before_reducing()
-    last = trainable[-1].numel * (layout.compute or trainable[-1].held) if outlives else 0
-    return _HeldUnit(
-        sharded=sum(rounded(p.shard_numel(f) * size) for p, size in zip(shape.parameters, kept, strict=True)),
-        whole=sum(map(rounded, whole)),
-        # Without mixed precision the shards are gathered from where they are.
-        gather_input=rounded(cast_whole / f) if layout.compute is not None else 0,
-        gather_output=rounded(sum(whole)) if f > 1 else 0,
-        cast_alone=rounded(max(casts, default=0)),
-        reduce_input=rounded(layout.reduce * own * f),
-        reduce_output=rounded(layout.reduce * own),
-        last_gradient=rounded(last),
-        # FSDP2 sums whole gradients of several micro-batches in the type of the reduction, not of compute.
-        whole_sums=sum(rounded(p.numel * layout.reduce) for p in trainable),
-        # FSDP2 reduces in float32 and hands the optimizer the shard's own type.
-        cast_gradient=rounded(cast) if cast != layout.reduce * own else 0,
-        optimizer=_optimizer_bytes(trainable, layout, resident),
-    )
-
-
-def _held(parameter: ParameterShape, layout: MemoryLayout) -> int:
-    """Bytes of an element between steps."""
-    return (layout.compute or parameter.held) if layout.offload and parameter.trainable else parameter.held
-
-
-def _optimizer_bytes(trainable: Sequence[ParameterShape], layout: MemoryLayout, resident: bool) -> int:
-    # With padding: the optimizer steps the local shards as they are.
-    own = [parameter.shard_numel(layout.shard) for parameter in trainable]
-    if layout.offload:  # master, two moments and the gradient's landing place, flat
-        return (3 * rounded(4 * sum(own)) + rounded(layout.reduce * sum(own))) if resident else 0
-    # Two moments of each parameter, and its count of steps.
-    return sum(2 * rounded(numel * layout.optimizer / 2) + GRANULE for numel in own)
-
-
 class _ShardedRank(_Rank):
     """FSDP2's lifetimes."""
 
     def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: MemoryLayout) -> None:
         super().__init__(units, probe, strategy, layout)
-        self._now = [_held_unit(shape, layout, i in layout.residents) for i, shape in enumerate(units)]
+        self._now = [held_unit(shape, layout, i in layout.residents) for i, shape in enumerate(units)]
         reshards = strategy.reshard_each_micro_batch
         # The tail and the root are needed again at once by backward and stay gathered.
         self._reshards = [reshards and shape.reshard_after_forward for shape in units]
@@ -331,11 +223,11 @@ class _ShardedRank(_Rank):
 
     # Each changes what is held.
 
-    def _hold_whole(self, unit: _HeldUnit, gathered: bool) -> None:
+    def _hold_whole(self, unit: HeldUnit, gathered: bool) -> None:
         self.held["gathered"] += unit.whole * (gathered - unit.is_gathered)
         unit.is_gathered = gathered
 
-    def _hold_gather(self, unit: _HeldUnit, prefetched: bool) -> None:
+    def _hold_gather(self, unit: HeldUnit, prefetched: bool) -> None:
         self.held["communication"] += unit.gather_output * (prefetched - unit.is_prefetched)
         unit.is_prefetched = prefetched
 
@@ -347,11 +239,11 @@ class _ShardedRank(_Rank):
         self.held["communication"] += num_bytes - self._reduce_input
         self._reduce_input = num_bytes
 
-    def _hold_sharded_gradients(self, unit: _HeldUnit, num_bytes: int) -> None:
+    def _hold_sharded_gradients(self, unit: HeldUnit, num_bytes: int) -> None:
         self.held["gradients"] += num_bytes - unit.sharded_gradients
         unit.sharded_gradients = num_bytes
 
-    def _hold_whole_gradients(self, unit: _HeldUnit, num_bytes: int) -> None:
+    def _hold_whole_gradients(self, unit: HeldUnit, num_bytes: int) -> None:
         self.held["gradients"] += num_bytes - unit.whole_gradients
         unit.whole_gradients = num_bytes
 
@@ -406,10 +298,12 @@ class _ShardedRank(_Rank):
         """`post_backward`."""
         unit, level, gradients = self._now[event.unit], event.level, event.gradients
         what = f"reduction of {self.units[event.unit].name}"
-        # The new gradients are alive until they are added.
-        if unit.whole_gradients:  # added to the sums
+        if unit.whole_gradients:  # the new gradients are alive until they are added to the sums
             self.snap(what, level, gradients=gradients)
             gradients = 0
+        if gradients and unit.made_alike and (self.strategy.reduce_each_micro_batch or is_last):
+            self.snap(what, level, gradients=unit.made_alike)
+            gradients = unit.whole_sums
         # Before the reduction, so that parameters and the reduction's buffer are never both there.
         if self.strategy.reshard_each_micro_batch or is_last:
             self._hold_whole(unit, False)
@@ -429,7 +323,7 @@ class _ShardedRank(_Rank):
         self.snap(what, level, gradients=min(whole, unit.last_gradient) + unit.reduce_output)
         self._keep(unit, what, level, is_last)
 
-    def _keep(self, unit: _HeldUnit, what: str, level: int, is_last: bool) -> None:
+    def _keep(self, unit: HeldUnit, what: str, level: int, is_last: bool) -> None:
         """What becomes of the reduced gradient."""
         self.snap(what, level, gradients=unit.reduce_output + unit.cast_gradient)
         if not self.layout.offload:
@@ -441,9 +335,8 @@ class _ShardedRank(_Rank):
         # The copy to the host is asynchronous: its source lives until the event behind it, at most MAX_IN_FLIGHT units.
         leaving = unit.sharded_gradients or unit.reduce_output
         self._hold_sharded_gradients(unit, 0)
-        self.held["gradients"] -= sum(self._leaving)
-        self._leaving = [*self._leaving, leaving][-MAX_IN_FLIGHT:]
-        self.held["gradients"] += sum(self._leaving)
+        before, self._leaving = self._leaving, [*self._leaving, leaving][-MAX_IN_FLIGHT:]
+        self.held["gradients"] += sum(self._leaving) - sum(before)
 
 
 # Whole
@@ -462,7 +355,7 @@ class _WholeRank(_Rank):
         # `gradient_as_bucket_view`: gradients are views into the buckets, and there is no second copy.
         self._buckets = sum(rounded(p.numel * p.held) for p in trainable)
         self.held["parameters"] = sum(rounded(p.numel * p.held) for p in parameters) + probe.buffers
-        self.held["optimizer"] = _optimizer_bytes(trainable, layout, resident=False)
+        self.held["optimizer"] = optimizer_bytes(trainable, layout, resident=False)
         self.held["gradients"] = self._buckets
 
     def on(self, event: ProbeEvent, is_first: bool, is_last: bool) -> None:

@@ -9,6 +9,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from toolkit.sharding.apply import PRECISIONS
+from toolkit.sharding.precision import kept_in_float32, types_of_authors
 from toolkit.sharding.unit_plan import UnitKind, UnitPlan
 from toolkit.sharding.units import owned_parameters
 
@@ -19,7 +21,8 @@ class ParameterShape:
 
     Attributes:
         held: bytes of an element as the optimizer keeps it between steps.
-        is_cast: it is gathered in the type of compute; the bytes of a quantised matrix are gathered as they are.
+        is_cast: it is gathered in the type of compute; what authors keep in float32 and the bytes of a quantised
+            matrix are gathered as they are.
     """
 
     rows: int
@@ -54,6 +57,11 @@ class UnitShape:
     def trainable(self) -> tuple[ParameterShape, ...]:
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its gradients come in float32 and in the type of compute."""
+        return len({parameter.is_cast for parameter in self.trainable}) > 1
+
     def trainable_numel(self, shard: int) -> int:
         """Trainable elements of the first rank's shard, padding included."""
         return sum(parameter.shard_numel(shard) for parameter in self.trainable)
@@ -62,17 +70,26 @@ class UnitShape:
 def unit_shapes(model: nn.Module, plan: UnitPlan, mixed_precision: str) -> list[UnitShape]:
     """The units of `plan` in its order; trainable parameters are held in float32 under mixed precision."""
     owned = owned_parameters(model, (unit.modules for unit in plan.units))
+    dtype = PRECISIONS[mixed_precision]
+    names = [] if dtype is None else kept_in_float32(model, types_of_authors(model, dtype))
+    kept = {id(model.get_parameter(name)) for name in names}
     return [
-        UnitShape(unit.name, unit.kind, unit.reshard_after_forward, tuple(_shape(p, mixed_precision) for p in own))
+        UnitShape(
+            unit.name,
+            unit.kind,
+            unit.reshard_after_forward,
+            tuple(_shape(p, mixed_precision, id(p) in kept) for p in own),
+        )
         for unit, own in zip(plan.units, owned, strict=True)
     ]
 
 
-def _shape(parameter: torch.Tensor, mixed_precision: str) -> ParameterShape:
+def _shape(parameter: torch.Tensor, mixed_precision: str, is_kept: bool) -> ParameterShape:
     # FSDP2 shards along the first dimension; a scalar is one row.
     rows = parameter.shape[0] if parameter.ndim else 1
     # `apply` makes float32 masters of what is trained; what is frozen stays as it was loaded.
     is_low = parameter.dtype in (torch.bfloat16, torch.float16)
-    held = 4 if mixed_precision != "no" and parameter.requires_grad and is_low else parameter.element_size()
-    is_cast = parameter.is_floating_point()
+    is_master = mixed_precision != "no" and parameter.requires_grad and is_low
+    held = 4 if is_master or is_kept else parameter.element_size()
+    is_cast = parameter.is_floating_point() and not is_kept
     return ParameterShape(rows, parameter.numel() // max(1, rows), parameter.requires_grad, held, is_cast)

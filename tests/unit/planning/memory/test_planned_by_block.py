@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from planning_models import workload
 
+from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober
-from toolkit.planning.memory.replay import MemoryLayout, replay
+from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.time.traffic import traffic

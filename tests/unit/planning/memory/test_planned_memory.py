@@ -11,8 +11,9 @@ import pytest
 from planning_models import DECODERS, KINDS, workload
 from ranks import PRELOADED
 
+from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober
-from toolkit.planning.memory.replay import Memory, MemoryLayout, replay
+from toolkit.planning.memory.replay import Memory, replay
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload

@@ -8,8 +8,9 @@ import pytest
 from planning_models import workload
 
 from toolkit.model.adapters import add_adapter, base_of, quantise
+from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober
-from toolkit.planning.memory.replay import MemoryLayout, replay
+from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload

@@ -19,8 +19,9 @@ from transformers import LlamaConfig
 
 from toolkit.model.fake_tensors import FakeTensorMode
 from toolkit.planning.memory.fake import Ledger, cuda_dropout
+from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Probe, Prober
-from toolkit.planning.memory.replay import MemoryLayout, replay
+from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import UNMASKED, Workload

@@ -1,0 +1,74 @@
+"""One step of the trainer on a tiny mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from moe import micro_batches, mixture
+from torch.optim.lr_scheduler import LambdaLR
+
+from toolkit.objectives.balance import build_balance
+from toolkit.objectives.causal_lm import CausalLM
+from toolkit.recipe.schema import ObjectiveSection, TrainingSection
+from toolkit.sharding import Checkpointing, plan_units, sharding_kwargs
+from toolkit.sharding.apply import prepare_blocks
+from toolkit.sharding.by_block import ByBlock
+from toolkit.sharding.plugin import reset_accelerate
+from toolkit.sharding.shards import whole_tensor
+from toolkit.training.trainer import Trainer
+
+Case = tuple[str, str, int, bool, str]
+"""Model, strategy, micro-batches a step, whether blocks are checkpointed, how they accumulate."""
+
+
+def windows_of(num_ranks: int, accumulation: int) -> list[list[dict[str, torch.Tensor]]]:
+    """The micro-batches of each rank, dealt in turn."""
+    rows = micro_batches(num_ranks * accumulation)
+    return [rows[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def sharded_step(case: Case, coef: float, z: float, max_norm: float | None = None) -> Any:
+    """One step of the trainer on this rank's micro-batches: figures and gradients, as the optimizer sees them."""
+    kind, strategy, accumulation, checkpointed, accumulate = case
+    reset_accelerate()
+    checkpointing = Checkpointing(1) if checkpointed else None
+    model = mixture(kind)
+    sharded = strategy != "ddp"
+    plugins = sharding_kwargs(strategy, checkpointing=checkpointing if sharded else None)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **plugins)
+    balance = build_balance(ObjectiveSection(router_aux_coef=coef, router_z_coef=z), model)
+    plan = plan_units(model)
+    if not sharded:
+        prepare_blocks(model, plan, checkpointing, None)
+    objective = CausalLM(model, packed=False)
+    found: dict[str, torch.Tensor] = {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
+    inner = accelerator.unwrap_model(prepared)
+
+    def look(*_: Any) -> None:
+        for name, parameter in inner.named_parameters():
+            if parameter.grad is not None:
+                found[name] = whole_tensor(parameter.grad).clone()
+
+    prepared_optimizer.optimizer.register_step_pre_hook(look)
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    settings = TrainingSection(output_dir="unused", max_steps=1, max_grad_norm=max_norm)
+    nothing: Any = type("Told", (), {"warn": staticmethod(print)})()
+    by_block = ByBlock(inner, plugins["fsdp_plugin"].unit_plan) if accumulate == "by_block" else None
+    trainer = Trainer(
+        accelerator,
+        prepared,
+        prepared_optimizer,
+        schedule,
+        objective,
+        settings,
+        nothing,
+        nothing,
+        by_block=by_block,
+        balance=balance,
+    )
+    step = trainer.train_step(windows_of(accelerator.num_processes, accumulation)[accelerator.process_index])
+    return {"loss": step.loss, "norm": step.grad_norm, "experts": step.experts, "gradients": found}

@@ -1,0 +1,47 @@
+"""A model that keeps parameters in float32 in the plan: the peak against a trace of the real FSDP2."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from planning_models import batch_of, build, of_whole_logits
+from transformers import Ernie4_5_MoeConfig
+
+from toolkit.planning.memory.held import MemoryLayout
+from toolkit.planning.memory.probe import Prober
+from toolkit.planning.memory.replay import replay
+from toolkit.planning.memory.trace import trace
+from toolkit.planning.memory.units import unit_shapes
+from toolkit.planning.workload import Workload
+from toolkit.sharding.strategy import STRATEGIES, MeshShape
+
+
+def mixture() -> Workload:
+    config = Ernie4_5_MoeConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        moe_num_experts=64,
+        moe_k=2,
+        moe_num_shared_experts=0,
+        moe_layer_start_index=0,
+        use_cache=False,
+    )
+    return Workload(build(config), of_whole_logits, partial(batch_of, "llama", 24, 256), "bf16", 24)
+
+
+@pytest.mark.parametrize(("name", "ranks", "accumulation"), [("zero3", 4, 1), ("zero2", 2, 2), ("zero1", 1, 2)])
+def test_the_plan_is_the_trace(name: str, ranks: int, accumulation: int) -> None:
+    work, strategy, mesh = mixture(), STRATEGIES[name], MeshShape(1, ranks)
+    prober = Prober(work)
+    units = unit_shapes(work.model, prober.plan, "bf16")
+    assert any(unit.is_mixed for unit in units)
+    moments = replay(units, prober.probe(1, None), strategy, MemoryLayout(ranks, 2, 4, optimizer=8), accumulation)
+    planned = max(moment.total - moment.optimizer for moment in moments)
+    traced = trace(mixture(), strategy, mesh, 1, accumulation)
+    assert planned == pytest.approx(traced.peak, rel=0.02)

@@ -1,0 +1,129 @@
+"""What a rank holds of one unit, in bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.planning.memory.fake import GRANULE
+from toolkit.planning.memory.units import ParameterShape, UnitShape
+from toolkit.sharding.fsdp import frees_all_gradients_before_reducing
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """How a rank holds things.
+
+    Attributes:
+        shard: ranks among which one copy of the model is sharded, F.
+        compute: bytes of an element in the type of compute; None: each parameter's own.
+        reduce: bytes of an element in which gradients are reduced.
+        optimizer: bytes of optimizer state for each trainable element, half of them a moment's.
+        offload: optimizer state and masters are on the host; shards are held in the type of compute.
+        residents: indices of units whose offloaded state is on the device after all.
+    """
+
+    shard: int
+    compute: int | None
+    reduce: int
+    optimizer: float
+    offload: bool = False
+    residents: frozenset[int] = frozenset()
+
+
+def rounded(num_bytes: float) -> int:
+    """As CUDA's allocator does."""
+    return math.ceil(num_bytes / GRANULE) * GRANULE
+
+
+@dataclass
+class HeldUnit:
+    """Bytes of one unit's tensors, and what FSDP2 holds of it right now.
+
+    Attributes:
+        sharded: its shards between steps.
+        whole: its parameters when gathered, padding included.
+        gather_input: cast copy of the shards; 0 where they are gathered as they are.
+        gather_output: of the all-gather; 0 where one rank gathers nothing.
+        cast_alone: a cast copy of one parameter, where one rank casts them one by one.
+        reduce_input: of the reduce-scatter.
+        reduce_output: this rank's part of it.
+        last_gradient: which the reduction's loop variable keeps alive.
+        whole_sums: gradients summed over micro-batches, in the type of the reduction.
+        cast_gradient: the reduced gradient in the type of the shards, where that is another.
+        optimizer: state on the device.
+        made_alike: the most of its whole gradients while those of two types are given that of the reduction; 0: of one.
+    """
+
+    sharded: int
+    whole: int
+    gather_input: int
+    gather_output: int
+    cast_alone: int
+    reduce_input: int
+    reduce_output: int
+    last_gradient: int
+    whole_sums: int
+    cast_gradient: int
+    optimizer: int
+    made_alike: int
+    is_gathered: bool = False
+    is_prefetched: bool = False
+    sharded_gradients: int = 0
+    whole_gradients: int = 0
+
+
+def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUnit:
+    f, trainable = layout.shard, shape.trainable
+    # FSDP2 pads each parameter to F equal shards of whole rows; a table of 3 rows on 8 ranks takes 8 rows.
+    computed = [p.gathered(layout.compute) for p in shape.parameters]
+    kept = [_held(p, layout) for p in shape.parameters]
+    whole = [p.shard_numel(f) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
+    cast_whole = sum(size for p, size in zip(shape.parameters, whole, strict=True) if p.is_cast)
+    own = shape.trainable_numel(f)
+    cast = sum(p.shard_numel(f) * _held(p, layout) for p in trainable)
+    # One rank gathers nothing: FSDP2 casts parameter after parameter, so one copy is alive beside its source.
+    casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
+    # `foreach_reduce` frees its list of gradients, but the name of its loop still holds the last.
+    is_mixed = layout.compute is not None and shape.is_mixed
+    each = layout.reduce if is_mixed else layout.compute
+    outlives = trainable and f > 1 and not frees_all_gradients_before_reducing()
+    last = trainable[-1].numel * (each or trainable[-1].held) if outlives else 0
+    return HeldUnit(
+        sharded=sum(rounded(p.shard_numel(f) * size) for p, size in zip(shape.parameters, kept, strict=True)),
+        whole=sum(map(rounded, whole)),
+        # Without mixed precision the shards are gathered from where they are.
+        gather_input=rounded(cast_whole / f) if layout.compute is not None else 0,
+        gather_output=rounded(sum(whole)) if f > 1 else 0,
+        cast_alone=rounded(max(casts, default=0)),
+        reduce_input=rounded(layout.reduce * own * f),
+        reduce_output=rounded(layout.reduce * own),
+        last_gradient=rounded(last),
+        # FSDP2 sums whole gradients of several micro-batches in the type of the reduction, not of compute.
+        whole_sums=sum(rounded(p.numel * layout.reduce) for p in trainable),
+        # FSDP2 reduces in float32 and hands the optimizer the shard's own type.
+        cast_gradient=rounded(cast) if cast != layout.reduce * own else 0,
+        optimizer=optimizer_bytes(trainable, layout, resident),
+        made_alike=_made_alike(trainable, layout) if is_mixed else 0,
+    )
+
+
+def _made_alike(trainable: Sequence[ParameterShape], layout: MemoryLayout) -> int:
+    before = [rounded(p.numel * p.gathered(layout.compute)) for p in trainable]
+    after = [rounded(p.numel * layout.reduce) for p in trainable]
+    return max(sum(after[: i + 1]) + sum(before[i:]) for i in range(len(trainable)))
+
+
+def _held(parameter: ParameterShape, layout: MemoryLayout) -> int:
+    """Bytes of an element between steps."""
+    return (layout.compute or parameter.held) if layout.offload and parameter.trainable else parameter.held
+
+
+def optimizer_bytes(trainable: Sequence[ParameterShape], layout: MemoryLayout, resident: bool) -> int:
+    # With padding: the optimizer steps the local shards as they are.
+    own = [parameter.shard_numel(layout.shard) for parameter in trainable]
+    if layout.offload:  # master, two moments and the gradient's landing place, flat
+        return (3 * rounded(4 * sum(own)) + rounded(layout.reduce * sum(own))) if resident else 0
+    # Two moments of each parameter, and its count of steps.
+    return sum(2 * rounded(numel * layout.optimizer / 2) + GRANULE for numel in own)
