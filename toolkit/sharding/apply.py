@@ -5,7 +5,6 @@ Reference: torch.distributed.fsdp.fully_shard (FSDP2, per-parameter sharding).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -36,7 +35,7 @@ class KeepsMasters(Protocol):
 
 
 def precision_policies(
-    mixed_precision: str, reduce_dtype: torch.dtype | None = torch.float32
+    mixed_precision: str, reduce_dtype: torch.dtype | None = torch.float32, casts_inputs: bool = True
 ) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """FSDP2 policies of the units and of the root.
 
@@ -45,11 +44,13 @@ def precision_policies(
 
     Args:
         reduce_dtype: None: the type of compute, for one rank, where nothing is summed.
+        casts_inputs: of units; not where parameters stay in float32: what they make does, too, and the authors' own
+            casts say where it is rounded.
     """
     if mixed_precision not in PRECISIONS:
         raise BadInputError(f"mixed_precision: found {mixed_precision!r}; allowed: {', '.join(PRECISIONS)}")
     param_dtype = PRECISIONS[mixed_precision]
-    unit = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    unit = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=casts_inputs)
     root = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=torch.float32)
     return unit, root
 
@@ -103,10 +104,7 @@ def apply(
     originals: dict[str, torch.Tensor] = {}
     # One rank reduces nothing: gradients travel in the type of compute, but for zero1, which sums windows.
     alone = offload is not None and mesh.size() == 1 and strategy.reduce_each_micro_batch
-    unit_policy, root_policy = precision_policies(mixed_precision, None if alone else torch.float32)
-    if kept:
-        # What such a parameter makes is float32, and the authors' own casts say where it is rounded.
-        unit_policy = dataclasses.replace(unit_policy, cast_forward_inputs=False)
+    unit_policy, root_policy = precision_policies(mixed_precision, None if alone else torch.float32, not kept)
     for unit in plan.units:
         modules = [model.get_submodule(path) for path in unit.modules]
         if offload is not None:
@@ -122,8 +120,7 @@ def apply(
     # After all units are made: now each rank knows its rows, and reads no others.
     _give_weights(model, originals, offload(model) if offload is not None else None)
     round_buffers(model, types)
-    if prefetch is not None:
-        _prefetch(model, plan, prefetch)
+    _prefetch(model, plan, prefetch)
     _follow_accumulation(model, strategy, is_last_micro_batch)
     _reshard_after_evaluation(model)
     after = dict(model.named_parameters(remove_duplicate=False))
@@ -143,8 +140,10 @@ def _give_types(model: nn.Module, mixed_precision: str, is_offloaded: bool) -> t
     return types, kept
 
 
-def _prefetch(model: nn.Module, plan: UnitPlan, depth: int) -> None:
+def _prefetch(model: nn.Module, plan: UnitPlan, depth: int | None) -> None:
     """Has each block ask for the gathers of the next `depth` blocks in forward, and of those before in backward."""
+    if depth is None:
+        return
     blocks: list[Any] = [model.get_submodule(unit.modules[0]) for unit in plan.blocks]
     for number, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + depth])
