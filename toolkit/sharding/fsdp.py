@@ -125,15 +125,15 @@ def fill_missing_gradients(group: Any) -> list[DTensor]:
 def gather_in_float32(model: nn.Module, names: Iterable[str]) -> None:
     """Has units gather some of their parameters in float32, whatever their type of compute.
 
-    FSDP2 gathers several types in one exchange, but reduces one alone: such a unit's gradients are made float32 first.
-    torch 2.15 can be told so; earlier versions not.
+    FSDP2 gathers several types in one exchange, but before torch 2.15 reduces one alone: such a unit's gradients are made
+    float32 first.
     """
     kept = {id(model.get_parameter(name)) for name in names}
     for group in fsdp_groups(model):
         own = [parameter for parameter in group.fsdp_params if id(parameter.sharded_param) in kept]
         for parameter in own:
             parameter.init_dtype_attrs = functools.partial(_init_uncast, parameter)
-        if own:
+        if own and hasattr(own[0], "to_accumulated_grad_if_needed"):
             before_reduction(group, _make_gradients_float32)
 
 

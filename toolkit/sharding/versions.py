@@ -104,9 +104,8 @@ PRIVATE_NAMES = (
     # fsdp.end_backward, fsdp.stay_in_forward: a backward in the midst of a forward frees nothing of the root.
     PrivateName(f"{_STATE}:FSDPState._root_post_backward_final_callback", ("fsdp_param_group.post_backward()",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup.reshard", ("self._training_state == TrainingState.FORWARD",)),
-    # fsdp.gather_in_float32: types are a parameter's own, and whole gradients are summed in that of the reduction.
+    # fsdp.gather_in_float32: types are a parameter's own, gathered as bytes where they differ.
     PrivateName(f"{_FSDP}_fsdp_param:FSDPParam.init_dtype_attrs", ("mp_policy", "self.reduce_dtype = reduce_dtype")),
-    PrivateName(f"{_FSDP}_fsdp_param:FSDPParam.to_accumulated_grad_if_needed", ("self.unsharded_accumulated_grad",)),
     PrivateName(f"{_COLLECTIVES}foreach_all_gather", ("dtype == torch.uint8",)),
     # memory.py: what a unit holds.
     PrivateName(_GROUP, ("_partial_reduce_output",)),
