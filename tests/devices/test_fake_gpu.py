@@ -12,7 +12,7 @@ from ranks import alone, run_on_ranks
 from tiny import llama
 
 OFFLOADS = ("cpu_torch", "device_stream")
-RUNS = ("zero1", "zero2", "zero3", "hybrid", "padded", "classification", "preferences", *OFFLOADS)
+RUNS = ("zero1", "zero2", "zero3", "hybrid", "padded", "classification", "preferences", "lora", *OFFLOADS)
 WRONG = {
     "a host tensor in the forward": "FakeTensorDeviceMismatchError",
     "a batch that is left on the host": "FakeTensorDeviceMismatchError",
@@ -32,6 +32,7 @@ class Zeros:
 
 def make_model(device: torch.device, kind: str) -> Any:
     from accelerate import init_empty_weights
+    from peft import LoraConfig, get_peft_model
     from transformers import LlamaForSequenceClassification
 
     from toolkit.model.weights import materialize
@@ -40,6 +41,8 @@ def make_model(device: torch.device, kind: str) -> Any:
         model: Any = llama("sdpa", pad_token_id=0)
         if kind == "classification":
             model = LlamaForSequenceClassification(model.config)
+        if kind == "lora":
+            model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
     for module in model.modules():
         # FSDP2 moves them by `.data`, which a fake tensor cannot take the place of a real one in.
         module._buffers.update({name: buffer.to(device) for name, buffer in module._buffers.items()})
