@@ -15,18 +15,18 @@ from transformers import PreTrainedTokenizerBase
 from toolkit import ranks
 from toolkit.data import report as reports
 from toolkit.data.cache import cache_folder, digest, kept
-from toolkit.data.documents import Named, read_documents, write_documents
+from toolkit.data.documents import FEATURES, Named, read_documents, write_documents
 from toolkit.data.encode import Encoder
 from toolkit.data.layouts import JUDGED, recognise
 from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
 from toolkit.data.report import DataReport, Found, SplitReport
-from toolkit.data.samples import JudgedSamples, LabelledSamples, PairSamples, Rows, Samples, TextSamples
+from toolkit.data.samples import JudgedSamples, LabelledSamples, PairSamples, Rows, Samples, TaggedSamples, TextSamples
 from toolkit.data.selection import Selection, cut, hold_out, nothing_left, one_pass, problems_of, select
 from toolkit.data.sources import Source, glimpse, identify, open_source, paths_of, short_names
 from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.tokenizer import bos_of, identity, pad_id
 from toolkit.errors import DataError
-from toolkit.recipe.schema import DataSection, ObjectiveSection, SourceSection
+from toolkit.recipe.schema import CLASSIFIERS, DataSection, ObjectiveSection, SourceSection
 from toolkit.terminal import Pass, Terminal
 
 REWARD = ["reward"]
@@ -97,7 +97,8 @@ class Builder:
         self.tokenizer = tokenizer
         self.seed = seed
         self.objective = objective
-        self.classification = objective.kind == "sequence_classification"
+        self.classification = objective.kind in CLASSIFIERS
+        self.tagged = objective.kind == "token_classification"
         self.paired = objective.kind in ("preference", "reward")
         self.judged = objective.kind == "kto"
         self.packed = is_packed(data, objective)
@@ -150,6 +151,7 @@ class Builder:
         encoder = self._encoder(source, layout.kind)
         key = digest(
             "documents",
+            list(FEATURES),
             identify(section, field),
             identity(self.tokenizer),
             [layout.kind, layout.columns, layout.label_names],
@@ -164,7 +166,7 @@ class Builder:
         return Named(folder=folder.name, name=names.get(section.path, source.name), paths=paths)
 
     def _encoder(self, source: Source, layout: str) -> Encoder:
-        plain = ("text", "text and label", "prompt and completion", "chosen and rejected")
+        plain = ("text", "text and label", "tokens and tags", "prompt and completion", "chosen and rejected")
         conversation = JUDGED.get(layout, layout) not in plain
         if conversation and not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
@@ -261,6 +263,7 @@ class Builder:
         if named and len(named) == len(train.sources) and all(names == named[0] for names in named):
             return named[0]
         found = {label for source in train.sources for label in source.table.column("label").unique().to_pylist()}
+        found |= {tag for tags in train.tags() for tag in tags}
         names = sorted(found - {None}, key=_numbers_first)
         if not names:
             raise DataError(nothing_left("data.train", train, problems_of(train)))
@@ -306,9 +309,10 @@ class Builder:
 
     def _write_labelled(self, file: Path, rows: Rows, order: Any, names: list[str]) -> dict[str, Any]:
         numbers = {name: number for number, name in enumerate(names)}
-        label_of = rows.labels()
-        labels = np.array([numbers[label_of[row] or ""] for row in order.tolist()], dtype=np.int64)
-        np.savez(file, row=order, label=labels)
+        label_of, tags_of = rows.labels(), rows.tags()
+        found = [tags_of[row] if self.tagged else [label_of[row] or ""] for row in order.tolist()]
+        labels = np.array([numbers[name] for names in found for name in names], dtype=np.int64)
+        np.savez(file, row=order, label=labels, ends=np.cumsum([len(names) for names in found]))
         by_class = dict(zip(names, np.bincount(labels, minlength=len(names)).tolist(), strict=True))
         return {"samples": len(order), "labels": by_class}
 
@@ -385,6 +389,9 @@ class Builder:
             return None
         arrays = np.load(file, allow_pickle=False)
         pad, length = pad_id(self.tokenizer), self.data.max_length
+        if self.tagged:
+            labels = np.split(arrays["label"], arrays["ends"][:-1])
+            return TaggedSamples(rows, arrays["row"], labels, length, pad)
         if self.classification:
             return LabelledSamples(rows, arrays["row"], arrays["label"], length, pad)
         pieces = Pieces(arrays["row"], arrays["start"], arrays["stop"])

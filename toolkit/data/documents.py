@@ -36,6 +36,7 @@ FEATURES = datasets.Features(
         "note": datasets.Value("string"),
         "digest": datasets.Value("int64"),
         "label": datasets.Value("string"),
+        "tags": datasets.List(datasets.Value("string")),
         "split": datasets.Value("int32"),
         "margin": datasets.Value("float32"),
         "shard": datasets.Value("int32"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat import Targets, render, target_mask
-from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, Text
+from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, Tagged, Text
 from toolkit.data.layouts import Layout
 from toolkit.data.pairs import SIDES
 from toolkit.data.problem import RowProblem
@@ -61,6 +61,8 @@ class Encoder:
         examples = [_attempt(layout.example, row) for row in rows]
         if self.objective == "sequence_classification":
             return self._classified(examples)
+        if self.objective == "token_classification":
+            return [_unusable(item) if isinstance(item, RowProblem) else self._tagged(item) for item in examples]
         if self.objective in ("preference", "reward"):
             return self._compared(examples)
         if self.objective == "kto":
@@ -155,6 +157,37 @@ class Encoder:
         encoded = iter(self._encode_texts(good))
         return [_unusable(item) if isinstance(item, RowProblem) else next(encoded) for item in examples]
 
+    def _tagged(self, example: Example) -> Document:
+        """A document whose targets are the first token of each word, with the words' tags.
+
+        The words are joined by spaces, so that they are tokenised as a text that a pipeline is given. A word without a
+        token of its own, as of characters that the tokenizer drops, has no target.
+        """
+        assert isinstance(example, Tagged)
+        if not self.tokenizer.is_fast:
+            raise DataError(
+                f"model.tokenizer: {type(self.tokenizer).__name__} does not report where in the text its tokens are, "
+                "so words' tags cannot be given to them; use a model with a fast tokenizer"
+            )
+        cut = {} if self.truncate_to is None else {"truncation": True, "max_length": self.truncate_to}
+        encoded = self.tokenizer(
+            " ".join(example.words),
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+            return_attention_mask=False,
+            verbose=False,
+            **cut,
+        )
+        # One past each word. The space before a word belongs to it: its token may begin there, or be nothing else.
+        ends = np.cumsum([len(word) + 1 for word in example.words]) - 1
+        targets, tags, last = [False] * len(encoded["input_ids"]), [], -1
+        for token, (start, end) in enumerate(encoded["offset_mapping"]):
+            word = int(np.searchsorted(ends, max(start, end - 1), side="right"))
+            if word > last and not encoded["special_tokens_mask"][token]:
+                targets[token], last = True, word
+                tags.append(example.tags[word])
+        return document_of(encoded["input_ids"], targets, tags=tags)
+
     def _encode_texts(self, examples: list[Labelled]) -> list[Document]:
         if not examples:
             return []
@@ -176,11 +209,15 @@ class Encoder:
         ]
 
 
-def document_of(ids: list[int], targets: list[bool], label: str | None = None) -> Document:
-    """A document. With a label, `targets` tells the tokens of a pair's second text (`token_type_ids`)."""
+def document_of(ids: list[int], targets: list[bool], label: str | None = None, tags: Sequence[str] = ()) -> Document:
+    """A document. With a label, `targets` tells the tokens of a pair's second text (`token_type_ids`).
+
+    Args:
+        tags: of the targets, in order, where words are tagged.
+    """
     # Eight bytes, which the int64 column of `FEATURES` holds.
     content = hashlib.blake2b(np.asarray(ids, dtype=np.int32).tobytes(), digest_size=8)
-    content.update((label or "").encode())
+    content.update((label or "\n".join(tags)).encode())
     # A label is learned from the whole text. Counted as 0, the row would be dropped for having nothing to learn.
     num_targets = len(ids) if label is not None else sum(targets)
     return {
@@ -192,6 +229,7 @@ def document_of(ids: list[int], targets: list[bool], label: str | None = None) -
         "note": None,
         "digest": int.from_bytes(content.digest(), signed=True),
         "label": label,
+        "tags": list(tags),
         "split": 0,
         "margin": 0.0,
     }

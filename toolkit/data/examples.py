@@ -46,6 +46,14 @@ class Labelled:
 
 
 @dataclass(frozen=True)
+class Tagged:
+    """Words, and the tag of each; a number that names a tag comes as text."""
+
+    words: tuple[str, ...]
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Pair:
     """One completion preferred over the other; what comes before them is the same.
 
@@ -66,7 +74,7 @@ class Judged:
     good: bool
 
 
-Example = Text | Answer | Conversation | Labelled | Pair | Judged
+Example = Text | Answer | Conversation | Labelled | Tagged | Pair | Judged
 
 
 def texts_of(example: Example) -> list[str]:
@@ -77,6 +85,8 @@ def texts_of(example: Example) -> list[str]:
         return [example.prompt + example.completion]
     if isinstance(example, Labelled):
         return [example.text, *([example.text_pair] if example.text_pair is not None else [])]
+    if isinstance(example, Tagged):
+        return [" ".join(example.words)]
     if isinstance(example, Pair):
         return [*texts_of(example.chosen), *texts_of(example.rejected)]
     if isinstance(example, Judged):

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, Text
+from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, Tagged, Text
 from toolkit.data.messages import asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.pairs import pair_of
 from toolkit.data.problem import RowProblem
@@ -23,6 +23,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "instruction and output": ("instruction", "output"),
     "text": ("text",),
     "text and label": ("text", "label"),
+    "tokens and tags": ("tokens", "tags"),
     "chosen and rejected": ("chosen", "rejected"),
     "judged messages": ("messages", "label"),
     "judged conversations": ("messages", "label"),
@@ -38,6 +39,7 @@ OPTIONAL = {
     "instruction and output": ("input", "system", "history"),
     "text": (),
     "text and label": ("text_pair",),
+    "tokens and tags": (),
     "chosen and rejected": ("prompt", "messages", "instruction", "input", "history", "system", "tools", "margin"),
 }
 JUDGED = {kind: kind.removeprefix("judged ") for kind in KINDS if kind.startswith("judged ")}
@@ -53,14 +55,20 @@ ALSO_CALLED = {
     "output": ("answer", "response"),
     "text": ("body", "content", "document", "sentence", "review", "passage"),
     "label": ("class", "category", "sentiment", "target", "stars"),
+    "tokens": ("words",),
+    "tags": ("ner", "labels", "pos_tags", "chunk_tags", "ner_labels"),
     "chosen": ("preferred", "winner", "response_w", "better"),
     "rejected": ("dispreferred", "loser", "response_l", "worse"),
 }
 """What a column is -> other names that data sets give it; they are hinted at, never taken without asking."""
 
+CLASSES = ("text and label", "tokens and tags")
+"""Layouts of what is classified."""
+
 LAYOUTS_OF = {
-    "causal_lm": [kind for kind in KINDS if kind not in ("text and label", "chosen and rejected", *JUDGED)],
+    "causal_lm": [kind for kind in KINDS if kind not in (*CLASSES, "chosen and rejected", *JUDGED)],
     "sequence_classification": ["text and label"],
+    "token_classification": ["tokens and tags"],
     "preference": ["chosen and rejected"],
     "reward": ["chosen and rejected"],
     "kto": list(JUDGED),
@@ -99,6 +107,8 @@ class Layout:
             return Text(text_of(values["text"], self.columns["text"]))
         if kind == "text and label":
             return self._labelled(values)
+        if kind == "tokens and tags":
+            return _tagged(values, self.columns, self.label_names)
         if kind == "chosen and rejected":
             return pair_of(values, self.columns)
         if kind == "prompt and completion":
@@ -111,7 +121,7 @@ class Layout:
     def _require_unjudged(self, row: dict[str, Any]) -> None:
         """Raises DataError where answers are judged one by one: the bad ones would be learned like the good ones."""
         # These hold no single answers that could be judged; a `label` there is a class.
-        if self.kind in ("text", "text and label", "chosen and rejected"):
+        if self.kind in ("text", *CLASSES, "chosen and rejected"):
             return
         # TRL's name and LLaMA-Factory's. Compared as text, since a CSV file holds no booleans.
         for column in ("label", "kto_tag"):
@@ -156,6 +166,9 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
         # LLaMA-Factory's name of the judgement.
         if kind in JUDGED and "label" not in source.columns and "label" not in by_hand:
             names = {**names, "label": "kto_tag"}
+        # The usual name in data sets of named entities.
+        if kind == "tokens and tags" and "tags" not in source.columns and "tags" not in by_hand:
+            names = {**names, "tags": "ner_tags"}
         needed = {what: names[what] for what in KINDS[kind]}
         # A needed column that is named by hand picks the layout; an optional one rules out layouts without it.
         chosen = any(what in by_hand for what in KINDS[kind]) or all(what in OPTIONAL[kind] for what in by_hand)
@@ -168,7 +181,7 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
             extra = {
                 what: names[what] for what in OPTIONAL[kind] if what != "text_pair" or names[what] in source.columns
             }
-            labels = source.label_names.get(needed.get("label", ""), [])
+            labels = source.label_names.get(needed.get("label") or needed.get("tags", ""), [])
             return Layout(kind, {**needed, **extra}, tuple(labels))
     if idle is not None:
         raise DataError(
@@ -220,6 +233,21 @@ def _label(value: Any, column: str, names: tuple[str, ...]) -> str:
             raise RowProblem(f"{column} is a number that has no class name")
         return names[value] if names else str(value)
     return text_of(value, column).strip()
+
+
+def _tagged(values: dict[str, Any], columns: dict[str, str], names: tuple[str, ...]) -> Tagged:
+    words, tags = values["tokens"], values["tags"]
+    for value, column in ((words, columns["tokens"]), (tags, columns["tags"])):
+        if not isinstance(value, list):
+            raise RowProblem(f"{column} is {'missing or null' if value is None else 'not a list'}")
+    if not words:
+        raise RowProblem(f"{columns['tokens']} is empty")
+    if len(words) != len(tags):
+        raise RowProblem(f"{columns['tokens']} and {columns['tags']} are of different lengths")
+    return Tagged(
+        tuple(text_of(word, f"a word of {columns['tokens']}") for word in words),
+        tuple(_label(tag, f"a tag of {columns['tags']}", names) for tag in tags),
+    )
 
 
 def _judgement(value: Any, column: str) -> bool:

@@ -83,7 +83,7 @@ class SplitReport(_Part):
         sources: not known of a stream.
         long: rows longer than `data.max_length`, whatever becomes of them.
         fill_rate: share of the samples that is tokens; None where rows are padded.
-        labels: rows of each class, of classification.
+        labels: rows of each class, of classification; words of each tag, where words are tagged.
     """
 
     read: int

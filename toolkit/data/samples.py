@@ -65,6 +65,10 @@ class Rows:
         """The class of each row; None where it has none."""
         return [label for source in self.sources for label in source.table.column("label").to_pylist()]
 
+    def tags(self) -> list[list[str]]:
+        """The tags of each row's words, by its targets; empty where words are not tagged."""
+        return [tags for source in self.sources for tags in source.table.column("tags").to_pylist()]
+
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
         """See `Documents.tokens`."""
         source, number = self.where(row)
@@ -271,6 +275,10 @@ class LabelledSamples:
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         tokens = [self.rows.tokens(int(self.numbers[number])) for number in numbers]
+        return {**self._padded(tokens), "labels": torch.from_numpy(np.asarray(self.labels)[list(numbers)])}
+
+    def _padded(self, tokens: list[tuple[Any, Any]]) -> Batch:
+        """All but the labels of a batch whose rows have these ids and token types."""
         shape = (len(tokens), padded_length(max(len(ids) for ids, _ in tokens), self.max_length))
         batch = {
             "input_ids": torch.full(shape, self.pad_id),
@@ -281,5 +289,21 @@ class LabelledSamples:
             batch["input_ids"][i, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
             batch["attention_mask"][i, : len(ids)] = 1
             batch["token_type_ids"][i, : len(ids)] = torch.from_numpy(kinds.astype(np.int64))
-        batch["lengths"] = torch.tensor([len(ids) for ids, _ in tokens])
-        return {**batch, "labels": torch.from_numpy(np.asarray(self.labels)[list(numbers)])}
+        return {**batch, "lengths": torch.tensor([len(ids) for ids, _ in tokens])}
+
+
+@dataclass(frozen=True)
+class TaggedSamples(LabelledSamples):
+    """For words with tags: as `LabelledSamples`, with `labels` (B, T), IGNORED but for the first token of each word.
+
+    Attributes:
+        labels: of each sample, the numbers of its words' tags.
+    """
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        tokens = [self.rows.tokens(int(self.numbers[number])) for number in numbers]
+        batch = self._padded([(ids, np.zeros_like(ids)) for ids, _ in tokens])
+        labels = torch.full_like(batch["input_ids"], IGNORED)
+        for i, (number, (_, firsts)) in enumerate(zip(numbers, tokens, strict=True)):
+            labels[i, np.flatnonzero(firsts)] = torch.tensor(self.labels[number], dtype=torch.long)
+        return {**batch, "labels": labels}

@@ -95,8 +95,8 @@ def _without_class(rows: Rows, label_names: list[str], dropped: dict[int, str]) 
     known = set(label_names)
     return {
         row: "the label is not one of the classes"
-        for row, label in enumerate(rows.labels())
-        if label not in known and row not in dropped
+        for row, (label, tags) in enumerate(zip(rows.labels(), rows.tags(), strict=True))
+        if row not in dropped and not known.issuperset(tags or [label])
     }
 
 

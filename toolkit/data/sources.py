@@ -214,7 +214,8 @@ def paths_of(data: DataSection) -> list[str]:
 
 def _label_names(table: Any) -> dict[str, list[str]]:
     features = getattr(table, "features", None) or {}
-    return {name: list(kind.names) for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)}
+    kinds = {name: kind.feature if isinstance(kind, datasets.List) else kind for name, kind in features.items()}
+    return {name: list(kind.names) for name, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)}
 
 
 # ---- from a source to shards ----

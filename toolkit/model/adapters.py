@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
-from toolkit.model.targets import Targets, layers_to_quantise, stacked_experts, targets_beside_experts
+from toolkit.model.targets import Targets, is_classifier, layers_to_quantise, stacked_experts, targets_beside_experts
 from toolkit.places import BASE_FILE
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.shards import state_once
@@ -64,10 +64,11 @@ def add_adapter(
     """
     import peft
 
-    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
+    of_words = type(model).__name__.endswith("ForTokenClassification")
+    classifier = "TOKEN_CLS" if of_words else "SEQ_CLS"
     targets = _targets(model, section)
     config = peft.LoraConfig(
-        task_type="SEQ_CLS" if is_classifier else "CAUSAL_LM",
+        task_type=classifier if is_classifier(model) else "CAUSAL_LM",
         base_model_name_or_path=base,
         revision=revision,
         r=section.r,
@@ -76,6 +77,8 @@ def add_adapter(
         target_modules=section.target_modules if targets is None else targets.modules,
         target_parameters=None if targets is None else targets.parameters,
         modules_to_save=section.modules_to_save,
+        # peft trains these in full, and of texts' classifiers alone it knows that `all-linear` leaves them out.
+        exclude_modules=["classifier", "score"] if of_words and section.target_modules == "all-linear" else None,
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
     )

@@ -21,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -33,6 +34,7 @@ from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
 from toolkit.model.limits import within_limits
 from toolkit.model.quantised import QuantisedWeights
 from toolkit.model.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
+from toolkit.model.targets import is_classifier
 from toolkit.model.values import Values
 from toolkit.model.weights import (
     Fit,
@@ -71,6 +73,7 @@ def load(
     seed: int,
     label_names: list[str] | None = None,
     adapter: AdapterSection | None = None,
+    of_words: bool = False,
 ) -> PreTrainedModel:
     """The recipe's model, on the meta device, with `materialize_weights`.
 
@@ -79,11 +82,12 @@ def load(
         seed: of random weights.
         label_names: of the classes that it tells apart; None: a causal language model.
         adapter: of its adapters; None: none.
+        of_words: the classes are of words, not of texts.
 
     Raises:
         BadInputError: where there is no such model.
     """
-    auto, config, settings, rows = _settings(model, tokenizer, label_names)
+    auto, config, settings, rows = _settings(model, tokenizer, label_names, of_words)
     stored = take_quantisation(config, adapter, model.name_or_path or "it")
     built = _without_weights(auto, config, settings, rows, _field(model))
     fit, values = Fit(all_drawn=model.name_or_path is None), Values(model.name_or_path or "", built)
@@ -116,13 +120,14 @@ def load_without_weights(
     tokenizer: SpecialTokens,
     label_names: list[str] | None = None,
     adapter: AdapterSection | None = None,
+    of_words: bool = False,
 ) -> PreTrainedModel:
     """As `load`, of the configuration alone, for who wants to know sizes; it cannot be given weights.
 
     Raises:
         BadInputError: where there is no such model.
     """
-    auto, config, settings, rows = _settings(model, tokenizer, label_names)
+    auto, config, settings, rows = _settings(model, tokenizer, label_names, of_words)
     stored = take_quantisation(config, adapter, model.name_or_path or "it")
     built = _without_weights(auto, config, settings, rows, _field(model))
     if stored is not None:
@@ -153,7 +158,7 @@ def load_stored(
 
 
 def _settings(
-    model: ModelSection, tokenizer: SpecialTokens, label_names: list[str] | None
+    model: ModelSection, tokenizer: SpecialTokens, label_names: list[str] | None, of_words: bool
 ) -> tuple[Any, PretrainedConfig, dict[str, Any], int]:
     """Auto class, configuration, settings of its constructor, and the rows that its embeddings need."""
     if model.name_or_path is not None:
@@ -161,7 +166,8 @@ def _settings(
     config = _configuration(model, tokenizer)
     if label_names is not None:
         _name_labels(config, label_names, tokenizer)
-    auto = AutoModelForCausalLM if label_names is None else AutoModelForSequenceClassification
+    classifier = AutoModelForTokenClassification if of_words else AutoModelForSequenceClassification
+    auto = AutoModelForCausalLM if label_names is None else classifier
     attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
     dtype = getattr(torch, model.dtype)
     settings = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **attention}
@@ -224,8 +230,10 @@ def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: SpecialT
 def auto_class(config: PretrainedConfig) -> Any:
     """The class of transformers that loads a model like that of the configuration."""
     architecture = (config.architectures or [""])[0]
-    is_classifier = architecture.endswith("ForSequenceClassification")
-    return AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    if architecture.endswith("ForTokenClassification"):
+        return AutoModelForTokenClassification
+    of_texts = architecture.endswith("ForSequenceClassification")
+    return AutoModelForSequenceClassification if of_texts else AutoModelForCausalLM
 
 
 def _weights(
@@ -249,8 +257,7 @@ def _weights(
 
 def _below_new_head(model: nn.Module) -> str | None:
     """The prefix of what a classifier has from a language model; its head is new, and the other one is left out."""
-    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
-    return str(model.base_model_prefix) if is_classifier else None
+    return str(model.base_model_prefix) if is_classifier(model) else None
 
 
 def _whole_model(

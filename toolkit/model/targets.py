@@ -68,6 +68,11 @@ def targets_beside_experts(model: PreTrainedModel, experts: list[str]) -> Target
     )
 
 
+def is_classifier(model: nn.Module) -> bool:
+    """Whether a model of transformers tells classes apart, of texts or of words."""
+    return type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification"))
+
+
 def layers_to_quantise(model: PreTrainedModel, section: AdapterSection) -> tuple[list[str], list[str]]:
     """Paths of the linear layers that can be held in fewer bits, and of those that stay as they are.
 
@@ -77,8 +82,7 @@ def layers_to_quantise(model: PreTrainedModel, section: AdapterSection) -> tuple
     adapts_experts = section.target_modules == "all-linear" and stacked_experts(model)
     stay = _misread(model, list(_linear_layers(model))) if adapts_experts else set()
     # Of a classifier, peft trains the head in full, which it knows by these names.
-    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
-    whole = {*(section.modules_to_save or ()), *(("score", "classifier") if is_classifier else ())}
+    whole = {*(section.modules_to_save or ()), *(("score", "classifier") if is_classifier(model) else ())}
     chosen = [
         path
         for path in _linear_layers(model)

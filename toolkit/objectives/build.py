@@ -11,6 +11,7 @@ from toolkit.objectives.kto import Kto
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.preference_losses import LOSSES
 from toolkit.objectives.reward import Reward
+from toolkit.objectives.tagging import TokenClassification
 from toolkit.recipe.schema import ObjectiveSection
 
 AnyObjective = CausalLM | SequenceClassification | Preference | Reward | Kto
@@ -23,7 +24,7 @@ def build_objective(
 
     Args:
         packed: whether documents share samples.
-        label_counts: rows of each class to train on, in the order of the classes; None: no classification.
+        label_counts: rows, or words, of each class to train on, in the order of the classes; None: no classification.
 
     Raises:
         BadInputError: a model that cannot be trained so, or class weights of another number than classes.
@@ -37,6 +38,8 @@ def build_objective(
         return Reward(model, section.center_rewards_coefficient or 0.0)
     if label_counts is None:
         return CausalLM(model, packed)
+    if section.kind == "token_classification":
+        return TokenClassification(model, list(label_counts), _class_weights(section, label_counts))
     return SequenceClassification(model, len(label_counts), _class_weights(section, label_counts))
 
 

@@ -21,6 +21,7 @@ CARD, CURVE = "README.md", "curve.png"
 TASKS = {
     "causal_lm": "text-generation",
     "sequence_classification": "text-classification",
+    "token_classification": "token-classification",
     "reward": "text-classification",
 }
 

@@ -40,6 +40,9 @@ FIGURES = (
     Figure("perplexity", "Perplexity", format_perplexity),
     Figure("accuracy", "Accuracy", _share),
     Figure("f1_macro", "F1", _share),
+    Figure("f1", "F1 of entities", _share),
+    Figure("precision", "Precision", _share),
+    Figure("recall", "Recall", _share),
     Figure("margin", "Margin", _signed),
     Figure("chosen_reward", "Chosen reward", _signed),
     Figure("rejected_reward", "Rejected reward", _signed),
@@ -48,7 +51,7 @@ FIGURES = (
 """Of all objectives, in the order in which they are shown; an evaluation has those of its own."""
 
 CHARTS = (
-    ("shares", "Accuracy", (("accuracy", "accuracy"), ("f1_macro", "F1"))),
+    ("shares", "Accuracy", (("accuracy", "accuracy"), ("f1_macro", "F1"), ("f1", "F1 of entities"))),
     ("margin", "Margin of the rewards", (("margin", ""),)),
     ("rewards", "Rewards", (("chosen_reward", "chosen"), ("rejected_reward", "rejected"))),
     ("kl", "KL to the reference", (("kl", ""),)),

@@ -13,7 +13,7 @@ from toolkit.planning.setup import Setup, asked_setup, can_offload, factors, mes
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.workload import Workload, with_rows_of, workload_of
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import AdapterSection
+from toolkit.recipe.schema import CLASSIFIERS, AdapterSection
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy
 
@@ -204,7 +204,7 @@ def _other_recipes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callab
     def with_recipe(changed: Recipe, workload: Workload) -> Callable[[], PlanRow]:
         return lambda: Planner(changed, workload, planner.hardware).row(setup)
 
-    if recipe.adapter.kind == "none" and recipe.objective.kind != "sequence_classification":
+    if recipe.adapter.kind == "none" and recipe.objective.kind not in CLASSIFIERS:
         adapted = recipe.model_copy(update={"adapter": AdapterSection(kind="lora")})
         yield "adapter.kind=lora", with_recipe(adapted, workload_of(adapted, planner.workload.mixed_precision))
     half = recipe.data.max_length // 2

@@ -27,6 +27,7 @@ from toolkit.objectives.build import build_objective
 from toolkit.objectives.kto import OTHER
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import CLASSIFIERS
 
 UNMASKED = "unmasked_sdpa"
 """Name of the attention that stands for kernels without a mask: flash attention, and sdpa on plain causal rows.
@@ -110,7 +111,8 @@ def workload_of(recipe: Recipe, mixed_precision: str) -> Workload:
         BadInputError: where there is no such model.
     """
     labels = _labels(recipe)
-    model = load_without_weights(recipe.model, _tokenizer(recipe), labels, recipe.adapter)
+    of_words = recipe.objective.kind == "token_classification"
+    model = load_without_weights(recipe.model, _tokenizer(recipe), labels, recipe.adapter, of_words)
     return workload_of_model(recipe, model, mixed_precision, dict.fromkeys(labels, 1) if labels else None)
 
 
@@ -153,7 +155,7 @@ def _labels(recipe: Recipe) -> list[str] | None:
     """
     if recipe.objective.kind == "reward":
         return REWARD
-    if recipe.objective.kind != "sequence_classification":
+    if recipe.objective.kind not in CLASSIFIERS:
         return None
     return list(recipe.objective.labels or ("0", "1"))
 
@@ -171,7 +173,7 @@ def _tokenizer(recipe: Recipe) -> SpecialTokens:
 
 def _attention(recipe: Recipe, chosen: str, packed: bool) -> str | None:
     """Rows that share a sample need a mask from sdpa; flash attention and flex tell them apart without."""
-    if recipe.objective.kind == "sequence_classification" or chosen == "eager":
+    if recipe.objective.kind in CLASSIFIERS or chosen == "eager":
         return None
     # sdpa with a mask of packed rows uses the memory-efficient kernel and keeps (B, 1, T, T).
     return None if chosen in ("sdpa", BY_DOCUMENT) and packed else UNMASKED
@@ -182,6 +184,7 @@ def _batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
     tokens = torch.empty(size, recipe.data.max_length, dtype=BATCH_TYPE)
     names = {
         "sequence_classification": ("input_ids", "attention_mask", "token_type_ids"),
+        "token_classification": ("input_ids", "attention_mask", "token_type_ids", "labels"),
         "preference": ("input_ids", "labels", "position_ids", "segments"),
         "reward": ("input_ids", "labels", "position_ids", "segments"),
         "kto": tuple(f"{part}{name}" for part in ("", OTHER) for name in JUDGED_NAMES),

@@ -17,6 +17,7 @@ from toolkit.errors import RecipeError
 from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, find_recipe, read_yaml, replace_rivals
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
+    CLASSIFIERS,
     AdapterSection,
     CheckpointSection,
     DataSection,
@@ -75,11 +76,11 @@ class Recipe(Section):
                 "training.num_epochs is not possible with data.streaming, whose length is not known; "
                 "set training.max_steps"
             )
-        if self.objective.kind == "sequence_classification":
+        if self.objective.kind in CLASSIFIERS:
             self._check_classification()
         if self.objective.kind in ("preference", "reward", "kto"):
             self._check_completions()
-        if self.objective.kind in ("sequence_classification", "reward"):
+        if self.objective.kind in (*CLASSIFIERS, "reward"):
             self._check_writes_no_text()
         if self.data.columns.margin is not None and self.objective.kind != "reward":
             raise contradiction(
@@ -141,7 +142,7 @@ class Recipe(Section):
             raise contradiction(f"training.mixed_precision fp16 is not possible {what}; set bf16")
 
     def _check_classification(self) -> None:
-        what = "with objective.kind sequence_classification"
+        what = f"with objective.kind {self.objective.kind}"
         if self.data.packing:
             raise contradiction(f"data.packing is not possible {what}; remove it")
         if self.data.add_bos is not None:

@@ -151,6 +151,8 @@ class ColumnsSection(Section):
         None,
         description="Class of the text, or whether the completion is good (kto). Null: `label`, or `kto_tag`.",
     )
+    tokens: str | None = Field(None, description="Words to tag: a list of texts. Null: `tokens`.")
+    tags: str | None = Field(None, description="Tag of each word: a list. Null: `tags`, or `ner_tags`.")
     margin: str | None = Field(
         None, description="By how much the chosen completion is better: a number (reward). Null: `margin`."
     )
@@ -264,9 +266,15 @@ PREFERENCE_SETTINGS = {
 }
 """Preference loss -> the settings that have an effect on it; their defaults stand beside the losses."""
 
+ObjectiveKind = Literal["causal_lm", "sequence_classification", "token_classification", "preference", "reward", "kto"]
+
+CLASSIFIERS = ("sequence_classification", "token_classification")
+"""Objectives that tell classes apart, of texts or of words."""
+
 OBJECTIVE_SETTINGS = {
     "causal_lm": (),
     "sequence_classification": ("labels", "class_weights"),
+    "token_classification": ("labels", "class_weights"),
     "preference": ("loss", "beta", "label_smoothing", "gamma", "odds_weight"),
     "reward": ("center_rewards_coefficient",),
     "kto": ("beta", "desirable_weight", "undesirable_weight"),
@@ -277,11 +285,12 @@ OBJECTIVE_SETTINGS = {
 class ObjectiveSection(Section):
     """What is minimised."""
 
-    kind: Literal["causal_lm", "sequence_classification", "preference", "reward", "kto"] = Field(
+    kind: ObjectiveKind = Field(
         "causal_lm",
         description="Choose the objective. causal_lm: next-token cross-entropy. sequence_classification: cross-entropy "
-        "of a text's class. preference: prefer chosen completions to rejected ones. reward: score chosen completions "
-        "above rejected ones (Bradley-Terry). kto: learn from completions that are judged true or false one by one.",
+        "of a text's class. token_classification: cross-entropy of each word's tag, as of named entities. preference: "
+        "prefer chosen completions to rejected ones. reward: score chosen completions above rejected ones "
+        "(Bradley-Terry). kto: learn from completions that are judged true or false one by one.",
     )
     loss: Literal["dpo", "ipo", "simpo", "orpo"] | None = Field(
         None,
@@ -310,7 +319,7 @@ class ObjectiveSection(Section):
         "(reward, arXiv 2312.09244); null: do not.",
     )
     labels: list[str] | None = Field(
-        None, description="Name the classes in the order of their numbers; null: the labels of data.train, sorted."
+        None, description="Name the classes, or tags, in the order of their numbers; null: those of data.train, sorted."
     )
     class_weights: Literal["balanced"] | list[PositiveFloat] | None = Field(
         None, description="Weight each class in the loss. balanced: rows / (classes x rows of the class)."

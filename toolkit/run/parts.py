@@ -173,7 +173,8 @@ def build_parts(
 
 def _loaded(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData) -> nn.Module:
     """The model on the meta device. Raises BadInputError where there is none, or its export could not be made."""
-    model: nn.Module = load(recipe.model, tokens, recipe.training.seed, data.label_names, recipe.adapter)
+    of_words = recipe.objective.kind == "token_classification"
+    model: nn.Module = load(recipe.model, tokens, recipe.training.seed, data.label_names, recipe.adapter, of_words)
     if recipe.export.merge:
         require_mergeable(model)
     if recipe.training.compile and any(quantised_layers(model)):

@@ -18,7 +18,7 @@ from toolkit.terminal import Terminal
 from toolkit.training.full_disk import TELL_SECONDS, LinesFile
 from toolkit.training.progress import Progress
 
-SHARES = {"accuracy": "accuracy", "f1_macro": "F1"}
+SHARES = {"accuracy": "accuracy", "f1_macro": "F1", "f1": "F1 of entities"}
 """Figures of an evaluation that are shares -> their name on the console."""
 
 

@@ -1,0 +1,73 @@
+"""Cross-entropy of words' tags, and the F1 of the entities that they make up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.data.samples import IGNORED, Batch
+from toolkit.objectives.classification import SequenceClassification
+
+Entity = tuple[int, int, str]
+"""First word, the one after the last, and kind."""
+
+
+class TokenClassification(SequenceClassification):
+    """Cross-entropy of words' tags, (sum over words of w[y] * CE) / words; a word is judged at its first token.
+
+    Evaluation finds precision, recall and F1 of whole entities where the tags are of IOB2 or IOBES (`B-PER`), as
+    seqeval does by default: over all kinds together.
+    """
+
+    unit = "targets"
+
+    def __init__(self, model: nn.Module, names: Sequence[str], class_weights: list[float] | None = None) -> None:
+        super().__init__(model, len(names), class_weights)
+        self._names = list(names)
+        self._has_entities = all(re.match(r"O$|[BIES]-.", name) for name in names)
+
+    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super()._loss_sum(logits.flatten(0, 1), labels.flatten())
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss, words, words whose tag is right, entities found, entities there are, entities that are right."""
+        logits, labels = self.logits(model, batch), batch["labels"]
+        loss = self._loss_sum(logits, labels).double().cpu()
+        counts = torch.zeros(5, dtype=torch.float64)
+        for chosen, right in zip(logits.argmax(dim=-1).tolist(), labels.tolist(), strict=True):
+            words = [(self._names[a], self._names[b]) for a, b in zip(chosen, right, strict=True) if b != IGNORED]
+            found, true = (self._entities([pair[side] for pair in words]) for side in (0, 1))
+            hits = sum(a == b for a, b in words)
+            counts += torch.tensor([len(words), hits, len(found), len(true), len(found & true)])
+        return torch.cat([loss.view(1), counts]).to(logits.device)
+
+    def _entities(self, tags: Sequence[str]) -> set[Entity]:
+        return entities(tags) if self._has_entities else set()
+
+    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
+        """Loss, accuracy of words, and of entities precision, recall and F1."""
+        loss, words, hits, found, true, right = sums
+        record = {"loss": loss / max(1.0, words), "samples": int(words), "accuracy": hits / max(1.0, words)}
+        if not self._has_entities:
+            return record
+        precision, recall = right / max(1.0, found), right / max(1.0, true)
+        return {**record, "precision": precision, "recall": recall, "f1": 2 * right / max(1.0, found + true)}
+
+
+def entities(tags: Sequence[str]) -> set[Entity]:
+    """The entities of a sentence, read as CoNLL's evaluation and seqeval do: an entity may begin with `I-`."""
+    found: set[Entity] = set()
+    begin, last, kind_before = -1, "O", ""
+    for word, tag in enumerate([*tags, "O"]):
+        prefix, _, kind = tag.partition("-")
+        if begin >= 0 and (prefix in "OBS" or last in "ES" or kind != kind_before):
+            found.add((begin, word, kind_before))
+            begin = -1
+        if prefix != "O" and begin < 0:
+            begin = word
+        last, kind_before = prefix, kind
+    return found
