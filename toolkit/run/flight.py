@@ -1,6 +1,6 @@
 """What torch's flight recorder knows of a rank's last collectives. Alone reads its private functions.
 
-gloo records where `TORCH_FR_BUFFER_SIZE` is set, NCCL of newer torch without it. The dump is JSON; nothing is unpickled.
+gloo records where `TORCH_FR_BUFFER_SIZE` is set, NCCL of newer torch without it. The dump is JSON, not pickled.
 """
 
 from __future__ import annotations

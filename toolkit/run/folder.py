@@ -112,7 +112,7 @@ def _require_one_folder(output_dir: Path) -> None:
         return
     # A token, and not the file alone: a folder on another disk can hold a file of the same name.
     token = uuid.uuid4().hex
-    name, token = ranks.gather_objects((f".token-{os.getpid()}", token))[0]
+    name, token = ranks.gather_objects((f".token.{os.getpid()}.tmp", token))[0]
     path = output_dir / name
 
     def write() -> None:
