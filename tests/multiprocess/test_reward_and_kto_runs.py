@@ -134,7 +134,7 @@ def runs(folder: Path) -> dict[str, Any]:
         values["objective"] = objective
         values["optimizer"] = {"learning_rate": 3e-3, "weight_decay": 0.0}
         values["schedule"] = {"kind": "constant"}
-        values["sharding"] = {"strategy": STRATEGIES[ranks]}
+        values["sharding"] = {"strategy": STRATEGIES[ranks], **sections.pop("sharding", {})}
         values["training"] |= {"max_steps": STEPS, "seed": 2, **sections.pop("training", {})}
         found[name] = finetune(Recipe.from_mapping({**values, **sections})).metrics
 
@@ -145,6 +145,10 @@ def runs(folder: Path) -> dict[str, Any]:
     kto = {"kind": "kto", "beta": BETA, "desirable_weight": GOOD_WEIGHT, "undesirable_weight": BAD_WEIGHT}
     run("kto", "model", {"packing": False}, kto, training=size, export={"enabled": False})
     if ranks == 2:
+        together = {"accumulate": "by_block", "activation_checkpointing": 1}
+        more = {"training": size, "export": {"enabled": False}, "sharding": together}
+        run("reward by block", "scoring", {"packing": False}, reward, **more)
+        run("kto by block", "model", {"packing": False}, kto, **more)
         held_out = {"validation": str(folder / "pairs.jsonl")}
         adapter = {"kind": "lora", "r": 2}
         run("packed", "model", held_out, {"kind": "reward"}, training={"micro_batch_size": 2})
@@ -159,17 +163,10 @@ def runs(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_runs_are_the_plain_loops(ranks: int, folder: Path) -> None:
     found = run_on_ranks(runs, ranks, folder)[0]
-    steps = [record for record in found["reward"] if record["split"] == "train"]
-    assert [record["loss"] for record in steps] == pytest.approx(plain_rewards(folder), rel=1e-5)
-    for record in steps:
-        assert record["chosen_reward"] - record["rejected_reward"] == pytest.approx(record["margin"], abs=1e-6)
-        assert record["pairs"] == PAIRS_PER_STEP * record["step"]
-        assert 0 <= record["accuracy"] <= 1
-    steps, plain = [record for record in found["kto"] if record["split"] == "train"], plain_kto(folder)
-    assert [record["loss"] for record in steps] == pytest.approx(plain["loss"], rel=1e-5)
-    assert [record["kl"] for record in steps] == pytest.approx(plain["kl"], rel=1e-3, abs=1e-5)
+    plain_reward, plain = plain_rewards(folder), plain_kto(folder)
+    for way in ("", " by block") if ranks == 2 else ("",):
+        check_losses(found[f"reward{way}"], plain_reward, found[f"kto{way}"], plain)
     assert max(plain["kl"]) > 0.01, "the KL says something"
-    assert steps[-1]["rows"] == PAIRS_PER_STEP * STEPS
     if ranks == 2:
         check_exports(folder, found)
         for name in ("kto-packed", "kto-lora"):
@@ -180,6 +177,21 @@ def test_the_runs_are_the_plain_loops(ranks: int, folder: Path) -> None:
         report = json.loads((folder / "kto-packed-2/data_report.json").read_text())["train"]
         assert report["samples"] < len(JUDGED), "rows share samples"
         assert report["labels"] == {"true": 13, "false": 13}
+
+
+def check_losses(
+    reward: list[dict[str, Any]], plain_reward: list[float], kto: list[dict[str, Any]], plain: dict[str, list[float]]
+) -> None:
+    steps = [record for record in reward if record["split"] == "train"]
+    assert [record["loss"] for record in steps] == pytest.approx(plain_reward, rel=1e-5)
+    for record in steps:
+        assert record["chosen_reward"] - record["rejected_reward"] == pytest.approx(record["margin"], abs=1e-6)
+        assert record["pairs"] == PAIRS_PER_STEP * record["step"]
+        assert 0 <= record["accuracy"] <= 1
+    steps = [record for record in kto if record["split"] == "train"]
+    assert [record["loss"] for record in steps] == pytest.approx(plain["loss"], rel=1e-5)
+    assert [record["kl"] for record in steps] == pytest.approx(plain["kl"], rel=1e-3, abs=1e-5)
+    assert steps[-1]["rows"] == PAIRS_PER_STEP * STEPS
 
 
 def check_exports(folder: Path, found: dict[str, Any]) -> None:

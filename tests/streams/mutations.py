@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 MODULES = {
+    "by_block": "toolkit.sharding.by_block",
     "capture": "toolkit.sharding.offload.capture",
     "engine": "toolkit.sharding.offload.engine",
     "executors": "toolkit.sharding.offload.executors",

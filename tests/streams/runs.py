@@ -6,6 +6,7 @@ that it goes over NCCL.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import Counter
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 from toolkit import ranks
 from toolkit.checkpoint import state
 from toolkit.sharding import Checkpointing, OffloadSettings
+from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.shards import local_tensor
 
 STEPS = 2
@@ -43,6 +45,7 @@ class Run:
         num_ranks: of the fake group, two on each host; hybrid shards over a host's.
         also: a word of `BEFORE_STEP` or `AFTER_STEP`.
         delay: seconds that every unit's step takes longer.
+        by_block: the micro-batches of a step go through each unit together, on a stream that is not the default one.
     """
 
     case: Case = field(default_factory=Case)
@@ -54,6 +57,7 @@ class Run:
     offload_inputs: bool = False
     also: str | None = None
     delay: float = 0.0
+    by_block: bool = False
 
     def __str__(self) -> str:
         plain = Run()
@@ -137,8 +141,12 @@ def _plain(run: Run, model: nn.Module) -> list[torch.Tensor]:
 
 def _train(run: Run, model: nn.Module) -> list[torch.Tensor]:
     loop = _prepare(run, model)
+    runner = ByBlock(loop.model, loop.accelerator.state.fsdp_plugin.unit_plan) if run.by_block else None
     for step in range(STEPS):
-        _step(loop, step)
+        if runner is None:
+            _step(loop, step)
+        else:
+            _step_by_block(loop, runner, step)
         if run.also in AFTER_STEP:
             AFTER_STEP[run.also](loop)
     for thread in loop.threads:
@@ -177,6 +185,23 @@ def _step(loop: Loop, step: int) -> None:
                 loop.norms.append(accelerator.clip_grad_norm_(loop.model.parameters(), case.max_norm))
             optimizer.step()
             optimizer.zero_grad()
+
+
+def _step_by_block(loop: Loop, runner: ByBlock, step: int) -> None:
+    """As a loop of one's own does that computes on a stream of its own."""
+    case, accelerator, optimizer = loop.run.case, loop.accelerator, loop.optimizer
+    stream = torch.cpu.Stream()
+    stream.wait_stream(torch.cpu.current_stream())
+    with torch.cpu.stream(stream):
+        forwards = [functools.partial(loss_of, loop.model, case, step, micro) for micro in range(case.accumulation)]
+        runner.evaluate(forwards)
+        accelerator.gradient_state._set_sync_gradients(True)  # as `accumulate` at the end of a window
+        runner.run(forwards, accelerator.backward)
+        if case.max_norm is not None:
+            loop.norms.append(accelerator.clip_grad_norm_(loop.model.parameters(), case.max_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cpu.current_stream().wait_stream(stream)
 
 
 @torch.no_grad()

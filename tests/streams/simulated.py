@@ -54,6 +54,7 @@ def _stand_ins(checker: Checker) -> Iterator[tuple[Any, str, Any]]:
     yield torch.cpu, "current_stream", lambda device=None: checker.stream()
     yield torch.cpu, "synchronize", lambda device=None: checker.synchronize()
     yield threading, "Event", functools.partial(_Flag, checker)
+    yield threading, "Semaphore", functools.partial(_Permits, checker)
     yield threading.Thread, "start", _starting(checker, threading.Thread.start)
     yield threading.Thread, "run", _running(checker, threading.Thread.run)
     yield threading.Thread, "join", _joining(checker, threading.Thread.join)
@@ -244,6 +245,25 @@ class _Flag(threading.Event):
         found = super().wait(timeout)
         if found:
             self._checker.thread().join(self._clock)
+        return found
+
+
+class _Permits(threading.Semaphore):
+    """Who has got a permit follows the threads that have given one."""
+
+    def __init__(self, checker: Checker, value: int = 1) -> None:
+        super().__init__(value)
+        self._checker = checker
+        self._given: Clock = {}
+
+    def release(self, n: int = 1) -> None:
+        for timeline, number in self._checker.thread().clock.items():
+            self._given[timeline] = max(number, self._given.get(timeline, 0))
+        super().release(n)
+
+    def acquire(self, *args: Any, **kwargs: Any) -> bool:
+        found = super().acquire(*args, **kwargs)
+        self._checker.thread().join(self._given)
         return found
 
 

@@ -29,6 +29,7 @@ EXECUTORS = {
 }
 
 UNCLIPPED = Case(max_norm=None)
+BY_BLOCK = Case(accumulation=3, checkpointing=True)
 
 WAYS = {
     "plain": Run(),
@@ -58,6 +59,11 @@ WAYS = {
     "dropped gradients": Run(num_layers=1, also="discard"),
     "moved to the device": Run(also="move"),
     "unshard": Run(num_ranks=1, also="unshard"),
+    "by block": Run(BY_BLOCK, by_block=True),
+    "by block, unclipped": Run(replace(BY_BLOCK, max_norm=None), during_backward=True, by_block=True, also="save"),
+    "by block, prefetch": Run(replace(BY_BLOCK, prefetch=True, tied=False), by_block=True),
+    "by block, offloaded inputs": Run(replace(BY_BLOCK, lora=True), by_block=True, offload_inputs=True),
+    "by block, hybrid": Run(replace(BY_BLOCK, strategy="hybrid"), by_block=True, num_ranks=4),
     "slow worker": Run(delay=0.005),
 }
 
@@ -70,6 +76,8 @@ CONTROLS = {
     "no offload, zero2": Run(Case(strategy="zero2", accumulation=2), None, also="look"),
     "no offload, hybrid": Run(Case(strategy="hybrid", accumulation=2), None, num_ranks=4),
     "no offload, offloaded inputs": Run(executor=None, offload_inputs=True, also="save"),
+    "no offload, by block": Run(BY_BLOCK, None, by_block=True),
+    "no offload, by block, prefetch": Run(replace(BY_BLOCK, prefetch=True), None, by_block=True, offload_inputs=True),
 }
 
 ALL = {
@@ -136,6 +144,15 @@ MUTATIONS = [
     # The end.
     (WAYS["slow worker"], Mutation("engine._end", "worker.close()")),
     (Run(), Mutation("engine._end", "handle.synchronize()")),
+    # Accumulation by block: the caller's stream in each micro-batch's thread, and new weights before its gathers.
+    (
+        CONTROLS["no offload, by block"],
+        Mutation("by_block._MicroBatch._run", "with self._handle.stream(self._stream):", "if True:"),
+    ),
+    (
+        WAYS["by block"],
+        Mutation("engine.OffloadEngine._wait", "self._handle.current_stream().wait_event(unit.arrived)"),
+    ),
     # FSDP2's own: that the checker finds them says that it sees what FSDP2 does.
     (CONTROLS["plain FSDP2"], Mutation("fsdp2.foreach_reduce", "reduce_scatter_stream.wait_stream(current_stream)")),
     (

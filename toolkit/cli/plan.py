@@ -243,7 +243,14 @@ def _traced(recipe: Recipe, mixed_precision: str, setup: Any) -> dict[str, Any]:
 
     workload = workload_of(recipe, mixed_precision)
     found = trace(
-        workload, setup.strategy, setup.mesh, setup.micro_batch_size, min(setup.accumulation, 3), setup.checkpointing
+        workload,
+        setup.strategy,
+        setup.mesh,
+        setup.micro_batch_size,
+        # By micro-batch no later one holds more than the third; by block all are held.
+        setup.accumulation if setup.by_block else min(setup.accumulation, 3),
+        setup.checkpointing,
+        setup.by_block,
     )
     return dataclasses.asdict(found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from toolkit.data.samples import IGNORED, Batch
 from toolkit.model.adapters import adapters_off, has_adapter
 from toolkit.model.fake_tensors import has_values
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.objective import RunsWindows
+from toolkit.objectives.objective import OF_BASE, RunsWindows
 
 OTHER = "kl_"
 """Begins what a batch has of prompts with completions of other rows."""
+
+SUMS = "window_sums"
+"""Where a batch has what `Kto.window_sums` would give."""
 
 
 def signed_distances(log_ratios: torch.Tensor, good: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
@@ -70,8 +74,17 @@ class Kto:
         return {**own, **other, "learned": _learned(batch)}
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
-        """As they are: the recipe refuses to run by block."""
-        return batches
+        """With the base's log-probabilities and the sums of `window_sums`."""
+        # For all micro-batches at once: dropout and adapters are switched off for the whole process, not for a thread.
+        was_training = model.training
+        model.eval()
+        if self._adapted is not None:
+            with adapters_off(self._adapted):
+                known = run([functools.partial(self.log_probabilities, model, batch) for batch in batches])
+            batches = [{**batch, OF_BASE: sums} for batch, (sums, _) in zip(batches, known, strict=True)]
+        found = run([functools.partial(self.window_sums, model, batch) for batch in batches])
+        model.train(was_training)
+        return [{**batch, SUMS: sums} for batch, sums in zip(batches, found, strict=True)]
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, T, V)."""
@@ -90,17 +103,21 @@ class Kto:
     @torch.no_grad()
     def window_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Log-ratios of the prompts with other completions, and how many they are, (2,)."""
+        if SUMS in batch:
+            return batch[SUMS]
         was_training = model.training
         # As the reference is: without dropout, by which the two would differ.
         model.eval()
-        log_ratios = self._log_ratios(model, _other(batch), batch["reference"][:, 1])
+        log_ratios = self._log_ratios(model, batch, is_other=True)
         model.train(was_training)
         learned = self._learned(batch)
         return torch.stack([log_ratios.masked_fill(~learned, 0.0).sum(), learned.sum()])
 
-    def _log_ratios(self, model: nn.Module, part: Batch, reference: torch.Tensor) -> torch.Tensor:
-        """log pi(y|x) - log ref(y|x) of each row, (R,), float32."""
-        if self._adapted is not None:
+    def _log_ratios(self, model: nn.Module, batch: Batch, is_other: bool = False) -> torch.Tensor:
+        """log pi(y|x) - log ref(y|x) of each row, (R,), float32, or of its prompt with another row's completion."""
+        part = _other(batch) if is_other else batch
+        reference = batch[OF_BASE if OF_BASE in batch else "reference"][:, int(is_other)]
+        if self._adapted is not None and OF_BASE not in batch:
             was_training = model.training
             with torch.no_grad(), adapters_off(self._adapted):
                 reference, _ = self._causal.log_probabilities(model.eval(), part, len(reference))
@@ -118,7 +135,7 @@ class Kto:
         """The summed loss, rewards (R,) and the sums of `figures`."""
         total, count = batch["window"] if "window" in batch else self.window_sums(model, batch)
         kl = (total / count.clamp_min(1)).clamp_min(0.0)
-        log_ratios = self._log_ratios(model, batch, batch["reference"][:, 0])
+        log_ratios = self._log_ratios(model, batch)
         learned, good = self._learned(batch), batch["good"]
         distances = signed_distances(log_ratios, good, kl, self._beta)
         losses = torch.where(good, *self._weights) * (1 - torch.sigmoid(distances))

@@ -14,6 +14,9 @@ from torch import nn
 
 from toolkit.data.samples import Batch
 
+OF_BASE = "of_base"
+"""Where a batch has the log-probabilities of the model without its adapters, of each row or pair, (R, 2)."""
+
 RunsWindows = Callable[[Sequence[Callable[[], Any]]], list[Any]]
 """Runs forwards of several micro-batches without gradients; gives what they give."""
 

@@ -13,11 +13,8 @@ from torch import nn
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.model.adapters import adapters_off, has_adapter
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.objective import RunsWindows
+from toolkit.objectives.objective import OF_BASE, RunsWindows
 from toolkit.objectives.preference_losses import Loss, Pairs
-
-OF_BASE = "of_base"
-"""Where a batch has the log-probabilities of the model without its adapters, (P, 2)."""
 
 FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward", "kl")
 """Figures of preferences in steps and evaluations; the last where there is a reference."""

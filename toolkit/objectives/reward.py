@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -69,14 +70,19 @@ class Reward:
         base = base_of(model.module if isinstance(model, DistributedDataParallel) else model)
         original = own_forward(base)
         found: list[torch.Tensor] = []
+        thread = threading.get_ident()
 
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> SequenceClassifierOutputWithPast:
             original(*args, **kwargs)  # which keeps the score of each row's last token only
             return SequenceClassifierOutputWithPast(logits=found.pop())
 
+        def keep(_module: Any, _args: Any, scores: torch.Tensor) -> None:
+            if threading.get_ident() == thread:  # and not that of another micro-batch that runs by block
+                found.append(scores)
+
         # Registered last, so that it sees what the hooks of FSDP2 have seen.
-        hook = base.score.register_forward_hook(lambda _module, _args, scores: found.append(scores))
+        hook = base.score.register_forward_hook(keep)
         try:
             with replaced(base, run):
                 return self._causal.logits(model, batch)

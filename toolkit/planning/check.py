@@ -12,6 +12,7 @@ from torch import nn
 
 from toolkit.errors import BadInputError, UnplannableError, first_line
 from toolkit.places import GIB
+from toolkit.planning.accumulation import settle
 from toolkit.planning.memory.replay import Memory
 from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, Planner
 from toolkit.planning.setup import Setup, smaller_setups
@@ -31,6 +32,9 @@ class Planned:
         peak: the moment in which it holds most; None where the model cannot be probed.
         room: bytes of the device's memory; of a CPU rank, what it holds and its share of what the host has free.
         checkpointing: of activations: what was asked for, or for `auto` what the memory needs.
+        by_block: whether the micro-batches of a step go through each unit together: what was asked for, or for `auto`
+            what is faster and fits.
+        why: of `auto`.
         problem: why it cannot be probed.
         process: bytes that a CPU rank's process held before the run's state: Python, libraries and data.
     """
@@ -38,6 +42,8 @@ class Planned:
     peak: Memory | None
     room: int
     checkpointing: Checkpointing | None
+    by_block: bool = False
+    why: str = ""
     problem: str = ""
     process: int = 0
 
@@ -81,25 +87,31 @@ def plan_run(
     """
     # The run's own model on the meta device: nothing is loaded twice, and what is planned is what is trained.
     workload = workload_of_model(recipe, model, mixed_precision, label_counts)
-    planner = Planner(recipe, workload, _hardware(device))
-    training = recipe.training
+    known, training = _hardware(device), recipe.training
+    # Only memory counts for an unknown GPU, whose times are not asked for.
+    planner = Planner(recipe, workload, known or presets()["h100_sxm"])
     *others, last = checkpointings
     size, accumulation = training.micro_batch_size, training.gradient_accumulation_steps
-    setup = Setup(strategy, mesh, offload, last, size, accumulation, recipe.sharding.accumulate == "by_block")
+    setup, why = Setup(strategy, mesh, offload, last, size, accumulation, recipe.sharding.accumulate == "by_block"), ""
     process = psutil.Process().memory_info().rss if device.type == "cpu" else 0
     room = process + _room(device)
     try:
         # From the fastest: with each n-th block checkpointed a step takes up to 1 / 3n longer.
         for checkpointing in others:
-            peak = planner.peak(replace(setup, checkpointing=checkpointing))
-            if _fits_well(peak, room - process, device):
-                return Planned(peak, room, checkpointing, process=process)
+            lighter = replace(setup, checkpointing=checkpointing)
+            if _fits_well(planner.peak(lighter), room - process, device):
+                setup = lighter
+                break
+        if recipe.sharding.accumulate == "auto" and known is None:
+            why = "the speed of this device is not known"
+        elif recipe.sharding.accumulate == "auto":
+            setup, why = settle(planner, setup, lambda row: _fits_well(row.peak, room - process, device))
         peak = planner.peak(setup)
         if device.type != "cpu":
             _require_host_memory(planner.rank_host_bytes(setup))
     except UnplannableError as error:  # no reason not to train it
-        return Planned(None, room, last, first_line(error))
-    planned = Planned(peak, room, last, process=process)
+        return Planned(None, room, last, setup.by_block, "not planned", first_line(error))
+    planned = Planned(peak, room, setup.checkpointing, setup.by_block, why, process=process)
     # Without headroom: this refuses only what is impossible; what is tight is told and tried.
     if process + peak.total > room:
         raise BadInputError(f"this run cannot fit: {planned.describe()}. {_advice(planner, setup, room - process)}")
@@ -122,10 +134,10 @@ def _fits_well(peak: Memory, room: int, device: torch.device) -> bool:
     return peak.total * HEADROOM["fits"] + context <= room
 
 
-def _hardware(device: torch.device) -> Hardware:
-    # Only the memory of the plan is shown here; an unknown GPU's times don't matter.
+def _hardware(device: torch.device) -> Hardware | None:
+    """The device's data sheet, with as many devices a node as this run has there; None: it is not known."""
     known = preset_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else presets()["cpu"]
-    return known or presets()["h100_sxm"]
+    return known and replace(known, devices_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _room(device: torch.device) -> int:

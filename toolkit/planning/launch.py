@@ -57,6 +57,8 @@ def _settings(found: Plan, setup: Setup) -> dict[str, str]:
             settings["sharding.offload_checkpoints"] = "true"
     elif section.activation_checkpointing is not None:
         settings["sharding.activation_checkpointing"] = "null"
+    if section.accumulate != "by_micro_batch":
+        settings["sharding.accumulate"] = "by_block" if setup.by_block else "by_micro_batch"
     # The recipe and the Accelerate config may both name a strategy, but must not differ.
     if section.strategy is not None:
         settings["sharding.strategy"] = setup.strategy.name

@@ -34,6 +34,9 @@ eager training, and little more than it with expandable segments, which the tool
 CONTEXT_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}
 """Of a rank before it holds anything: CUDA's context and NCCL's buffers; Python and its libraries."""
 
+AS_FAST = 1.01
+"""Rows within so much of the fastest count as equally fast: times are estimates."""
+
 DTYPES = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 COMPUTE_BYTES = {"no": None, "bf16": 2, "fp16": 2}
 

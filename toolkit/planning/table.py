@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.model.adapters import trainable_share
 from toolkit.places import GIB
-from toolkit.planning.planner import Planner, PlanRow
+from toolkit.planning.accumulation import settle
+from toolkit.planning.planner import AS_FAST, Planner, PlanRow
 from toolkit.planning.setup import Setup, asked_setup, can_offload, factors, mesh_of, require_ranks, smaller_setups
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.workload import Workload, with_rows_of, workload_of
@@ -19,9 +20,6 @@ from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy
 
 MICRO_BATCHES = 4
 """Sizes of the micro-batch in a table, at most."""
-
-AS_FAST = 1.01
-"""Rows within so much of the fastest count as equally fast."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +84,8 @@ def plan(
     precision = precision_of(recipe, mixed_precision, hardware)
     planner = Planner(recipe, workload_of(recipe, precision), hardware)
     asked = asked_setup(recipe, ranks, hardware, strategy, offload, shard_size)
+    if recipe.sharding.accumulate == "auto":
+        asked, _ = settle(planner, asked, lambda row: row.verdict == "fits")
     rows = [planner.row(setup) for setup in _setups(recipe, ranks, asked, planner)]
     rows.sort(key=_rank_of)
     asked_row = planner.row(asked)
@@ -127,7 +127,16 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
                 continue  # each replica of a node would hold all of the state
             for checkpointing in checkpointings:
                 for size, accumulation in _micro_batches(asked):
-                    yield Setup(strategy, mesh, offload, checkpointing, size, accumulation)
+                    yield (setup := Setup(strategy, mesh, offload, checkpointing, size, accumulation))
+                    if _may_run_by_block(recipe, setup):
+                        yield replace(setup, by_block=True)
+
+
+def _may_run_by_block(recipe: Recipe, setup: Setup) -> bool:
+    """Whether the recipe asks for such rows, and the setup has what they need."""
+    is_asked = recipe.sharding.accumulate != "by_micro_batch"
+    every_block = setup.checkpointing is not None and setup.checkpointing.every == 1
+    return is_asked and every_block and setup.accumulation > 1 and setup.strategy.reshard_each_micro_batch
 
 
 def _strategies(ranks: int, asked: Setup) -> Iterator[tuple[Strategy, MeshShape]]:

@@ -430,11 +430,11 @@ class ShardingSection(Section):
         description="Recompute every N-th block in backward instead of keeping its activations. 1: every block. auto: "
         "as few blocks as the planned memory needs.",
     )
-    accumulate: Literal["by_micro_batch", "by_block"] = Field(
+    accumulate: Literal["by_micro_batch", "by_block", "auto"] = Field(
         "by_micro_batch",
         description="Choose how the micro-batches of a step run. by_micro_batch: one after another through the whole "
         "model. by_block: all of them through a block before the next block, so that parameters are gathered twice and "
-        "gradients reduced once a step.",
+        "gradients reduced once a step. auto: by_block where the plan finds that it fits and is faster.",
     )
     sequence: PositiveInt = Field(
         1,
@@ -475,6 +475,11 @@ class ShardingSection(Section):
             raise contradiction(
                 "sharding.accumulate=by_block keeps the inputs of all blocks for all micro-batches of a step, and "
                 "nothing else; set sharding.activation_checkpointing=1"
+            )
+        if self.accumulate == "auto" and self.activation_checkpointing not in (1, "auto"):
+            raise contradiction(
+                "sharding.accumulate=auto may choose by_block, which needs every block checkpointed; set "
+                "sharding.activation_checkpointing=auto or 1"
             )
         return self
 

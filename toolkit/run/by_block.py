@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from toolkit.errors import BadInputError
+from toolkit import ranks
+from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
+from toolkit.planning.check import Planned
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.fsdp import class_name
@@ -22,18 +25,46 @@ NOISE = 4.0
 """Times by which logits may differ more than those of one forward done twice, which on a CPU are the same."""
 
 
-def by_block_of(recipe: Recipe, plugin: ShardingPlugin, model: nn.Module, device: torch.device) -> ByBlock | None:
-    """What runs the micro-batches of a step by block; None: they run one after another. Every rank calls this.
+@dataclass(frozen=True)
+class Accumulation:
+    """How the micro-batches of a step run.
+
+    Attributes:
+        by_block: what runs them by block; None: they run one after another.
+        why: of `sharding.accumulate: auto`; empty where the recipe chose.
+    """
+
+    by_block: ByBlock | None
+    why: str = ""
+
+    def describe(self) -> str | None:
+        """For people; None where there is nothing to tell."""
+        told = "by block: a step gathers each unit twice and reduces it once" if self.by_block else "by micro-batch"
+        if self.why:
+            return f"auto: {told} ({self.why})"
+        return told if self.by_block else None
+
+
+def accumulation_of(
+    recipe: Recipe, planned: Planned, plugin: ShardingPlugin, model: nn.Module, device: torch.device
+) -> Accumulation:
+    """As the recipe says, or for `auto` as is planned and the model can. Every rank calls this.
 
     Raises:
-        BadInputError: where the model cannot run so.
+        BadInputError: the recipe asks for by_block, and the model cannot run so.
     """
-    if recipe.sharding.accumulate != "by_block":
-        return None
-    assert plugin.unit_plan is not None  # `build_plugins` refuses strategies that have none
-    by_block = ByBlock(model, plugin.unit_plan)
-    check_forwards(model, by_block, device)
-    return by_block
+    if not planned.by_block:
+        return Accumulation(None, planned.why)
+    assert plugin.unit_plan is not None  # strategies that have none are refused, and `auto` leaves them alone
+    try:
+        by_block = ByBlock(model, plugin.unit_plan)
+        # Noise is each rank's own, and so may be what it finds.
+        ranks.on_every_rank(lambda: check_forwards(model, by_block, device), "look at the model by block")
+    except BadInputError as error:
+        if recipe.sharding.accumulate != "auto":
+            raise
+        return Accumulation(None, first_line(error))
+    return Accumulation(by_block, planned.why)
 
 
 def check_forwards(model: nn.Module, by_block: ByBlock, device: torch.device) -> None:
@@ -56,7 +87,8 @@ def check_forwards(model: nn.Module, by_block: ByBlock, device: torch.device) ->
         together = by_block.evaluate(forwards)
     except Exception as error:
         raise BadInputError(f"{_refusal(model)}: {type(error).__name__}: {error}. {MEND}") from error
-    model.train(was_training)
+    finally:
+        model.train(was_training)
     noise, difference = _largest_difference(again, alone), _largest_difference(together, alone)
     if difference > NOISE * noise:
         raise BadInputError(

@@ -45,12 +45,12 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
         )
     if recipe.training.ema is not None:
         facts["average"] = f"of the weights, decay {recipe.training.ema:g} a step; it is evaluated and exported"
-    if parts.by_block is not None:
-        facts["accumulate"] = "by block: a step gathers each unit twice and reduces it once"
+    if (told := parts.accumulation.describe()) is not None:
+        facts["accumulate"] = told
     if parts.head_loss is not None:
         facts["loss"] = parts.head_loss
     if parts.balance.routers:
-        facts["experts"] = experts_fact(inner, parts.balance, parts.by_block is not None)
+        facts["experts"] = experts_fact(inner, parts.balance, parts.accumulation.by_block is not None)
     if parts.leaks is not None:
         facts["packing"] = _packing_fact(parts.leaks)
     if parts.padded is not None:

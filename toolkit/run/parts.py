@@ -40,11 +40,10 @@ from toolkit.planning.check import Planned, plan_run
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.accelerator import checkpointing_of, compilation_of
-from toolkit.run.by_block import by_block_of
+from toolkit.run.by_block import Accumulation, accumulation_of
 from toolkit.run.leaks import LeakError, check_leaks
 from toolkit.run.sequence import check_parts, part_of, share_rows
 from toolkit.sharding.apply import prepare_blocks
-from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.fsdp import class_name
@@ -85,7 +84,7 @@ class Parts:
         leaks: what was found about rows that share a sample; None where none do.
         padded: why rows are padded although `data.packing` is not set; None where that is not so.
         side_by_side: what the model writes behind held-out prompts, if that was asked for.
-        by_block: what runs the micro-batches of a step by block; None: they run one after another.
+        accumulation: how the micro-batches of a step run.
         balance: what watches the routers of a mixture of experts.
         parts_differ: the largest difference of logits from those of whole rows; None where ranks share no rows.
     """
@@ -103,7 +102,7 @@ class Parts:
     head_loss: str | None
     leaks: Leaks | None
     padded: str | None
-    by_block: ByBlock | None
+    accumulation: Accumulation
     balance: Balance
     parts_differ: float | None = None
     side_by_side: list[SideBySide] = field(default_factory=list)
@@ -165,7 +164,7 @@ def build_parts(
         head_loss,
         leaks,
         padded,
-        by_block_of(recipe, plugin, model, accelerator.device),
+        accumulation_of(recipe, planned, plugin, model, accelerator.device),
         balance,
         parts_differ,
     )

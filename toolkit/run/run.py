@@ -297,7 +297,7 @@ def _build_trainer(
         checkpoints=checkpoints,
         profile=profile,
         beats=beats,
-        by_block=parts.by_block,
+        by_block=parts.accumulation.by_block,
         balance=parts.balance,
         ema=None if decay is None else Ema(accelerator.unwrap_model(parts.model), decay),
     )

@@ -21,7 +21,15 @@ from torch.distributed.fsdp import FSDPModule
 from toolkit.errors import BadInputError, TrainingError
 from toolkit.ranks import on_this_device
 from toolkit.sharding.cuts import Pass, bypasses, cut, cut_written
-from toolkit.sharding.fsdp import class_name, end_backward, reshard_all, stay_in_forward
+from toolkit.sharding.fsdp import (
+    class_name,
+    end_backward,
+    end_pass,
+    forget_forwards,
+    looking_alone,
+    reshard_all,
+    stay_in_forward,
+)
 from toolkit.sharding.unit_plan import UnitPlan
 
 T = TypeVar("T")
@@ -32,9 +40,13 @@ class _AbandonedError(BaseException):
 
 
 class _MicroBatch:
-    """A forward that can be held before a unit."""
+    """A forward that can be held before a unit.
 
-    def __init__(self, forward: Callable[[], Any]) -> None:
+    Args:
+        handle: of the device: `torch.cuda`, or `torch.cpu`, which has the same functions.
+    """
+
+    def __init__(self, forward: Callable[[], Any], handle: Any) -> None:
         self.next_unit: FSDPModule | None = None
         self.inside = Pass()
         self._result: Any = None
@@ -42,7 +54,7 @@ class _MicroBatch:
         self._forward = forward
         self._abandoned = False
         self._num_threads = torch.get_num_threads()
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        self._handle, self._stream = handle, handle.current_stream()
         self._go, self._held = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=on_this_device(self._run), name="micro-batch", daemon=True)
         self._thread.start()
@@ -87,9 +99,8 @@ class _MicroBatch:
             # A new thread starts with all cores, and on its device's default stream.
             if torch.get_num_threads() != self._num_threads:
                 torch.set_num_threads(self._num_threads)
-            if self._stream is not None:
-                torch.cuda.set_stream(self._stream)
-            self._result = self._forward()
+            with self._handle.stream(self._stream):
+                self._result = self._forward()
         except _AbandonedError:
             pass
         except BaseException as error:
@@ -132,6 +143,8 @@ class ByBlock:
                     f"sharding.accumulate: by_block cannot run {unit.name}, whose parameters {len(unit.modules)} "
                     "blocks share; set sharding.accumulate=by_micro_batch"
                 )
+        staying = [path for unit in plan.units if not unit.reshard_after_forward for path in unit.modules]
+        self._staying = [root.get_submodule(path) for path in staying]
         for unit in (root.get_submodule(unit.modules[0]) for unit in units):
             # Before FSDP2's own hook, which gathers; and after its own, which has hooked the outputs.
             unit.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
@@ -184,8 +197,11 @@ class ByBlock:
             TrainingError: the micro-batches take different paths through the model.
         """
         results: list[T] = []
-        self._forward([torch.no_grad()(forward) for forward in forwards], lambda found, _: results.append(found))
-        reshard_all(self._root)
+        try:
+            self._forward([torch.no_grad()(forward) for forward in forwards], lambda found, _: results.append(found))
+        finally:
+            reshard_all(self._root)
+            forget_forwards(self._root)
         return results
 
     def _forward(
@@ -197,7 +213,8 @@ class ByBlock:
             The units in their order, each with a pass for each micro-batch.
         """
         rounds: list[tuple[Any, list[Pass]]] = []
-        batches = [_MicroBatch(forward) for forward in forwards]
+        handle = getattr(torch, next(self._root.parameters()).device.type)
+        batches = [_MicroBatch(forward, handle) for forward in forwards]
         try:
             for batch in batches:
                 batch.go_on()
@@ -215,18 +232,27 @@ class ByBlock:
         finally:
             for batch in batches:
                 batch.abandon()
+            if rounds:
+                rounds[-1][0].set_reshard_after_forward(True, recurse=False)  # where a micro-batch has failed inside
         return rounds
 
     def _backward(self, rounds: list[tuple[Any, list[Pass]]]) -> None:
-        while rounds:
-            unit, passes = rounds.pop()
-            for one in passes:
-                is_last = one is passes[-1]
-                unit.set_requires_gradient_sync(is_last, recurse=False)
-                unit.set_reshard_after_backward(is_last, recurse=False)
-                one.backward()
-                # What lies between units has no hook of FSDP2's: the root's share of it is added up here.
-                end_backward(self._root)
+        reduced: list[Any] = []
+        with looking_alone(self._root):
+            while rounds:
+                unit, passes = rounds.pop()
+                for one in passes:
+                    is_last = one is passes[-1]
+                    if is_last:
+                        # Its reduction has had all passes but this one to hide behind. The buffer goes before the
+                        # next unit is gathered beside this one.
+                        end_pass(reduced)
+                    unit.set_requires_gradient_sync(is_last, recurse=False)
+                    unit.set_reshard_after_backward(is_last, recurse=False)
+                    one.backward()
+                    # What lies between units has no hook of FSDP2's: the root's share of it is added up here.
+                    end_pass([unit, *self._staying])
+                reduced = [unit]
         self._root.set_requires_gradient_sync(True)
         self._root.set_reshard_after_backward(True)
         self._root.set_is_last_backward(True)

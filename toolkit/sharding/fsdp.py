@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +64,16 @@ def reshard_all(model: nn.Module) -> None:
     for unit in sharded_modules(model):
         unit.reshard()
         forget_uncalled_modules(unit)
+
+
+def forget_forwards(model: nn.Module) -> None:
+    """Has a backward prefetch by the order of the forwards that come now.
+
+    FSDP2 notes those without gradients, too, and the first unit's backward would gather the last unit of theirs.
+    """
+    for group in fsdp_groups(model):
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
 
 
 def before_copying_shards(module: FSDPModule, act: Callable[[], None]) -> None:
@@ -154,6 +165,32 @@ def end_backward(root: Any) -> None:
     Gradients so far are added up in float32, or reduced where units are set to.
     """
     root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+@contextmanager
+def looking_alone(root: Any) -> Iterator[None]:
+    """Has FSDP2 not look at all units whenever a backward ends; `end_pass` looks at those that were in it.
+
+    Its look also waits for all reductions so far, which then hide behind nothing.
+    """
+    context = root._get_fsdp_state()._state_ctx
+    context.post_backward_final_callback_queued = True
+    try:
+        yield
+    finally:
+        context.post_backward_final_callback_queued = False
+
+
+def end_pass(modules: Iterable[Any]) -> None:
+    """What `end_backward` does, for the units of these modules alone; one that is reduced waits for its reduction."""
+    for module in modules:
+        state: Any = module._get_fsdp_state()
+        for group in _own_groups(module):
+            states = type(group._training_state)
+            if group._training_state != states.POST_BACKWARD:
+                group.post_backward()
+            group._training_state = states.IDLE
+        state._training_state = type(state._training_state).IDLE
 
 
 def stay_in_forward(root: Any) -> None:

@@ -107,6 +107,16 @@ PRIVATE_NAMES = (
     # fsdp.gather_in_float32: types are a parameter's own, gathered as bytes where they differ.
     PrivateName(f"{_FSDP}_fsdp_param:FSDPParam.init_dtype_attrs", ("mp_policy", "self.reduce_dtype = reduce_dtype")),
     PrivateName(f"{_COLLECTIVES}foreach_all_gather", ("dtype == torch.uint8",)),
+    # fsdp.looking_alone, fsdp.end_pass: the end of a pass is looked at where it was.
+    PrivateName(
+        f"{_STATE}:FSDPState._register_root_post_backward_final_callback",
+        ("if self._state_ctx.post_backward_final_callback_queued:",),
+    ),
+    # fsdp.forget_forwards: what a backward prefetches.
+    PrivateName(
+        f"{_GROUP}:FSDPParamGroup._backward_prefetch",
+        ("self._post_forward_indices.pop()", "self.comm_ctx.post_forward_order"),
+    ),
     # memory.py: what a unit holds.
     PrivateName(_GROUP, ("_partial_reduce_output",)),
     *(

@@ -247,8 +247,7 @@ class Trainer:
         scale = self.accelerator.num_processes * len(window) / max(1, counts.targets)
         run = self._run_in_turn if self.by_block is None else self._run_by_block
         self.experts.begin(counts.tokens)
-        shared = self._over_window(window, Phase.FORWARD)
-        loss_sum, figures = run([{**batch, **shared} for batch in window], scale)
+        loss_sum, figures = run(window, scale)
         self._begin(Phase.COLLECTIVE)
         step = self._gathered(loss_sum, self._clip(), figures, counts)
         loads = self.experts.balance.loads()  # before the update, as long as host and device are together
@@ -257,17 +256,18 @@ class Trainer:
             self.ema.update()
         return replace(step, skipped=skipped, experts=self.experts.after(self.global_step + 1, *loads, skipped))
 
-    def _over_window(self, batches: Iterable[Batch], phase: Phase) -> Batch:
+    def _over_window(self, batches: Iterable[Any]) -> Batch:
         """What the losses of all these micro-batches, on all ranks, share, if anything; see `OverWindow`."""
         if not isinstance(self.objective, OverWindow):
             return {}
-        sums = [self.objective.window_sums(self.model, batch) for batch in self._in_phase(batches, phase)]
+        sums = [self.objective.window_sums(self.model, batch) for batch in batches]
         return {"window": self.accelerator.reduce(torch.stack(sums).sum(dim=0), "sum")}
 
     def _run_in_turn(self, window: list[Batch], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of one micro-batch after another; the sums of their losses and figures."""
         loss_sum, figures = self._zero_sums()
-        for batch in self._in_phase(window, Phase.FORWARD):
+        shared = self._over_window(self._in_phase(window, Phase.FORWARD))
+        for batch in self._in_phase([{**batch, **shared} for batch in window], Phase.FORWARD):
             with self.accelerator.accumulate(self.model):
                 with self.experts.balance.observing(batch):
                     loss, of_batch = self.objective.training_sums(self.model, batch)
@@ -287,6 +287,8 @@ class Trainer:
                 pass
         batches, of_batches = list(self._in_phase(window, Phase.FORWARD)), []
         batches = self.objective.looked_at(self.model, batches, self.by_block.evaluate)
+        shared = self._over_window(batches)
+        batches = [{**batch, **shared} for batch in batches]
 
         def forward(batch: Any) -> torch.Tensor:
             with self.experts.balance.observing(batch):
@@ -468,7 +470,7 @@ class Trainer:
         self.model.eval()
         averaged = contextlib.nullcontext() if self.ema is None else self.ema.in_place()
         with Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), averaged, torch.no_grad():
-            shared = self._over_window(self.evaluation(), Phase.EVALUATE)
+            shared = self._over_window(self._in_phase(self.evaluation(), Phase.EVALUATE))
             batches = self._in_phase(self.evaluation(), Phase.EVALUATE)
             parts = [self.objective.evaluation_sums(self.model, {**batch, **shared}) for batch in batches]
         self._begin(Phase.COLLECTIVE)

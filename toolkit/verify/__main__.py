@@ -105,7 +105,7 @@ def _train(accelerator: Accelerator, recipe: Recipe, parts: Parts, steps: int, f
         recipe.training,
         metrics,
         parts.windows,
-        by_block=parts.by_block,
+        by_block=parts.accumulation.by_block,
     )
     parts.model.train()
     found = []

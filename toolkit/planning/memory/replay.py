@@ -173,6 +173,7 @@ class _ShardedRank(_Rank):
         self.held["optimizer"] = sum(unit.optimizer for unit in self._now)
         self._forward_gather = 0  # the output of the last gather of the forward
         self._reduce_input = 0  # the input of the last reduction
+        self._hidden = 0  # of the unit before, while all micro-batches but the last are in a unit's backward
         self._leaving: list[int] = []  # gradients on their way to the host
         self._last: int | None = None  # whose forward was the last
         self._before: dict[int, list[int | None]] = {}  # whose forward was the one before each of a unit's
@@ -186,6 +187,9 @@ class _ShardedRank(_Rank):
             self._gather(event, in_forward=False)
             if self.by_block:
                 self._sum_window(event.unit)
+                # The reduction before hides behind all passes but the last.
+                self._hidden = self._reduce_input
+                self._hold_reduce_input(0)
             self._prefetch(event)
         elif event.kind == "loss" and self.by_block:
             for unit in self._staying:  # of each micro-batch from here on
@@ -196,7 +200,6 @@ class _ShardedRank(_Rank):
             elif event.unit not in self._staying:
                 self._snap_earlier(event)
                 self._after_backward(event, is_last)
-                self._hold_reduce_input(0)  # the end of a pass waits for what has been reduced
         elif event.kind == "end":
             for unit in self._staying if self.by_block else ():
                 self._after_backward(replace(event, unit=unit), is_last)
@@ -214,8 +217,8 @@ class _ShardedRank(_Rank):
         ahead = sum(unit.gather_output for unit in self._now if unit.is_prefetched)
         sums, to_come = self._now[event.unit].whole_gradients, event.to_come
         first = event.peak + (self.by_block - 1) * to_come
-        self.snap(self._moment, first, gradients=-sums, communication=-ahead)
-        self.snap(self._moment, first - to_come, communication=-ahead)
+        self.snap(self._moment, first, gradients=-sums, communication=self._hidden - ahead)
+        self.snap(self._moment, first - to_come, communication=self._hidden - ahead)
 
     def _sum_window(self, index: int) -> None:
         """Holds the gradients of the micro-batches before, whole and in the type of the reduction."""

@@ -1,0 +1,141 @@
+"""`sharding.accumulate: auto`: by block where a step is planned to be faster and fits, and why it is not elsewhere."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.errors import BadInputError
+from toolkit.planning import check
+from toolkit.planning.accumulation import settle
+from toolkit.planning.launch import launch_of
+from toolkit.planning.planner import Planner
+from toolkit.planning.setup import asked_setup
+from toolkit.planning.table import plan
+from toolkit.planning.time.hardware import Hardware, hardware_of
+from toolkit.planning.workload import workload_of
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.strategy import STRATEGIES, MeshShape
+
+SLOW, FAST = (functools.partial(hardware_of, "h100_sxm", link_gbs=link) for link in (0.01, 10**6))
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.01}
+
+
+def recipe(config: dict[str, Any] | None = None, **changes: Any) -> Recipe:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    training = {"output_dir": "out", "max_steps": 1, "gradient_accumulation_steps": 4, "micro_batch_size": 1}
+    return Recipe.from_mapping(
+        {
+            "model": {"config": {**LLAMA, **sizes, **(config or {})}, "train_tokenizer_vocab_size": 2048},
+            "data": {"train": "text.txt", "max_length": 128},
+            "optimizer": {"learning_rate": 1e-3},
+            "training": {**training, **changes.pop("training", {})},
+            "sharding": {"accumulate": "auto", "activation_checkpointing": "auto", **changes.pop("sharding", {})},
+            **changes,
+        }
+    )
+
+
+def settled(own: Recipe, hardware: Hardware, precision: str = "bf16", strategy: str = "zero3") -> tuple[bool, str]:
+    planner = Planner(own, workload_of(own, precision), hardware)
+    setup, why = settle(planner, asked_setup(own, 8, hardware, strategy, False, 4), lambda row: row.verdict == "fits")
+    assert setup.by_block == (setup.checkpointing is not None)
+    return setup.by_block, why
+
+
+def test_slow_links_make_it_by_block_and_fast_ones_do_not() -> None:
+    own = recipe()
+    planner = Planner(own, workload_of(own, "bf16"), SLOW())
+    before = asked_setup(own, 8, SLOW(), "zero3", False, None)
+    chosen, why = settle(planner, before, lambda row: row.verdict == "fits")
+    gained = planner.row(before).time.mid / planner.row(chosen).time.mid
+    # Where links are the limit: 2 gathers and a reduction in float32 for each of 4 micro-batches, or once.
+    assert 3.5 < gained < 4.1
+    assert why.endswith("on h100_sxm")
+    assert " s a step instead of " in why
+    is_by_block, why = settled(own, FAST())
+    assert not is_by_block
+    assert why.startswith("by block it would be")
+
+
+@pytest.mark.parametrize(
+    ("own", "precision", "strategy", "told"),
+    [
+        (recipe(training={"gradient_accumulation_steps": 1}), "bf16", "zero3", "a step has one micro-batch"),
+        (recipe(), "bf16", "zero2", "zero2 gathers parameters once a step at most"),
+        (recipe(), "fp16", "zero3", "fp16 is not possible by block"),
+        (recipe(sharding={"sequence": 2}), "bf16", "zero3", "ranks share rows"),
+        (recipe(EXPERTS), "bf16", "zero3", "the balance loss of experts would be over the whole step"),
+    ],
+)
+def test_what_stays_by_micro_batch_on_slow_links(own: Recipe, precision: str, strategy: str, told: str) -> None:
+    is_by_block, why = settled(own, SLOW(), precision, strategy)
+    assert not is_by_block
+    assert why.startswith(told)
+
+
+def test_experts_without_a_balance_loss_and_hybrid_may_run_by_block() -> None:
+    assert settled(recipe(EXPERTS, objective={"router_aux_coef": 0.0}), SLOW())[0]
+    assert settled(recipe(), hardware_of("h100_sxm", link_gbs=0.01, nic_gbs=0.01), strategy="hybrid")[0]
+
+
+def test_what_has_no_room_stays_by_micro_batch() -> None:
+    own = recipe()
+    planner = Planner(own, workload_of(own, "bf16"), SLOW())
+    before = asked_setup(own, 8, SLOW(), "zero3", False, None)
+    setup, why = settle(planner, before, lambda row: False)
+    assert setup == before
+    assert why.startswith("with the inputs of all blocks of 4 micro-batches a rank would hold")
+
+
+def planned(own: Recipe, monkeypatch: pytest.MonkeyPatch, link: float) -> check.Planned:
+    slow = {"cpu": hardware_of("cpu", link_gbs=link)}
+    monkeypatch.setattr(check, "presets", lambda: slow)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    model = workload_of(own, "no").model
+    ways = (
+        (None, check.Checkpointing(1)) if own.sharding.activation_checkpointing == "auto" else (check.Checkpointing(1),)
+    )
+    return check.plan_run(
+        own, model, STRATEGIES["zero3"], MeshShape(1, 2), False, ways, "no", None, torch.device("cpu")
+    )
+
+
+def test_a_run_goes_by_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints follow: every block by block, none where there is room."""
+    slow, fast = (planned(recipe(), monkeypatch, link) for link in (0.001, 10**6))
+    assert (slow.by_block, slow.checkpointing) == (True, check.Checkpointing(1))
+    assert "instead of" in slow.why
+    assert (fast.by_block, fast.checkpointing) == (False, None)
+    asked = planned(recipe(sharding={"accumulate": "by_block", "activation_checkpointing": 1}), monkeypatch, 10**6)
+    assert (asked.by_block, asked.why) == (True, "")
+    assert asked.peak is not None
+    assert slow.peak == asked.peak
+
+
+def test_the_table_has_both_ways_and_a_command_that_says_which() -> None:
+    found = plan(recipe(), SLOW(), 8)
+    assert found.asked.setup.by_block
+    assert found.recommended is not None
+    rows = [replace(row.setup, by_block=False) for row in found.rows if row.setup.by_block]
+    assert {setup.strategy.name for setup in rows} == {"zero3", "hybrid"}
+    assert all(setup.accumulation > 1 and setup.checkpointing is not None for setup in rows)
+    assert set(rows) < {row.setup for row in found.rows}
+    by_block = next(row for row in found.rows if row.setup.by_block)
+    for row, told in ((by_block, "by_block"), (found.rows[-1], "by_micro_batch")):
+        assert row.setup.by_block == (told == "by_block")
+        command = launch_of(found, row, "mine", []).command
+        assert f"sharding.accumulate={told}" in command
+    assert not any(
+        row.setup.by_block for row in plan(recipe(sharding={"accumulate": "by_micro_batch"}), SLOW(), 8).rows
+    )
+
+
+def test_auto_wants_checkpoints_that_it_may_choose() -> None:
+    with pytest.raises(BadInputError, match=r"sharding.activation_checkpointing=auto or 1"):
+        recipe(sharding={"activation_checkpointing": None})
