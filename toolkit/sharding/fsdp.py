@@ -136,8 +136,8 @@ def fill_missing_gradients(group: Any) -> list[DTensor]:
 def gather_in_float32(model: nn.Module, names: Iterable[str]) -> None:
     """Has units gather some of their parameters in float32, whatever their type of compute.
 
-    FSDP2 gathers several types in one exchange, but before torch 2.15 reduces one alone: such a unit's gradients are made
-    float32 first.
+    FSDP2 gathers several types in one exchange, but before torch 2.15 reduces one alone: such a unit's gradients are
+    made float32 first.
     """
     kept = {id(model.get_parameter(name)) for name in names}
     for group in fsdp_groups(model):
