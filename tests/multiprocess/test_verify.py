@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from launches import clean_environment
+from moe import mixture
 from tiny import recipe_values, save_llama
 
 from toolkit.cli import app as cli
@@ -157,6 +159,91 @@ def test_a_run_that_is_wrong_on_one_rank_is_told(folder: Path, tmp_path: Path, m
         "gradients",
     }
     assert rows["gradients"].note == "no gradient in any step: model.norm.weight"
+
+
+QLORA = ["adapter.kind=lora", "adapter.r=4", "adapter.quantize=nf4", "adapter.double_quantization=true"]
+DORA = ["adapter.use_dora=true", "adapter.use_rslora=true", "adapter.target_modules=[q_proj, down_proj]"]
+
+
+def test_adapters_on_a_quantised_base_pass(folder: Path) -> None:
+    report = here(folder, "zero3", *QLORA, *DORA, "sharding.offload=optimizer", steps=2)
+    assert report.verdict == OK, report
+    rows = {row.check: row for row in report.rows}
+    assert rows["frozen weights"].found == 0.0, "they are bitsandbytes' own of whole matrices, to the last bit"
+    assert "nf4, double quantisation" in str(report.facts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [[], ["adapter.quantize=int8"], DORA])
+def test_adapters_under_ddp_pass(adapter: list[str], folder: Path) -> None:
+    report = here(folder, "ddp", "adapter.kind=lora", "adapter.r=4", *adapter, steps=3)
+    assert report.verdict == OK, report
+
+
+def test_adapters_that_are_wrong_are_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last scale of each matrix is that of the block before, and the adapters' products are scaled wrong."""
+    break_ranks(
+        "from toolkit.model import load, quantised\n"
+        "in_4_bits, add = quantised._in_4_bits, load.add_adapter\n"
+        "def shifted(flat):\n"
+        "    weight, absmax = in_4_bits(flat)\n"
+        "    absmax[-1] = absmax[-2]\n"
+        "    return weight, absmax\n"
+        "quantised._in_4_bits = shifted\n"
+        "def scaled(model, section, *given):\n"
+        "    return add(model, section.model_copy(update={'alpha': 9}), *given)\n"
+        "load.add_adapter = scaled\n",
+        tmp_path,
+        monkeypatch,
+    )
+    report = here(folder, "zero3", *QLORA, steps=2)
+    rows = {row.check: row.verdict for row in report.rows}
+    assert rows["frozen weights"] == FAILED
+    assert rows["gradients"] == FAILED
+    assert rows["gradient norm"] == FAILED
+
+
+@pytest.fixture(scope="module")
+def experts(folder: Path) -> Path:
+    """DeepSeek V3's routers, whose biases move; its recipe has all losses that a router can have."""
+    path = folder / "experts"
+    shutil.copytree(folder / "model", path)
+    (path / "model.safetensors").unlink()
+    vocabulary = json.loads((folder / "model/config.json").read_text())["vocab_size"]
+    mixture("deepseek_v3", vocab_size=vocabulary, max_position_embeddings=128).save_pretrained(path)
+    return path
+
+
+def with_experts(folder: Path, experts: Path, strategy: str = "zero3") -> Report:
+    losses = ["objective.router_aux_coef=0.1", "objective.router_z_coef=0.01", "objective.router_bias_rate=0.01"]
+    shape = ["data.max_length=64", "training.micro_batch_size=1"]
+    return here(folder, strategy, f"model.name_or_path={experts}", *losses, *shape, steps=2)
+
+
+def test_a_mixture_of_experts_passes(folder: Path, experts: Path) -> None:
+    report = with_experts(folder, experts)
+    assert report.verdict == OK, report
+    assert [row.check for row in report.rows] == [*CHECKS, "expert load", "balance loss"]
+
+
+def test_a_mixture_of_experts_that_is_wrong_is_told(
+    folder: Path, experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The balance loss's gradient is a tenth too large, and rank 1 counts no choices."""
+    break_ranks(
+        "from toolkit.objectives import balance\n"
+        "gradient, exchange = balance.Balance.gradient, balance.Balance._exchange\n"
+        "balance.Balance.gradient = lambda self, *given: 1.1 * gradient(self, *given)\n"
+        "def deaf(self):\n"
+        "    self._mine = {n: found * (os.environ['RANK'] == '0') for n, found in self._mine.items()}\n"
+        "    exchange(self)\n"
+        "balance.Balance._exchange = deaf\n",
+        tmp_path,
+        monkeypatch,
+    )
+    report = with_experts(folder, experts)
+    rows = {row.check: row for row in report.rows}
+    assert rows["expert load"].verdict == rows["balance loss"].verdict == rows["gradients"].verdict == FAILED
 
 
 def test_a_rank_that_dies_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,9 @@ Overrides = Annotated[
 MethodName = Annotated[
     str | None,
     typer.Option(
-        help="Training method: full, lora, pretrain, dpo, ipo, simpo, orpo, lora-dpo, reward, kto or classify. By "
-        "default the rows decide: full for answers, pretrain for plain text, dpo for pairs, classify for labels; lora "
-        "where that does not fit.",
+        help="Training method: full, lora, qlora, pretrain, dpo, ipo, simpo, orpo, lora-dpo, qlora-dpo, reward, kto or "
+        "classify. By default the rows decide: full for answers, pretrain for plain text, dpo for pairs, classify for "
+        "labels; lora where that does not fit, and qlora where lora does not.",
         show_default=False,
     ),
 ]

@@ -221,7 +221,8 @@ def quantise_layers(model: nn.Module, quantisation: Quantisation, paths: list[st
     require_bitsandbytes()
     if not paths:
         raise BadInputError(
-            f"adapter.quantize: {type(model).__name__} has no linear layer to quantise; set adapter.quantize=none"
+            f"adapter.quantize: {type(model).__name__} has no linear layer that can be quantised (Conv1D layers and "
+            "stacked experts cannot); set adapter.quantize=none"
         )
     if quantisation.kind == "nf4":
         _require_blocks({path: model.get_submodule(path) for path in paths})
@@ -307,12 +308,14 @@ def quantised_fact(model: nn.Module) -> str | None:
     num_bytes = sum(p.numel() * p.element_size() for layer in layers.values() for p in layer.bytes())
     how = next(iter(layers.values())).quantisation.describe()
     inside = {f"{path}.{name}" for path, layer in layers.items() for name, _ in layer.named_parameters()}
-    others = [n for n, p in model.named_parameters() if p.ndim > 1 and not p.requires_grad and n not in inside]
+    frozen = {n: p for n, p in model.named_parameters() if p.ndim > 1 and not p.requires_grad}
+    others = {n: p.numel() * p.element_size() for n, p in frozen.items() if n not in inside}
     # A matrix once, and not for each block.
     names = sorted({re.sub(r"^.*\.\d+\.|^base_model\.model\.", "", name.replace(".base_layer", "")) for name in others})
     names = [name.removesuffix(".weight") for name in names]
     told = f"{how}: {num_weights:,} weights in {num_bytes / num_weights:.3f} bytes each"
-    return f"{told}; as they are: {', '.join(names)}" if names else told
+    share = sum(others.values()) / (num_bytes + sum(others.values()))
+    return f"{told}; {share:.1%} of the base's bytes stay as they are: {', '.join(names)}" if names else told
 
 
 def dequantised(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.data.layouts import KINDS, LAYOUTS_OF, Layout, recognise
 from toolkit.data.sources import Source
@@ -39,6 +39,7 @@ class Method:
         rows_per_step: rows of an optimizer step; None: `tokens_per_step` counts.
         loss: `objective.loss` of preferences.
         adapter: whether LoRA adapters are trained instead of the model.
+        quantized: whether the frozen model under them is held in 4 bits.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Method:
     epochs: float
     loss: str | None = None
     adapter: bool = False
+    quantized: bool = False
 
     def rate(self, num_parameters: int) -> Rate:
         """The learning rate for a model of this size."""
@@ -69,6 +71,31 @@ _DPO_RATES = (
     Rate(ANY_SIZE, 2e-7, "Tulu 3 70B, arXiv 2411.15124"),
 )
 
+_LORA = Method(
+    "lora",
+    "LoRA adapters on answers or text",
+    "causal_lm",
+    _SUPERVISED,
+    (
+        Rate(20e9, 2e-4, "QLoRA 7B and 13B, arXiv 2305.14314, table 9"),
+        Rate(ANY_SIZE, 1e-4, "QLoRA 33B and 65B, arXiv 2305.14314, table 9"),
+    ),
+    rows_per_step=16,
+    epochs=2,
+    adapter=True,
+)
+_LORA_DPO = Method(
+    "lora-dpo",
+    "LoRA adapters on preference pairs",
+    "preference",
+    _PAIRS,
+    (Rate(ANY_SIZE, 5e-6, "TRL's dpo.py; alignment-handbook, zephyr-7b-beta dpo with adapters"),),
+    rows_per_step=32,
+    epochs=1,
+    loss="dpo",
+    adapter=True,
+)
+
 METHODS = {
     method.name: method
     for method in (
@@ -85,19 +112,8 @@ METHODS = {
             rows_per_step=128,
             epochs=2,
         ),
-        Method(
-            "lora",
-            "LoRA adapters on answers or text",
-            "causal_lm",
-            _SUPERVISED,
-            (
-                Rate(20e9, 2e-4, "QLoRA 7B and 13B, arXiv 2305.14314, table 9"),
-                Rate(ANY_SIZE, 1e-4, "QLoRA 33B and 65B, arXiv 2305.14314, table 9"),
-            ),
-            rows_per_step=16,
-            epochs=2,
-            adapter=True,
-        ),
+        _LORA,
+        replace(_LORA, name="qlora", about=f"{_LORA.about}, over a base in 4 bits", quantized=True),
         Method(
             "pretrain",
             "every parameter on plain text",
@@ -133,17 +149,8 @@ METHODS = {
             epochs=3,
             loss="orpo",
         ),
-        Method(
-            "lora-dpo",
-            "LoRA adapters on preference pairs",
-            "preference",
-            _PAIRS,
-            (Rate(ANY_SIZE, 5e-6, "TRL's dpo.py; alignment-handbook, zephyr-7b-beta dpo with adapters"),),
-            rows_per_step=32,
-            epochs=1,
-            loss="dpo",
-            adapter=True,
-        ),
+        _LORA_DPO,
+        replace(_LORA_DPO, name="qlora-dpo", about=f"{_LORA_DPO.about}, over a base in 4 bits", quantized=True),
         Method(
             "reward",
             "a reward model on preference pairs",
@@ -180,8 +187,8 @@ METHODS = {
 BY_LAYOUT = ("dpo", "classify", "pretrain", "full")
 """The methods among which the layout of the rows decides where none is named, in order."""
 
-WITH_ADAPTERS = {"full": "lora", "pretrain": "lora", "dpo": "lora-dpo"}
-"""Method -> the one that trains adapters on the same rows."""
+SMALLER = {"full": "lora", "pretrain": "lora", "dpo": "lora-dpo", "lora": "qlora", "lora-dpo": "qlora-dpo"}
+"""Method -> the one that learns from the same rows in less memory."""
 
 
 def method_of(name: str | None, source: Source, columns: ColumnsSection) -> tuple[Method, Layout]:
@@ -194,8 +201,9 @@ def method_of(name: str | None, source: Source, columns: ColumnsSection) -> tupl
         raise BadInputError(
             f"--method: unknown {name!r}{did_you_mean(name, METHODS)}; allowed: {', '.join(sorted(METHODS))}"
         )
-    # `lora` takes pairs too: its sibling does.
-    names = BY_LAYOUT if name is None else ("lora-dpo", "lora") if name == "lora" else (name,)
+    # `lora` and `qlora` take pairs too: their siblings do.
+    pairs = {"lora": ("lora-dpo", "lora"), "qlora": ("qlora-dpo", "qlora")}
+    names = BY_LAYOUT if name is None else pairs.get(name, (name,))
     candidates = [METHODS[candidate] for candidate in names]
     layout = recognise(source, columns, *dict.fromkeys(method.objective for method in candidates))
     for method in candidates:

@@ -20,7 +20,7 @@ from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ObjectiveSection, steps_of_run
 from toolkit.suggest.draft import Draft
-from toolkit.suggest.methods import METHODS, TOKENS_PER_STEP, WITH_ADAPTERS, Method, method_of
+from toolkit.suggest.methods import METHODS, SMALLER, TOKENS_PER_STEP, Method, method_of
 from toolkit.suggest.survey import Model, Rows, first_words, look_at, measure, template_for
 
 COVERED = 0.99
@@ -134,7 +134,8 @@ def suggest(
     Args:
         model: a folder or a hub name, of which the configuration and the tokenizer are read.
         data: a file, a glob, a folder saved by `datasets`, or a hub data set.
-        method: a key of `METHODS`; None: as the rows say, with adapters where nothing else fits.
+        method: a key of `METHODS`; None: as the rows say, with adapters where nothing else fits, over a base in 4
+            bits where those do not fit either.
         overrides: `section.key=value` texts, which stay as they are.
         folder: where the recipe will be; paths in a recipe are relative to it. None: the working folder.
         tell: is given a line before each part that takes time.
@@ -154,10 +155,12 @@ def suggest(
     chosen, layout, rows, found, prompt = _surveyed(draft, method, tell)
     tell(f"planning {found.num_parameters:,} parameters on {machine.words}")
     row = _planned(draft, chosen, rows, found, machine)
-    if row is None and method is None and chosen.name in WITH_ADAPTERS:
-        chosen = METHODS[WITH_ADAPTERS[chosen.name]]
+    while row is None and method is None and chosen.name in SMALLER:
+        chosen = METHODS[SMALLER[chosen.name]]
         row = _planned(draft, chosen, rows, found, machine)
         draft.reasons["adapter.kind"] = f"Training every parameter needs more than {machine.words}; adapters fit."
+        if chosen.quantized:
+            draft.reasons["adapter.quantize"] = f"LoRA over a base in 16 bits needs more than {machine.words}."
     if row is None:
         raise BadInputError(_nothing_fits(chosen, found, draft, machine))
     num_steps = _set_length_of_run(draft, chosen, rows, machine)
@@ -228,6 +231,9 @@ def _set_method(draft: Draft, method: Method, model: Model, machine: Machine) ->
         draft.set("adapter.r", 16, "Rank of the adapters; alpha is twice that.")
         if not machine.is_cpu:
             draft.set("model.dtype", "bfloat16", "The base is frozen, so 16 bits are enough.")
+    if method.quantized:
+        draft.set("adapter.quantize", "nf4", f"Method {method.name} trains {method.about}.")
+        draft.set("adapter.double_quantization", True, "As in QLoRA: the scales take 0.02 bytes a weight, not 0.06.")
     rate = method.rate(model.num_parameters)
     why = f"For method {method.name} with {model.num_parameters:,} parameters: {rate.source}."
     draft.set("optimizer.learning_rate", rate.value, why)
@@ -339,7 +345,7 @@ def _set_setup(draft: Draft, row: PlanRow, why: str, machine: Machine) -> None:
 
 
 def _nothing_fits(method: Method, model: Model, draft: Draft, machine: Machine) -> str:
-    other = WITH_ADAPTERS.get(method.name)
+    other = SMALLER.get(method.name)
     ways = [f"--method {other}"] if other is not None else []
     ways += ["more devices"] if machine.count < machine.hardware.devices_per_node else []
     return (

@@ -88,12 +88,16 @@ def _require_comparable(recipe: Recipe) -> None:
     """Raises BadInputError for what the plain side has no loop for."""
     wanted = {
         "objective.kind": (recipe.objective.kind, "causal_lm"),
-        "adapter.kind": (recipe.adapter.kind, "none"),
         "optimizer.kind": (recipe.optimizer.kind, "adamw"),
     }
     for key, (found, known) in wanted.items():
         if found != known:
             raise BadInputError(f"{key}: {found} cannot be verified; the plain loop knows {known} only")
+    for field in ("router_learning_rate", "router_weight_decay"):
+        if getattr(recipe.optimizer, field) is not None:
+            raise BadInputError(
+                f"optimizer.{field} cannot be verified; the plain loop treats all weights alike: remove it"
+            )
     if recipe.data.streaming:
         raise BadInputError("data.streaming cannot be verified; set data.streaming=false")
 

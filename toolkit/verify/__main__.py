@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from toolkit.checkpoint.export import whole_tensors
 from toolkit.data.samples import Batch
 from toolkit.errors import BadInputError, ToolkitError
+from toolkit.model.quantised import dequantised
 from toolkit.optim.build import build_schedule
 from toolkit.places import atomic_write
 from toolkit.recipe.recipe import Recipe
@@ -29,6 +30,7 @@ from toolkit.run.accelerator import build_accelerator, build_plugins, inner_opti
 from toolkit.run.facts import facts_of
 from toolkit.run.parts import Parts, build_parts
 from toolkit.sharding import checkpointing
+from toolkit.sharding.offload import engine_of
 from toolkit.sharding.shards import local_tensor, state_once
 from toolkit.training.metrics import Metrics
 from toolkit.training.trainer import Trainer
@@ -78,7 +80,8 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     result = _train(accelerator, recipe, parts, steps, folder)
     result["facts"] = facts_of(accelerator, recipe, plugins["fsdp_plugin"], parts)
     # On every rank: gathering is collective, and rank 0 alone gets the tensors.
-    weights = {name: t.float().cpu().contiguous() for name, t in whole_tensors(state_once(model)) if t is not None}
+    tensors = dequantised(model, whole_tensors(state_once(model)))
+    weights = {name: t.float().cpu().contiguous() for name, t in tensors if t is not None}
     if accelerator.is_main_process:
         save_file(weights, folder / "weights.safetensors")
     checkpointed = plugins["fsdp_plugin"].checkpointing is not None
@@ -106,18 +109,28 @@ def _train(accelerator: Accelerator, recipe: Recipe, parts: Parts, steps: int, f
         metrics,
         parts.windows,
         by_block=parts.accumulation.by_block,
+        balance=parts.balance,
     )
     parts.model.train()
-    found = []
+    found, loads = [], []
     for window in itertools.islice(parts.windows, steps):
         found.append(trainer.train_step(window))
+        loads.append(parts.balance.loads())
         schedule.step()
+    engine = engine_of(model)
+    if engine is not None:
+        engine.flush()  # the last step may still be under way
     moments = {name: optimizer.state[p].get("exp_avg") for name, p in named.items()}
+    held = {name: local_tensor(moment).double() for name, moment in moments.items() if moment is not None}
     return {
         "losses": [step.loss for step in found],
         "grad_norms": [step.grad_norm for step in found],
         "trainable": sorted(named),
         "with_gradient": sorted(name for name, moment in moments.items() if is_felt(moment)),
+        "numel": {name: named[name].numel() for name in held},
+        "moments": {name: (part.numel(), float(part.square().sum())) for name, part in held.items()},
+        "loads": [layers for layers, _ in loads if layers],
+        "balance": [loss for layers, loss in loads if layers],
         "precision": accelerator.mixed_precision,
         "device": accelerator.device.type,
     }

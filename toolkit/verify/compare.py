@@ -7,12 +7,18 @@ from collections.abc import Sequence
 
 import torch
 
-from toolkit.verify.results import FAILED, NOT_USED, OK, REHEARSED_DROPOUT, Outcome, PlainRun, Row, ShardedRun, measured
+from toolkit.verify.results import FAILED, NOT_USED, REHEARSED_DROPOUT, Outcome, PlainRun, Row, ShardedRun, measured
 
 FLOAT32_LOSS, FLOAT32_NORM, FLOAT32_WEIGHTS = 1e-6, 1e-5, 1e-5
+FLOAT32_SIZE, FLOAT32_LOAD, FROZEN = 1e-4, 1e-6, 1e-6
 MIXED_LOSS, MIXED_NORM = 2e-2, 1e-1
+MIXED_SIZE, MIXED_LOAD, MIXED_FROZEN = 0.3, 0.05, 1e-2
 REPLAY_TOLERANCE = {"cpu": 0.0, "cuda": 1e-3}
 """Of gradients, as a share of the largest; on GPUs attention's backward adds up in any order."""
+
+NEGLIGIBLE = {False: 1e-4, True: 1e-2}
+"""By whether compute is in 16 bits: of a parameter's gradient beside the largest one, below which it is not the measure
+of its own difference: a key's bias has a gradient of rounding alone."""
 
 
 def compare(plain: PlainRun, sharded: ShardedRun, dtype: str) -> list[Row]:
@@ -23,14 +29,21 @@ def compare(plain: PlainRun, sharded: ShardedRun, dtype: str) -> list[Row]:
     """
     mixed = sharded.precision != "no" or dtype != "float32"
     expected, found = plain.outcome, sharded.outcome
-    return [
-        _series_row("loss", found.losses, expected.losses, MIXED_LOSS if mixed else FLOAT32_LOSS),
+    loss_tolerance = MIXED_LOSS if mixed else FLOAT32_LOSS
+    rows = [
+        _series_row("loss", found.losses, expected.losses, loss_tolerance),
         _series_row("gradient norm", found.grad_norms, expected.grad_norms, MIXED_NORM if mixed else FLOAT32_NORM),
         _weights_row(plain, found.weights, mixed, dtype),
-        _gradients_row(found, expected),
+        _gradients_row(found, expected, mixed),
         _replay_row(sharded.replay, sharded.device),
         plain.packing,
     ]
+    if plain.trained != set(expected.weights):
+        rows.insert(3, _frozen_row(plain, found.weights, mixed))
+    if expected.loads or found.loads:
+        rows.append(_loads_row(found.loads, expected.loads, MIXED_LOAD if mixed else FLOAT32_LOAD))
+        rows.append(_series_row("balance loss", found.balance, expected.balance, loss_tolerance))
+    return rows
 
 
 def _series_row(check: str, found: list[float], expected: list[float], tolerance: float) -> Row:
@@ -61,16 +74,16 @@ def weight_tolerance(reach: float, largest: float, steps: int, *, mixed: bool, d
 
 
 def _weights_row(plain: PlainRun, found: dict[str, torch.Tensor], mixed: bool, dtype: str) -> Row:
-    expected = plain.outcome.weights
-    # Told by name: nothing of these can be subtracted.
-    unlike = [name for name in expected if name not in found or found[name].shape != expected[name].shape]
+    """Of what is trained."""
+    expected = {name: weight for name, weight in plain.outcome.weights.items() if name in plain.trained}
+    unlike = _unlike(found, plain.outcome.weights)
     if unlike:
-        return Row(
-            "weights", None, None, FAILED, f"missing in the sharded model, or of another shape: {listed(unlike)}"
-        )
+        return Row("weights", None, None, FAILED, unlike)
     largest = max(weight.abs().max().item() for weight in expected.values())
-    tolerance, loose = weight_tolerance(plain.reach, largest, len(plain.outcome.losses), mixed=mixed, dtype=dtype)
-    steady, others, num_others = _weight_differences(plain, found)
+    # Adapters are held in float32, whatever the base is.
+    held = dtype if len(expected) == len(plain.outcome.weights) else "float32"
+    tolerance, loose = weight_tolerance(plain.reach, largest, len(plain.outcome.losses), mixed=mixed, dtype=held)
+    steady, others, num_others = _weight_differences(plain, expected, found)
     where = max(steady, key=lambda name: steady[name])
     row = measured("weights", steady[where], tolerance, f"absolute; in {where}")
     note = row.note
@@ -82,17 +95,22 @@ def _weights_row(plain: PlainRun, found: dict[str, torch.Tensor], mixed: bool, d
     return Row("weights", row.found, tolerance, FAILED if astray else row.verdict, note)
 
 
+def _unlike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
+    """Tells by name what cannot be subtracted; None where everything can."""
+    names = [name for name in expected if name not in found or found[name].shape != expected[name].shape]
+    return f"missing in the sharded model, or of another shape: {listed(names)}" if names else None
+
+
 def _weight_differences(
-    plain: PlainRun, found: dict[str, torch.Tensor]
+    plain: PlainRun, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
 ) -> tuple[dict[str, float], dict[str, float], int]:
     """Largest difference by parameter: of the steady elements, of the others; and how many those are.
 
     NaN counts as infinite.
     """
     steady_ones, others, num_others = {}, {}, 0
-    for name, weight in plain.outcome.weights.items():
-        difference = (found[name].to(weight) - weight).abs()
-        difference = difference.where(~difference.isnan(), math.inf)
+    for name, weight in expected.items():
+        difference = _distance(found[name], weight)
         steady = plain.steady.get(name, torch.ones_like(weight, dtype=torch.bool))
         steady_ones[name] = difference.where(steady, 0.0).max().item()
         others[name] = difference.where(~steady, 0.0).max().item()
@@ -100,13 +118,58 @@ def _weight_differences(
     return steady_ones, others, num_others
 
 
-def _gradients_row(found: Outcome, expected: Outcome) -> Row:
-    if not found.without_gradient:
-        return Row("gradients", None, None, OK, "every trainable parameter got one")
-    note = f"no gradient in any step: {listed(found.without_gradient)}"
-    if set(found.without_gradient) <= set(expected.without_gradient):
-        note += "; nor in the plain loop: the model does not use them"
-    return Row("gradients", None, None, FAILED, note)
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    difference = (found.to(expected) - expected).abs()
+    return difference.where(~difference.isnan(), math.inf)
+
+
+def _frozen_row(plain: PlainRun, found: dict[str, torch.Tensor], mixed: bool) -> Row:
+    """What is not trained is what it was: of a quantised base, what bitsandbytes makes of each whole matrix."""
+    expected = {name: weight for name, weight in plain.outcome.weights.items() if name not in plain.trained}
+    unlike = _unlike(found, expected)
+    if unlike:
+        return Row("frozen weights", None, None, FAILED, unlike)
+    differences = {
+        name: _distance(found[name], weight).max().item() / max(weight.abs().max().item(), 1e-30)
+        for name, weight in expected.items()
+    }
+    where = max(differences, key=lambda name: differences[name])
+    note = f"of {len(expected):,} tensors, as a share of the tensor's largest; in {where}"
+    return measured("frozen weights", differences[where], MIXED_FROZEN if mixed else FROZEN, note)
+
+
+def _gradients_row(found: Outcome, expected: Outcome, mixed: bool) -> Row:
+    """Every parameter by itself: a norm over all would hide a router, and AdamW's update the size of a gradient."""
+    missing = found.without_gradient
+    if len(found.losses) == 1 and set(missing) <= set(expected.without_gradient):
+        # While B is zero, A has no gradient.
+        missing = [name for name in missing if ".lora_A." not in name and ".lora_embedding_B." not in name]
+    if missing:
+        note = f"no gradient in any step: {listed(missing)}"
+        if set(missing) <= set(expected.without_gradient):
+            note += "; nor in the plain loop: the model does not use them"
+        return Row("gradients", None, None, FAILED, note)
+    largest = max(expected.sizes.values(), default=0.0)
+    differences = {
+        name: abs(found.sizes.get(name, math.inf) - size) / max(size, NEGLIGIBLE[mixed] * largest, 1e-30)
+        for name, size in expected.sizes.items()
+    }
+    where = max(differences, key=lambda name: math.inf if math.isnan(differences[name]) else differences[name])
+    note = f"size of each parameter's mean gradient, relative; in {where}"
+    return measured("gradients", differences[where], MIXED_SIZE if mixed else FLOAT32_SIZE, note)
+
+
+def _loads_row(found: list[list[list[float]]], expected: list[list[list[float]]], tolerance: float) -> Row:
+    """The share of choices of each expert."""
+    pairs = [(_flat(a), _flat(b)) for a, b in zip(found, expected, strict=False)]
+    if len(found) != len(expected) or any(len(a) != len(b) for a, b in pairs):
+        return Row("expert load", None, tolerance, FAILED, "other layers or experts than in the plain loop")
+    difference = max(abs(x - y) for a, b in pairs for x, y in zip(a, b, strict=True))
+    return measured("expert load", difference, tolerance, "absolute, of each step, layer and expert")
+
+
+def _flat(loads: list[list[float]]) -> list[float]:
+    return [share for layer in loads for share in layer]
 
 
 def _replay_row(replay: dict[str, float] | None, device: str) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,12 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.data import build, tokenizer
 from toolkit.data.build import TokenisedData
 from toolkit.data.samples import Batch, TextSamples
 from toolkit.model.load import load
+from toolkit.model.routers import find_routers
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.optim.build import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
@@ -26,6 +27,8 @@ from toolkit.run.parts import build_windows, fitting, may_pad, require_room, wit
 from toolkit.sharding.shards import local_tensor
 from toolkit.verify.launch import Launch
 from toolkit.verify.packing import packing_row
+from toolkit.verify.plain_model import plain_model
+from toolkit.verify.plain_routers import PlainRouters
 from toolkit.verify.results import Outcome, PlainRun, Row
 
 
@@ -33,12 +36,12 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     training = recipe.training
     tokens = tokenizer.load(recipe.model, recipe.data)
     data = build.build(recipe.data, tokens, training.seed)
-    built = load(recipe.model, tokens, training.seed)
+    built = load(recipe.model, tokens, training.seed, adapter=recipe.adapter)
     require_room(built, tokens, recipe)
     data, padded = fitting(recipe, tokens, data, built)
     CausalLM(built, data.report.packing)  # refuses what it cannot train
     device = torch.device("cpu" if launch.on_cpu else "cuda")
-    model = _plain_model(recipe, built).to(device).train()
+    model = plain_model(recipe, built).to(device).train()
     set_dropout(model, 0.0)
     leak = _leak(recipe, model, data, device)
     if leak is not None:
@@ -51,13 +54,14 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     windows = build_windows(recipe, data, num_steps, num_micro_batches, rank=0, world_size=1)
     factor = learning_rate_factor(recipe.schedule, num_steps)
     rates = [recipe.optimizer.learning_rate * factor(step) for step in range(min(steps, num_steps))]
-    plain = plain_loop(model, recipe, windows, rates, packing)
+    routers = PlainRouters(model, recipe, groups) if find_routers(model) else None
+    plain = plain_loop(model, recipe, windows, rates, packing, routers)
     del model
     torch.cuda.empty_cache()
     return replace(plain, padded=padded)
 
 
-def _leak(recipe: Recipe, model: PreTrainedModel, data: TokenisedData, device: torch.device) -> str | None:
+def _leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device: torch.device) -> str | None:
     """Why rows must not share a sample, where the recipe leaves it open; else the packing's row tells of a leak."""
     if not may_pad(recipe, data) or not isinstance(data.train, TextSamples):
         return None
@@ -69,28 +73,13 @@ def _leak(recipe: Recipe, model: PreTrainedModel, data: TokenisedData, device: t
     return None
 
 
-def _plain_model(recipe: Recipe, built: PreTrainedModel) -> PreTrainedModel:
-    """The model as transformers itself makes it, in float32: not by the toolkit's reading of slices.
-
-    Args:
-        built: the toolkit's, without weights, for its configuration.
-    """
-    section = recipe.model
-    settings: dict[str, Any] = {"dtype": built.dtype, "trust_remote_code": section.trust_remote_code}
-    if section.attention != "auto":
-        settings["attn_implementation"] = section.attention
-    torch.manual_seed(recipe.training.seed)
-    if section.name_or_path is None:
-        model = AutoModelForCausalLM.from_config(built.config, **settings)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(
-            section.name_or_path, config=built.config, revision=section.revision, use_safetensors=True, **settings
-        )
-    return model.float()
-
-
 def plain_loop(
-    model: nn.Module, recipe: Recipe, windows: Iterable[list[Batch]], rates: Sequence[float], packing: Row
+    model: nn.Module,
+    recipe: Recipe,
+    windows: Iterable[list[Batch]],
+    rates: Sequence[float],
+    packing: Row,
+    routers: PlainRouters | None = None,
 ) -> PlainRun:
     """AdamW as anybody would write it: one step per window, at the learning rates given."""
     section, limit = recipe.optimizer, recipe.training.max_grad_norm
@@ -104,7 +93,7 @@ def plain_loop(
     steadiness = _Steadiness(named, section.beta2)
     losses, norms, with_gradient = [], [], set()
     for rate, window in zip(rates, windows, strict=False):
-        losses.append(_accumulate(model, window))
+        losses.append(_accumulate(model, window, routers))
         norms.append(_global_norm(named))
         with_gradient |= {name for name, p in named.items() if is_felt(p.grad)}
         for p in named.values():
@@ -116,24 +105,41 @@ def plain_loop(
         if math.isfinite(norms[-1]):
             optimizer.step()
             steadiness.look(optimizer)
+            if routers is not None:
+                routers.end()
         optimizer.zero_grad()
     weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     without = sorted(named.keys() - with_gradient)
-    return PlainRun(Outcome(losses, norms, weights, without), steadiness.found(), sum(rates), packing)
+    moments = {name: optimizer.state[p]["exp_avg"] for name, p in named.items() if p in optimizer.state}
+    sizes = {name: float(moment.double().norm()) for name, moment in moments.items()}
+    outcome = Outcome(losses, norms, weights, without, sizes)
+    if routers is not None:
+        outcome = replace(outcome, loads=routers.loads, balance=routers.balance)
+    return PlainRun(outcome, set(named), steadiness.found(), sum(rates), packing)
 
 
-def _accumulate(model: nn.Module, window: list[Batch]) -> float:
+def _accumulate(model: nn.Module, window: list[Batch], routers: PlainRouters | None) -> float:
     """Backward over the whole global batch; the mean loss over its target tokens."""
     device = next(model.parameters()).device
     # -100 as transformers has it, written out, so that a wrong constant of ours would show.
     num_targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
     mean = 0.0
-    for batch in window:
-        ids, labels, positions = (batch[key].to(device) for key in ("input_ids", "labels", "position_ids"))
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits  # (B, T, V)
+
+    def forward(batch: Batch) -> torch.Tensor:  # (B, T, V)
+        ids, positions = batch["input_ids"].to(device), batch["position_ids"].to(device)
+        return model(input_ids=ids, position_ids=positions, use_cache=False).logits  # type: ignore[no-any-return]
+
+    if routers is not None:
+        routers.begin(window, forward)
+    for number, batch in enumerate(window):
+        with contextlib.nullcontext() if routers is None else routers.watching() as seen:
+            logits, labels = forward(batch), batch["labels"].to(device)
         loss_sum = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        torch.autograd.backward(loss_sum / max(1, num_targets))
-        mean += loss_sum.item() / max(1, num_targets)
+        loss = loss_sum / max(1, num_targets)
+        mean += loss.item()
+        if routers is not None and seen is not None:
+            loss = loss + routers.loss(number, batch, seen)
+        torch.autograd.backward(loss)
     return mean
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -112,5 +113,19 @@ def _merged(results: list[dict[str, Any]], weights: dict[str, torch.Tensor]) -> 
     without = [name for name in first["trainable"] if name not in with_gradient]
     replays = [result["replay"] for result in results if result["replay"] is not None]
     replay = {key: max(one[key] for one in replays) for key in replays[0]} if replays else None
-    outcome = Outcome(first["losses"], first["grad_norms"], weights, without)
+    sizes = {
+        name: _size([result["moments"][name] for result in results], whole) for name, whole in first["numel"].items()
+    }
+    told = (first["losses"], first["grad_norms"], weights, without, sizes, first["loads"], first["balance"])
+    outcome = Outcome(*told)
     return ShardedRun(outcome, first["facts"], first["precision"], first["device"], replay)
+
+
+def _size(parts: list[tuple[int, float]], whole: int) -> float:
+    """Norm of a tensor of so many elements, of which each rank holds some, and all ranks together each equally often.
+
+    Args:
+        parts: of each rank, how many elements it holds, and the sum of their squares.
+    """
+    copies = sum(count for count, _ in parts) / whole
+    return math.sqrt(sum(squares for _, squares in parts) / max(1.0, copies))

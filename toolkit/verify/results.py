@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -50,12 +50,18 @@ class Outcome:
         grad_norms: before clipping.
         weights: of every parameter after the last step, whole, by name.
         without_gradient: trainable parameters whose gradient was missing or zero in every step.
+        sizes: of the mean gradient (AdamW's first moment) of each trained parameter, its Euclidean norm.
+        loads: of each step and layer with experts, the share of choices of each expert.
+        balance: of each step, the balance loss of a mixture of experts, without its coefficient.
     """
 
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, torch.Tensor]
     without_gradient: list[str]
+    sizes: dict[str, float]
+    loads: list[list[list[float]]] = field(default_factory=list)
+    balance: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ class PlainRun:
     """The plain loop's outcome and what the comparison needs beside it.
 
     Attributes:
+        trained: names of the parameters that are trained.
         steady: elements of each parameter whose gradient stayed well above rounding, see `_Steadiness`.
         reach: the farthest that AdamW can have moved a weight: the sum of the learning rates.
         packing: the row about documents that share a sample.
@@ -70,6 +77,7 @@ class PlainRun:
     """
 
     outcome: Outcome
+    trained: set[str]
     steady: dict[str, torch.Tensor]
     reach: float
     packing: Row

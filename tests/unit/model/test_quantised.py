@@ -107,6 +107,10 @@ def test_experts_routers_and_the_head_stay_and_the_run_says_so() -> None:
     for name in ("experts.gate_up_proj", "experts.down_proj", "mlp.gate", "lm_head", "embed_tokens"):
         assert name in told
     assert "q_proj" not in told
+    kept = [p for n, p in model.named_parameters() if p.ndim > 1 and not p.requires_grad and p.dtype.is_floating_point]
+    held = sum(p.numel() * p.element_size() for p in kept)
+    whole_bytes = held + sum(p.numel() for p in model.parameters() if p.dtype == torch.uint8)
+    assert f"{held / whole_bytes:.1%} of the base's bytes stay as they are" in told
     trained, counted = trainable_share(adapted)
     assert counted - trained == whole, "a weight is counted once, however few bits it has"
 

@@ -76,6 +76,7 @@ def written(name: str, *arguments: str) -> dict[str, Any]:
     [
         ("chat", None, None, None, None, 2e-5),
         ("chat", "lora", None, None, "lora", 2e-4),
+        ("chat", "qlora", None, None, "lora", 2e-4),
         ("text", None, None, None, None, 2e-4),
         ("pairs", None, "preference", "dpo", None, 1e-6),
         ("pairs", "reward", "reward", None, None, 9e-6),
@@ -91,6 +92,7 @@ def test_the_rows_decide_the_method(
     assert recipe.get("objective", {}).get("kind") == objective
     assert recipe.get("objective", {}).get("loss") == loss
     assert recipe.get("adapter", {}).get("kind") == adapter
+    assert recipe.get("adapter", {}).get("quantize") == ("nf4" if method == "qlora" else None)
     assert recipe["optimizer"]["learning_rate"] == rate
     assert Recipe.load(f"{name}.yaml").training.output_dir == f"outputs/{name}"
     if method is None:
@@ -106,6 +108,8 @@ def test_lora_takes_answers_text_and_pairs() -> None:
     assert [found[name].name for name in found] == ["lora", "lora", "lora-dpo"]
     assert (found["pairs"].objective, found["pairs"].loss, found["pairs"].adapter) == ("preference", "dpo", True)
     assert METHODS["simpo"].loss == "simpo"
+    source = open_source(SourceSection(path="pairs.jsonl"), "data.train")
+    assert method_of("qlora", source, ColumnsSection())[0].name == "qlora-dpo"
 
 
 def test_lengths_steps_and_held_out_rows_follow_from_the_data(place: Path) -> None:
@@ -177,6 +181,13 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
     assert found.method.name == "lora"
     assert found.recipe.model.dtype == "bfloat16"
     assert "adapters fit" in found.reasons["adapter.kind"]
+    smaller = Machine(hardware_of("rtx4090", device_memory_gib=2.05, host_memory_gib=0.2), 1)
+    found = suggest("wide", "chat.jsonl", smaller)
+    assert found.method.name == "qlora"
+    assert (found.recipe.adapter.quantize, found.recipe.adapter.double_quantization) == ("nf4", True)
+    assert found.reasons["adapter.quantize"] == "LoRA over a base in 16 bits needs more than 1 x rtx4090."
+    with pytest.raises(BadInputError, match=r"method lora does not fit 1 x .* try --method qlora"):
+        suggest("wide", "chat.jsonl", smaller, method="lora")
     none = Machine(hardware_of("cpu", device_memory_gib=0.25), 1)  # less than Python takes
     with pytest.raises(BadInputError, match=r"method full does not fit 1 x cpu of 0 GiB .* try --method lora"):
         suggest("model", "chat.jsonl", none, method="full")

@@ -48,10 +48,10 @@ PACKING = Row("packing", 0.0, 1e-4, OK)
 
 def runs(precision: str = "no", **changes: Any) -> tuple[PlainRun, ShardedRun]:
     """Two equal runs of two steps; `changes` are made to the sharded one's outcome."""
-    plain = Outcome([5.0, 4.0], [1.0, 2.0], WEIGHTS, [])
+    plain = Outcome([5.0, 4.0], [1.0, 2.0], WEIGHTS, [], {"a.weight": 1.0, "b.bias": 1e-3})
     same = dataclasses.replace(plain, weights={name: weight.clone() for name, weight in WEIGHTS.items()})
     sharded = ShardedRun(dataclasses.replace(same, **changes), {}, precision, "cpu", None)
-    return PlainRun(plain, STEADY, 1e-3, PACKING), sharded
+    return PlainRun(plain, set(WEIGHTS), STEADY, 1e-3, PACKING), sharded
 
 
 def verdicts(plain: PlainRun, sharded: ShardedRun, dtype: str = "float32") -> dict[str, str]:
@@ -94,10 +94,41 @@ def test_equal_runs_pass() -> None:
         ({"weights": {"a.weight": WEIGHTS["a.weight"]}}, "weights"),
         ({"weights": {**WEIGHTS, "b.bias": torch.zeros(4)}}, "weights"),
         ({"without_gradient": ["b.bias"]}, "gradients"),
+        ({"sizes": {"a.weight": 1.0, "b.bias": 1.001e-3}}, "gradients"),
+        ({"sizes": {"a.weight": 1.0}}, "gradients"),
+        ({"sizes": {"a.weight": math.nan, "b.bias": 1e-3}}, "gradients"),
     ],
 )
 def test_a_wrong_run_is_told(changes: dict[str, Any], check: str) -> None:
     assert failed(*runs(**changes)) == {check}
+
+
+def test_a_frozen_weight_that_differs_is_told() -> None:
+    def of_adapters(weights: dict[str, torch.Tensor]) -> tuple[PlainRun, ShardedRun]:
+        plain, sharded = runs(weights=weights)
+        return dataclasses.replace(plain, trained={"b.bias"}), sharded
+
+    assert verdicts(*of_adapters(WEIGHTS))["frozen weights"] == OK
+    assert failed(*of_adapters(changed("a.weight", (3, 2), 3e-6))) == {"frozen weights"}
+    assert failed(*of_adapters({"b.bias": WEIGHTS["b.bias"]})) == {"weights", "frozen weights"}
+
+
+def test_loads_of_experts_are_compared() -> None:
+    even, uneven = [[[0.5, 0.5]], [[0.5, 0.5]]], [[[0.5, 0.5]], [[0.75, 0.25]]]
+    plain, sharded = runs(loads=even, balance=[2.0, 2.0])
+    plain = dataclasses.replace(plain, outcome=dataclasses.replace(plain.outcome, loads=even, balance=[2.0, 2.0]))
+    assert not failed(plain, sharded)
+    other = dataclasses.replace(sharded.outcome, loads=uneven, balance=[2.0, 2.1])
+    assert failed(plain, dataclasses.replace(sharded, outcome=other)) == {"expert load", "balance loss"}
+    assert "expert load" in failed(plain, runs()[1]), "a run that counts nothing"
+
+
+def test_a_has_no_gradient_in_the_first_step_while_b_is_zero() -> None:
+    without = ["x.lora_A.default.weight"]
+    plain, sharded = runs(losses=[5.0], grad_norms=[1.0], without_gradient=without)
+    one = dataclasses.replace(plain.outcome, losses=[5.0], grad_norms=[1.0], without_gradient=without)
+    assert not failed(dataclasses.replace(plain, outcome=one), sharded)
+    assert failed(*runs(without_gradient=without)) == {"gradients"}
 
 
 def test_rounding_passes() -> None:
@@ -133,12 +164,14 @@ def test_missing_gradients_are_named_and_compared_with_the_plain_loop() -> None:
 
 def test_a_part_on_any_rank_is_a_gradient() -> None:
     result = {"losses": [], "grad_norms": [], "trainable": ["a", "b"], "facts": {}, "precision": "no", "device": "cpu"}
+    result |= {"loads": [], "balance": [], "numel": {"a": 4, "b": 2}}
     results = [
-        {**result, "with_gradient": ["a"], "replay": {"difference": 0.0}},
-        {**result, "with_gradient": ["b"], "replay": {"difference": 1.0}},
+        {**result, "with_gradient": ["a"], "replay": {"difference": 0.0}, "moments": {"a": (3, 5.0), "b": (2, 9.0)}},
+        {**result, "with_gradient": ["b"], "replay": {"difference": 1.0}, "moments": {"a": (1, 4.0), "b": (2, 9.0)}},
     ]
     merged = ranks._merged(results, {})
     assert merged.outcome.without_gradient == []
+    assert merged.outcome.sizes == {"a": 3.0, "b": 3.0}, "a is in parts, b is whole on both ranks"
     assert merged.replay == {"difference": 1.0}
     assert ranks._merged(results[:1], {}).outcome.without_gradient == ["b"]
 

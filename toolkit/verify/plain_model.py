@@ -1,0 +1,119 @@
+"""The plain side's model: transformers', in float32, on bitsandbytes' own numbers, with peft's own adapters.
+
+Which layers are quantised and adapted is read off the run's model, and told in its facts. Their values are not: whole
+matrices are quantised by bitsandbytes and become ordinary linear layers, and peft adds its own layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from toolkit.model.adapters import base_of, has_adapter
+from toolkit.model.quantised import quantised_layers
+from toolkit.recipe.recipe import Recipe
+
+
+def plain_model(recipe: Recipe, built: Any) -> nn.Module:
+    """The recipe's model before its first step, everything in float32; not by the toolkit's reading of slices.
+
+    Args:
+        built: the toolkit's, without weights.
+    """
+    torch.manual_seed(recipe.training.seed)
+    model = _whole(recipe, built)
+    quantised = [path.replace(".base_layer", "") for path, _ in quantised_layers(base_of(built))]
+    if recipe.adapter.quantize != "none":
+        for path in quantised:
+            _quantise(model.get_submodule(path), recipe)
+    elif quantised:
+        _dequantise_stored(model)
+    model = model.float()
+    return _adapted(model, recipe, built) if has_adapter(built) else model
+
+
+def _whole(recipe: Recipe, built: Any) -> PreTrainedModel:
+    section, config = recipe.model, base_of(built).config
+    settings: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
+    if section.attention != "auto":
+        settings["attn_implementation"] = section.attention
+    if section.name_or_path is None:
+        return AutoModelForCausalLM.from_config(config, **settings)
+    if recipe.adapter.quantize != "none" or not any(quantised_layers(built)):
+        settings["config"] = config
+    # Otherwise the files say that they are quantised, which `built` has taken out of its configuration.
+    return AutoModelForCausalLM.from_pretrained(
+        section.name_or_path, revision=section.revision, use_safetensors=True, **settings
+    )
+
+
+@torch.no_grad()
+def _quantise(layer: nn.Module, recipe: Recipe) -> None:
+    """Gives a linear layer the values that are left of its weights in 4 or 8 bits."""
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_quant, quantize_4bit
+
+    weight: Any = layer.weight
+    if recipe.adapter.quantize == "int8":
+        packed, largest, _ = int8_vectorwise_quant(weight.half())
+        weight.data = packed.float() * (largest / 127)[:, None]
+        return
+    double = recipe.adapter.double_quantization
+    packed, state = quantize_4bit(weight.data, blocksize=64, compress_statistics=double, quant_type="nf4")
+    state.dtype = torch.float32
+    weight.data = dequantize_4bit(packed, state)
+
+
+@torch.no_grad()
+def _dequantise_stored(model: nn.Module) -> None:
+    """Puts ordinary linear layers where transformers has loaded bitsandbytes' own."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, Linear4bit):
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            state: Any = layer.weight.quant_state
+            state.dtype = torch.float32
+            plain.weight.data = dequantize_4bit(layer.weight.data, state)
+            if layer.bias is not None:
+                plain.bias.data = layer.bias.data
+            model.set_submodule(path, plain)
+    # transformers forbids to change the type of a quantised model, which this one is no more.
+    model.is_quantized = False  # type: ignore[assignment]
+    vars(model).pop("quantization_method", None)
+
+
+def _adapted(model: PreTrainedModel, recipe: Recipe, built: Any) -> nn.Module:
+    """peft's model, with the first values that docs/adapters.md tells."""
+    import peft
+
+    section, told = recipe.adapter, built.peft_config["default"]
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=section.r,
+        lora_alpha=2 * section.r if section.alpha is None else section.alpha,
+        target_modules=told.target_modules,
+        target_parameters=told.target_parameters,
+        modules_to_save=section.modules_to_save,
+        use_rslora=section.use_rslora,
+        use_dora=section.use_dora,
+    )
+    adapted: nn.Module = peft.get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_A." in name:
+            uniform = torch.rand(parameter.shape, generator=_generator(recipe, name)) * 2 - 1
+            parameter.data = uniform / math.sqrt(parameter[0].numel())
+        elif ".lora_embedding_B." in name:
+            parameter.data = torch.randn(parameter.shape, generator=_generator(recipe, name))
+    return adapted
+
+
+def _generator(recipe: Recipe, name: str) -> torch.Generator:
+    """Seeded by the run's seed and the parameter's name."""
+    digest = hashlib.sha256(f"{recipe.training.seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)

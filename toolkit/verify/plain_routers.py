@@ -1,0 +1,149 @@
+"""The losses of a mixture's routers, written out: terms of the loss like any other, autograd for the rest.
+
+The formulas, and over which tokens they are taken, are those of docs/experts.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from toolkit.data.samples import Batch
+from toolkit.errors import BadInputError
+from toolkit.model.adapters import base_of
+from toolkit.recipe.recipe import Recipe
+
+BIAS = "e_score_correction_bias"
+
+
+@dataclass
+class Seen:
+    """What each layer's router gave in a forward: its logits, (tokens, experts), and the experts, (tokens, k)."""
+
+    logits: list[torch.Tensor]
+    chosen: list[torch.Tensor]
+
+    def choices(self, real: torch.Tensor) -> list[torch.Tensor]:
+        """Of each layer, how many of the real tokens chose each expert."""
+        pairs = zip(self.logits, self.chosen, strict=True)
+        return [F.one_hot(chosen[real], logits.shape[-1]).sum(dim=(0, 1)).double() for logits, chosen in pairs]
+
+
+class PlainRouters:
+    """Adds the losses of a model's routers to those of a step, and records their loads.
+
+    Args:
+        groups: micro-batches that the ranks run at the same time.
+
+    Attributes:
+        loads: of each step and layer, the share of choices of each expert.
+        balance: of each step, the balance loss without its coefficient.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, groups: int) -> None:
+        self._base: Any = base_of(model)
+        own = getattr(self._base.config.get_text_config(), "router_aux_loss_coef", None)
+        section = recipe.objective
+        self._coefficient = (own if section.router_aux_coef is None else section.router_aux_coef) or 0.0
+        self._z, self._bias_rate = section.router_z_coef or 0.0, section.router_bias_rate or 0.0
+        self._biases = [buffer for name, buffer in self._base.named_buffers() if name.endswith(BIAS)]
+        self._sigmoid = own is None and bool(self._biases)
+        self._groups = groups
+        self._whole_step = recipe.sharding.accumulate == "by_block"
+        self.loads: list[list[list[float]]] = []
+        self.balance: list[float] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[Seen]:
+        """Records what the routers do in the forward inside."""
+        seen = Seen([], [])
+
+        def ask(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            return args, {**kwargs, "output_router_logits": True}
+
+        def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            seen.logits += [one.flatten(0, -2) for one in output.router_logits or ()]
+
+        def look(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            # The indices that the experts are really computed for.
+            tensors = (one for one in (*args, *kwargs.values()) if torch.is_tensor(one))
+            seen.chosen.append(next(one for one in tensors if one.dtype == torch.long).flatten(0, -2))
+
+        inner = self._base.base_model
+        hooks = [inner.register_forward_pre_hook(ask, with_kwargs=True), inner.register_forward_hook(note)]
+        for path, module in self._base.named_modules():
+            if path.rpartition(".")[2] == "experts":
+                hooks.append(module.register_forward_pre_hook(look, with_kwargs=True))
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def begin(self, window: list[Batch], forward: Callable[[Batch], torch.Tensor]) -> None:
+        """Looks at all micro-batches of a step: the share of each expert is known only after the forward."""
+        self._tokens = max(1, sum(int(_real(batch).sum()) for batch in window))
+        self._choices, self._sums = [], []  # by micro-batch and layer
+        for batch in window:
+            with self.watching() as seen:
+                forward(batch)
+            if len(seen.logits) != len(seen.chosen):
+                raise BadInputError(
+                    f"model: {type(self._base).__name__} does not show the plain loop which experts it computes, so it "
+                    "cannot be verified"
+                )
+            real = _real(batch).to(seen.logits[0].device)
+            self._choices.append(seen.choices(real))
+            self._sums.append([self._scores(one)[real].double().sum(dim=0) for one in seen.logits])
+        totals = [torch.stack(layer).sum(dim=0) for layer in zip(*self._choices, strict=True)]
+        sums = [torch.stack(layer).sum(dim=0) for layer in zip(*self._sums, strict=True)]
+        self.loads.append([(total / total.sum().clamp_min(1)).tolist() for total in totals])
+        terms = [len(p) * (total @ p) / self._tokens**2 for total, p in zip(totals, sums, strict=True)]
+        self.balance.append(float(torch.stack(terms).mean()))
+        self._totals = totals
+
+    def loss(self, number: int, batch: Batch, seen: Seen) -> torch.Tensor:
+        """Of a micro-batch, its part of the step's mean over layers and tokens.
+
+        Args:
+            number: of the micro-batch in its step.
+        """
+        # Without by_block, a round of all ranks knows the rounds before it alone.
+        last = len(self._choices) if self._whole_step else (number // self._groups + 1) * self._groups
+        real = _real(batch).to(seen.logits[0].device)
+        total = torch.zeros((), device=real.device)
+        for layer, logits in enumerate(seen.logits):
+            counted = torch.stack([choices[layer] for choices in self._choices[:last]]).sum(dim=0)
+            k = seen.chosen[layer].shape[-1]
+            share = (k * counted / counted.sum().clamp_min(1)).float()  # f_e: choices for each token
+            balance = len(share) * (self._scores(logits) * share).sum(dim=-1)
+            squares = logits.float().logsumexp(dim=-1).square()
+            total = total + (self._coefficient * balance + self._z * squares)[real].sum()
+        return total / (self._tokens * len(seen.logits))
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """After an optimizer step: moves the biases of experts with too few choices up, and of the others down."""
+        for bias, total in zip(self._biases, self._totals, strict=False):
+            bias += self._bias_rate * (total.mean() - total).sign().to(bias)
+
+    def _scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """(tokens, experts): softmax, or sigmoids divided by their sum, of DeepSeek V3 and its kin."""
+        if not self._sigmoid:
+            return logits.float().softmax(dim=-1)
+        scores = logits.float().sigmoid()
+        return scores / scores.sum(dim=-1, keepdim=True)
+
+
+def _real(batch: Batch) -> torch.Tensor:
+    """(tokens,): whether a token is no padding."""
+    ids = batch["input_ids"]
+    lengths = batch.get("lengths", torch.full(ids.shape[:1], ids.shape[-1]))
+    return (torch.arange(ids.shape[-1]) < lengths[:, None]).flatten()
