@@ -135,7 +135,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "zero3": {"training": {"gradient_accumulation_steps": 2, "micro_batch_size": 2}, "checkpoint": SAVING},
     "zero1": {"training": {"gradient_accumulation_steps": 4, "micro_batch_size": 1}},
     "ddp": {},
-    "zero2": {"sharding": {"activation_checkpointing": 1, "offload_checkpoints": True}},
+    "zero2": {"sharding": {"activation_checkpointing": 1, "offload_checkpoints": True, "chunk_tokens": 20}},
     "zero3-offload": {"sharding": {"offload": "optimizer", "offload_executor": "cpu_torch"}},
     "zero3-bf16": {"training": {"mixed_precision": "bf16"}},
 }

@@ -149,7 +149,7 @@ def _room(device: torch.device) -> int:
 
 def _advice(planner: Planner, setup: Setup, room: int) -> str:
     """The single changes after which it would fit."""
-    changes = smaller_setups(planner.recipe, setup, planner.workload.mixed_precision)
+    changes = smaller_setups(planner.recipe, setup, planner.workload.mixed_precision, planner.can_chunk)
     fitting = [change for change, changed in changes if planner.peak(changed).total <= room]
     if fitting:
         return f"It would with: {', or '.join(fitting)}; `toolkit plan` shows all ways"

@@ -55,6 +55,8 @@ def _settings(found: Plan, setup: Setup) -> dict[str, str]:
         settings["sharding.activation_checkpointing"] = str(setup.checkpointing.every)
         if setup.checkpointing.offload:
             settings["sharding.offload_checkpoints"] = "true"
+        if setup.checkpointing.chunk_tokens is not None:
+            settings["sharding.chunk_tokens"] = str(setup.checkpointing.chunk_tokens)
     elif section.activation_checkpointing is not None:
         settings["sharding.activation_checkpointing"] = "null"
     if section.accumulate != "by_micro_batch":

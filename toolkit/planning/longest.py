@@ -15,6 +15,7 @@ from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.workload import UNMASKED, workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.chunks import CHUNK_TOKENS
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 PROBED = (16 * 1024, 32 * 1024)
@@ -81,7 +82,7 @@ class _Search:
 
     def longest(self, verdict: Verdict, ranks: int) -> LongestRow | None:
         """Of all setups; None where no row fits."""
-        setups = list(_setups(self.recipe, ranks, self.precision))
+        setups = list(_setups(self.recipe, ranks, self.precision, self.planner(PROBED[0]).can_chunk))
         setup = max(setups, key=lambda setup: self._limit(setup, verdict))
         local = int(self._limit(setup, verdict)) // STEP * STEP
         while local >= STEP:
@@ -112,10 +113,12 @@ class _Search:
         return self._planners[local]
 
 
-def _setups(recipe: Recipe, ranks: int, precision: str) -> Iterator[Setup]:
+def _setups(recipe: Recipe, ranks: int, precision: str, can_chunk: bool) -> Iterator[Setup]:
     offloads = (False, True) if can_offload(recipe, precision) else (False,)
+    chunk_tokens = recipe.sharding.chunk_tokens or (CHUNK_TOKENS if can_chunk else None)
     for offload, on_host in itertools.product(offloads, (False, True)):
-        yield Setup(STRATEGIES["zero3"], MeshShape(1, ranks), offload, Checkpointing(1, on_host), 1, 1)
+        checkpointing = Checkpointing(1, on_host, chunk_tokens)
+        yield Setup(STRATEGIES["zero3"], MeshShape(1, ranks), offload, checkpointing, 1, 1)
 
 
 def _settings(setup: Setup, parts: int) -> Iterator[str]:
@@ -124,6 +127,8 @@ def _settings(setup: Setup, parts: int) -> Iterator[str]:
     yield "sharding.activation_checkpointing=1"
     if setup.checkpointing is not None and setup.checkpointing.offload:
         yield "sharding.offload_checkpoints=true"
+    if setup.checkpointing is not None and setup.checkpointing.chunk_tokens is not None:
+        yield f"sharding.chunk_tokens={setup.checkpointing.chunk_tokens}"
     if setup.offload:
         yield "sharding.offload=optimizer"
     yield "training.micro_batch_size=1"

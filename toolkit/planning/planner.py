@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from toolkit.errors import UnplannableError, in_words
+from toolkit.errors import BadInputError, UnplannableError, in_words
 from toolkit.model.fake_tensors import grouped_products, without_logs
 from toolkit.places import CHECKPOINT_FILE_BYTES, GIB
 from toolkit.planning.memory.held import MemoryLayout
@@ -19,7 +19,7 @@ from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
 from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic
 from toolkit.planning.workload import Workload
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
 from toolkit.sharding.offload.executors import stream_bytes
 from toolkit.sharding.offload.host import plan_host
 from toolkit.sharding.offload.probe import STREAM_SHARE
@@ -95,6 +95,11 @@ class Planner:
     def _whole(self) -> Prober:
         return Prober(self.workload, whole=True)
 
+    @cached_property
+    def can_chunk(self) -> bool:
+        """Whether the blocks have what may run for a few tokens at a time."""
+        return num_in_chunks(self.workload.model, self._sharded.plan) > 0
+
     def probe(self, setup: Setup) -> Probe:
         """Of one micro-batch."""
         key = self._key(setup)
@@ -103,6 +108,8 @@ class Planner:
             try:
                 with without_logs(), grouped_products():
                     self._probes[key] = prober.probe(setup.micro_batch_size, setup.checkpointing)
+            except BadInputError:
+                raise
             except Exception as error:  # a model may do anything
                 raise UnplannableError(
                     f"{type(self.workload.model).__name__} cannot run on tensors without values, so it cannot be "

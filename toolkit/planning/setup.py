@@ -9,6 +9,7 @@ from toolkit.errors import BadInputError
 from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.chunks import CHUNK_TOKENS
 from toolkit.sharding.strategy import OFFLOAD, STRATEGIES, MeshShape, Strategy
 
 
@@ -45,7 +46,8 @@ class Setup:
         if self.checkpointing is None:
             return "none"
         every = "all" if self.checkpointing.every == 1 else f"every {self.checkpointing.every}"
-        return f"{every}, offloaded" if self.checkpointing.offload else every
+        chunks = "" if self.checkpointing.chunk_tokens is None else ", in chunks"
+        return every + (", offloaded" if self.checkpointing.offload else "") + chunks
 
     @property
     def num_levers(self) -> int:
@@ -65,7 +67,7 @@ def asked_setup(
         STRATEGIES[name],
         mesh_of(STRATEGIES[name], ranks, shard_size or hardware.devices_per_node),
         section.offload == "optimizer" or (section.offload is None and offload),
-        None if every is None else Checkpointing(every, section.offload_checkpoints),
+        None if every is None else Checkpointing(every, section.offload_checkpoints, section.chunk_tokens),
         training.micro_batch_size,
         training.gradient_accumulation_steps,
         section.accumulate == "by_block",
@@ -113,13 +115,22 @@ def can_offload(recipe: Recipe, mixed_precision: str) -> bool:
     return is_plain and recipe.sharding.offload != "none"
 
 
-def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str) -> Iterator[tuple[str, Setup]]:
-    """Setups of the same recipe that hold less, one change each, in the recipe's words."""
+def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str, can_chunk: bool) -> Iterator[tuple[str, Setup]]:
+    """Setups of the same recipe that hold less, one change each, in the recipe's words.
+
+    Args:
+        can_chunk: whether the model has what may run in chunks.
+    """
     if setup.checkpointing is None:
         yield "sharding.activation_checkpointing=1", replace(setup, checkpointing=Checkpointing(1))
     elif not setup.checkpointing.offload:
         offloaded = replace(setup.checkpointing, offload=True)
         yield "sharding.offload_checkpoints=true", replace(setup, checkpointing=offloaded)
+    tokens = setup.micro_batch_size * recipe.data.max_length // recipe.sharding.sequence
+    if setup.checkpointing is not None and setup.checkpointing.chunk_tokens is None and can_chunk:
+        chunked = replace(setup.checkpointing, chunk_tokens=CHUNK_TOKENS)
+        if tokens > CHUNK_TOKENS:
+            yield f"sharding.chunk_tokens={CHUNK_TOKENS}", replace(setup, checkpointing=chunked)
     # As many samples a step, so that what is learned stays the same.
     if setup.micro_batch_size > 1:
         samples = setup.micro_batch_size * setup.accumulation

@@ -202,7 +202,7 @@ def _levers(planner: Planner, asked: PlanRow) -> list[Lever]:
 
 
 def _changes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callable[[], PlanRow]]]:
-    for change, changed in smaller_setups(planner.recipe, setup, planner.workload.mixed_precision):
+    for change, changed in smaller_setups(planner.recipe, setup, planner.workload.mixed_precision, planner.can_chunk):
         yield change, functools.partial(planner.row, changed)
     yield from _other_recipes(planner, setup)
 

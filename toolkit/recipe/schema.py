@@ -446,6 +446,11 @@ class ShardingSection(Section):
         description="Gather the parameters of N blocks ahead of the one that computes; null: FSDP2's own choice, one.",
     )
     offload_checkpoints: bool = Field(False, description="Keep the inputs of checkpointed blocks in host memory.")
+    chunk_tokens: PositiveInt | None = Field(
+        None,
+        description="Run norms and MLPs of checkpointed blocks for N tokens at a time, so that they keep their inputs "
+        "alone. null: all tokens at once; with activation_checkpointing=auto, as the planned memory needs.",
+    )
     offload: Literal["none", "optimizer"] | None = Field(
         None,
         description="Keep master weights and optimizer state in host memory (optimizer). Null: as the strategy in the "
@@ -470,6 +475,11 @@ class ShardingSection(Section):
             raise contradiction(
                 "sharding.offload_checkpoints has no effect without sharding.activation_checkpointing; remove it, or "
                 "set sharding.activation_checkpointing=1"
+            )
+        if self.chunk_tokens is not None and self.activation_checkpointing is None:
+            raise contradiction(
+                "sharding.chunk_tokens has no effect without sharding.activation_checkpointing; remove it, or set "
+                "sharding.activation_checkpointing=1"
             )
         if self.accumulate == "by_block" and self.activation_checkpointing != 1:
             raise contradiction(

@@ -89,8 +89,10 @@ def offload_of(recipe: Recipe) -> str | OffloadSettings | None:
 
 def checkpointing_of(recipe: Recipe) -> Checkpointing | None:
     """What the recipe asks for; None for none, and for `auto` before there is a plan."""
-    every = recipe.sharding.activation_checkpointing
-    return None if every in (None, "auto") else Checkpointing(int(every), recipe.sharding.offload_checkpoints)
+    section = recipe.sharding
+    if section.activation_checkpointing in (None, "auto"):
+        return None
+    return Checkpointing(int(section.activation_checkpointing), section.offload_checkpoints, section.chunk_tokens)
 
 
 def quiet_libraries() -> None:

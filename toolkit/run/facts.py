@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from accelerate import Accelerator
 from rich.console import Console
+from torch import nn
 
 from toolkit.model.adapters import adapter_fact, has_adapter, trainable_share
 from toolkit.model.quantised import quantised_fact
@@ -11,6 +12,7 @@ from toolkit.objectives.balance import experts_fact
 from toolkit.pages.data_console import show_report
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts import Leaks, Parts
+from toolkit.sharding.chunks import num_mlps_in_chunks
 from toolkit.sharding.plugin import ShardingPlugin
 
 
@@ -38,11 +40,7 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
     if recipe.sharding.activation_checkpointing == "auto":
         every = parts.planned.checkpointing and parts.planned.checkpointing.every
         facts["checkpoints"] = f"auto: {f'every {every}. block' if every else 'none'}"
-    if parts.parts_differ is not None:
-        facts["rows"] = (
-            f"each shared by {recipe.sharding.sequence} ranks; checked: logits as of whole rows "
-            f"(difference {parts.parts_differ:.0e})"
-        )
+    facts |= _long_row_facts(recipe, parts, inner)
     if recipe.training.ema is not None:
         facts["average"] = f"of the weights, decay {recipe.training.ema:g} a step; it is evaluated and exported"
     if (told := parts.accumulation.describe()) is not None:
@@ -59,6 +57,19 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
         facts["offload"] = plugin.engine.describe()
     if parts.compilation is not None:
         facts["compute"] = parts.compilation.describe()
+    return facts
+
+
+def _long_row_facts(recipe: Recipe, parts: Parts, inner: nn.Module) -> dict[str, str]:
+    checked, facts = "", {}
+    if parts.parts_differ is not None:
+        checked = f"; checked: logits and gradients as of whole rows (difference {parts.parts_differ:.0e})"
+    if recipe.sharding.sequence > 1:
+        facts["rows"] = f"each shared by {recipe.sharding.sequence} ranks{checked}"
+    checkpointing = parts.planned.checkpointing
+    if checkpointing is not None and checkpointing.chunk_tokens is not None:
+        size = f"{checkpointing.chunk_tokens:,} tokens at a time"
+        facts["chunks"] = f"norms and {num_mlps_in_chunks(inner)} MLPs run for {size}{checked}"
     return facts
 
 

@@ -44,7 +44,8 @@ from toolkit.run.by_block import Accumulation, accumulation_of
 from toolkit.run.leaks import LeakError, check_leaks
 from toolkit.run.sequence import check_parts, part_of, share_rows
 from toolkit.sharding.apply import prepare_blocks
-from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
+from toolkit.sharding.chunks import CHUNK_TOKENS
 from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.plugin import (
@@ -86,7 +87,7 @@ class Parts:
         side_by_side: what the model writes behind held-out prompts, if that was asked for.
         accumulation: how the micro-batches of a step run.
         balance: what watches the routers of a mixture of experts.
-        parts_differ: the largest difference of logits from those of whole rows; None where ranks share no rows.
+        parts_differ: the largest difference of logits or gradients from those of whole rows; None where rows are.
     """
 
     model: nn.Module
@@ -141,7 +142,7 @@ def build_parts(
         padded, data = leak, without_packing(recipe, tokens)
         objective = build_objective(recipe.objective, model, False, label_counts)
     group, num_groups, part = part_of(accelerator, recipe)
-    parts_differ = _check_parts(accelerator, model, objective, data, part, in_16_bits)
+    parts_differ = _check_parts(accelerator, model, objective, data, part, in_16_bits, planned)
     head_loss = _checked_head_loss(accelerator, objective, model, in_16_bits)
     accumulation = training.gradient_accumulation_steps
     size = training.micro_batch_size * accumulation * num_groups
@@ -212,7 +213,7 @@ def _planned(
                 plugin.strategy,
                 mesh,
                 plugin.offload is not None,
-                _checkpointings(recipe, plugin),
+                _checkpointings(recipe, plugin, model),
                 accelerator.mixed_precision,
                 label_counts,
                 accelerator.device,
@@ -220,12 +221,18 @@ def _planned(
         )
 
 
-def _checkpointings(recipe: Recipe, plugin: ShardingPlugin) -> list[Checkpointing | None]:
+def _checkpointings(recipe: Recipe, plugin: ShardingPlugin, model: nn.Module) -> list[Checkpointing | None]:
     """Those among which the plan chooses: the one asked for, or what `auto` stands for."""
     section = recipe.sharding
     if section.activation_checkpointing != "auto":
         return [plugin.checkpointing if plugin.strategy.sharded else checkpointing_of(recipe)]
-    return [None, *(Checkpointing(n, section.offload_checkpoints) for n in AUTO_CHECKPOINTING)]
+    offload, size = section.offload_checkpoints, section.chunk_tokens
+    found = [None, *(Checkpointing(n, offload, size) for n in AUTO_CHECKPOINTING)]
+    # Last, as little is gained where a row is not long. Behind checkpoints of all blocks it takes no time.
+    tokens = recipe.training.micro_batch_size * recipe.data.max_length // section.sequence
+    if size is None and tokens > CHUNK_TOKENS and num_in_chunks(model, plan_units(model, section.unit_classes)):
+        found.append(Checkpointing(1, offload, CHUNK_TOKENS))
+    return found
 
 
 def _with_references(
@@ -415,13 +422,20 @@ def _check_leaks(
 
 
 def _check_parts(
-    accelerator: Accelerator, model: nn.Module, objective: Objective, data: TokenisedData, part: Part, in_16_bits: bool
+    accelerator: Accelerator,
+    model: nn.Module,
+    objective: Objective,
+    data: TokenisedData,
+    part: Part,
+    in_16_bits: bool,
+    planned: Planned,
 ) -> float | None:
-    """The largest difference of logits from those of whole rows; None where ranks share no rows."""
+    """The largest difference from whole rows, see `check_parts`; None where rows are whole."""
     if not isinstance(data.train, TextSamples):
         return None
     inner = accelerator.unwrap_model(model)
-    return check_parts(model, inner, objective, data.train, part, accelerator.device, in_16_bits)
+    chunked = planned.checkpointing is not None and planned.checkpointing.chunk_tokens is not None
+    return check_parts(model, inner, objective, data.train, part, accelerator.device, in_16_bits, chunked)
 
 
 def _prepared(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from toolkit.errors import BadInputError
+from toolkit.sharding.chunks import Chunks, chunked_modules, in_chunks
+from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.sequence import for_second_forward
 from toolkit.sharding.unit_plan import UnitPlan
 
@@ -23,10 +26,18 @@ class Checkpointing:
     Attributes:
         every: checkpoint every n-th block; 1: all.
         offload: keep the checkpointed inputs in host memory.
+        chunk_tokens: run norms and MLPs of these blocks for so many tokens at a time; None: for all at once.
     """
 
     every: int
     offload: bool = False
+    chunk_tokens: int | None = None
+
+
+def num_in_chunks(model: nn.Module, plan: UnitPlan) -> int:
+    """Blocks with an MLP that may run for a few tokens at a time."""
+    blocks = (model.get_submodule(path) for unit in plan.blocks for path in unit.modules)
+    return sum(any(p.ndim > 1 for child in chunked_modules(block) for p in child.parameters()) for block in blocks)
 
 
 def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpointing) -> None:
@@ -34,14 +45,38 @@ def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpoin
 
     The forward itself is wrapped, below FSDP2's hooks: the unit's parameters are gathered once for the
     second forward and the backward, and no parameter changes its name.
+
+    Raises:
+        BadInputError: chunks are asked for, and no block has anything that may run so.
     """
+    chunks = None if checkpointing.chunk_tokens is None else Chunks(checkpointing.chunk_tokens)
+    if chunks is not None and not num_in_chunks(model, plan):
+        raise BadInputError(
+            f"sharding.chunk_tokens: the blocks of {class_name(model)} have no MLP that takes its tokens alone and "
+            "sends them to no experts; remove it"
+        )
     paths = [path for unit in plan.blocks for path in unit.modules]
     for path in paths[:: checkpointing.every]:
         block = model.get_submodule(path)
+        if chunks is not None:
+            for child in chunked_modules(block):
+                in_chunks(child, chunks)
         block.forward = _checkpointed(block.forward, checkpointing.offload)
+    if chunks is not None:
+        for module in _norms_behind(model, plan):
+            in_chunks(module, chunks)
     config: Any = getattr(model, "config", None)
     if config is not None:
         config.use_cache = False  # the second forward would append to the cache again
+
+
+def _norms_behind(model: nn.Module, plan: UnitPlan) -> Iterator[nn.Module]:
+    """The norms between the last block and the head, whose loss goes by chunks of its own."""
+    for unit in plan.units:
+        for path in unit.modules if unit.kind == "tail" else ():
+            module = model.get_submodule(path)
+            if all(parameter.ndim == 1 for parameter in module.parameters()):
+                yield module
 
 
 def _checkpointed(forward: Callable[..., Any], offload: bool) -> Callable[..., Any]:

@@ -149,15 +149,20 @@ class Prober:
 
     @contextmanager
     def _checkpointed(self, checkpointing: Checkpointing | None) -> Iterator[None]:
-        blocks = [self._model.get_submodule(path) for unit in self.plan.blocks for path in unit.modules]
+        paths = [path for unit in self.plan.units if unit.kind in ("block", "tail") for path in unit.modules]
+        parents = [self._model.get_submodule(path) for path in paths]
+        modules = [module for parent in parents for module in (parent, *parent.children())]
+        before = [module.__dict__.get("forward") for module in modules]
         if checkpointing is not None:
             checkpoint_blocks(self._model, self.plan, checkpointing)
         try:
             yield
         finally:
-            for block in blocks:
-                # Checkpoints are put on as an attribute of the block that hides the method of its class.
-                block.__dict__.pop("forward", None)
+            # Checkpoints are put on as an attribute of the module that hides the method of its class.
+            for module, forward in zip(modules, before, strict=True):
+                module.__dict__.pop("forward", None)
+                if forward is not None:
+                    module.forward = forward
 
 
 class _Run:
