@@ -55,7 +55,7 @@ def starts(home: Path) -> dict[str, Any]:
         """Room for `left` bytes from the export on, seen before it begins, or only while it is written."""
 
         def full(*args: Any) -> None:
-            if int(os.environ["RANK"]) == 0:
+            if int(os.environ["RANK"]) == 0 and not ballast:  # once: the export is tried again
                 ballast.append(fill(disk, left))
             if is_seen:
                 require_room(*args)

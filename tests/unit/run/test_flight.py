@@ -51,6 +51,7 @@ def test_a_recorder_that_has_nothing_fails_or_does_not_answer(monkeypatch: pytes
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_nccl_records_by_itself() -> None:
     import torch.distributed as dist
 

@@ -116,7 +116,7 @@ def test_verify_compares_the_rows_that_a_run_would_train_on(
 
     def ranks(recipe: Recipe, launch: Launch, steps: int, folder: Path, seconds: float) -> ShardedRun:
         asked.append(recipe.data.packing)
-        return ShardedRun(Outcome([], [], {}, []), {"packing": "none", "ranks": "2"}, "no", "cpu", None)
+        return ShardedRun(Outcome([], [], {}, [], {}), {"packing": "none", "ranks": "2"}, "no", "cpu", None)
 
     monkeypatch.setattr("toolkit.verify.run_ranks", ranks)
     monkeypatch.setattr("toolkit.verify.compare", lambda *_: [])
