@@ -18,6 +18,8 @@ from toolkit.checkpoint.upload import Uploads
 from toolkit.checkpoint.writer import Checkpointer
 from toolkit.data.ahead import ahead
 from toolkit.recipe.schema import CheckpointSection
+from toolkit.run.flight import last_collectives
+from toolkit.run.watched import watched
 from toolkit.sharding.offload.worker import Worker
 
 STARTERS = {
@@ -29,7 +31,8 @@ STARTERS = {
     "run/lease.py": "_beat",  # writes a file; knows no torch
     "run/orphans.py": "_watch",  # looks for a process; knows no torch
     "run/store_lease.py": "_beat",  # writes to a store; knows no torch
-    "run/watch.py": "_keep_looking",  # reads memory that is shared on the host; knows no torch
+    "run/flight.py": "on_this_device",
+    "run/watched.py": "on_this_device",
     "sharding/by_block.py": "on_this_device",
     "terminal.py": "_remind",  # prints a line; knows no torch
     "verify/__main__.py": "_end_with_parent",  # reads a pipe and ends the process; knows no torch
@@ -38,16 +41,20 @@ STARTERS = {
 
 
 class Devices:
-    """CUDA as `toolkit.ranks` sees it, with GPU 3 in use; thread's name -> what it did, in order."""
+    """CUDA as `toolkit.ranks` sees it, with GPU 3 in use by this thread; thread's name -> what it did, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: dict[str, list[Any]] = {}
+        self._of_thread = threading.local()
+        self._of_thread.device = 3
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(self._of_thread, "device", 0))
         monkeypatch.setattr(torch.cuda, "set_device", self.note)
 
     def note(self, what: Any) -> None:
         device = what.index if isinstance(what, torch.device) else what
+        if isinstance(device, int):
+            self._of_thread.device = device
         self.done.setdefault(threading.current_thread().name, []).append(device)
 
 
@@ -94,6 +101,16 @@ def test_a_checkpoint_is_copied_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatc
     uploads.begin(idle=True, displaced=None)
     uploads.finish(0.0, lambda text: None)
     assert devices.done == {"upload": [3, "copied"]}
+
+
+def test_collectives_are_looked_up_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From a thread of the watch, which is a thread itself."""
+    devices = Devices(monkeypatch)
+    monkeypatch.setattr("toolkit.run.flight._dump", lambda: devices.note("looked up") or [])
+    monkeypatch.setattr("toolkit.run.watched._keep_looking", lambda watch, done: last_collectives())
+    with watched(tmp_path, stall_minutes=None):
+        pass
+    assert devices.done == {"watch": [3], "flight-recorder": [3, "looked up"]}
 
 
 def test_offload_steps_on_the_engines_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from toolkit.ranks import on_this_device
+
 DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """Of torch._C._distributed_c10d: the name in torch 2.12 and later, and the one before."""
 
@@ -21,7 +23,9 @@ DUMP_SECONDS = 3.0
 def last_collectives() -> str:
     """A line for each process group of this rank; empty where nothing is recorded."""
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(_text(_dump())), name="flight-recorder", daemon=True)
+    # NCCL's recorder asks CUDA which collectives have ended.
+    read = on_this_device(lambda: found.append(_text(_dump())))
+    thread = threading.Thread(target=read, name="flight-recorder", daemon=True)
     thread.start()
     thread.join(DUMP_SECONDS)
     return found[0] if found else ""

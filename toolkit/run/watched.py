@@ -63,7 +63,8 @@ def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Beats]:
     ranks.gather_objects(None)  # every rank's record is there
     watch = Watch(memory, ranks.rank(), local, shared, limit, interval, threading.get_ident(), details=last_collectives)
     done = threading.Event()
-    thread = threading.Thread(target=_keep_looking, args=(watch, done), name="watch", daemon=True)
+    look = ranks.on_this_device(_keep_looking)  # for the recorder of collectives, which it asks
+    thread = threading.Thread(target=look, args=(watch, done), name="watch", daemon=True)
     thread.start()
     try:
         with guarded(local, shared, limit, interval) if _leads_one_of_several_hosts() else nullcontext():
