@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from toolkit import ranks
@@ -21,7 +23,7 @@ from toolkit.model.attention_by_heads import attend_by_heads, require_sequence
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.chunks import chunks_of
-from toolkit.sharding.fsdp import class_name
+from toolkit.sharding.fsdp import class_name, reshard_all
 from toolkit.sharding.sequence import form_groups
 
 CHECKED_TOKENS = 1024
@@ -142,11 +144,29 @@ def _outcome(
 
     embeddings: Any = base_of(inner).get_input_embeddings()
     handle = embeddings.register_forward_hook(begin_here)
-    # DDP would wait for gradients of its parameters.
     try:
+        # DDP would wait for gradients of its parameters.
         with torch.enable_grad(), getattr(model, "no_sync", nullcontext)():
             logits = objective.logits(model, moved).float()
-            (gradient,) = torch.autograd.grad(logits, embedded, logits.detach())
+            with _nothing_reduced(model):
+                (gradient,) = torch.autograd.grad(logits, embedded, logits.detach())
     finally:
         handle.remove()
     return {"logits": logits.detach(), "gradients": gradient.float()}
+
+
+@contextmanager
+def _nothing_reduced(model: nn.Module) -> Iterator[None]:
+    """Inside, the backward of a forward before reduces no gradients of FSDP2's units.
+
+    There are none. They would get zeros, and their parameters would count as used by a step.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+        reshard_all(model)

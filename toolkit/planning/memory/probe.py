@@ -4,7 +4,7 @@ The model runs once under FakeTensorMode, whole, without FSDP2 and without a pro
 counts the bytes. Hooks stand where FSDP2 has its own: before and after the forward of each unit's
 modules, and where the gradients of its outputs and of its inputs arrive. Of blocks that are alike, the
 first, the second and the last run; the others stand aside, and what the second took is put in their
-place. So the cost does not grow with depth.
+place. So the cost does not grow with depth. Nor does it with the length of rows that run in chunks.
 
 Gradients are let go of where FSDP2 reduces them, so that what is counted is activations alone.
 """
@@ -27,6 +27,7 @@ from toolkit.planning.time.roofline import Operator, Work, record
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, precision_policies
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
+from toolkit.sharding.chunks import one_for_all_alike
 from toolkit.sharding.sequence import without_ranks
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import owned_parameters, plan_units
@@ -133,6 +134,7 @@ class Prober:
             stack.enter_context(without_ranks())
             stack.enter_context(host_copies(run.ledger))
             stack.enter_context(self._checkpointed(checkpointing))
+            stack.enter_context(one_for_all_alike(run.count_as))
             run.start()
             batch = self._workload.batch(micro_batch_size)
             buffers = run.see_inputs(batch)
@@ -191,6 +193,7 @@ class _Run:
         self._handles: list[Any] = []
         self._operators: Counter[Operator] = Counter()
         self._base = self.batch_bytes = 0
+        self._times = 1
 
     def start(self) -> None:
         for unit, modules in enumerate(self._units):
@@ -253,7 +256,11 @@ class _Run:
     def _on_operator(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         operator = record(func, args, kwargs, out)
         if operator is not None:
-            self._operators[operator] += 1
+            self._operators[operator] += self._times
+
+    def count_as(self, times: int) -> None:
+        """Has each operator from now on count as so many."""
+        self._times = times
 
     def _before_forward(self, unit: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:

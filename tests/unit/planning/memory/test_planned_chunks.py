@@ -22,7 +22,7 @@ def work_of(lora: bool) -> Workload:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_plan_is_the_trace_and_most_of_a_blocks_activations_are_gone(lora: bool) -> None:
-    mesh, zero3, peaks = MeshShape(1, 2), STRATEGIES["zero3"], []
+    mesh, zero3, peaks, flops = MeshShape(1, 2), STRATEGIES["zero3"], [], []
     for chunk_tokens in (None, 256):
         checkpointing = Checkpointing(1, True, chunk_tokens)
         work = work_of(lora)
@@ -39,4 +39,8 @@ def test_the_plan_is_the_trace_and_most_of_a_blocks_activations_are_gone(lora: b
         # Of the blocks: with so small a model the head's logits take more.
         backward = [e.peak for e in probe.events if e.kind == "post_backward" and shapes[e.unit].kind == "block"]
         peaks.append(max(backward))
+        flops.append((probe.forward.flops, probe.backward.flops))
+    # Three of sixteen chunks run in the plan, and count for all.
+    assert flops[0][0] == flops[1][0]
+    assert flops[0][1] == pytest.approx(flops[1][1], rel=0.02)  # a checkpoint alone leaves out its last product
     assert peaks[1] < 0.45 * peaks[0]
