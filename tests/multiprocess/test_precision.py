@@ -15,6 +15,7 @@ from ranks import meet, run_on_ranks
 from toolkit.errors import BadInputError
 from toolkit.sharding import Checkpointing, sharding_kwargs
 from toolkit.sharding.by_block import ByBlock
+from toolkit.sharding.fsdp import frees_all_gradients_before_reducing
 from toolkit.sharding.plugin import reset_accelerate
 from toolkit.sharding.shards import whole_tensor
 
@@ -124,6 +125,8 @@ def compare(case: Case, found: dict[str, Any], wanted: dict[str, Any]) -> None:
         # Checkpointed blocks, and blocks that hand what they got to the next, add the gradients of their inputs up in
         # another order, which bfloat16 rounds otherwise.
         is_reordered = case[3] or case[0] in ("inkling2_text", "inkling_text")
+        # Of a weight that embeds and predicts, torch 2.15 adds both gradients in float32, the plain loop in bfloat16.
+        is_reordered |= frees_all_gradients_before_reducing() and name.endswith("embed_tokens.weight")
         allowed = (2e-2 if is_reordered else 2e-6) * max(float(gradient.abs().max()), 1e-3)
         torch.testing.assert_close(found["gradients"][name], gradient, rtol=0, atol=allowed, msg=name)
 
