@@ -103,6 +103,8 @@ def quiet_libraries() -> None:
     # A resumed run steps its schedule to its place before the optimizer's first step.
     warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
+    # No loss changes a model's output in place, which is what FSDP2 warns of where the output is a view.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     # By torch.distributed.checkpoint on one rank, where a single process is what is meant.
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
 
