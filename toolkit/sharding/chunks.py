@@ -101,7 +101,7 @@ def _run(module: nn.Module, forward: Callable[..., Any], hidden: torch.Tensor, s
         return _forward(forward, hidden, size)
     # Before the first chunk: a checkpoint's second forward goes no further than the last tensor that is kept.
     kept: Any = _Kept.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
-    call = _Call(module, forward, size, _surroundings(hidden), kept.grad_fn)
+    call = _Call(module, forward, size, _surroundings(hidden), kept)
     output: torch.Tensor = _InChunks.apply(call, hidden, *parameters)  # type: ignore[no-untyped-call]
     return output
 
@@ -166,7 +166,7 @@ class _Call:
     Attributes:
         size: tokens of a chunk.
         again: a context with the random numbers and the autocast of the first forward.
-        kept: has its input among its saved tensors.
+        kept: a tensor whose node saves the input; torch 2.11 frees what is saved where the node alone is held.
     """
 
     module: nn.Module
@@ -218,7 +218,7 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        (hidden,) = call.kept.saved_tensors
+        (hidden,) = call.kept.grad_fn.saved_tensors
         del ctx.call
         wanted = ctx.needs_input_grad[1:]
         of_hidden, of_parameters = _gradients(call, hidden, gradients[0], wanted)

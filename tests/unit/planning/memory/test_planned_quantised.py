@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from packaging.version import Version
 from planning_models import workload
 
 from toolkit.model.adapters import add_adapter, base_of, quantise
+from toolkit.model.quantised import OLDEST_TORCH
 from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
@@ -17,6 +20,8 @@ from toolkit.planning.workload import Workload
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
+
+pytestmark = pytest.mark.skipif(Version(torch.__version__) < OLDEST_TORCH, reason="this torch cannot shard bytes")
 
 CASES = [
     ({"quantize": "nf4"}, "zero3", MeshShape(1, 8), "bf16", None),
