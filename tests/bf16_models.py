@@ -6,51 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny import tiny_config
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "n_embd": 16,
-    "n_head": 2,
-    "n_layer": 2,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "max_position_embeddings": 64,
-    "n_positions": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 8,
-    "n_group": 1,
-    "topk_group": 1,
-}
+from transformers import AutoModelForCausalLM
 
 
 def save_tiny(kind: str, folder: Path) -> None:
     """Saves a model in float32, none of whose weights bfloat16 could hold."""
-    own = AutoConfig.for_model(kind)
     torch.manual_seed(0)
-    config = type(own)(**{name: value for name, value in SIZES.items() if hasattr(own, name)})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and ("gate" in name or "router" in name):
             nn.init.normal_(parameter)  # chooses clearly

@@ -6,11 +6,52 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 from toolkit.data.tokenizer import _train_byte_pairs
 
 VOCAB_SIZE = 320
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "n_embd": 16,
+    "n_head": 2,
+    "n_layer": 2,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Of models of every family; each family has some of these fields."""
+
+
+def tiny_config(kind: str) -> PretrainedConfig:
+    """The configuration of a small model of any family, by its name in transformers."""
+    own = AutoConfig.for_model(kind)
+    return type(own)(**{name: value for name, value in SIZES.items() if hasattr(own, name)})  # type: ignore[no-any-return]
 
 
 def llama(attention: str | None = None, *, seed: int = 0, **fields: Any) -> LlamaForCausalLM:

@@ -100,7 +100,8 @@ def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[s
     Raises:
         BadInputError: a setting of routers for a model without any that is trained.
     """
-    own = _of_routers(section)
+    given = {"learning_rate": section.router_learning_rate, "weight_decay": section.router_weight_decay}
+    own = {field: value for field, value in given.items() if value is not None}
     found = {id(p) for router in find_routers(model) for p in router.module.parameters()} if own else set()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rest = [parameter for parameter in trainable if id(parameter) not in found]
@@ -110,23 +111,15 @@ def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[s
         raise BadInputError(
             f"optimizer.router_{field}: {value} has no effect: no router of the model is trained; remove it"
         )
+    rate = {"lr": own["learning_rate"]} if "learning_rate" in own else {}
+    decay = own.get("weight_decay", section.weight_decay)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
-        {"params": [p for p in routers if p.ndim >= 2], "weight_decay": section.weight_decay, **_for_torch(own)},
-        {"params": [p for p in routers if p.ndim < 2], **_for_torch(own), "weight_decay": 0.0},
+        {"params": [p for p in routers if p.ndim >= 2], "weight_decay": decay, **rate},
+        {"params": [p for p in routers if p.ndim < 2], "weight_decay": 0.0, **rate},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _of_routers(section: OptimizerSection) -> dict[str, float]:
-    """What the recipe says of routers alone."""
-    found = {"learning_rate": section.router_learning_rate, "weight_decay": section.router_weight_decay}
-    return {field: value for field, value in found.items() if value is not None}
-
-
-def _for_torch(settings: dict[str, float]) -> dict[str, float]:
-    return {"lr" if field == "learning_rate" else field: value for field, value in settings.items()}
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, section: ScheduleSection, num_steps: int) -> LambdaLR:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
@@ -144,7 +145,7 @@ def gather_in_float32(model: nn.Module, names: Iterable[str]) -> None:
         own = [parameter for parameter in group.fsdp_params if id(parameter.sharded_param) in kept]
         for parameter in own:
             parameter.init_dtype_attrs = functools.partial(_init_uncast, parameter)
-        if own and hasattr(own[0], "to_accumulated_grad_if_needed"):
+        if own and not autograd_sums_gradients():
             before_reduction(group, _make_gradients_float32)
 
 
@@ -244,3 +245,11 @@ def frees_gather_before_copying() -> bool:
 def frees_all_gradients_before_reducing() -> bool:
     """Whether no gradient of a unit outlives its copy into the reduction's input (torch 2.15), or the last one does."""
     return hasattr(FSDPParamGroup, "_take_unsharded_grads_to_reduce")
+
+
+def autograd_sums_gradients() -> bool:
+    """Whether autograd adds up a window's gradients, each where it arises and in the type of its sum (torch 2.15).
+
+    Before, FSDP2 did when a unit had all of its own, and it could reduce one type alone.
+    """
+    return not hasattr(FSDPParam, "to_accumulated_grad_if_needed")

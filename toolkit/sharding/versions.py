@@ -117,9 +117,11 @@ PRIVATE_NAMES = (
         f"{_GROUP}:FSDPParamGroup._backward_prefetch",
         ("self._post_forward_indices.pop()", "self.comm_ctx.post_forward_order"),
     ),
-    # fsdp.frees_gather_before_copying, fsdp.frees_all_gradients_before_reducing: the classes that tell versions apart.
+    # fsdp.frees_gather_before_copying, fsdp.frees_all_gradients_before_reducing, fsdp.autograd_sums_gradients: the
+    # classes that tell versions apart.
     PrivateName(f"{_GROUP}:FSDPCommContext"),
     PrivateName(f"{_GROUP}:FSDPParamGroup"),
+    PrivateName(f"{_FSDP}_fsdp_param:FSDPParam"),
     # memory.py: what a unit holds.
     PrivateName(_GROUP, ("_partial_reduce_output",)),
     *(

@@ -9,42 +9,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from tiny import llama
+from tiny import llama, tiny_config
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import adapter_fact, add_adapter, merged, require_mergeable, state_in_layers, write_adapter
 from toolkit.recipe.schema import AdapterSection
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 8,
-    "n_group": 1,
-    "topk_group": 1,
-}
 ATTENTION = {f"self_attn.{letter}_proj" for letter in "qkvo"}
 EXPERTS = {"experts.gate_up_proj", "experts.down_proj"}
 
@@ -69,10 +41,8 @@ ADAPTED = {
 
 
 def build(family: str) -> PreTrainedModel:
-    own = AutoConfig.for_model(family)
-    config = type(own)(**{name: value for name, value in SIZES.items() if hasattr(own, name)})
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(family))
     return model.eval()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from toolkit.planning.memory.fake import GRANULE
 from toolkit.planning.memory.units import ParameterShape, UnitShape
-from toolkit.sharding.fsdp import frees_all_gradients_before_reducing
+from toolkit.sharding.fsdp import autograd_sums_gradients, frees_all_gradients_before_reducing
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,11 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
     cast = sum(p.shard_numel(f) * _held(p, layout) for p in trainable)
     # One rank gathers nothing: FSDP2 casts parameter after parameter, so one copy is alive beside its source.
     casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
-    # Before torch 2.15 a unit of two types is given one for its reduction, and `foreach_reduce` frees its list of
-    # gradients, but the name of its loop still holds the last.
-    is_older = not frees_all_gradients_before_reducing()
-    is_mixed = layout.compute is not None and shape.is_mixed and is_older
+    # Otherwise FSDP2 reduces two types as they are.
+    is_mixed = layout.compute is not None and shape.is_mixed and not autograd_sums_gradients()
     each = layout.reduce if is_mixed else layout.compute
-    outlives = trainable and f > 1 and is_older
+    # `foreach_reduce` frees its list of gradients, but the name of its loop still holds the last.
+    outlives = trainable and f > 1 and not frees_all_gradients_before_reducing()
     last = trainable[-1].numel * (each or trainable[-1].held) if outlives else 0
     return HeldUnit(
         sharded=sum(rounded(p.shard_numel(f) * size) for p, size in zip(shape.parameters, kept, strict=True)),
