@@ -228,7 +228,9 @@ def fsdp2_by_hand(gate: Gate, job: Job, rank: int) -> None:
 # ---- the toolkit ----
 
 
-def by_toolkit(strategy: str, packing: bool, offload: str = "none") -> Callable[[Gate, Job, int], None]:
+def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: Any) -> Callable[[Gate, Job, int], None]:
+    """`others`: further settings of the recipe."""
+
     def train(gate: Gate, job: Job, rank: int) -> None:
         from toolkit.optim.build import build_schedule
         from toolkit.recipe.recipe import Recipe
@@ -239,9 +241,9 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none") -> Callable[
 
         gate.imported()
         quiet_libraries()
-        settings = {"sharding.strategy": strategy, "sharding.offload": offload, "data.packing": packing}
+        settings = {"sharding.strategy": strategy, "sharding.offload": offload, "data.packing": packing, **others}
         recipe = Recipe.load(Path(job.folder, "recipe.yaml"), [f"{field}={value}" for field, value in settings.items()])
-        output = Path(job.folder, f"run-{strategy}-{packing}-{offload}")
+        output = Path(job.folder, f"run-{strategy}-{packing}-{offload}-{'-'.join(others)}")
         output.mkdir(exist_ok=True)
         plugins = build_plugins(recipe)
         accelerator = build_accelerator(recipe, plugins, output)

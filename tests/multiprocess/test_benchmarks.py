@@ -104,6 +104,17 @@ def test_the_toolkit_beside_its_peers(tmp_path: Path) -> None:
     assert target["cpu_ratio"] == ours["cpu_ratio"]
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_qlora(tmp_path: Path) -> None:
+    records = run(["benchmarks/qlora.py", "--tiny", "--ranks", "1", "--rounds", "1"], tmp_path / "qlora.jsonl")
+    assert {record["what"] for record in records} >= {"QLoRA / LoRA", "QLoRA / peft + bitsandbytes"}
+    for record in records:
+        ours, theirs = record["losses"].values()
+        # Before its first step and after it: 4 bits, and rounding to 16, make a small difference.
+        assert ours == pytest.approx(theirs, rel=1e-3)
+        assert record["cpu"]["ratio"] > 0
+
+
 def test_rows_of_the_peers_are_those_of_the_toolkit(tmp_path: Path, modules: None) -> None:
     """Packed, they meet other rows in a batch, but the same ones in all."""
     import peers

@@ -199,7 +199,7 @@ def _matrix(
         scales = torch.ops.bitsandbytes.dequantize_blockwise(
             absmax.view(-1), nested[1:], code, NESTED_BLOCK, torch.float32
         )
-        scales = scales + nested[0]
+        scales += nested[0]
     else:
         scales = absmax.view(torch.float32).view(-1)
     found: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(weight.view(-1, 1), scales, BLOCK, "nf4", shape, dtype)
