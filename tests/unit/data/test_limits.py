@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -306,3 +308,32 @@ def test_a_limit_that_is_kept_costs_nothing_later(monkeypatch: pytest.MonkeyPatc
     time.sleep(0.2)
     with pytest.raises(time_limit.TimeLimitError), time_limit.time_limit(0.05):
         time.sleep(0.3)
+
+
+def test_a_limit_that_ends_as_the_block_does_raises_within_it_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_limit, "LOOK_SECONDS", 0.001)
+    time.sleep(0.6)  # the watcher sleeps by the value from before
+    over = 0
+    for turn in range(200):
+        try:
+            with time_limit.time_limit(0.002):
+                until = time.monotonic() + 0.001 + turn * 1e-5
+                while time.monotonic() < until:
+                    pass
+        except time_limit.TimeLimitError:
+            over += 1
+        for _ in range(200):  # outside, where nothing may come
+            len("")
+    assert 0 < over < 200
+
+
+def test_a_limit_under_a_profiler() -> None:
+    """There Python 3.11 never went on, once an exception that had not come was taken back."""
+    program = (
+        "import cProfile\n"
+        "from toolkit.data.time_limit import time_limit\n"
+        "def block():\n"
+        "    with time_limit(60): return len('ab')\n"
+        "assert cProfile.Profile().runcall(lambda: [block() for _ in range(3)]) == [2] * 3\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
