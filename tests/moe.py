@@ -54,6 +54,19 @@ def mixture(kind: str, **fields: Any) -> Any:
     return model.train()
 
 
+def two_experts_alone(model: Any) -> Any:
+    """Has a GPT-OSS choose its first two experts for every token."""
+    for layer in model.model.layers:
+        layer.mlp.router.bias.data = torch.tensor([40.0, 40.0, -40.0, -40.0])
+    return model
+
+
+def by_batched_mm(model: Any) -> Any:
+    """Has transformers compute experts by its kernel for few tokens."""
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
 def micro_batches(number: int) -> list[dict[str, torch.Tensor]]:
     """Rows of unequal lengths, padded to 12 tokens; two a micro-batch, and one that is padding alone."""
     generator = torch.Generator().manual_seed(3)

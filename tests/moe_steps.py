@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,14 +30,26 @@ def windows_of(num_ranks: int, accumulation: int) -> list[list[dict[str, torch.T
     return [rows[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def sharded_step(case: Case, coef: float, z: float, max_norm: float | None = None) -> Any:
-    """One step of the trainer on this rank's micro-batches: figures and gradients, as the optimizer sees them."""
+def sharded_step(
+    case: Case,
+    coef: float,
+    z: float,
+    max_norm: float | None = None,
+    experts: int = 1,
+    change: Callable[[Any], Any] = lambda model: model,
+) -> Any:
+    """One step of the trainer on this rank's micro-batches: figures and gradients, as the optimizer sees them.
+
+    Args:
+        experts: ranks of a group that spreads its experts.
+        change: what is done to the model before it is sharded.
+    """
     kind, strategy, accumulation, checkpointed, accumulate = case
     reset_accelerate()
     checkpointing = Checkpointing(1) if checkpointed else None
-    model = mixture(kind)
+    model = change(mixture(kind))
     sharded = strategy != "ddp"
-    plugins = sharding_kwargs(strategy, checkpointing=checkpointing if sharded else None)
+    plugins = sharding_kwargs(strategy, checkpointing=checkpointing if sharded else None, experts=experts)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **plugins)
     balance = build_balance(ObjectiveSection(router_aux_coef=coef, router_z_coef=z), model)
     plan = plan_units(model)

@@ -6,35 +6,33 @@ from typing import Any
 
 import pytest
 import torch
-from moe import mixture, plain_step
+from moe import by_batched_mm, mixture, plain_step
 from moe_steps import Case, sharded_step, windows_of
 from ranks import meet, run_on_ranks
 
-from toolkit.recipe.schema import ShardingSection
-
 COEF, MAX_NORM = 0.3, 0.05
-RUNS: dict[str, tuple[Case, float, float | None]] = {
-    "plain": (("mixtral", "zero3", 1, False, "by_micro_batch"), COEF, None),
-    "accumulated": (("qwen3_moe", "zero2", 3, False, "by_micro_batch"), COEF, None),
-    "clipped": (("gpt_oss", "zero3", 1, False, "by_micro_batch"), COEF, MAX_NORM),
-    "without balance": (("mixtral", "zero3", 1, False, "by_micro_batch"), 0.0, None),
-    "checkpointed": (("mixtral", "zero3", 1, True, "by_micro_batch"), COEF, None),
+RUNS: dict[str, tuple[Case, float, float | None, int]] = {
+    "plain": (("mixtral", "zero3", 1, False, "by_micro_batch"), COEF, None, 1),
+    "accumulated": (("qwen3_moe", "zero2", 3, False, "by_micro_batch"), COEF, None, 1),
+    "clipped": (("gpt_oss", "zero3", 1, False, "by_micro_batch"), COEF, MAX_NORM, 1),
+    "without balance": (("mixtral", "zero3", 1, False, "by_micro_batch"), 0.0, None, 1),
+    "checkpointed": (("mixtral", "zero3", 1, True, "by_micro_batch"), COEF, None, 1),
+    "spread": (("olmoe", "zero3", 1, False, "by_micro_batch"), COEF, None, 2),
+    "spread and clipped": (("mixtral", "zero3", 1, False, "by_micro_batch"), COEF, MAX_NORM, 2),
 }
-"""Case, coefficient of the balance loss, limit of the norm."""
+"""Case, coefficient of the balance loss, limit of the norm, ranks that spread their experts."""
 
-ONLY_WITH_EXPERT_PARALLELISM = {
-    "Megatron-LM#5916": "the norm leaves out experts where TP and EP meet",
-    "transformers#48687": "wrong logits where experts are on several ranks",
-    "transformers#45473": "wrong logits where experts are on several ranks",
-    "pytorch#160285": "gradients doubled where experts are on two ranks",
-}
+
+def unchanged(model: Any) -> Any:
+    return model
 
 
 def steps() -> dict[str, Any]:
     found = {}
-    for name, (case, coef, max_norm) in RUNS.items():
+    for name, (case, coef, max_norm, spread) in RUNS.items():
         meet()
-        found[name] = sharded_step(case, coef, 0.0, max_norm)
+        change = by_batched_mm if name == "spread" else unchanged
+        found[name] = sharded_step(case, coef, 0.0, max_norm, spread, change)
     return found
 
 
@@ -46,7 +44,7 @@ def ours() -> dict[str, Any]:
 
 def plain(name: str) -> tuple[dict[str, torch.Tensor], float]:
     """Gradients of a plain loop, and their norm."""
-    (kind, _, accumulation, _, _), coef, _ = RUNS[name]
+    (kind, _, accumulation, _, _), coef, _, _ = RUNS[name]
     gradients = plain_step(mixture(kind), windows_of(2, accumulation), coef, 0.0, whole=False).gradients
     return gradients, float(torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt())
 
@@ -102,5 +100,24 @@ def test_torchtitan_4772_the_balance_loss_goes_with_checkpointing(ours: dict[str
     assert ours["checkpointed"]["experts"] == ours["plain"]["experts"]  # nothing is counted twice
 
 
-def test_those_of_expert_parallelism_wait_for_it() -> None:
-    assert "experts" not in ShardingSection.model_fields, f"write a test for each of {ONLY_WITH_EXPERT_PARALLELISM}"
+def test_pytorch_160285_gradients_are_not_doubled_where_experts_are_on_two_ranks(ours: dict[str, Any]) -> None:
+    gradients, _ = plain("spread")
+    same(ours["spread"]["gradients"], gradients, experts(gradients))
+
+
+def test_megatron_5916_the_norm_counts_all_spread_experts(ours: dict[str, Any]) -> None:
+    gradients, norm = plain("spread and clipped")
+    assert ours["spread and clipped"]["norm"] == pytest.approx(norm, rel=1e-6)
+    clipped = ours["spread and clipped"]["gradients"]
+    same(clipped, gradients, list(gradients), factor=MAX_NORM / (norm + 1e-6))
+
+
+def test_transformers_45473_each_score_weights_its_own_expert_on_every_rank(ours: dict[str, Any]) -> None:
+    (kind, *_), coef, _, _ = RUNS["spread"]
+    wanted = plain_step(mixture(kind), windows_of(2, 1), coef, 0.0, whole=False)
+    assert ours["spread"]["loss"] == pytest.approx(wanted.loss, rel=1e-6)
+
+
+def test_transformers_48687_routers_of_batched_mm_get_the_plain_gradient(ours: dict[str, Any]) -> None:
+    gradients, _ = plain("spread")
+    same(ours["spread"]["gradients"], gradients, [name for name in gradients if name.endswith("mlp.gate.weight")])

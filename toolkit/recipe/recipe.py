@@ -89,6 +89,8 @@ class Recipe(Section):
         self._check_adapter()
         if self.sharding.accumulate == "by_block":
             self._check_by_block()
+        if self.sharding.experts > 1:
+            self._check_experts()
         if self.sharding.sequence > 1 and self.objective.kind not in ("causal_lm", "preference"):
             raise contradiction(
                 f"sharding.sequence is not possible with objective.kind {self.objective.kind}; allowed: causal_lm, "
@@ -138,6 +140,21 @@ class Recipe(Section):
             raise contradiction(f"sharding.sequence is not possible {what}; remove one of them")
         if self.training.mixed_precision == "fp16":
             raise contradiction(f"training.mixed_precision fp16 is not possible {what}; set bf16")
+
+    def _check_experts(self) -> None:
+        section = self.sharding
+        others = {
+            f"sharding.strategy {section.strategy}": section.strategy in ("ddp", "hybrid"),
+            f"sharding.accumulate {section.accumulate}": section.accumulate != "by_micro_batch",
+            "sharding.sequence": section.sequence > 1,
+            "sharding.chunk_tokens": section.chunk_tokens is not None,
+            "sharding.offload: optimizer": section.offload == "optimizer",
+            "training.compile": self.training.compile,
+            f"adapter.kind {self.adapter.kind}": self.adapter.kind != "none",
+        }
+        for other, is_asked in others.items():
+            if is_asked:
+                raise contradiction(f"sharding.experts is not possible with {other}; remove one of them")
 
     def _check_classification(self) -> None:
         what = f"with objective.kind {self.objective.kind}"

@@ -441,6 +441,11 @@ class ShardingSection(Section):
         description="Share each row among N neighbouring ranks, which hold 1 / N of its tokens and, in attention, of "
         "its heads. N divides the ranks and the attention heads.",
     )
+    experts: PositiveInt = Field(
+        1,
+        description="Spread the experts of each layer over groups of N ranks, each with whole experts of its own, and "
+        "send tokens to them and back. N divides the ranks, and the ranks divide the experts.",
+    )
     prefetch: PositiveInt | None = Field(
         None,
         description="Gather the parameters of N blocks ahead of the one that computes; null: FSDP2's own choice, one.",

@@ -52,6 +52,7 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
         offload=offload_of(recipe),
         compilation=compilation_of(recipe) if sharded else None,
         prefetch=section.prefetch,
+        experts=section.experts,
     )
 
 

@@ -6,6 +6,7 @@ Reference: torch.distributed.fsdp.fully_shard (FSDP2, per-parameter sharding).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,8 @@ from toolkit.errors import BadInputError
 from toolkit.sharding.by_block import in_window
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
-from toolkit.sharding.fsdp import gather_in_float32, reshard_all
+from toolkit.sharding.experts import SHARD, expert_grid, require_experts, take_part
+from toolkit.sharding.fsdp import gather_in_float32, hold_as_part, reshard_all
 from toolkit.sharding.gloo import communicate
 from toolkit.sharding.precision import hold_in_float32, kept_in_float32, round_buffers, types_of_authors
 from toolkit.sharding.shards import shard_rows
@@ -76,6 +78,7 @@ def apply(
     offload: Callable[[nn.Module], KeepsMasters] | None = None,
     compilation: Compilation | None = None,
     prefetch: int | None = None,
+    experts: int = 1,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shards `model` in place, one `fully_shard` call per unit.
 
@@ -93,6 +96,7 @@ def apply(
         compilation: of the blocks; None: they run eagerly.
         prefetch: blocks that are gathered ahead of the one that computes; None: FSDP2's own one, issued when
             the block before has been.
+        experts: ranks of a group, each with whole experts of its own; above 1 `plan` has units of them.
 
     Returns:
         Every parameter as it was -> as it is now.
@@ -105,17 +109,13 @@ def apply(
     # One rank reduces nothing: gradients travel in the type of compute, but for zero1, which sums windows.
     alone = offload is not None and mesh.size() == 1 and strategy.reduce_each_micro_batch
     unit_policy, root_policy = precision_policies(mixed_precision, None if alone else torch.float32, not kept)
-    for unit in plan.units:
+    _spread_experts(model, plan, mesh, experts, unit_policy, strategy)
+    for unit in (unit for unit in plan.units if unit.kind != "experts"):
         modules = [model.get_submodule(path) for path in unit.modules]
         if offload is not None:
             originals |= _hold_in_compute_type(model, modules, PRECISIONS[mixed_precision])
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=mesh,
-            mp_policy=root_policy if unit.kind == "root" else unit_policy,
-            reshard_after_forward=strategy.reshard_each_micro_batch and unit.reshard_after_forward,
-        )
-        communicate(model.get_submodule(unit.modules[0]))
+        policy = root_policy if unit.kind == "root" else unit_policy
+        _shard(modules, mesh, policy, strategy.reshard_each_micro_batch and unit.reshard_after_forward)
     gather_in_float32(model, kept)
     # After all units are made: now each rank knows its rows, and reads no others.
     _give_weights(model, originals, offload(model) if offload is not None else None)
@@ -125,6 +125,30 @@ def apply(
     _reshard_after_evaluation(model)
     after = dict(model.named_parameters(remove_duplicate=False))
     return {before[name]: after[name] for name in before}
+
+
+def _shard(modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshards: bool) -> None:
+    """Makes modules one unit."""
+    unit = modules if len(modules) > 1 else modules[0]
+    fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+    communicate(modules[0])
+
+
+def _spread_experts(
+    model: nn.Module, plan: UnitPlan, mesh: DeviceMesh, size: int, policy: MixedPrecisionPolicy, strategy: Strategy
+) -> None:
+    """Makes the experts of each layer a unit of the ranks that hold the same ones; with a `size` of 1 they stay in their block."""
+    if size == 1:
+        return
+    require_experts(model, mesh.size())
+    grid = expert_grid(mesh, size)
+    # Their block has cast what is to be cast; the weights of experts' outputs may be float32.
+    uncast = replace(policy, cast_forward_inputs=False)
+    for module in (model.get_submodule(unit.name) for unit in plan.units if unit.kind == "experts"):
+        shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        take_part(module, grid)
+        _shard([module], grid[SHARD], uncast, strategy.reshard_each_micro_batch)
+        hold_as_part(module, mesh, shapes)
 
 
 def _give_types(model: nn.Module, mixed_precision: str, is_offloaded: bool) -> tuple[dict[str, torch.dtype], list[str]]:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def class_name(module: nn.Module) -> str:
@@ -132,6 +135,30 @@ def fill_missing_gradients(group: Any) -> list[DTensor]:
             if parameter.unsharded_accumulated_grad is None:
                 parameter.to_accumulated_grad_if_needed()
     return present
+
+
+def hold_as_part(module: nn.Module, mesh: DeviceMesh, shapes: Mapping[str, torch.Size]) -> None:
+    """Shows the shards of a unit, which some ranks of a mesh hold, as rows of parameters that all its ranks hold.
+
+    The unit gathers and reduces among its own ranks, and its gradients are averaged over all ranks of the mesh.
+
+    Args:
+        shapes: of the whole parameters, by name in the module. The rows of rank r stand before those of rank r + 1.
+    """
+    assert isinstance(module, FSDPModule)
+    (group,) = _own_groups(module)
+    for parameter in group.fsdp_params:
+        shape = shapes[parameter._module_info.param_name]
+        local = parameter.sharded_param.to_local()
+        meta = TensorMeta(shape, make_contiguous_strides_for(shape), local.dtype)
+        parameter._sharding_spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+        trains = parameter.sharded_param.requires_grad
+        parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(local.detach()), requires_grad=trains)
+        parameter._setattr_on_modules(parameter.sharded_param)
+    module.set_gradient_divide_factor(mesh.size())
+    # A sum that is divided: one scaled before it is summed is known to NCCL alone. FSDP2 divides the gradients of a
+    # unit on one rank, which sums nothing, in another place, and would do it twice.
+    module.set_force_sum_reduction_for_comms(group._all_gather_process_group.size() > 1)
 
 
 def gather_in_float32(model: nn.Module, names: Iterable[str]) -> None:

@@ -40,8 +40,10 @@ from toolkit.errors import BadInputError
 from toolkit.sharding.apply import KeepsMasters, apply, precision_policies
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
+from toolkit.sharding.experts import require_spreadable
 from toolkit.sharding.network import require_reachable_host
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect, parse_offload
+from toolkit.sharding.sequence import require_groups
 from toolkit.sharding.strategy import (
     DEFAULT_STRATEGY,
     OFFLOAD,
@@ -70,6 +72,7 @@ def sharding_kwargs(
     offload: str | OffloadSettings | None = None,
     compilation: Compilation | None = None,
     prefetch: int | None = None,
+    experts: int = 1,
 ) -> dict[str, FullyShardedDataParallelPlugin | ParallelismConfig]:
     """Constructor arguments that register the backend with a stock `Accelerator`.
 
@@ -84,12 +87,13 @@ def sharding_kwargs(
             unset, as the strategy's text says.
         compilation: of the blocks, by torch.compile; unset, they run eagerly.
         prefetch: blocks whose parameters are gathered ahead; unset, FSDP2's own one.
+        experts: of a mixture, ranks of a group, each of which has whole experts of its own.
 
     Raises:
         BadInputError: an unknown strategy, one that the Accelerate config contradicts, or an
             version of torch or Accelerate that is too old, or newer and without a private name that is needed.
     """
-    plugin = ShardingPlugin(strategy, unit_classes, checkpointing, offload, compilation, prefetch)
+    plugin = ShardingPlugin(strategy, unit_classes, checkpointing, offload, compilation, prefetch, experts)
     mesh = ShardingMesh(plugin=plugin, dp_replicate_size=replicate_size, dp_shard_size=shard_size)
     return {"fsdp_plugin": plugin, "parallelism_config": mesh}
 
@@ -149,6 +153,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         offload: str | OffloadSettings | None = None,
         compilation: Compilation | None = None,
         prefetch: int | None = None,
+        experts: int = 1,
         **kwargs: Any,
     ) -> None:
         check_versions()
@@ -160,6 +165,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self.unit_plan: UnitPlan | None = None
         self.compilation = compilation
         self.prefetch = prefetch
+        self.experts = experts
         self._accelerator: weakref.ref[Accelerator] | None = None
         if prefetch is not None and not self.strategy.sharded:
             raise BadInputError("sharding.prefetch has no effect with strategy ddp, which gathers nothing; remove it")
@@ -184,6 +190,8 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
                 "toolkit.sharding.checkpoint_blocks(model, plan_units(model), Checkpointing(every=1)) before prepare, "
                 "set sharding.activation_checkpointing in a recipe, or choose zero3"
             )
+        if experts > 1:
+            require_spreadable(self.strategy, {"offload": self.offload, "compilation": compilation})
         if compilation is not None and not self.strategy.sharded:
             raise BadInputError(
                 "compilation: with strategy ddp the backend does not touch the model; call toolkit.sharding."
@@ -209,7 +217,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
                 "ShardingPlugin was passed without its ShardingMesh; use Accelerator(**sharding_kwargs(...))"
             )
         state = AcceleratorState()
-        self.unit_plan = plan_units(model, self.unit_classes)
+        self.unit_plan = plan_units(model, self.unit_classes, self.experts > 1)
         renewed = apply(
             model,
             self.unit_plan,
@@ -221,6 +229,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             offload=functools.partial(self._offload, accelerator) if self.offload is not None else None,
             compilation=self.compilation,
             prefetch=self.prefetch,
+            experts=self.experts,
         )
         # transformers' mark of a sharded model: `generate` then goes on until every rank has ended its rows. Without
         # it, a rank that ends early leaves the others in a gather.
@@ -303,6 +312,7 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
             replicate=self.dp_replicate_size or _configured_size("REPLICATE"),  # type: ignore[has-type]
             shard=self.dp_shard_size or _configured_size("SHARD"),  # type: ignore[has-type]
         )
+        require_groups("sharding.experts", self.plugin.experts, world_size)
         if self.plugin.offload is not None:
             _refuse_replicas_on_one_host(shape)
         self.dp_replicate_size, self.dp_shard_size = shape.replicate, shape.shard

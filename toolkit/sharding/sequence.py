@@ -52,16 +52,16 @@ def form_groups(size: int) -> None:
     Raises:
         BadInputError: where the groups do not fill the ranks.
     """
-    require_groups(size, ranks.world_size())
+    require_groups("sharding.sequence", size, ranks.world_size())
     _here.group = dist.new_subgroups(group_size=size)[0] if size > 1 else None  # type: ignore[no-untyped-call]
 
 
-def require_groups(size: int, num_ranks: int) -> None:
+def require_groups(key: str, size: int, num_ranks: int) -> None:
     """Raises BadInputError where groups of `size` ranks do not fill the ranks."""
     if num_ranks % size:
         allowed = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
         raise BadInputError(
-            f"sharding.sequence: {size} does not divide the {num_ranks} ranks into groups; "
+            f"{key}: {size} does not divide the {num_ranks} ranks into groups; "
             f"set it to one of {', '.join(map(str, allowed))}"
         )
 

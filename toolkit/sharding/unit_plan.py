@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-UnitKind = Literal["block", "embeddings", "tail", "root"]
+UnitKind = Literal["block", "experts", "embeddings", "tail", "root"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Unit:
     """What one `fully_shard` call groups and gathers together.
 
     Attributes:
-        name: dotted path of a block (the first, where several share parameters), or the kind.
+        name: dotted path of a block (the first, where several share parameters) or of its experts, or the kind.
         modules: dotted paths handed to the call, in this order; the root's is `("",)`.
         class_name: the classes of these modules, each once, joined with `+`.
         num_parameters: parameters that no earlier unit owns, shared ones counted once.
@@ -66,7 +66,9 @@ class UnitPlan:
 
 
 def _run_key(position: int, unit: Unit) -> tuple[object, ...]:
-    """Equal for blocks of one class and one list whose numbers follow each other."""
+    """Equal for blocks of one class and one list whose numbers follow each other, and for the experts of blocks."""
+    if unit.kind == "experts":
+        return unit.kind, unit.class_name
     prefix, _, number = unit.name.rpartition(".")
     is_numbered = unit.kind == "block" and number.isdecimal() and len(unit.modules) == 1
     return (prefix, unit.class_name, position - int(number)) if is_numbered else (unit.name,)
@@ -74,6 +76,8 @@ def _run_key(position: int, unit: Unit) -> tuple[object, ...]:
 
 def _pattern(group: Sequence[Unit]) -> str:
     first, last = group[0], group[-1]
+    if first.kind == "experts" and len(group) > 1:
+        return f"{first.name} .. {last.name}"
     if len(group) > 1:
         return f"{first.name}..{last.name.rpartition('.')[2]}"
     more = len(first.modules) - 1 if first.kind == "block" else 0

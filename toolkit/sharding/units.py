@@ -1,12 +1,13 @@
 """Which modules FSDP2 gathers together: `plan_units(model) -> UnitPlan`, read from the model alone.
 
-Pure: no process group, no device, no transformers; a model on the meta device will do. Four kinds
+Pure: no process group, no device, no transformers; a model on the meta device will do. Five kinds
 of unit, each of them one `fully_shard` call:
 
 - block: a repeated transformer block, found by `_no_split_modules`, by the base class
   `GradientCheckpointingLayer`, or as elements of one class that fill a sizable part of the model.
   Only the outermost, and no list of experts: an expert runs on some ranks and not on others, and a
   unit of its own would hang the collectives.
+- experts: the stacked experts of a block, where whole experts are spread over the ranks (experts.py).
 - embeddings: the input embeddings, where they share nothing with the head.
 - tail: the head and the final norm; where tied, the embeddings, the final norm and the head.
 - root: the model itself with what is left. Without a head that `get_output_embeddings` knows
@@ -40,13 +41,14 @@ BLOCK_BASE = "GradientCheckpointingLayer"  # compared by name: transformers is n
 MIN_SHARE = 0.2  # of the parameters outside the vocabulary; a smaller list may stay in the root
 
 
-def plan_units(model: nn.Module, unit_classes: Sequence[str] | None = None) -> UnitPlan:
+def plan_units(model: nn.Module, unit_classes: Sequence[str] | None = None, experts: bool = False) -> UnitPlan:
     """Plans the FSDP units of a model.
 
     Args:
         model: any module; weights may be on the meta device, adapters may be in place.
         unit_classes: class names; modules of these classes, outermost of each other, become the
             blocks instead of those that are found.
+        experts: whether the stacked experts of a block are a unit of their own, before it.
 
     Raises:
         UnitError: where no block is found, a name matches nothing, or no block can be a unit.
@@ -59,7 +61,13 @@ def plan_units(model: nn.Module, unit_classes: Sequence[str] | None = None) -> U
             f"{tree.class_of('')}: every block ({blocks[0]}, {len(blocks)} in all) shares parameters with a module "
             "around it, so none can be a unit; untie them, or name other classes in sharding.unit_classes of the recipe"
         )
-    return UnitPlan(tuple(_measured(tree, drafts)))
+    stacks = [_Draft(path, "experts", (path,)) for path in stacked_experts(model)] if experts else []
+    return UnitPlan(tuple(_measured(tree, [*stacks, *drafts])))
+
+
+def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """By path, the modules whose parameters have a row for each expert, as transformers marks them."""
+    return {path: module for path, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
 
 
 # The model as a tree of paths
@@ -389,7 +397,7 @@ def _measured(tree: _Tree, drafts: Sequence[_Draft]) -> Iterator[Unit]:
             num_parameters=sum(p.numel() for p in own),
             num_bytes=sum(p.numel() * p.element_size() for p in own),
             # Backward begins with the tail: to keep it and the root saves a gather per micro-batch.
-            reshard_after_forward=draft.kind in ("block", "embeddings"),
+            reshard_after_forward=draft.kind in ("block", "experts", "embeddings"),
         )
 
 

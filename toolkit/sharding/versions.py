@@ -107,6 +107,16 @@ PRIVATE_NAMES = (
     # fsdp.gather_in_float32: types are a parameter's own, gathered as bytes where they differ.
     PrivateName(f"{_FSDP}_fsdp_param:FSDPParam.init_dtype_attrs", ("mp_policy", "self.reduce_dtype = reduce_dtype")),
     PrivateName(f"{_COLLECTIVES}foreach_all_gather", ("dtype == torch.uint8",)),
+    # fsdp.hold_as_part: what the shards of a unit are shown as, and how its gradients are divided.
+    PrivateName(
+        f"{_FSDP}_fsdp_param:FSDPParam.reset_sharded_param", ("self._sharding_spec = self.sharded_param._spec",)
+    ),
+    PrivateName(f"{_FSDP}_fsdp_param:FSDPParam.to_sharded_dtensor", ("self._sharding_spec",)),
+    PrivateName(f"{_FSDP}_fsdp_param:FSDPParam._setattr_on_modules", ("param",)),
+    PrivateName(f"{_FSDP}_fsdp_param:ParamModuleInfo", ("param_name",)),
+    PrivateName(
+        f"{_COLLECTIVES}foreach_reduce", ("reduce_output.copy_(reduce_scatter_input / gradient_divide_factor)",)
+    ),
     # fsdp.looking_alone, fsdp.end_pass: the end of a pass is looked at where it was.
     PrivateName(
         f"{_STATE}:FSDPState._register_root_post_backward_final_callback",

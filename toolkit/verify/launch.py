@@ -61,7 +61,8 @@ def read_launch(path: Path | None, recipe: Recipe) -> Launch:
     if num_processes is None:
         raise config.error("num_processes is not set; needs a number of at least 1")
     _check_strategy(config, num_processes, recipe)
-    require_groups(recipe.sharding.sequence, num_processes)
+    require_groups("sharding.sequence", recipe.sharding.sequence, num_processes)
+    require_groups("sharding.experts", recipe.sharding.experts, num_processes)
     on_cpu = bool(config.values.get("use_cpu")) or torch.cuda.device_count() < num_processes
     return Launch(config.values, config.origin, num_processes, on_cpu)
 

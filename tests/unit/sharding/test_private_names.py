@@ -53,6 +53,8 @@ def test_public_methods_of_fsdp2() -> None:
         "set_custom_all_gather",
         "set_custom_reduce_scatter",
         "set_all_reduce_hook",
+        "set_gradient_divide_factor",
+        "set_force_sum_reduction_for_comms",
     ):
         assert callable(getattr(FSDPModule, name)), name
 

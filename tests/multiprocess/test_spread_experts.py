@@ -1,0 +1,130 @@
+"""Whole experts on ranks of their own: a step is that of a plain loop, and a run goes on with any spread."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe import MODELS, mixture, plain_step, two_experts_alone
+from moe_steps import sharded_step, windows_of
+from ranks import meet, run_on_ranks
+from safetensors.torch import load_file
+from tiny import recipe_values, save_llama
+from transformers import AutoTokenizer
+
+from toolkit import Recipe, finetune
+from toolkit.training.trainer import Trainer
+
+COEF, Z = 0.3, 0.05
+Spread = tuple[str, str, int, bool, int]
+"""Model, strategy, micro-batches a step, whether blocks are checkpointed, ranks of a group."""
+
+SMALL: list[Spread] = [("qwen3_moe", "zero3", 3, True, 2), ("deepseek_v3", "zero2", 1, False, 2)]
+IDLE: Spread = ("gpt_oss", "zero3", 1, True, 2)
+"""Its second rank's experts are chosen for no token."""
+
+
+def step_of(spread: Spread, *change: Any) -> Any:
+    kind, strategy, accumulation, checkpointed, size = spread
+    meet()
+    return sharded_step((kind, strategy, accumulation, checkpointed, "by_micro_batch"), COEF, Z, None, size, *change)
+
+
+def small_steps() -> list[Any]:
+    return [*map(step_of, SMALL), step_of(IDLE, two_experts_alone)]
+
+
+def all_steps(spreads: list[Spread]) -> list[Any]:
+    return [step_of(spread) for spread in spreads]
+
+
+def compare(spread: Spread, num_ranks: int, found: dict[str, Any], model: Any = None) -> None:
+    kind, _, accumulation, _, _ = spread
+    plain = plain_step(model or mixture(kind), windows_of(num_ranks, accumulation), COEF, Z, whole=False)
+    assert found["loss"] == pytest.approx(plain.loss, rel=1e-6)
+    assert found["experts"]["balance_loss"] == pytest.approx(plain.balance, rel=1e-6)
+    torch.testing.assert_close(torch.tensor(found["experts"]["expert_load"]), plain.shares, rtol=0, atol=6e-5)
+    norm = torch.stack([gradient.square().sum() for gradient in plain.gradients.values()]).sum().sqrt()
+    assert found["norm"] == pytest.approx(float(norm), rel=1e-6)
+    assert found["gradients"].keys() == plain.gradients.keys()
+    for name, gradient in plain.gradients.items():
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(found["gradients"][name], gradient, rtol=0, atol=1e-6 * max(1.0, largest), msg=name)
+
+
+def test_a_step_is_that_of_a_plain_loop_also_where_a_rank_gets_no_tokens() -> None:
+    *found, idle = run_on_ranks(small_steps, 2)[0]
+    for spread, step in zip(SMALL, found, strict=True):
+        compare(spread, 2, step)
+    model = two_experts_alone(mixture(IDLE[0]))
+    assert idle["experts"]["dead_experts"] == 4  # of two layers
+    compare(IDLE, 2, idle, model)
+
+
+class CutError(Exception):
+    """Power is gone."""
+
+
+def run(folder: Path, data: Path, name: str, size: int, cut: bool = False) -> list[float]:
+    """Losses of five steps; cut, it dies in the fourth, two steps behind its checkpoint."""
+    train_step = Trainer.train_step
+
+    def dies(trainer: Any, window: Any) -> Any:
+        if trainer.global_step == 3:
+            raise CutError
+        return train_step(trainer, window)
+
+    values = recipe_values(folder / "model", data, folder / name, folder / "cache", max_steps=5)
+    values["sharding"] = {"strategy": "zero3", "experts": size}
+    values["checkpoint"] = {"every_steps": 2}
+    meet()
+    if not cut:
+        return [record["loss"] for record in finetune(Recipe.from_mapping(values)).metrics]
+    Trainer.train_step = dies  # type: ignore[method-assign]
+    try:
+        with pytest.raises(CutError):
+            finetune(Recipe.from_mapping(values))
+    finally:
+        Trainer.train_step = train_step  # type: ignore[method-assign]
+    return []
+
+
+def runs(folder: Path, data: Path) -> dict[str, list[float]]:
+    """Whole runs without and with spread experts, and one that is cut with them and goes on with and without."""
+    found = {"gathered": run(folder, data, "gathered", 1), "spread": run(folder, data, "spread", 2)}
+    run(folder, data, "same", 2, cut=True)
+    meet()
+    if torch.distributed.get_rank() == 0:
+        shutil.copytree(folder / "same", folder / "other")
+    torch.distributed.barrier()
+    return found | {"same": run(folder, data, "same", 2), "other": run(folder, data, "other", 1)}
+
+
+def test_a_run_goes_on_with_the_same_spread_bit_for_bit_and_without_one(tmp_path: Path, text_file: Path) -> None:
+    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    folder = save_llama(tmp_path / "model", texts, tied=True)  # for its tokenizer
+    mixture("mixtral", vocab_size=len(AutoTokenizer.from_pretrained(folder))).save_pretrained(folder)
+    losses = run_on_ranks(runs, 2, tmp_path, text_file)[0]
+    assert losses["same"] == losses["spread"]
+    assert losses["spread"] == pytest.approx(losses["gathered"], rel=1e-6)
+    assert losses["other"] == pytest.approx(losses["gathered"], rel=1e-6)
+    exported = {name: load_file(tmp_path / name / "export" / "model.safetensors") for name in losses}
+    for name, weight in exported["gathered"].items():
+        assert torch.equal(exported["same"][name], exported["spread"][name])
+        for other in ("spread", "other"):
+            torch.testing.assert_close(exported[other][name], weight, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_model_with_any_spread(num_ranks: int) -> None:
+    sizes = [size for size in (2, 4) if num_ranks % size == 0]
+    grid = itertools.product(MODELS, ("zero3", "zero1"), (1, 3), (False, True), sizes)
+    spreads = [case for case in grid if case[1] == "zero3" or case[2] == 3]
+    for spread, found in zip(spreads, run_on_ranks(all_steps, num_ranks, spreads, seconds=900)[0], strict=True):
+        compare(spread, num_ranks, found)

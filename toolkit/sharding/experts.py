@@ -1,0 +1,155 @@
+"""Expert parallelism: whole experts on ranks of their own, and tokens that are sent to them and back.
+
+Ranks form a grid (n, F / n). Those of a row hold the same E / n experts of every layer, which FSDP2 gathers and reduces
+among them alone. Those of a column are a group: before its experts a layer sends each token to the ranks that hold the
+experts it has chosen, and behind them it gets their outputs back (GShard, arXiv 2006.16668).
+
+Row by row, the ranks have the experts in order. Between forwards each rank therefore holds E / F experts, and they are
+the ones that it would hold without expert parallelism: optimizer, norm, checkpoints and exports see no difference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from toolkit.errors import BadInputError
+from toolkit.sharding.fsdp import class_name
+from toolkit.sharding.strategy import Strategy
+from toolkit.sharding.units import stacked_experts
+
+GROUP, SHARD = "experts", "expert_shard"
+"""Axes of the grid: of ranks that exchange tokens, and of ranks that hold the same experts."""
+
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of hidden states (N, D), the experts of each (N, k) and their weights (N, k): the weighted sums, (N, D)."""
+
+
+def expert_grid(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """The ranks of a 1-D mesh as a grid of `size` rows. Collective."""
+    return init_device_mesh(mesh.device_type, (size, mesh.size() // size), mesh_dim_names=(GROUP, SHARD))
+
+
+def require_spreadable(strategy: Strategy, others: Mapping[str, Any]) -> None:
+    """Raises BadInputError where experts are to be spread together with what they cannot be.
+
+    Args:
+        others: by name; None: not asked for.
+    """
+    found = [name for name, value in others.items() if value is not None]
+    if strategy.replicated or not strategy.sharded:
+        found = [f"strategy {strategy.name}"]
+    if found:
+        raise BadInputError(f"sharding.experts is not possible with {found[0]}; remove one of them, or choose zero3")
+
+
+def require_experts(model: nn.Module, num_ranks: int) -> None:
+    """Raises BadInputError where there are no stacked experts, or they cannot be dealt to so many ranks."""
+    stacks = stacked_experts(model)
+    if not stacks:
+        raise BadInputError(
+            f"sharding.experts: no layer of {class_name(model)} holds its experts as stacked parameters, which "
+            "transformers marks by use_experts_implementation; remove it"
+        )
+    for path, module in stacks.items():
+        _require_dealable(path, module, num_ranks)
+
+
+def _require_dealable(path: str, module: nn.Module, num_ranks: int) -> None:
+    number = int(module.num_experts)  # type: ignore[arg-type]
+    for name, parameter in module.named_parameters():
+        if "." in name or parameter.ndim < 2 or parameter.shape[0] != number:
+            raise BadInputError(
+                f"sharding.experts: {path}.{name} of shape {tuple(parameter.shape)} has no row for each of the "
+                f"{number} experts; remove sharding.experts"
+            )
+    if number % num_ranks:
+        raise BadInputError(
+            f"sharding.experts: the {number} experts of {path} are not a multiple of the {num_ranks} ranks, each of "
+            "which holds as many; remove it, or start a number of ranks that divides them"
+        )
+
+
+@torch.no_grad()
+def take_part(module: nn.Module, grid: DeviceMesh) -> None:
+    """Leaves a rank the experts of its row of the grid, and has the module's forward send tokens to the others."""
+    group = grid.get_group(GROUP)
+    number = int(module.num_experts) // group.size()  # type: ignore[arg-type]
+    for name, parameter in list(module.named_parameters()):
+        part = parameter.data.narrow(0, grid.get_local_rank(GROUP) * number, number)
+        module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    module.num_experts = number  # type: ignore[assignment]
+    module.forward = functools.partial(_spread, module.forward, group, number)
+
+
+def _spread(
+    compute: Compute,
+    group: dist.ProcessGroup,
+    number: int,
+    hidden: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """What the layer gives for this rank's tokens, (T, D), each rank computing its own experts for all of the group.
+
+    Args:
+        compute: of this rank's experts, by their numbers among them.
+        number: of experts on each rank.
+        hidden: (T, D).
+        chosen: numbers of the experts of each token, (T, k).
+        weights: of their outputs, (T, k).
+    """
+    num_tokens, top_k = chosen.shape
+    order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
+    counts = torch.bincount(chosen.flatten(), minlength=number * group.size()).view(-1, number)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=group)
+    sent, received = torch.stack([counts.sum(dim=1), theirs.sum(dim=1)]).tolist()
+    arrived = _exchanged(hidden[order // top_k], received, sent, group)
+    own = torch.arange(number, device=chosen.device).repeat(group.size()).repeat_interleave(theirs.flatten())
+    outputs = _exchanged(_computed(compute, arrived, own), sent, received, group)
+    of_tokens = outputs[order.argsort()].view(num_tokens, top_k, -1)
+    summed: torch.Tensor = (of_tokens * weights.unsqueeze(-1)).sum(dim=1)
+    return summed.to(hidden.dtype)
+
+
+def _computed(compute: Compute, arrived: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Unweighted outputs of the tokens that have arrived, (N, D); `own` are their experts, (N,)."""
+    # A rank without tokens computes a row of zeros and drops it: it has to take part in the exchange of gradients.
+    idle = len(own) == 0
+    if idle:
+        arrived, own = torch.cat([arrived, arrived.new_zeros(1, arrived.shape[1])]), own.new_zeros(1)
+    outputs = compute(arrived, own[:, None], arrived.new_ones(len(own), 1))
+    return outputs[1:] if idle else outputs
+
+
+def _exchanged(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    exchanged: torch.Tensor = _Exchange.apply(rows, received, sent, group)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends rows to the ranks of a group, in order; backward sends the gradients the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        return _all_to_all(rows, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_to_all(gradient, ctx.sent, ctx.received, ctx.group), None, None, None
+
+
+def _all_to_all(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+    return result
