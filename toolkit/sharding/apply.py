@@ -137,7 +137,7 @@ def _shard(modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPol
 def _spread_experts(
     model: nn.Module, plan: UnitPlan, mesh: DeviceMesh, size: int, policy: MixedPrecisionPolicy, strategy: Strategy
 ) -> None:
-    """Makes the experts of each layer a unit of the ranks that hold the same ones; with a `size` of 1 they stay in their block."""
+    """Makes each layer's experts a unit of the ranks that hold the same ones; nothing for a `size` of 1."""
     if size == 1:
         return
     require_experts(model, mesh.size())

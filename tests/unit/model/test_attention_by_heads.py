@@ -45,9 +45,9 @@ def test_models_whose_rows_can_be_shared_pass() -> None:
 
 
 def test_groups_fill_the_ranks() -> None:
-    require_groups(4, 8)
+    require_groups("sharding.sequence", 4, 8)
     with pytest.raises(BadInputError, match=r"4 does not divide the 6 ranks .* set it to one of 1, 2, 3, 6"):
-        require_groups(4, 6)
+        require_groups("sharding.sequence", 4, 6)
 
 
 @pytest.mark.parametrize(
