@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import init_empty_weights
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-from tiny import llama
+from tiny import llama, save_llama
 from torch import nn
-from transformers import LlamaConfig, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from toolkit.errors import BadInputError, RecipeError
 from toolkit.model.adapters import add_adapter, quantise, trainable_share
+from toolkit.model.load import load
 from toolkit.model.quantised import (
     Quantisation,
     QuantisedLinear,
@@ -26,7 +30,7 @@ from toolkit.model.quantised import (
 )
 from toolkit.model.stored_quantised import take_quantisation
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import AdapterSection
+from toolkit.recipe.schema import AdapterSection, ModelSection
 
 NF4 = AdapterSection(kind="lora", quantize="nf4")
 
@@ -113,6 +117,44 @@ def test_experts_routers_and_the_head_stay_and_the_run_says_so() -> None:
     assert f"{held / whole_bytes:.1%} of the base's bytes stay as they are" in told
     trained, counted = trainable_share(adapted)
     assert counted - trained == whole, "a weight is counted once, however few bits it has"
+
+
+def held_at_once(act: Callable[[], None], mapped: int) -> int:
+    """The most bytes of torch's allocator that are held at once while it acts, beyond what is held before.
+
+    Args:
+        mapped: size of a file (bytes): torch counts a mapping of it as if it were allocated.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        act()
+    waiting, changes = list(profile.profiler.kineto_results.experimental_event_tree()), []
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    sizes = [size for _, size in sorted(changes, key=lambda change: change[0]) if abs(size) != mapped]
+    assert len(sizes) < len(changes), "the file is mapped, or the sizes mean something else"
+    return max(itertools.accumulate(sizes))
+
+
+def test_a_load_holds_the_quantised_model_and_less_than_a_block_of_16_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of a real model a piece is a small part of a block; here it would be all.
+    monkeypatch.setattr("toolkit.model.quantised.PIECE", 2**13)
+    save_llama(tmp_path, ["a word or two"] * 8, tied=False)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": len(tokenizer)}
+    whole = llama(**sizes, initializer_range=0.05).bfloat16()
+    whole.save_pretrained(tmp_path)
+    for adapter in ({"double_quantization": True}, {"use_dora": True}):
+        section = AdapterSection.model_validate({"kind": "lora", "quantize": "nf4", **adapter})
+        model: Any = load(ModelSection(name_or_path=str(tmp_path), dtype="bfloat16"), tokenizer, 0, adapter=section)
+        most = held_at_once(model.materialize_weights, (tmp_path / "model.safetensors").stat().st_size)
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        block = sum(parameter.nbytes for parameter in whole.model.layers[0].parameters())
+        assert held < most < held + block, adapter
 
 
 def refused(section: AdapterSection, **fields: Any) -> str:
