@@ -33,6 +33,9 @@ PAIRS = [
 SIDES = ("chosen", "rejected")
 CASES = {"full": None, "lora": {"kind": "lora", "r": 2, "modules_to_save": ["norm"]}}
 
+SHARED = {"shared": "full", "lora-shared": "lora"}
+"""Runs whose rows 2 ranks share, and the cases that they are."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -137,7 +140,8 @@ def runs(folder: Path) -> dict[str, Any]:
         run(case, adapter, {"packing": False}, {"beta": BETA}, **size)
     if ranks == 2:
         apart = {"packing": False, "cache_dir": str(folder / "c-shared")}  # so that it makes its own reference
-        run("shared", None, apart, {"beta": BETA}, 2, micro_batch_size=4, gradient_accumulation_steps=2)
+        for name, case in SHARED.items():
+            run(name, CASES[case], apart, {"beta": BETA}, 2, micro_batch_size=4, gradient_accumulation_steps=2)
     kept = list((folder / f"c-{ranks}").glob("reference-*/*.npy"))
     for steps in (1, 2):
         run(f"steps-{steps}", None, {"packing": False}, {"beta": BETA}, **size, max_steps=steps, seed=SEED + 1)
@@ -160,8 +164,8 @@ def plain(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_run_is_the_plain_loop(ranks: int, folder: Path, plain: dict[str, Any]) -> None:
     found = run_on_ranks(runs, ranks, folder)[0]
-    plain = {**plain, "shared": plain["full"]}
-    for case in (*CASES, *(["shared"] if ranks == 2 else [])):
+    plain = {**plain, **{name: plain[case] for name, case in SHARED.items()}}
+    for case in (*CASES, *(SHARED if ranks == 2 else ())):
         losses = [record["loss"] for record in found[case] if record["split"] == "train"]
         assert losses == pytest.approx(plain[case]["loss"], rel=1e-5), case
         assert losses[0] == pytest.approx(math.log(2), rel=1e-5), "at first the model is its own reference"

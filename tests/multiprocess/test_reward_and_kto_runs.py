@@ -149,6 +149,11 @@ def runs(folder: Path) -> dict[str, Any]:
         more = {"training": size, "export": {"enabled": False}, "sharding": together}
         run("reward by block", "scoring", {"packing": False}, reward, **more)
         run("kto by block", "model", {"packing": False}, kto, **more)
+        whole = {"micro_batch_size": 4, "gradient_accumulation_steps": 2}
+        more = {"training": whole, "export": {"enabled": False}, "sharding": {"sequence": 2}}
+        run("reward on shared rows", "scoring", {"packing": False}, reward, **more)
+        apart = {"packing": False, "cache_dir": str(folder / "c-shared")}  # so that it makes its own reference
+        run("kto on shared rows", "model", apart, kto, **more)
         held_out = {"validation": str(folder / "pairs.jsonl")}
         adapter = {"kind": "lora", "r": 2}
         run("packed", "model", held_out, {"kind": "reward"}, training={"micro_batch_size": 2})
@@ -164,7 +169,7 @@ def runs(folder: Path) -> dict[str, Any]:
 def test_the_runs_are_the_plain_loops(ranks: int, folder: Path) -> None:
     found = run_on_ranks(runs, ranks, folder)[0]
     plain_reward, plain = plain_rewards(folder), plain_kto(folder)
-    for way in ("", " by block") if ranks == 2 else ("",):
+    for way in ("", " by block", " on shared rows") if ranks == 2 else ("",):
         check_losses(found[f"reward{way}"], plain_reward, found[f"kto{way}"], plain)
     assert max(plain["kl"]) > 0.01, "the KL says something"
     if ranks == 2:

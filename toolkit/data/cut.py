@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from toolkit.data.samples import IGNORED, Batch
+from toolkit.data.samples import IGNORED, OTHER, Batch
 
 
 @dataclass(frozen=True)
@@ -21,31 +21,62 @@ class Part:
         """This part of rows (B, T), which are padded to a multiple of `count`; the batch itself where there is one.
 
         What a token predicts may be in the next part, and who it sees in any other: so there are `targets` (B, T / n),
-        shifted before the cut, and `whole_positions` (B, T). Preferences keep their `labels` and `segments` whole, and
-        have `owners` (B, T / n), too.
+        shifted before the cut, and `whole_positions` (B, T). What belongs to documents or rows and not to tokens stays
+        whole, with the number of this `part`: preferences keep their `labels` and `segments`, and have `owners`
+        (B, T / n), too; classification has `whole_ids` (B, T), and the labels of rows in the first part alone.
         """
         if self.count == 1:
             return batch
-        positions = _padded(batch["position_ids"], self.count, None)
-        targets, owners = predictions_of(batch)
+        others = {name.removeprefix(OTHER): value for name, value in batch.items() if name.startswith(OTHER)}
+        cut = self._of({name: value for name, value in batch.items() if not name.startswith(OTHER)})
+        if others:
+            cut |= {f"{OTHER}{name}": value for name, value in self._of(others).items()}
+        return {name: tensor.contiguous() for name, tensor in cut.items()}
+
+    def _of(self, batch: Batch) -> Batch:
+        ids = batch["input_ids"]
+        positions = batch["position_ids"] if "position_ids" in batch else torch.arange(ids.shape[1]).expand_as(ids)
+        positions = _padded(positions, self.count, None)
         length = positions.shape[1] // self.count
         mine = slice(self.index * length, (self.index + 1) * length)
         cut = {
-            "input_ids": _padded(batch["input_ids"], self.count, 0)[:, mine],
+            "input_ids": _padded(ids, self.count, 0)[:, mine],
             "position_ids": positions[:, mine],
-            "targets": _padded(targets, self.count, IGNORED)[:, mine],
             "whole_positions": positions,
             "lengths": (batch["lengths"] - mine.start).clamp(0, length),
         }
-        if owners is not None:
-            cut["owners"] = _padded(owners, self.count, -1)[:, mine]
-            cut |= {name: batch[name] for name in ("labels", "segments", "reference")}
-            cut["part"] = torch.tensor(self.index)
-        return {name: tensor.contiguous() for name, tensor in cut.items()}
+        if "attention_mask" in batch:
+            return cut | self._classified(batch, mine)
+        targets, owners = predictions_of(batch)
+        cut["targets"] = _padded(targets, self.count, IGNORED)[:, mine]
+        if owners is None:
+            return cut
+        cut["owners"] = _padded(owners, self.count, -1)[:, mine]
+        cut["part"] = torch.tensor(self.index)
+        return {**batch, **cut}
+
+    def _classified(self, batch: Batch, mine: slice) -> Batch:
+        """What a batch has beside its tokens where rows, or words, have classes.
+
+        Without the mask of padding, which is behind the text and which no token of a decoder sees.
+        """
+        labels = batch["labels"]
+        if labels.dim() == 2:
+            labels = _padded(labels, self.count, IGNORED)[:, mine]
+        elif self.index:  # the class of a row counts once
+            labels = torch.full_like(labels, IGNORED)
+        kinds = _padded(batch["token_type_ids"], self.count, 0)[:, mine]
+        part = torch.tensor(self.index)
+        return {"labels": labels, "token_type_ids": kinds, "whole_ids": batch["input_ids"], "part": part}
 
 
 WHOLE = Part()
 """Of rows that no ranks share."""
+
+
+def counts_here(batch: Batch) -> bool:
+    """Whether what belongs to whole documents or rows counts on this rank: of those that share rows, on the first."""
+    return "part" not in batch or int(batch["part"]) == 0
 
 
 def predictions_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from toolkit.data.documents import Documents
 from toolkit.data.packing import Pieces
@@ -21,6 +22,9 @@ MULTIPLE = 8
 """Padded batches are as long as their longest row, rounded up to a multiple of it (tokens)."""
 
 Batch = dict[str, torch.Tensor]
+
+OTHER = "kl_"
+"""Begins what a batch of KTO has of prompts with completions of other rows."""
 
 
 class Samples(Protocol):
@@ -124,6 +128,16 @@ class TextSamples:
         first = self.ends[number - 1] if number else 0
         return [self.rows.tokens(*self.pieces.place(i)) for i in range(first, self.ends[number])]
 
+    def few(self, tokens: int) -> Batch:
+        """A micro-batch of one row of at most so many tokens, to try a model on.
+
+        It holds two documents, of unequal length, where documents share rows.
+        """
+        ids = [token for document in self.documents(0) for token in document][:tokens]
+        cut = len(ids) // 3 if self.packed else 0
+        pieces = [piece for piece in (ids[:cut], ids[cut:]) if piece]
+        return stack([sample_of([(piece, [True] * len(piece)) for piece in pieces], len(ids), self.pad_id)])
+
 
 def batch_of(samples: list[list[tuple[Any, Any]]], max_length: int, packed: bool, pad_id: int) -> Batch:
     """A batch of samples, each `(input_ids, targets)` of its pieces."""
@@ -193,6 +207,12 @@ class PairSamples(TextSamples):
             parts += [(ids[:split], targets[:split]), (ids[split:], targets[split:])]
         return parts
 
+    def few(self, tokens: int) -> Batch:
+        """See `TextSamples.few`; the ends of both completions of a pair."""
+        chosen, rejected = self.tokens(0)[:2]
+        batch = _ends_of([(chosen, tokens // 3), (rejected, tokens - tokens // 3)], self.pad_id)
+        return {**batch, "reference": torch.zeros(1, 2), "margin": torch.zeros(1)}
+
 
 @dataclass(frozen=True)
 class JudgedSamples(TextSamples):
@@ -218,7 +238,7 @@ class JudgedSamples(TextSamples):
         unknown = torch.full((len(rows), 2), math.nan)
         return {
             **own,
-            **{f"kl_{name}": tensor for name, tensor in other.items()},
+            **{f"{OTHER}{name}": tensor for name, tensor in other.items()},
             "good": torch.from_numpy(self.good[rows]),
             "reference": unknown if self.reference is None else torch.from_numpy(self.reference[rows]),
         }
@@ -238,6 +258,19 @@ class JudgedSamples(TextSamples):
         parts = [(mine[: starts[0]], theirs[starts[1] :]) for mine, theirs in zip(own, other, strict=True)]
         ids, targets = (np.concatenate(part)[: self.max_length] for part in parts)
         return ids, targets
+
+    def few(self, tokens: int) -> Batch:
+        """See `TextSamples.few`; the end of a row, with its own and with another completion."""
+        own, other = (_ends_of([(row, tokens)], self.pad_id) for row in (self.tokens(0)[0], self.mismatched(0)[0]))
+        others = {f"{OTHER}{name}": tensor for name, tensor in other.items()}
+        return {**own, **others, "good": torch.ones(1, dtype=torch.bool), "reference": torch.zeros(1, 2)}
+
+
+def _ends_of(pieces: list[tuple[tuple[Any, Any], int]], pad_id: int) -> Batch:
+    """A row of the last tokens of pieces, so many of each: targets are at the end."""
+    short = [(ids[-tokens:], targets[-tokens:]) for (ids, targets), tokens in pieces]
+    batch = stack([sample_of(short, sum(len(ids) for ids, _ in short), pad_id)])
+    return {**batch, "segments": segments_of([short], batch["input_ids"])}
 
 
 def segments_of(samples: list[list[tuple[Any, Any]]], input_ids: torch.Tensor) -> torch.Tensor:
@@ -276,6 +309,16 @@ class LabelledSamples:
     def batch(self, numbers: Sequence[int]) -> Batch:
         tokens = [self.rows.tokens(int(self.numbers[number])) for number in numbers]
         return {**self._padded(tokens), "labels": torch.from_numpy(np.asarray(self.labels)[list(numbers)])}
+
+    def few(self, tokens: int) -> Batch:
+        """A micro-batch of one row of at most so many tokens and its padding, to try a model on."""
+        batch = {name: tensor[:, :tokens] if tensor.dim() == 2 else tensor for name, tensor in self.batch([0]).items()}
+        cut = {name: F.pad(batch[name], (0, MULTIPLE)) for name in ("attention_mask", "token_type_ids")}
+        ids = F.pad(batch["input_ids"], (0, MULTIPLE), value=self.pad_id)
+        labels = batch["labels"]
+        if labels.dim() == 2:
+            labels = F.pad(labels, (0, MULTIPLE), value=IGNORED)
+        return {**cut, "input_ids": ids, "labels": labels, "lengths": batch["lengths"].clamp_max(tokens)}
 
     def _padded(self, tokens: list[tuple[Any, Any]]) -> Batch:
         """All but the labels of a batch whose rows have these ids and token types."""

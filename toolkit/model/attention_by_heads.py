@@ -36,6 +36,11 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 def require_sequence(model: nn.Module, parts: int, max_length: int) -> None:
     """Raises BadInputError where `parts` ranks cannot share the rows of this model, by what its configuration says."""
     name, config = class_name(base_of(model)), base_of(model).config.get_text_config()
+    if "Classification" in name and not hasattr(base_of(model), "score"):
+        raise BadInputError(
+            f"sharding.sequence: {name} is no decoder with a head called `score`: it may need the padding's mask, or "
+            "the first token or the mean of a row, of which each rank has a part; remove it"
+        )
     if not takes_positions(model):
         raise BadInputError(
             f"sharding.sequence: {name} takes no position_ids, and a part of a row may begin at any; remove it"

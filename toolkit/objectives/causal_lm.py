@@ -85,7 +85,7 @@ class CausalLM:
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, T, V)."""
-        with _rows_of(batch):
+        with rows_of(batch):
             logits = model(**self._inputs(batch)).logits
         return logits.view(*batch["input_ids"].shape, -1)  # type: ignore[no-any-return]
 
@@ -109,7 +109,7 @@ class CausalLM:
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         if isinstance(self.head_loss, HeadLoss):
-            with _rows_of(batch):
+            with rows_of(batch):
                 return self.head_loss.summed(model, self._inputs(batch), _targets(batch), batch.get("counted"))
         return self._sum_of_logits(model, batch)
 
@@ -127,7 +127,7 @@ class CausalLM:
         targets, owners = predictions_of(batch)
         assert owners is not None, "preferences have segments"
         if isinstance(self.head_loss, HeadLoss):
-            with _rows_of(batch):
+            with rows_of(batch):
                 losses = self.head_loss.by_token(model, self._inputs(batch), targets.flatten(), batch.get("counted"))
             sums, counts = summed_by_document(-losses, owners.flatten(), num_segments)
         else:
@@ -173,7 +173,7 @@ def _targets(batch: Batch) -> torch.Tensor:
     return predictions_of(batch)[0].flatten()
 
 
-def _rows_of(batch: Batch) -> ExitStack:
+def rows_of(batch: Batch) -> ExitStack:
     """What `on_host` has found, and whole rows where a group of ranks shares them."""
     stack = ExitStack()
     if "shared" in batch:  # the device is asked where `on_host` was not called

@@ -11,7 +11,10 @@ from torch import nn
 
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.model.adapters import base_of
+from toolkit.model.fake_tensors import has_values
+from toolkit.objectives.causal_lm import rows_of
 from toolkit.objectives.objective import RunsWindows
+from toolkit.objectives.scores import any_places, at_places, places_of, scores_of_tokens
 
 CLASSES_SHOWN = 20
 """Up to so many classes an evaluation's record has the whole confusion matrix."""
@@ -30,6 +33,7 @@ class SequenceClassification:
     def __init__(self, model: nn.Module, num_classes: int, class_weights: list[float] | None = None) -> None:
         accepted = inspect.signature(base_of(model).forward).parameters
         self._inputs = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in accepted]
+        self._pad_id = base_of(model).config.get_text_config().pad_token_id
         self.num_classes = num_classes
         self._weights = None if class_weights is None else torch.tensor(class_weights)
 
@@ -37,8 +41,18 @@ class SequenceClassification:
         return int((batch["labels"] != IGNORED).sum())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
-        """The batch: nothing here depends on what it holds."""
-        return batch
+        """The batch; of shared rows, with where the last token of each is, as transformers' classifiers have it."""
+        if "whole_positions" not in batch:
+            return batch
+        known = {name: value for name, value in batch.items() if name != "whole_ids"}
+        return {**known, **self._lasts(batch), "shared": False}
+
+    def _lasts(self, batch: Batch) -> Batch:
+        ids = batch["whole_ids"]
+        if not has_values(ids):
+            return any_places(len(ids), batch)
+        lasts = ((ids != self._pad_id) * torch.arange(ids.shape[1])).argmax(dim=1)
+        return places_of(torch.arange(len(ids)), lasts, batch)
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
         """As they are."""
@@ -46,7 +60,18 @@ class SequenceClassification:
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, number of classes)."""
-        return model(**{name: batch[name] for name in self._inputs}).logits  # type: ignore[no-any-return]
+        if "whole_positions" in batch:
+            if "ends" not in batch:
+                batch = self.on_host(batch)
+            return at_places(scores_of_tokens(model, lambda: self._logits(model, batch)), batch)
+        return self._logits(model, batch)
+
+    def _logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        names = self._inputs
+        if "whole_positions" in batch:  # no token of a decoder sees the padding behind it
+            names = [*(name for name in names if name != "attention_mask"), "position_ids"]
+        with rows_of(batch):
+            return model(**{name: batch[name] for name in names}).logits  # type: ignore[no-any-return]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return self._loss_sum(self.logits(model, batch), batch["labels"])

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.data.samples import IGNORED, Batch
+from toolkit.data.cut import counts_here
+from toolkit.data.samples import IGNORED, OTHER, Batch
 from toolkit.model.adapters import adapters_off, has_adapter
 from toolkit.model.fake_tensors import has_values
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import OF_BASE, RunsWindows
-
-OTHER = "kl_"
-"""Begins what a batch has of prompts with completions of other rows."""
 
 SUMS = "window_sums"
 """Where a batch has what `Kto.window_sums` would give."""
@@ -62,7 +60,7 @@ class Kto:
         return self._adapted is None
 
     def count_targets(self, batch: Batch) -> int:
-        """Rows; those that only fill up a held-out batch have no labels."""
+        """Rows; those that only fill up a held-out batch have no labels, and shared ones count on one rank."""
         return int(_learned(batch).sum())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
@@ -99,6 +97,10 @@ class Kto:
         both = [self._causal.log_probabilities(model, part, len(batch["good"])) for part in (batch, _other(batch))]
         sums, counts = (torch.stack(found, dim=1) for found in zip(*both, strict=True))
         return sums, counts
+
+    def by_document(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Log-probabilities of the rows' own completions, (R, 1)."""
+        return self._causal.log_probabilities(model, batch, len(batch["good"]))[0][:, None]
 
     @torch.no_grad()
     def window_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -171,10 +173,12 @@ def _other(batch: Batch) -> Batch:
 
 
 def _learned(batch: Batch) -> torch.Tensor:
-    """Which rows are learned, (R,)."""
+    """Which rows are learned and count on this rank, (R,)."""
     learned = torch.ones_like(batch["good"])
     if not has_values(batch["labels"]):  # in a trace nobody can know
         return learned
     learned[:] = False
+    if not counts_here(batch):
+        return learned
     learned[batch["segments"][batch["labels"] != IGNORED]] = True
     return learned

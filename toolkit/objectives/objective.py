@@ -61,6 +61,14 @@ class Objective(Protocol):
 
 
 @runtime_checkable
+class ByDocument(Protocol):
+    """An objective whose loss needs a number of each document, whose tokens several ranks may hold."""
+
+    def by_document(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """These numbers, (D, C), equal on all ranks that share the rows of a micro-batch."""
+
+
+@runtime_checkable
 class OverWindow(Protocol):
     """An objective whose losses share a number that comes from all micro-batches they are summed over.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from toolkit.data.cut import counts_here
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.model.adapters import adapters_off, has_adapter
 from toolkit.objectives.causal_lm import CausalLM
@@ -42,7 +43,7 @@ class Preference:
 
     def count_targets(self, batch: Batch) -> int:
         """Pairs with something to learn; of rows that ranks share, on the rank of the first part."""
-        if not _counts_here(batch):
+        if not counts_here(batch):
             return 0
         # Segments 2 p and 2 p + 1 are the completions of pair p.
         return int(torch.unique(batch["segments"][batch["labels"] != IGNORED] // 2).numel())
@@ -64,6 +65,10 @@ class Preference:
         num_segments = 2 * len(batch["reference"])
         sums, counts = self._causal.log_probabilities(model, batch, num_segments)
         return sums.view(-1, 2), counts.view(-1, 2)
+
+    def by_document(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Log-probabilities, (P, 2)."""
+        return self.log_probabilities(model, batch)[0]
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -126,7 +131,3 @@ class Preference:
         pairs = max(1.0, sums[1])
         figures = {name: value / pairs for name, value in zip(self.figures, sums[2:], strict=True)}
         return {"loss": sums[0] / pairs, "pairs": int(sums[1]), **figures}
-
-
-def _counts_here(batch: Batch) -> bool:
-    return "part" not in batch or int(batch["part"]) == 0

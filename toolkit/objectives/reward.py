@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
+from toolkit.data.cut import counts_here
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.fake_tensors import has_values
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import RunsWindows
-from toolkit.objectives.replaced import own_forward, replaced
+from toolkit.objectives.scores import any_places, at_places, places_of, scores_of_tokens
 from toolkit.sharding.fsdp import class_name
 
 
@@ -54,7 +51,7 @@ class Reward:
         self._causal = CausalLM(model, packed=True)
 
     def count_targets(self, batch: Batch) -> int:
-        """Pairs; those that only fill up a held-out batch have no labels."""
+        """Pairs; those that only fill up a held-out batch have no labels, and shared ones count on one rank."""
         return int(_places(batch)["learned"].sum())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
@@ -67,31 +64,15 @@ class Reward:
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Scores of every token, (B, T, 1)."""
-        base = base_of(model.module if isinstance(model, DistributedDataParallel) else model)
-        original = own_forward(base)
-        found: list[torch.Tensor] = []
-        thread = threading.get_ident()
-
-        @functools.wraps(original)
-        def run(*args: Any, **kwargs: Any) -> SequenceClassifierOutputWithPast:
-            original(*args, **kwargs)  # which keeps the score of each row's last token only
-            return SequenceClassifierOutputWithPast(logits=found.pop())
-
-        def keep(_module: Any, _args: Any, scores: torch.Tensor) -> None:
-            if threading.get_ident() == thread:  # and not that of another micro-batch that runs by block
-                found.append(scores)
-
-        # Registered last, so that it sees what the hooks of FSDP2 have seen.
-        hook = base.score.register_forward_hook(keep)
-        try:
-            with replaced(base, run):
-                return self._causal.logits(model, batch)
-        finally:
-            hook.remove()
+        return scores_of_tokens(model, lambda: self._causal.logits(model, batch))
 
     def rewards(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Of the chosen and the rejected completion of each pair, (P, 2), float32."""
-        return self.logits(model, batch).flatten().index_select(0, batch["ends"]).float().view(-1, 2)
+        return at_places(self.logits(model, batch), batch).view(-1, 2)
+
+    def by_document(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Rewards, (P, 2)."""
+        return self.rewards(model, batch)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return self.training_sums(model, batch)[0]
@@ -125,12 +106,13 @@ def _figures(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
 
 
 def _places(batch: Batch) -> Batch:
-    """The number of each completion's last token (`ends`, (2 P,)), and which pairs are learned (`learned`, (P,))."""
+    """Where each completion's last token is, (2 P,), see `places_of`; and the pairs that are learned, (P,), bool."""
     segments, margin = batch["segments"], batch["margin"]
     if not has_values(segments):  # in a trace nobody can know
-        ends = torch.zeros(2 * len(margin), dtype=torch.long, device=segments.device)
-        return {"ends": ends, "learned": torch.ones_like(margin, dtype=torch.bool)}
+        return {**any_places(2 * len(margin), batch), "learned": torch.ones_like(margin, dtype=torch.bool)}
     lasts = (segments != F.pad(segments[:, 1:], (0, 1), value=-1)) & (segments >= 0)
     learned = torch.zeros_like(margin, dtype=torch.bool)
-    learned[segments[batch["labels"] != IGNORED] // 2] = True
-    return {"ends": lasts.flatten().nonzero().squeeze(1), "learned": learned}
+    if counts_here(batch):
+        learned[segments[batch["labels"] != IGNORED] // 2] = True
+    rows, tokens = lasts.nonzero(as_tuple=True)
+    return {**places_of(rows, tokens, batch), "learned": learned}

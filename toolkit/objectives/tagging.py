@@ -11,6 +11,7 @@ from torch import nn
 
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.objectives.classification import SequenceClassification
+from toolkit.sharding.sequence import whole_rows
 
 Entity = tuple[int, int, str]
 """First word, the one after the last, and kind."""
@@ -30,6 +31,10 @@ class TokenClassification(SequenceClassification):
         self._names = list(names)
         self._has_entities = all(re.match(r"O$|[BIES]-.", name) for name in names)
 
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(B, T, number of tags)."""
+        return self._logits(model, batch)
+
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return super()._loss_sum(logits.flatten(0, 1), labels.flatten())
 
@@ -37,8 +42,13 @@ class TokenClassification(SequenceClassification):
         """The loss, words, words whose tag is right, entities found, entities there are, entities that are right."""
         logits, labels = self.logits(model, batch), batch["labels"]
         loss = self._loss_sum(logits, labels).double().cpu()
+        tags = logits.argmax(dim=-1)
+        if "whole_positions" in batch:  # an entity may lie on several ranks; the first counts it
+            parts = batch["whole_positions"].shape[1] // tags.shape[1]
+            tags, labels = whole_rows(tags, parts), whole_rows(labels, parts)
+            labels = labels.masked_fill(batch["part"] != 0, IGNORED)
         counts = torch.zeros(5, dtype=torch.float64)
-        for chosen, right in zip(logits.argmax(dim=-1).tolist(), labels.tolist(), strict=True):
+        for chosen, right in zip(tags.tolist(), labels.tolist(), strict=True):
             words = [(self._names[a], self._names[b]) for a, b in zip(chosen, right, strict=True) if b != IGNORED]
             found, true = (self._entities([pair[side] for pair in words]) for side in (0, 1))
             hits = sum(a == b for a, b in words)

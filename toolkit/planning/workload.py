@@ -17,14 +17,14 @@ from toolkit.data import tokenizer
 from toolkit.data.build import REWARD
 from toolkit.data.cut import Part
 from toolkit.data.packing import is_packed
+from toolkit.data.samples import OTHER
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
-from toolkit.model.attention_by_heads import attend_by_heads
+from toolkit.model.attention_by_heads import attend_by_heads, require_sequence
 from toolkit.model.document_attention import BY_DOCUMENT
 from toolkit.model.load import SpecialTokens, load_without_weights
 from toolkit.model.positions import takes_positions
 from toolkit.objectives.build import build_objective
-from toolkit.objectives.kto import OTHER
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import CLASSIFIERS
@@ -124,6 +124,8 @@ def workload_of_model(
     Args:
         label_counts: as `build_objective` takes them.
     """
+    if recipe.sharding.sequence > 1:
+        require_sequence(model, recipe.sharding.sequence, recipe.data.max_length)
     packed = is_packed(recipe.data, recipe.objective)
     if recipe.data.packing is None and recipe.objective.kind == "causal_lm":
         packed = takes_positions(model)  # a run pads its rows, too
@@ -199,5 +201,6 @@ def _batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
     if recipe.objective.kind == "reward":
         batch["margin"] = torch.empty(size)
     if recipe.sharding.sequence > 1:
-        batch["lengths"] = torch.empty(size, dtype=BATCH_TYPE)
+        for prefix in ("", OTHER) if recipe.objective.kind == "kto" else ("",):
+            batch[f"{prefix}lengths"] = torch.empty(size, dtype=BATCH_TYPE)
     return Part(0, recipe.sharding.sequence).of(batch)

@@ -91,11 +91,6 @@ class Recipe(Section):
             self._check_by_block()
         if self.sharding.experts > 1:
             self._check_experts()
-        if self.sharding.sequence > 1 and self.objective.kind not in ("causal_lm", "preference"):
-            raise contradiction(
-                f"sharding.sequence is not possible with objective.kind {self.objective.kind}; allowed: causal_lm, "
-                "preference"
-            )
         if self.sharding.offload == "optimizer" and self.optimizer.kind != "adamw":
             raise contradiction(
                 f"sharding.offload: optimizer is not possible with optimizer.kind {self.optimizer.kind}; set "

@@ -18,7 +18,7 @@ from toolkit.data.build import TokenisedData
 from toolkit.data.cache import cache_folder
 from toolkit.data.cut import WHOLE, Part
 from toolkit.data.loader import EpochOrder, TrainLoader, evaluation_batches
-from toolkit.data.samples import Batch, JudgedSamples, PairSamples, TextSamples
+from toolkit.data.samples import Batch, JudgedSamples, LabelledSamples, PairSamples, TextSamples
 from toolkit.data.stream import StreamLoader
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of, require_mergeable
@@ -431,7 +431,7 @@ def _check_parts(
     planned: Planned,
 ) -> float | None:
     """The largest difference from whole rows, see `check_parts`; None where rows are whole."""
-    if not isinstance(data.train, TextSamples):
+    if not isinstance(data.train, TextSamples | LabelledSamples):
         return None
     inner = accelerator.unwrap_model(model)
     chunked = planned.checkpointing is not None and planned.checkpointing.chunk_tokens is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,13 +15,13 @@ from transformers import PreTrainedModel
 
 from toolkit import ranks
 from toolkit.checkpoint.export import relative_difference
-from toolkit.data.cut import Part
-from toolkit.data.samples import Batch, TextSamples, sample_of, stack
+from toolkit.data.cut import Part, counts_here
+from toolkit.data.samples import Batch, LabelledSamples, TextSamples
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
 from toolkit.model.attention_by_heads import attend_by_heads, require_sequence
-from toolkit.objectives.objective import Objective
+from toolkit.objectives.objective import ByDocument, Objective
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.chunks import chunks_of
 from toolkit.sharding.fsdp import class_name, reshard_all
@@ -28,6 +29,9 @@ from toolkit.sharding.sequence import form_groups
 
 CHECKED_TOKENS = 1024
 """Of the row that is compared, which every rank has whole once."""
+
+BY_TOKEN = 3
+"""Dimensions of what each token has, (B, T, ...), and a rank for its part alone; a document's numbers have two."""
 
 TOLERANCE = {False: 1e-4, True: 5e-2}
 """By whether compute is in 16 bits: the largest difference of logits or gradients, as a share of the largest one."""
@@ -60,13 +64,14 @@ def check_parts(
     model: nn.Module,
     inner: nn.Module,
     objective: Objective,
-    samples: TextSamples,
+    samples: TextSamples | LabelledSamples,
     part: Part,
     device: torch.device,
     in_16_bits: bool,
     chunked: bool = False,
 ) -> float | None:
-    """Compares parts of a row, and chunks of it, with the row whole: logits, and gradients of what is embedded.
+    """Compares parts of a row, and chunks of it, with the row whole: logits, what the loss needs of whole documents,
+    and gradients of what is embedded.
 
     Every rank calls this, on the same samples. Gradients of parameters are not made: nothing is reduced.
 
@@ -82,7 +87,7 @@ def check_parts(
     """
     if part.count == 1 and not chunked:
         return None
-    batch, was_training = _few_tokens(samples), model.training
+    batch, was_training = samples.few(CHECKED_TOKENS), model.training
     length = batch["input_ids"].shape[1]
     # Dropout would make any two forwards differ.
     model.eval()
@@ -93,7 +98,9 @@ def check_parts(
         with chunks_of(max(1, length // part.count // 3), inner):
             mine = _outcome(model, inner, objective, part.of(batch), device)
         for name, found in mine.items():
-            same = whole[name][:, part.index * found.shape[1] :][:, : found.shape[1]]
+            same = whole[name]
+            if same.dim() == BY_TOKEN:
+                same = same[:, part.index * found.shape[1] :][:, : found.shape[1]]
             differences[name] = relative_difference(found[:, : same.shape[1]], same) if same.numel() else 0.0
     except Exception as error:  # the code of a model may do anything with half a row
         problem = f"{type(error).__name__}: {first_line(error)}"
@@ -120,22 +127,32 @@ def _mixes(inner: nn.Module, part: Part, problem: str) -> str:
     )
 
 
-def _few_tokens(samples: TextSamples) -> Batch:
-    """A row of few tokens; of two documents, neither of which ends with a part, where documents share rows."""
-    ids = [token for document in samples.documents(0) for token in document][:CHECKED_TOKENS]
-    cut = len(ids) // 3 if samples.packed else 0
-    pieces = [piece for piece in (ids[:cut], ids[cut:]) if piece]
-    return stack([sample_of([(piece, [True] * len(piece)) for piece in pieces], len(ids), samples.pad_id)])
-
-
 def _outcome(
     model: nn.Module, inner: nn.Module, objective: Objective, batch: Batch, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Logits (B, T, V), and the gradient (B, T, D) of half their squares to what the embeddings give."""
+    """Logits, (B, T, V) or of whole rows (B, C), and what the loss needs of whole documents, (D, C).
+
+    And of each the gradient (B, T, D) of half its squares to what the embeddings give.
+    """
     moved = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in objective.on_host(batch).items()
     }
+    asked = {"logits": objective.logits}
+    if isinstance(objective, ByDocument):
+        asked["numbers of documents"] = objective.by_document
+    found: dict[str, torch.Tensor] = {}
+    for name, function in asked.items():
+        value, gradient = _with_gradient(model, inner, functools.partial(function, model, moved), batch)
+        found |= {name: value, f"gradients of {name}": gradient}
+    return found
+
+
+def _with_gradient(
+    model: nn.Module, inner: nn.Module, function: Callable[[], torch.Tensor], batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a function gives, and the gradient; what is of whole documents counts on one rank of a group."""
+    is_real = torch.arange(batch["input_ids"].shape[1]) < batch["lengths"][:, None]
     embedded: list[torch.Tensor] = []
 
     def begin_here(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -147,12 +164,16 @@ def _outcome(
     try:
         # DDP would wait for gradients of its parameters.
         with torch.enable_grad(), getattr(model, "no_sync", nullcontext)():
-            logits = objective.logits(model, moved).float()
+            value = function().float()
+            if value.dim() == BY_TOKEN:  # nobody asks for what padding gives
+                value = value.masked_fill(~is_real.to(value.device)[..., None], 0.0)
+            counts = value.dim() == BY_TOKEN or counts_here(batch)
+            above = value.detach() if counts else torch.zeros_like(value)
             with _nothing_reduced(model):
-                (gradient,) = torch.autograd.grad(logits, embedded, logits.detach())
+                (gradient,) = torch.autograd.grad(value, embedded, above)
     finally:
         handle.remove()
-    return {"logits": logits.detach(), "gradients": gradient.float()}
+    return value.detach(), gradient.float()
 
 
 @contextmanager

@@ -167,6 +167,13 @@ def summed_over_group(part: torch.Tensor) -> torch.Tensor:
     return summed
 
 
+def whole_rows(part: torch.Tensor, parts: int) -> torch.Tensor:
+    """Numbers of all tokens of shared rows, (B, T), of this rank's, (B, T / n); without a gradient."""
+    stacked = part.new_zeros(parts, *part.shape)
+    stacked[own_part()] = part
+    return summed_over_group(stacked).transpose(0, 1).reshape(len(part), -1)
+
+
 def _all_reduce(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     total = part.clone()
     if group is not None:

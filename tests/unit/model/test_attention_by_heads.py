@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import llama
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from toolkit.data.cut import Part
 from toolkit.errors import BadInputError
@@ -23,6 +23,12 @@ def qwen_next() -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
+def bert() -> Any:
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(AutoConfig.for_model("bert", **sizes))
+
+
 @pytest.mark.parametrize(
     ("model", "parts", "told"),
     [
@@ -33,6 +39,7 @@ def qwen_next() -> Any:
             2,
             r"the rotary embeddings of LlamaForCausalLM \(dynamic\) change .*; lower data.max_length to 64",
         ),
+        (bert, 2, "BertForSequenceClassification is no decoder with a head called `score`: .*; remove it"),
     ],
 )
 def test_a_model_whose_rows_cannot_be_shared_is_refused_by_name(model: Any, parts: int, told: str) -> None:
@@ -53,7 +60,6 @@ def test_groups_fill_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"objective.kind": "sequence_classification"}, "not possible with objective.kind sequence_classification"),
         (
             {
                 "sharding.accumulate": "by_block",
@@ -66,7 +72,7 @@ def test_groups_fill_the_ranks() -> None:
 )
 def test_what_cannot_be_shared_yet_is_refused(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(BadInputError, match=f"sharding.sequence is {told}"):
-        Recipe.load("classify" if "objective.kind" in changes else "sft", {"sharding.sequence": 2, **changes})
+        Recipe.load("sft", {"sharding.sequence": 2, **changes})
 
 
 def test_parts_of_a_row_hold_its_tokens_targets_and_lengths() -> None:
@@ -85,3 +91,17 @@ def test_parts_of_a_row_hold_its_tokens_targets_and_lengths() -> None:
     assert whole["position_ids"].tolist() == parts[0]["whole_positions"].tolist() == [[*positions[0].tolist(), 0, 1]]
     assert [int(part["lengths"]) for part in parts] == [3, 3, 2, 0]
     assert Part().of(batch) is batch
+
+
+def test_parts_of_classified_rows_count_a_row_once_and_each_word_where_it_is() -> None:
+    ids = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]])
+    rows = {"input_ids": ids, "attention_mask": (ids > 0).long(), "token_type_ids": ids % 2}
+    rows["lengths"] = torch.tensor([5, 2])
+    first, second = (Part(index, 2).of({**rows, "labels": torch.tensor([2, 1])}) for index in range(2))
+    assert first["input_ids"].tolist() == [[1, 2, 3], [6, 7, 0]]
+    assert second["token_type_ids"].tolist() == [[0, 1, 0], [0, 0, 0]]
+    assert [part["labels"].tolist() for part in (first, second)] == [[2, 1], [-100, -100]]
+    assert "attention_mask" not in first
+    words = torch.tensor([[2, -100, 1, -100, 0], [1, -100, -100, -100, -100]])
+    parts = [Part(index, 2).of({**rows, "labels": words})["labels"] for index in range(2)]
+    assert torch.cat(parts, dim=1).tolist() == [[2, -100, 1, -100, 0, -100], [1, -100, -100, -100, -100, -100]]

@@ -49,3 +49,27 @@ def test_offloaded_checkpoints_of_all_blocks_are_on_the_host() -> None:
     setup = Setup(STRATEGIES["zero3"], MeshShape(1, 2), False, Checkpointing(1, True), 1, 1)
     # The input of each block in bf16; positions, the embeddings of positions and such are small.
     assert planner.probe(setup).host_peak == pytest.approx(7 * 512 * 256 * 2, rel=0.2)
+
+
+OTHERS = {
+    "preference": {"objective.kind": "preference"},
+    "kto": {"objective.kind": "kto"},
+    "reward": {"objective.kind": "reward"},
+    "classes": {"objective.kind": "sequence_classification", "objective.labels": ["a", "b"], "data.packing": None},
+    "tags": {"objective.kind": "token_classification", "objective.labels": ["a", "b"], "data.packing": None},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_every_objective_is_planned_on_shared_rows(kind: str) -> None:
+    """Two ranks hold half of the activations each, but for what is as large whatever the row."""
+    peaks = []
+    for parts in (1, 2):
+        changes = {"model.config": {"model_type": "llama", **SIZES, **HEADS}, "data.max_length": 4096}
+        changes |= {"training.micro_batch_size": 1, "sharding.sequence": parts, **OTHERS[kind]}
+        changes |= {"data.streaming": False, "data.long_rows": "error", "data.targets": None}
+        recipe = Recipe.load("pretrain", changes)
+        planner = Planner(recipe, replace(workload_of(recipe, "bf16"), attention=UNMASKED), HARDWARE)
+        setup = Setup(STRATEGIES["zero3"], MeshShape(1, 2), False, None, 1, 1)
+        peaks.append(max(event.peak for event in planner.probe(setup).events))
+    assert peaks[1] == pytest.approx(peaks[0] / 2, rel=0.05)

@@ -1,0 +1,355 @@
+"""Losses of documents and rows that several ranks share: the plain loop on whole documents, one at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import make_texts
+from ranks import meet, run_on_ranks
+from tiny import recipe_values, save_llama
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    LlamaConfig,
+)
+
+from toolkit.data.cut import Part
+from toolkit.errors import BadInputError
+from toolkit.model.attention_by_heads import attend_by_heads
+from toolkit.objectives import scores
+from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.kto import Kto
+from toolkit.objectives.preference import Preference
+from toolkit.objectives.preference_losses import LOSSES
+from toolkit.objectives.reward import Reward
+from toolkit.objectives.tagging import TokenClassification, entities
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.sequence import check_parts
+from toolkit.sharding.sequence import form_groups, own_part
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "classifier_dropout": 0.0,
+}
+KINDS: dict[str, Any] = {
+    "dpo": AutoModelForCausalLM,
+    "ipo": AutoModelForCausalLM,
+    "simpo": AutoModelForCausalLM,
+    "orpo": AutoModelForCausalLM,
+    "kto": AutoModelForCausalLM,
+    "reward": AutoModelForSequenceClassification,
+    "classification": AutoModelForSequenceClassification,
+    "tagging": AutoModelForTokenClassification,
+}
+LENGTHS, OTHER_LENGTHS = [7, 16, 5, 19], [9, 4, 21, 12]
+PROMPT = 3
+"""Tokens of each document that are no targets."""
+
+REFERENCE = torch.tensor([[-20.0, -33.0], [-60.0, -20.0], [-10.0, -90.0], [-70.0, -40.0]])
+GOOD, MARGIN, BETA = torch.tensor([True, False, False, True]), torch.tensor([0.25, -0.5]), 0.1
+ROWS, CLASSES, WEIGHTS = [31, 20], [2, 0], [0.5, 2.0, 1.0]
+TAGS = ["O", "B-KING", "I-KING"]
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    num_labels = 1 if kind == "reward" else 3
+    return KINDS[kind].from_config(LlamaConfig(**SIZES, num_labels=num_labels)).float().train()
+
+
+def objective_of(kind: str, model: Any) -> Any:
+    if kind == "kto":
+        return Kto(model, BETA, 1.5, 0.75)
+    if kind == "reward":
+        return Reward(model, 0.05)
+    if kind == "classification":
+        return SequenceClassification(model, 3, WEIGHTS)
+    if kind == "tagging":
+        return TokenClassification(model, TAGS, WEIGHTS)
+    return Preference(model, LOSSES[kind], {})
+
+
+def documents(lengths: list[int], seed: int = 3) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 131, (length,), generator=draw) for length in lengths]
+
+
+def in_one_row(found: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    positions = torch.cat([torch.arange(len(ids)) for ids in found])[None]
+    ids = torch.cat(found)[None]
+    owners = torch.cat([torch.full((len(ids),), number) for number, ids in enumerate(found)])[None]
+    labels = ids.masked_fill(positions < PROMPT, -100)
+    lengths = torch.tensor([ids.shape[1]])
+    return {"input_ids": ids, "labels": labels, "position_ids": positions, "segments": owners, "lengths": lengths}
+
+
+def padded_rows(kind: str) -> dict[str, torch.Tensor]:
+    found = documents(ROWS, seed=5)
+    ids = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+    labels = torch.tensor(CLASSES)
+    if kind == "tagging":  # every third token begins a word
+        firsts = (torch.arange(ids.shape[1]) % 3 == 0) & (ids > 0)
+        labels = torch.where(firsts, ids % 3, -100)
+    mask, kinds = (ids > 0).long(), torch.zeros_like(ids)
+    lengths = torch.tensor(ROWS)
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": kinds, "labels": labels, "lengths": lengths}
+
+
+def batch_of(kind: str) -> dict[str, torch.Tensor]:
+    if kind in ("classification", "tagging"):
+        return padded_rows(kind)
+    batch = in_one_row(documents(LENGTHS))
+    if kind == "kto":
+        other = in_one_row(documents(OTHER_LENGTHS, seed=4))
+        others = {f"kl_{name}": value for name, value in other.items()}
+        return {**batch, **others, "good": GOOD, "reference": REFERENCE}
+    return {**batch, "reference": REFERENCE[:, 0].view(2, 2), "margin": MARGIN}
+
+
+class Samples:
+    """What the check before the first step asks of samples."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def few(self, tokens: int) -> dict[str, torch.Tensor]:
+        return batch_of(self._kind)
+
+
+def in_parts(kinds: list[str]) -> dict[str, Any]:
+    """Of each kind, over all ranks: losses, figures, held-out sums, counts and gradients; and the check's word."""
+    ranks = dist.get_world_size()
+    form_groups(ranks)
+    found = {}
+    for kind in kinds:
+        model = model_of(kind)
+        attend_by_heads(model)
+        objective, part = objective_of(kind, model), Part(own_part(), ranks)
+        checked = check_parts(model, model, objective, Samples(kind), part, torch.device("cpu"), False)
+        assert all(p.grad is None for p in model.parameters())
+        batch = objective.on_host(part.of(batch_of(kind)))
+        loss, figures = objective.training_sums(model, batch)
+        loss.backward()
+        with torch.no_grad():
+            held_out = objective.evaluation_sums(model, batch)
+        sums = torch.stack([loss.detach(), torch.tensor(float(objective.count_targets(batch))), *figures])
+        for tensor in (sums, held_out, *(p.grad for p in model.parameters())):
+            dist.all_reduce(tensor)
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found[kind] = {"sums": sums, "held_out": held_out, "gradients": gradients, "checked": checked}
+    return found
+
+
+def log_probability(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    each = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
+    return each[PROMPT - 1 :].sum()
+
+
+def plain_loss(kind: str, model: Any) -> tuple[torch.Tensor, int]:
+    """The loss of documents one by one, as the papers write it, and how many pairs, rows or words there are."""
+    if kind == "classification":
+        logits = torch.stack([model(input_ids=ids[None]).logits[0] for ids in documents(ROWS, seed=5)])
+        return F.cross_entropy(logits, torch.tensor(CLASSES), torch.tensor(WEIGHTS), reduction="sum"), 2
+    if kind == "tagging":
+        found = documents(ROWS, seed=5)
+        logits = torch.cat([model(input_ids=ids[None]).logits[0, ::3] for ids in found])
+        right = torch.cat([ids[::3] % 3 for ids in found])
+        return F.cross_entropy(logits, right, torch.tensor(WEIGHTS), reduction="sum"), len(right)
+    if kind == "reward":
+        given = torch.stack([model(input_ids=ids[None]).logits[0, 0] for ids in documents(LENGTHS)]).view(2, 2)
+        chosen, rejected = given.unbind(1)
+        return (-F.logsigmoid(chosen - rejected - MARGIN) + 0.05 * (chosen + rejected) ** 2).sum(), 2
+    found = torch.stack([log_probability(model, ids) for ids in documents(LENGTHS)])
+    if kind == "kto":
+        with torch.no_grad():
+            others = torch.stack([log_probability(model, ids) for ids in documents(OTHER_LENGTHS, seed=4)])
+            kl = (others - REFERENCE[:, 1]).mean().clamp_min(0)
+        distances = BETA * (found - REFERENCE[:, 0] - kl)
+        losses = torch.where(GOOD, 1.5 * (1 - torch.sigmoid(distances)), 0.75 * (1 - torch.sigmoid(-distances)))
+        return losses.sum(), 4
+    tokens = torch.tensor(LENGTHS).view(2, 2) - PROMPT
+    chosen, rejected = found.view(2, 2).unbind(1)
+    ratios = found.view(2, 2) - REFERENCE[:, 0].view(2, 2)
+    means = found.view(2, 2) / tokens
+    if kind == "dpo":
+        losses = -F.logsigmoid(BETA * (ratios[:, 0] - ratios[:, 1]))
+    elif kind == "ipo":
+        losses = (ratios[:, 0] / tokens[:, 0] - ratios[:, 1] / tokens[:, 1] - 1 / (2 * BETA)) ** 2
+    elif kind == "simpo":
+        losses = -F.logsigmoid(2.0 * (means[:, 0] - means[:, 1]) - 1.0)
+    else:
+        odds = means - torch.log1p(-means.exp())
+        losses = -means[:, 0] - 0.1 * F.logsigmoid(odds[:, 0] - odds[:, 1])
+    return losses.sum(), 2
+
+
+def require_plain(found: dict[str, Any]) -> None:
+    for kind, of_kind in found.items():
+        model = model_of(kind)
+        loss, count = plain_loss(kind, model)
+        loss.backward()
+        assert of_kind["sums"][:2].tolist() == pytest.approx([loss.item(), count], rel=1e-6), kind
+        assert of_kind["held_out"][0].item() == pytest.approx(loss.item(), rel=1e-6), kind
+        assert of_kind["checked"] < 1e-5, kind
+        largest = max(float(p.grad.abs().max()) for p in model.parameters())
+        for name, parameter in model.named_parameters():
+            gradient = of_kind["gradients"][name]
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=2e-6 * largest, msg=f"{kind} {name}")
+
+
+def require_entities(found: dict[str, Any]) -> None:
+    """That entities which lie on several ranks are found whole, each once."""
+    model, sums = model_of("tagging"), found["tagging"]["held_out"]
+    chosen, right = [], []
+    for number, ids in enumerate(documents(ROWS, seed=5)):
+        tags = model(input_ids=ids[None]).logits[0, ::3].argmax(-1).tolist()
+        chosen += [(number, *entity) for entity in entities([TAGS[tag] for tag in tags])]
+        right += [(number, *entity) for entity in entities([TAGS[tag] for tag in (ids[::3] % 3).tolist()])]
+    assert right
+    assert sums[3:].tolist() == [len(chosen), len(right), len(set(chosen) & set(right))]
+
+
+def broken() -> list[str]:
+    """What the check says where the numbers of documents are not exchanged, and of rows' classes."""
+    form_groups(dist.get_world_size())
+    told = []
+    for kind in ("reward", "classification"):
+        model = model_of(kind)
+        attend_by_heads(model)
+        part = Part(own_part(), dist.get_world_size())
+        whole, scores.summed_over_group = scores.summed_over_group, lambda mine: mine
+        try:
+            check_parts(model, model, objective_of(kind, model), Samples(kind), part, torch.device("cpu"), False)
+        except BadInputError as error:
+            told.append(str(error))
+        scores.summed_over_group = whole
+    return told
+
+
+TEXTS = [" ".join(text.split()[: 8 + 3 * (i % 4)]) for i, text in enumerate(make_texts(24, seed=4))]
+STEPS, ROWS_PER_STEP = 3, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sequence-objectives")
+    save_llama(folder / "model", TEXTS, tied=False)
+    tokens = AutoTokenizer.from_pretrained(folder / "model")
+    for kind in ("classification", "tagging"):
+        torch.manual_seed(2)
+        config = LlamaConfig.from_pretrained(folder / "model", num_labels=3)
+        config.classifier_dropout = 0.0
+        model = KINDS[kind].from_pretrained(folder / "model", config=config)
+        model.save_pretrained(folder / kind)
+        tokens.save_pretrained(folder / kind)
+    classes = [{"text": text, "label": "abc"[len(text) % 3]} for text in TEXTS]
+    (folder / "classification.jsonl").write_text("".join(json.dumps(row) + "\n" for row in classes))
+    words = [{"tokens": text.split(), "tags": [TAGS[len(word) % 3] for word in text.split()]} for text in TEXTS]
+    (folder / "tagging.jsonl").write_text("".join(json.dumps(row) + "\n" for row in words))
+    return folder
+
+
+def runs(folder: Path) -> dict[str, Any]:
+    from toolkit import finetune
+
+    found = {}
+    kinds = {"classification": ("sequence_classification", list("abc")), "tagging": ("token_classification", TAGS)}
+    for name, (kind, labels) in kinds.items():
+        meet()
+        rows = folder / f"{name}.jsonl"
+        values = recipe_values(folder / name, rows, folder / f"{name}-run", folder / f"{name}-cache")
+        values["data"] |= {"max_length": 63, "validation": str(rows)}
+        values["objective"] = {"kind": kind, "labels": labels}
+        values["optimizer"] = {"learning_rate": 2e-3, "weight_decay": 0.0}
+        values["schedule"] = {"kind": "constant"}
+        values["training"] |= {"max_steps": STEPS, "micro_batch_size": 2, "gradient_accumulation_steps": 2}
+        values["sharding"] = {"strategy": "zero3", "sequence": 2, "activation_checkpointing": 1}
+        values["export"] = {"enabled": False}
+        found[name] = finetune(Recipe.from_mapping(values)).metrics
+    return found
+
+
+def plain_run(folder: Path, kind: str) -> list[float]:
+    """Losses of AdamW on whole rows, one at a time; the first and last held-out loss around them."""
+    tokens = AutoTokenizer.from_pretrained(folder / kind)
+    model = KINDS[kind].from_pretrained(folder / kind, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0, foreach=False)
+
+    def loss_of(texts: list[str]) -> torch.Tensor:
+        sums, count = [], 0
+        for text in texts:
+            logits = model(input_ids=torch.tensor([tokens(text)["input_ids"]])).logits[0]
+            words = text.split()
+            if kind == "classification":
+                right = [len(text) % 3]
+            else:
+                ends = [len(tokens(" ".join(words[:n]))["input_ids"]) if n else 0 for n in range(len(words))]
+                logits, right = logits[ends], [len(word) % 3 for word in words]
+            sums.append(F.cross_entropy(logits.view(len(right), -1), torch.tensor(right), reduction="sum"))
+            count += len(right)
+        return sum(sums) / count
+
+    losses = [loss_of(TEXTS).item()]
+    for step in range(STEPS):
+        loss = loss_of([TEXTS[(step * ROWS_PER_STEP + i) % len(TEXTS)] for i in range(ROWS_PER_STEP)])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [*losses, loss_of(TEXTS).item()]
+
+
+def on_ranks(folder: Path) -> dict[str, Any]:
+    return {"parts": in_parts(list(KINDS)), "broken": broken(), "runs": runs(folder)}
+
+
+@pytest.fixture(scope="module")
+def on_2_ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_on_ranks(on_ranks, 2, folder)
+
+
+def test_losses_of_documents_in_parts_are_those_of_whole_documents(on_2_ranks: list[dict[str, Any]]) -> None:
+    found = on_2_ranks[0]["parts"]
+    assert list(found) == list(KINDS)
+    require_plain(found)
+    require_entities(found)
+
+
+@pytest.mark.slow
+def test_losses_of_documents_on_4_ranks_are_those_of_whole_documents() -> None:
+    found = run_on_ranks(in_parts, 4, list(KINDS))[0]
+    require_plain(found)
+    require_entities(found)
+
+
+def test_the_check_finds_numbers_of_documents_that_are_not_exchanged(on_2_ranks: list[dict[str, Any]]) -> None:
+    reward, classification = on_2_ranks[0]["broken"]
+    assert "numbers of documents differ by" in reward
+    assert "logits differ by" in classification
+    assert on_2_ranks[1]["broken"] == [reward, classification]
+
+
+def test_runs_of_classes_on_shared_rows_are_the_plain_loop(folder: Path, on_2_ranks: list[dict[str, Any]]) -> None:
+    for kind, records in on_2_ranks[0]["runs"].items():
+        plain = plain_run(folder, kind)
+        steps = [record["loss"] for record in records if record["split"] == "train"]
+        held_out = [record["loss"] for record in records if record["split"] == "eval"]
+        assert steps == pytest.approx(plain[1:-1], rel=1e-5), kind
+        assert held_out == pytest.approx([plain[0], plain[-1]], rel=1e-5), kind
+        assert [record["samples"] for record in records if record["split"] == "eval"] != [0, 0]
