@@ -42,6 +42,8 @@ RUNS: dict[int, list[tuple[str, str, int, dict[str, Any]]]] = {
         ("double", "zero3", 1, {"activation_checkpointing": 1}),
         ("dora", "zero3", 3, {"offload": "optimizer"}),
         ("nf4", "zero3", 3, {"accumulate": "by_block", "activation_checkpointing": 1}),
+        ("int8", "zero1", 1, {"sequence": 2}),
+        ("double", "zero3", 2, {"sequence": 2, "accumulate": "by_block", "activation_checkpointing": 1}),
     ],
     4: [
         ("double", "hybrid", 3, {}),
@@ -110,7 +112,8 @@ def runs(folder: Path, ranks: int) -> dict[str, Any]:
         meet()
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2" if strategy == "hybrid" else "1"
         name = run_name(case, strategy, accumulation, ranks)
-        size = {"micro_batch_size": ROWS_PER_STEP // (ranks * accumulation)}
+        groups = ranks // sharding.get("sequence", 1)
+        size = {"micro_batch_size": ROWS_PER_STEP // (groups * accumulation)}
         values = recipe(folder, name, CASES[case][0], **size, gradient_accumulation_steps=accumulation)
         values["sharding"] = {"strategy": strategy, **sharding}
         values["export"] = {"verify": ranks == 1}

@@ -153,6 +153,7 @@ def runs(folder: Path) -> dict[str, Any]:
         more = {"training": whole, "export": {"enabled": False}, "sharding": {"sequence": 2}}
         run("reward on shared rows", "scoring", {"packing": False}, reward, **more)
         apart = {"packing": False, "cache_dir": str(folder / "c-shared")}  # so that it makes its own reference
+        more["sharding"] = {"sequence": 2, **together}
         run("kto on shared rows", "model", apart, kto, **more)
         held_out = {"validation": str(folder / "pairs.jsonl")}
         adapter = {"kind": "lora", "r": 2}

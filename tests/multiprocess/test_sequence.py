@@ -137,6 +137,10 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "ddp": {},
     "zero2": {"sharding": {"activation_checkpointing": 1, "offload_checkpoints": True, "chunk_tokens": 20}},
     "zero3-offload": {"sharding": {"offload": "optimizer", "offload_executor": "cpu_torch"}},
+    "zero3-by-block": {
+        "training": {"gradient_accumulation_steps": 4, "micro_batch_size": 1},
+        "sharding": {"accumulate": "by_block", "activation_checkpointing": 1},
+    },
     "zero3-bf16": {"training": {"mixed_precision": "bf16"}},
 }
 """Every one with 4 rows of 63 tokens in a step, which 2 ranks share."""

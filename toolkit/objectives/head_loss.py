@@ -27,6 +27,7 @@ from toolkit.errors import first_line
 from toolkit.model.adapters import base_of
 from toolkit.model.fake_tensors import has_values, unset_fake_temporarily
 from toolkit.objectives.replaced import own_forward, replaced
+from toolkit.sharding.chunks import each_alike
 
 CHUNK_ENTRIES = 2**27
 """Logits of a chunk, 512 MiB in float32: with less, a GPU spends its time on adding to the weight's gradient.
@@ -182,7 +183,7 @@ class _SummedLoss(torch.autograd.Function):
         ctx.dtypes, hidden = _dtypes(hidden, weight, bias), hidden.to(how.dtype)
         total = torch.zeros((1, 1, 1), dtype=torch.float32, device=hidden.device)
         gradients = _Gradients.zeros(head, hidden, how.wanted)
-        for rows in head.chunks(len(hidden)):
+        for rows in each_alike(head.chunks(len(hidden))):
             losses, chunk = head.losses(hidden[rows], targets[rows])
             total += losses.sum()
             if any(how.wanted):
@@ -215,7 +216,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx.how = how
         head = how.head(weight, bias)
         each = torch.empty((1, len(hidden), 1), dtype=torch.float32, device=hidden.device)
-        for rows in head.chunks(len(hidden)):
+        for rows in each_alike(head.chunks(len(hidden))):
             each[0, rows, 0] = head.losses(hidden[rows].to(how.dtype), targets[rows])[0]
         return each
 
@@ -227,7 +228,7 @@ class _TokenLosses(torch.autograd.Function):
         factors = upstream[0].flatten()
         dtypes, hidden = _dtypes(hidden, weight, bias), hidden.to(how.dtype)
         gradients = _Gradients.zeros(head, hidden, how.wanted)
-        for rows in head.chunks(len(hidden)):
+        for rows in each_alike(head.chunks(len(hidden))):
             _, chunk = head.losses(hidden[rows], targets[rows])
             gradients.add(head, rows, hidden[rows], head.gradient(chunk, targets[rows], factors[rows]))
             del chunk  # before the next one is there

@@ -131,8 +131,6 @@ class Recipe(Section):
                 "sharding.accumulate=by_block has no effect on one micro-batch a step; set "
                 "training.gradient_accumulation_steps above 1, or remove it"
             )
-        if self.sharding.sequence > 1:
-            raise contradiction(f"sharding.sequence is not possible {what}; remove one of them")
         if self.training.mixed_precision == "fp16":
             raise contradiction(f"training.mixed_precision fp16 is not possible {what}; set bf16")
 

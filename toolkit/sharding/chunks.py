@@ -130,7 +130,11 @@ def _forward(forward: Callable[..., Any], hidden: torch.Tensor, size: int) -> to
 
 
 def _slices(hidden: torch.Tensor, size: int) -> Iterator[slice]:
-    slices = [slice(start, min(start + size, hidden.shape[1])) for start in range(0, hidden.shape[1], size)]
+    return each_alike([slice(start, min(start + size, hidden.shape[1])) for start in range(0, hidden.shape[1], size)])
+
+
+def each_alike(slices: Sequence[slice]) -> Iterator[slice]:
+    """The chunks of a loop; inside `one_for_all_alike` the first, one for those between, and the last."""
     if _count_as is None or len(slices) <= 3:
         yield from slices
         return

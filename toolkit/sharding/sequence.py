@@ -7,6 +7,7 @@ of the weights: FSDP2 shards over all ranks as ever, and sums of losses over tok
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,18 +33,24 @@ class WholeRows:
     parts: int
 
 
-@dataclass
-class _Here:
-    """Of this process: the group that shares rows, and the rows under way.
+class _Here(threading.local):
+    """The rows under way in this thread: micro-batches that run by block are in several forwards at the same time.
 
-    Not by thread: a checkpoint's second forward runs in autograd's thread, while the one that trains waits for it.
+    A checkpoint's second forward, which runs in autograd's thread, is given them (`for_second_forward`).
     """
 
-    group: dist.ProcessGroup | None = None
     rows: WholeRows | None = None
 
 
+@dataclass
+class _Process:
+    """The group of this process that shares rows."""
+
+    group: dist.ProcessGroup | None = None
+
+
 _here = _Here()
+_process = _Process()
 
 
 def form_groups(size: int) -> None:
@@ -53,7 +60,7 @@ def form_groups(size: int) -> None:
         BadInputError: where the groups do not fill the ranks.
     """
     require_groups("sharding.sequence", size, ranks.world_size())
-    _here.group = dist.new_subgroups(group_size=size)[0] if size > 1 else None  # type: ignore[no-untyped-call]
+    _process.group = dist.new_subgroups(group_size=size)[0] if size > 1 else None  # type: ignore[no-untyped-call]
 
 
 def require_groups(key: str, size: int, num_ranks: int) -> None:
@@ -68,17 +75,17 @@ def require_groups(key: str, size: int, num_ranks: int) -> None:
 
 def own_part() -> int:
     """Which part of its group's rows this rank has, from 0."""
-    return 0 if _here.group is None else dist.get_rank(_here.group)
+    return 0 if _process.group is None else dist.get_rank(_process.group)
 
 
 @contextmanager
 def without_ranks() -> Iterator[None]:
     """Inside, exchanges are planned and not made."""
-    before, _here.group = _here.group, None
+    before, _process.group = _process.group, None
     try:
         yield
     finally:
-        _here.group = before
+        _process.group = before
 
 
 @contextmanager
@@ -119,7 +126,7 @@ def tokens_for_heads(whole: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def _exchange(by_rank: torch.Tensor) -> torch.Tensor:
-    exchanged: torch.Tensor = _OverGroup.apply(by_rank, _here.group, _all_to_all)  # type: ignore[no-untyped-call]
+    exchanged: torch.Tensor = _OverGroup.apply(by_rank, _process.group, _all_to_all)  # type: ignore[no-untyped-call]
     return exchanged
 
 
@@ -163,7 +170,7 @@ _planned_exchange.register_fake(torch.empty_like)
 
 def summed_over_group(part: torch.Tensor) -> torch.Tensor:
     """The sum of every rank's part, on each rank of the group; the gradient is summed alike."""
-    summed: torch.Tensor = _OverGroup.apply(part, _here.group, _all_reduce)  # type: ignore[no-untyped-call]
+    summed: torch.Tensor = _OverGroup.apply(part, _process.group, _all_reduce)  # type: ignore[no-untyped-call]
     return summed
 
 

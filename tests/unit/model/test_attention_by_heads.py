@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from toolkit.data.cut import Part
 from toolkit.errors import BadInputError
 from toolkit.model.attention_by_heads import require_sequence
-from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.sequence import require_groups
 
 
@@ -55,24 +54,6 @@ def test_groups_fill_the_ranks() -> None:
     require_groups("sharding.sequence", 4, 8)
     with pytest.raises(BadInputError, match=r"4 does not divide the 6 ranks .* set it to one of 1, 2, 3, 6"):
         require_groups("sharding.sequence", 4, 6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        (
-            {
-                "sharding.accumulate": "by_block",
-                "sharding.activation_checkpointing": 1,
-                "training.gradient_accumulation_steps": 2,
-            },
-            "not possible with sharding.accumulate=by_block",
-        ),
-    ],
-)
-def test_what_cannot_be_shared_yet_is_refused(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(BadInputError, match=f"sharding.sequence is {told}"):
-        Recipe.load("sft", {"sharding.sequence": 2, **changes})
 
 
 def test_parts_of_a_row_hold_its_tokens_targets_and_lengths() -> None:

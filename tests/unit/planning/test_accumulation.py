@@ -69,7 +69,6 @@ def test_slow_links_make_it_by_block_and_fast_ones_do_not() -> None:
         (recipe(training={"gradient_accumulation_steps": 1}), "bf16", "zero3", "a step has one micro-batch"),
         (recipe(), "bf16", "zero2", "zero2 gathers parameters once a step at most"),
         (recipe(), "fp16", "zero3", "fp16 is not possible by block"),
-        (recipe(sharding={"sequence": 2}), "bf16", "zero3", "ranks share rows"),
         (recipe(EXPERTS), "bf16", "zero3", "the balance loss of experts would be over the whole step"),
     ],
 )
