@@ -14,13 +14,14 @@ from toolkit.errors import BadInputError
 from toolkit.places import GIB
 from toolkit.planning.launch import LaunchCommand
 from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, PlanRow
+from toolkit.planning.setup import Setup
 from toolkit.planning.table import Plan
 
 SHOWN = 24
 """Rows of a table on the console."""
 
 FIRST_TO_GO = (
-    *("peak in", "bound by", "comm", "logits", "gathered", "grads", "params"),
+    *("peak in", "bound by", "comm", "logits", "gathered", "grads", "params", "exchange s", "exchanged"),
     *("sent", "host", "low to high", "acts", "state", "s/step"),
 )
 """Columns that a narrow terminal goes without, in this order."""
@@ -80,12 +81,16 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
     setup = plan.recommended.setup
     console.print(
         f"recommended: {setup.name}, checkpoints {setup.checkpoints}, micro-batch {setup.micro_batch_size} x "
-        f"{setup.accumulation}: {plan.reason}",
+        f"{setup.accumulation}{_shared(setup)}: {plan.reason}",
         markup=False,
     )
     console.print(launch.command, markup=False, soft_wrap=True, style="bold")
     for note in launch.notes:
         console.print(f"  ({note})", markup=False)
+
+
+def _shared(setup: Setup) -> str:
+    return "" if setup.sequence is None else f", rows shared by {setup.sequence} ranks"
 
 
 def said(row: PlanRow) -> str:
@@ -120,6 +125,7 @@ def _cells(row: PlanRow, plan: Plan) -> dict[str, str]:
         "strategy": setup.name,
         "checkpoints": setup.checkpoints,
         "micro-batch": f"{setup.micro_batch_size} x {setup.accumulation}",
+        **_of_shared_rows(row, plan),
         "peak": gib(row.peak.total),
         "params": gib(parts["parameters"]),
         "grads": gib(parts["gradients"]),
@@ -135,6 +141,18 @@ def _cells(row: PlanRow, plan: Plan) -> dict[str, str]:
         "low to high": f"{speed[0]:,.0f} {speed[2]:,.0f}",
         "bound by": row.time.bound_by,
         "peak in": row.peak.moment,
+    }
+
+
+def _of_shared_rows(row: PlanRow, plan: Plan) -> dict[str, str]:
+    """Ranks that share a row, and what a rank exchanges with them in a step; empty where none is so."""
+    if all(other.traffic.sequence == 1 for other in plan.rows):
+        return {}
+    seconds = row.time.parts.exchange
+    return {
+        "sequence": str(row.traffic.sequence),
+        "exchanged": gib(row.traffic.exchanged) if seconds else "",
+        "exchange s": f"{seconds:.3g}" if seconds else "",
     }
 
 
@@ -224,11 +242,14 @@ def row_as_json(row: PlanRow) -> dict[str, Any]:
         "shard": setup.mesh.shard,
         "checkpointing": None if setup.checkpointing is None else dataclasses.asdict(setup.checkpointing),
         "micro_batch_size": setup.micro_batch_size,
+        "sequence": row.traffic.sequence,
         "gradient_accumulation_steps": setup.accumulation,
         "peak": {"moment": row.peak.moment, "total": row.peak.total, **row.peak.parts()},
         "need": row.need,
         "host": row.host_bytes,
         "sent": row.traffic.sent,
+        "exchanged": row.traffic.exchanged,
+        "exchange_seconds": row.time.parts.exchange,
         "traffic": row.traffic.whole,
         "step_seconds": [row.time.low, row.time.mid, row.time.high],
         "tokens_per_second": list(row.tokens_per_second),
@@ -259,6 +280,7 @@ def plot(plan: Plan, path: Path) -> None:
     axes.axvline(plan.hardware.memory_bytes / GIB, color="black", linestyle="--", label="device")
     labels = [
         f"{row.setup.name}, {row.setup.checkpoints}, {row.setup.micro_batch_size} x {row.setup.accumulation}"
+        + _shared(row.setup)
         for row in rows
     ]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)

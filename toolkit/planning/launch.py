@@ -51,6 +51,8 @@ def _settings(found: Plan, setup: Setup) -> dict[str, str]:
         "training.micro_batch_size": str(setup.micro_batch_size),
         "training.gradient_accumulation_steps": str(setup.accumulation),
     }
+    if setup.sequence is not None:
+        settings["sharding.sequence"] = str(setup.sequence)
     if setup.checkpointing is not None:
         settings["sharding.activation_checkpointing"] = str(setup.checkpointing.every)
         if setup.checkpointing.offload:

@@ -17,7 +17,7 @@ from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
 from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic
-from toolkit.planning.workload import Workload
+from toolkit.planning.workload import Workload, with_rows_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
 from toolkit.sharding.offload.executors import stream_bytes
@@ -82,6 +82,15 @@ class Planner:
     def __init__(self, recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
         self.recipe, self.workload, self.hardware = recipe, workload, hardware
         self._probes: dict[tuple[bool, int, Checkpointing | None], Probe] = {}
+        self._on_shared_rows: dict[int, Planner] = {}
+
+    def on_shared_rows(self, sequence: int) -> Planner:
+        """Of the same model, each of whose rows so many ranks share. Raises BadInputError where they cannot."""
+        if sequence not in self._on_shared_rows:
+            sharding = self.recipe.sharding.model_copy(update={"sequence": sequence})
+            recipe = self.recipe.model_copy(update={"sharding": sharding})
+            self._on_shared_rows[sequence] = Planner(recipe, with_rows_of(self.workload, recipe), self.hardware)
+        return self._on_shared_rows[sequence]
 
     @cached_property
     def units(self) -> list[UnitShape]:
@@ -266,6 +275,8 @@ class Planner:
         return OffloadPlan(device_share=kept / max(1, sum(own)), during_backward=during_backward)
 
     def row(self, setup: Setup) -> PlanRow:
+        if setup.sequence not in (None, self.workload.sequence):
+            return self.on_shared_rows(setup.sequence).row(setup)
         moments = self.moments(setup)
         peak = max(moments, key=lambda moment: moment.total)
         layout, offload = self.layout(setup), self.offload_plan(setup)

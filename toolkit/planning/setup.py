@@ -15,7 +15,11 @@ from toolkit.sharding.strategy import OFFLOAD, STRATEGIES, MeshShape, Strategy
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to run a recipe."""
+    """One way to run a recipe.
+
+    Attributes:
+        sequence: ranks that share a row; None: as the recipe says.
+    """
 
     strategy: Strategy
     mesh: MeshShape
@@ -24,6 +28,7 @@ class Setup:
     micro_batch_size: int
     accumulation: int
     by_block: bool = False
+    sequence: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -52,7 +57,7 @@ class Setup:
     @property
     def num_levers(self) -> int:
         """How many things it does to save memory, for a choice between equals."""
-        return self.offload + (self.checkpointing is not None)
+        return self.offload + (self.checkpointing is not None) + (self.sequence is not None)
 
 
 def asked_setup(

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from toolkit.errors import BadInputError
 from toolkit.model.adapters import trainable_share
 from toolkit.places import GIB
 from toolkit.planning.accumulation import settle
@@ -17,6 +18,12 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import CLASSIFIERS, AdapterSection
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy
+
+SHARED_BY = (2, 4, 8)
+"""Ranks that share a row, in a table of long rows."""
+
+LONG_ROW = 8192
+"""Tokens of a row from which on a table has such rows: each number of ranks takes a probe of its own."""
 
 MICRO_BATCHES = 4
 """Sizes of the micro-batch in a table, at most."""
@@ -130,6 +137,29 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
                     yield (setup := Setup(strategy, mesh, offload, checkpointing, size, accumulation))
                     if _may_run_by_block(recipe, setup):
                         yield replace(setup, by_block=True)
+    yield from _on_shared_rows(recipe, ranks, asked, planner, offloads)
+
+
+def _on_shared_rows(recipe: Recipe, ranks: int, asked: Setup, planner: Planner, offloads: bool) -> Iterator[Setup]:
+    """zero3 with every block checkpointed, on rows that ranks share, one at a time; a step has as many samples."""
+    if recipe.data.max_length < LONG_ROW:
+        return
+    zero3, before = STRATEGIES["zero3"], planner.workload.sequence
+    every_block = Checkpointing(1)
+    if asked.checkpointing is not None and asked.checkpointing.every == 1:
+        every_block = asked.checkpointing
+    samples = asked.micro_batch_size * asked.accumulation
+    for sequence in SHARED_BY:
+        accumulation, rest = divmod(samples * sequence, before)
+        if ranks % sequence or sequence == before or rest:
+            continue
+        try:
+            planner.on_shared_rows(sequence)
+        except BadInputError:  # the model's rows cannot be shared, or not among so many
+            continue
+        for offload in (False, True) if offloads else (False,):
+            mesh = mesh_of(zero3, ranks, 1)
+            yield Setup(zero3, mesh, offload, every_block, 1, accumulation, sequence=sequence)
 
 
 def _may_run_by_block(recipe: Recipe, setup: Setup) -> bool:

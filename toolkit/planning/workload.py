@@ -146,8 +146,16 @@ def workload_of_model(
 
 
 def with_rows_of(workload: Workload, recipe: Recipe) -> Workload:
-    """The same model on the rows of a recipe that differs in its data alone."""
-    return replace(workload, batch=lambda size: _batch(recipe, size), tokens=recipe.data.max_length)
+    """The same model on the rows of a recipe that differs in its data, or in how many ranks share them.
+
+    Raises:
+        BadInputError: where so many ranks cannot share them.
+    """
+    sequence = recipe.sharding.sequence
+    if sequence > 1:
+        require_sequence(workload.model, sequence, recipe.data.max_length)
+    tokens = recipe.data.max_length
+    return replace(workload, batch=lambda size: _batch(recipe, size), tokens=tokens, sequence=sequence)
 
 
 def _labels(recipe: Recipe) -> list[str] | None:

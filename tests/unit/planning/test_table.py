@@ -430,3 +430,28 @@ def _asked() -> Any:
     from toolkit.planning.setup import asked_setup
 
     return asked_setup(recipe(), 2, hardware_of("cpu"), "zero3", False, None)
+
+
+def test_long_rows_have_a_column_of_the_ranks_that_share_them() -> None:
+    long, steps = 8192, {"training": {"micro_batch_size": 1, "gradient_accumulation_steps": 2}}
+    data, sharding = {"train": "text.txt", "max_length": long, "packing": False}, {"activation_checkpointing": 1}
+    asked = values(**steps, sharding=sharding) | {"data": data}
+    asked["model"]["config"]["max_position_embeddings"] = long
+    asked = Recipe.from_mapping(asked)
+    found = plan(asked, hardware_of("h100_sxm"), 8, with_levers=False)
+    shared = {row.traffic.sequence: row for row in found.rows if row.traffic.sequence > 1 and not row.setup.offload}
+    assert sorted(shared) == [2, 4], "4 heads, and 8 ranks"
+    for parts, row in shared.items():
+        assert row.setup.accumulation == 2 * parts, "a step has as many samples"
+        assert row.tokens == found.asked.tokens
+        assert row.peak.activations == pytest.approx(found.asked.peak.activations / parts, rel=0.1)
+        # Of bfloat16 queries and outputs of 4 heads, keys and values of 2, or of as many as ranks, 16 wide each: there
+        # and back, and there once more for the checkpoint; all but a rank's own part, in 2 x n micro-batches.
+        sent = 3 * LAYERS * (2 * 4 + 2 * parts) * 16 * (long // parts) * 2 * (parts - 1) // parts
+        assert row.traffic.exchanged == 2 * parts * sent
+        assert row.time.parts.exchange > 0
+    command = launch_of(found, shared[4], "r", []).command
+    assert "sharding.sequence=4" in command
+    assert "training.gradient_accumulation_steps=8" in command
+    short = plan(recipe(**steps, sharding=sharding), hardware_of("h100_sxm"), 8, with_levers=False)
+    assert {row.traffic.sequence for row in short.rows} == {1}

@@ -47,7 +47,8 @@ class StepParts:
     """Seconds of one optimizer step that add up to its time.
 
     Attributes:
-        communication: collectives that no compute hides.
+        communication: collectives that no compute hides, but for `exchange`.
+        exchange: of tokens for heads, where ranks share rows; attention waits for it.
         optimizer: the step on the device.
         host: the step on the host and its copies, as far as nothing hides them.
     """
@@ -55,6 +56,7 @@ class StepParts:
     compute_forward: float
     compute_backward: float
     communication: float
+    exchange: float
     optimizer: float
     host: float
 
@@ -213,6 +215,7 @@ class _Job:
             compute_forward=self.accumulation * forward,
             compute_backward=self.accumulation * backward,
             communication=self.exposed_communication(forward, backward, quantile),
+            exchange=self.exchange(quantile),
             optimizer=self.device_step(quantile),
             host=self.exposed_host(forward, backward, quantile),
         )
@@ -246,7 +249,7 @@ class _Job:
         """What is left over in the forwards that gather and in the backwards that reduce."""
         sent = self.communication(quantile)
         gathers = self.traffic.gather_passes
-        exposed = self.exchange(quantile)
+        exposed = 0.0
         if gathers:
             # The first gather has nothing to hide behind; of the others, what takes longer than the forward.
             exposed += gathers * (sent.first + _excess(sent.forward / gathers - sent.first, forward))
