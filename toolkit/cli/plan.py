@@ -227,13 +227,16 @@ def _print_plan(found: Plan, name: str, overrides: list[str], shown: Shown) -> N
 
 def _trace(found: Plan, row: PlanRow) -> dict[str, Any]:
     """Runs the real FSDP2 on ranks that are not there, in a process of its own: a process group is global."""
+    from toolkit.planning.workload import shared_by
+
     if not row.setup.strategy.sharded or row.setup.offload:
         raise BadInputError(
             f"--trace: {row.setup.name} cannot be traced: torch's DDP and the offload engine need ranks that are "
             "there; it traces zero1, zero2, zero3 and hybrid"
         )
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        traced: dict[str, Any] = pool.submit(_traced, found.recipe, found.mixed_precision, row.setup).result()
+        recipe = shared_by(found.recipe, row.traffic.sequence)
+        traced: dict[str, Any] = pool.submit(_traced, recipe, found.mixed_precision, row.setup).result()
     return {**traced, "planned": row.peak.total - row.peak.optimizer}
 
 

@@ -160,7 +160,7 @@ def _fitting(cells: Sequence[dict[str, str]], width: int) -> list[str]:
     """The columns that can be read whole in a terminal of `width` characters."""
     widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in cells[0]}
     names = list(widths)
-    for name in FIRST_TO_GO:
+    for name in (name for name in FIRST_TO_GO if name in widths):
         if sum(widths[kept] + GAP for kept in names) - GAP <= width:
             break
         names.remove(name)

@@ -17,7 +17,7 @@ from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
 from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic
-from toolkit.planning.workload import Workload, with_rows_of
+from toolkit.planning.workload import Workload, shared_by, with_rows_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
 from toolkit.sharding.offload.executors import stream_bytes
@@ -87,8 +87,7 @@ class Planner:
     def on_shared_rows(self, sequence: int) -> Planner:
         """Of the same model, each of whose rows so many ranks share. Raises BadInputError where they cannot."""
         if sequence not in self._on_shared_rows:
-            sharding = self.recipe.sharding.model_copy(update={"sequence": sequence})
-            recipe = self.recipe.model_copy(update={"sharding": sharding})
+            recipe = shared_by(self.recipe, sequence)
             self._on_shared_rows[sequence] = Planner(recipe, with_rows_of(self.workload, recipe), self.hardware)
         return self._on_shared_rows[sequence]
 

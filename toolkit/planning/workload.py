@@ -145,6 +145,11 @@ def workload_of_model(
     )
 
 
+def shared_by(recipe: Recipe, sequence: int) -> Recipe:
+    """The recipe with rows that so many ranks share."""
+    return recipe.model_copy(update={"sharding": recipe.sharding.model_copy(update={"sequence": sequence})})
+
+
 def with_rows_of(workload: Workload, recipe: Recipe) -> Workload:
     """The same model on the rows of a recipe that differs in its data, or in how many ranks share them.
 

@@ -108,6 +108,7 @@ def test_one_rank_computes_and_steps() -> None:
         "compute_forward": 300.0,
         "compute_backward": 600.0,
         "communication": 0.0,
+        "exchange": 0.0,
         "optimizer": ADAM_BYTES * P / 28,
         "host": 0.0,
     }
