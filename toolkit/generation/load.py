@@ -168,6 +168,10 @@ def _whole_model(place: Place, dtype: str, quantisation: dict[str, Any] | None) 
     missing = sorted(info["missing_keys"])
     if missing:
         raise BadInputError(f"{place.name!r}: its files lack {len(missing)} of the weights, for example {missing[0]}")
+    for layer in model.modules():
+        # bitsandbytes' kernel for CPUs with AVX-512 fails for other counts ("N must be divisible by block_n").
+        if hasattr(layer, "support_avx512bf16_for_cpu") and layer.out_features % 32:
+            layer.support_avx512bf16_for_cpu = False
     return model
 
 

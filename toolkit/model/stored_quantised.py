@@ -7,6 +7,7 @@ quantisation the scales' own scales. A rank reads its rows of each.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def take_quantisation(config: PretrainedConfig, section: AdapterSection | None, 
     method, kind = how.get("quant_method", "bitsandbytes"), how.get("bnb_4bit_quant_type")
     told = f"model.name_or_path: the weights of {name!r} are quantised (quantization_config in its config.json: "
     if str(method) != "bitsandbytes" or not how.get("load_in_4bit") or kind != "nf4":
-        what = f"{method}{f' {kind}' if how.get('load_in_4bit') else ''}"
+        bits = " in 8 bits" if how.get("load_in_8bit") else ""
+        what = f"{method}{f' {kind}' if how.get('load_in_4bit') else bits}"
         raise BadInputError(
             f"{told}{what}), and only bitsandbytes' nf4 can be read as it is; name the model that they were quantised "
             "from, with adapter.quantize=nf4 to train in as little memory"
@@ -109,6 +111,8 @@ class StoredNF4:
                     f"{missing[0]}; name a model that transformers has saved in bitsandbytes' nf4"
                 )
             self._states = {path: self._state(source, path, layer) for path, layer in self._layers.items()}
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            self._require_sizes(source, {name: parameters[name] for name in plain if name in parameters})
         self._plain = SafetensorsWeights(self._files, look)
 
     def read(self, name: str, like: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -149,6 +153,29 @@ class StoredNF4:
                 "model that it was quantised from, with adapter.quantize=nf4"
             )
         return state
+
+    def _require_sizes(self, source: str, plain: dict[str, torch.Tensor]) -> None:
+        """Raises BadInputError for tensors that are cut short or longer than the model's."""
+        needed = {name: (parameter.numel(), "values") for name, parameter in plain.items()}
+        for path, layer in self._layers.items():
+            needed[f"{path}.weight"] = layer.weight.numel(), "bytes"
+            needed[f"{path}.weight.absmax"] = layer.weight_absmax.numel(), "bytes"
+            if layer.quantisation.double:  # the first row is of the state
+                needed[f"{path}.weight.nested_absmax"] = layer.weight_nested.numel() - SCALE_BYTES, "bytes"
+        odd = []
+        for name, (count, unit) in needed.items():
+            file, stored = self._files[name]
+            with safe_open(file, framework="pt") as opened:
+                found = opened.get_slice(stored)
+                held = math.prod(found.get_shape())
+                held *= ITEM_BYTES.get(found.get_dtype(), 8) if unit == "bytes" else 1
+            if held != count:
+                odd.append(f"{name} has {held:,} {unit}, not {count:,}")
+        if odd:
+            raise BadInputError(
+                f"model.name_or_path: {len(odd)} tensors of {source!r} have another size than its config.json says: "
+                f"{odd[0]}; download it again, or name another model"
+            )
 
 
 def _stored_parts(layer: QuantisedLinear) -> list[str]:

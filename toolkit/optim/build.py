@@ -17,6 +17,7 @@ from toolkit.model.routers import find_routers
 from toolkit.model.targets import stacked_experts
 from toolkit.optim.muon import Muon
 from toolkit.recipe.schema import OptimizerSection, ScheduleSection
+from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import plan_units
 
 DEFAULT_DECAY_FRACTION = 0.1
@@ -74,22 +75,22 @@ def _with_block_matrices_apart(
 
     Embeddings, head and vectors stay AdamW's (Jordan et al., "Muon", 2024), and so do the kernels of convolutions.
     """
-    blocks = [model.get_submodule(path) for unit in plan_units(model, unit_classes).blocks for path in unit.modules]
-    base: Any = base_of(model)
-    experts = stacked_experts(base) if hasattr(base, "config") else []
-    stacks = {id(base.get_parameter(name)) for name in experts}
-    within = {
-        id(parameter)
-        for block in blocks
-        for parameter in block.parameters()
-        if parameter.ndim == 2 or id(parameter) in stacks
-    }
+    within = {id(parameter) for parameter in block_matrices(model, plan_units(model, unit_classes))}
     apart: list[dict[str, Any]] = []
     for group in groups:
         for muon in (True, False):
             chosen = [parameter for parameter in group["params"] if (id(parameter) in within) is muon]
             apart += [{**group, "params": chosen, "muon": muon}] if chosen else []
     return apart
+
+
+def block_matrices(model: nn.Module, plan: UnitPlan) -> list[nn.Parameter]:
+    """The blocks' matrices and stacked experts, trained or not: what muon steps."""
+    base: Any = base_of(model)
+    experts = stacked_experts(base) if hasattr(base, "config") else []
+    stacks = {id(base.get_parameter(name)) for name in experts}
+    blocks = [model.get_submodule(path) for unit in plan.blocks for path in unit.modules]
+    return [p for block in blocks for p in block.parameters() if p.ndim == 2 or id(p) in stacks]
 
 
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:

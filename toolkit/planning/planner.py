@@ -8,11 +8,12 @@ from typing import Literal
 
 from toolkit.errors import BadInputError, UnplannableError, in_words
 from toolkit.model.fake_tensors import grouped_products, without_logs
+from toolkit.optim.build import block_matrices
 from toolkit.places import CHECKPOINT_FILE_BYTES, GIB
 from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import Memory, replay
-from toolkit.planning.memory.units import UnitShape, unit_shapes
+from toolkit.planning.memory.units import ParameterShape, UnitShape, unit_shapes
 from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
@@ -93,7 +94,9 @@ class Planner:
 
     @cached_property
     def units(self) -> list[UnitShape]:
-        return unit_shapes(self.workload.model, self._sharded.plan, self.workload.mixed_precision)
+        model, plan = self.workload.model, self._sharded.plan
+        stepped_by_muon = block_matrices(model, plan) if self.recipe.optimizer.kind == "muon" else []
+        return unit_shapes(model, plan, self.workload.mixed_precision, stepped_by_muon)
 
     @cached_property
     def _sharded(self) -> Prober:
@@ -139,13 +142,13 @@ class Planner:
     @cached_property
     def _states(self) -> int:
         """Bytes of a whole model's parameters, gradients and optimizer state."""
-        each = 4 + self._kept_bytes
-        return sum(int(p.numel * (p.held + each * p.trainable)) for unit in self.units for p in unit.parameters)
+        parameters = [p for unit in self.units for p in unit.parameters]
+        return sum(int(p.numel * (p.held + (4 + self._kept_bytes(p)) * p.trainable)) for p in parameters)
 
-    @property
-    def _kept_bytes(self) -> float:
-        """Of a trainable element, beside itself: the optimizer's state and its average."""
-        return OPTIMIZER_BYTES[self.recipe.optimizer.kind] + 4 * (self.recipe.training.ema is not None)
+    def _kept_bytes(self, parameter: ParameterShape) -> float:
+        """Of an element, beside itself, where it is trained: the optimizer's state and its average."""
+        state = OPTIMIZER_BYTES[self.recipe.optimizer.kind] * parameter.moments / 2
+        return state + 4 * (self.recipe.training.ema is not None)
 
     def _average_bytes(self, setup: Setup) -> int:
         """Of the averaged weights, a rank's part."""
@@ -228,7 +231,8 @@ class Planner:
             return 0
         is_adapted = self.recipe.adapter.kind != "none"  # then the base is not saved
         state = sum(
-            parameter.shard_numel(setup.mesh.shard) * (parameter.held + self._kept_bytes * parameter.trainable)
+            parameter.shard_numel(setup.mesh.shard)
+            * (parameter.held + self._kept_bytes(parameter) * parameter.trainable)
             for unit in self.units
             for parameter in unit.parameters
             if parameter.trainable or not is_adapted
@@ -310,8 +314,8 @@ class Planner:
 
 
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0625, "adamw_4bit": 1.0625, "adamw_fp8": 2.0156, "muon": 8.0}
-"""State of a trainable element on the device: two moments, with torchao's scales of a block of 256 or 128; for muon,
-which has one moment for the matrices of the blocks, an upper bound."""
+"""State of a trainable element on the device: two moments, with torchao's scales of a block of 256 or 128. Of the
+blocks' matrices muon has one, half of this."""
 
 
 def verdict_of(peak: int, host_bytes: int, hardware: Hardware) -> tuple[Verdict, int, str]:

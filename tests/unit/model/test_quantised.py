@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,20 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from safetensors.torch import load_file, save_file
 from tiny import llama, save_llama
 from torch import nn
-from transformers import AutoTokenizer, LlamaConfig, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from toolkit.errors import BadInputError, RecipeError
+from toolkit.generation.load import load_model
 from toolkit.model.adapters import add_adapter, quantise, trainable_share
 from toolkit.model.load import load
 from toolkit.model.quantised import (
@@ -157,6 +167,34 @@ def test_a_load_holds_the_quantised_model_and_less_than_a_block_of_16_bits(
         assert held < most < held + block, adapter
 
 
+UP = "model.layers.0.mlp.up_proj.weight"
+SPOILED: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+    f"{UP} has 2,297 bytes, not 2,304": lambda tensors: tensors.update({UP: tensors[UP][:-7].clone()}),
+    f"{UP} has 18,432 bytes, not 2,304": lambda tensors: tensors.update({UP: torch.zeros(96, 48)}),
+    f"{UP}.absmax has 71 bytes, not 72": lambda tensors: tensors.update({f"{UP}.absmax": torch.zeros(71).byte()}),
+    "model.norm.weight has 9 values, not 48": lambda tensors: tensors.update({"model.norm.weight": torch.ones(9)}),
+}
+
+
+def test_a_model_saved_in_nf4_whose_files_are_spoiled_is_refused_and_a_good_one_generates(tmp_path: Path) -> None:
+    save_llama(tmp_path, ["a word or two"] * 8, tied=False)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=how)
+    saved.save_pretrained(tmp_path)
+    section = ModelSection(name_or_path=str(tmp_path))
+    load(section, tokenizer, 0, adapter=AdapterSection(kind="lora"))
+    found = load_model(str(tmp_path)).model  # 48 outputs are no multiple of 32
+    assert found(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+    good = load_file(tmp_path / "model.safetensors")
+    for told, spoil in SPOILED.items():
+        tensors = dict(good)
+        spoil(tensors)
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(BadInputError, match=re.escape(told)):
+            load(section, tokenizer, 0, adapter=AdapterSection(kind="lora"))
+
+
 def refused(section: AdapterSection, **fields: Any) -> str:
     with pytest.raises(BadInputError) as error:
         quantise(llama(**fields), section)
@@ -190,6 +228,7 @@ def test_which_quantised_models_can_be_read() -> None:
     assert take(lora) == nf4
     for section, how, told in (
         (lora, {"quant_method": "gptq", "load_in_4bit": False}, "gptq"),
+        (lora, {"load_in_4bit": False, "load_in_8bit": True}, "bitsandbytes in 8 bits"),
         (lora, {"bnb_4bit_quant_type": "fp4"}, "bitsandbytes fp4"),
         (None, {}, "set adapter.kind=lora"),
         (NF4, {}, "adapter.quantize has no effect"),

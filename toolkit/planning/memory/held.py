@@ -123,8 +123,9 @@ def _held(parameter: ParameterShape, layout: MemoryLayout) -> int:
 
 def optimizer_bytes(trainable: Sequence[ParameterShape], layout: MemoryLayout, resident: bool) -> int:
     # With padding: the optimizer steps the local shards as they are.
-    own = [parameter.shard_numel(layout.shard) for parameter in trainable]
+    own = [(parameter.shard_numel(layout.shard), parameter.moments) for parameter in trainable]
     if layout.offload:  # master, two moments and the gradient's landing place, flat
-        return (3 * rounded(4 * sum(own)) + rounded(layout.reduce * sum(own))) if resident else 0
-    # Two moments of each parameter, and its count of steps.
-    return sum(2 * rounded(numel * layout.optimizer / 2) + GRANULE for numel in own)
+        numel = sum(count for count, _ in own)
+        return (3 * rounded(4 * numel) + rounded(layout.reduce * numel)) if resident else 0
+    # The moments of each parameter, and where there are two its count of steps, which muon does not keep.
+    return sum(moments * rounded(numel * layout.optimizer / 2) + GRANULE * (moments == 2) for numel, moments in own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +24,7 @@ class ParameterShape:
         held: bytes of an element as the optimizer keeps it between steps.
         is_cast: it is gathered in the type of compute; what authors keep in float32 and the bytes of a quantised
             matrix are gathered as they are.
+        moments: that the optimizer keeps of it.
     """
 
     rows: int
@@ -30,6 +32,7 @@ class ParameterShape:
     trainable: bool
     held: int
     is_cast: bool = True
+    moments: int = 2
 
     @property
     def numel(self) -> int:
@@ -67,8 +70,15 @@ class UnitShape:
         return sum(parameter.shard_numel(shard) for parameter in self.trainable)
 
 
-def unit_shapes(model: nn.Module, plan: UnitPlan, mixed_precision: str) -> list[UnitShape]:
-    """The units of `plan` in its order; trainable parameters are held in float32 under mixed precision."""
+def unit_shapes(
+    model: nn.Module, plan: UnitPlan, mixed_precision: str, of_one_moment: Iterable[nn.Parameter] = ()
+) -> list[UnitShape]:
+    """The units of `plan` in its order; trainable parameters are held in float32 under mixed precision.
+
+    Args:
+        of_one_moment: parameters of which the optimizer keeps one moment.
+    """
+    single = {id(parameter) for parameter in of_one_moment}
     owned = owned_parameters(model, (unit.modules for unit in plan.units))
     dtype = PRECISIONS[mixed_precision]
     names = [] if dtype is None else kept_in_float32(model, types_of_authors(model, dtype))
@@ -78,13 +88,13 @@ def unit_shapes(model: nn.Module, plan: UnitPlan, mixed_precision: str) -> list[
             unit.name,
             unit.kind,
             unit.reshard_after_forward,
-            tuple(_shape(p, mixed_precision, id(p) in kept) for p in own),
+            tuple(_shape(p, mixed_precision, id(p) in kept, 1 if id(p) in single else 2) for p in own),
         )
         for unit, own in zip(plan.units, owned, strict=True)
     ]
 
 
-def _shape(parameter: torch.Tensor, mixed_precision: str, is_kept: bool) -> ParameterShape:
+def _shape(parameter: torch.Tensor, mixed_precision: str, is_kept: bool, moments: int) -> ParameterShape:
     # FSDP2 shards along the first dimension; a scalar is one row.
     rows = parameter.shape[0] if parameter.ndim else 1
     # `apply` makes float32 masters of what is trained; what is frozen stays as it was loaded.
@@ -92,4 +102,4 @@ def _shape(parameter: torch.Tensor, mixed_precision: str, is_kept: bool) -> Para
     is_master = mixed_precision != "no" and parameter.requires_grad and is_low
     held = 4 if is_master or is_kept else parameter.element_size()
     is_cast = parameter.is_floating_point() and not is_kept
-    return ParameterShape(rows, parameter.numel() // max(1, rows), parameter.requires_grad, held, is_cast)
+    return ParameterShape(rows, parameter.numel() // max(1, rows), parameter.requires_grad, held, is_cast, moments)

@@ -13,18 +13,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from planning_models import batch_of, build, config_of, objective_of, workload
+from tiny import llama
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 from toolkit.model.fake_tensors import FakeTensorMode
+from toolkit.optim.build import block_matrices, build_optimizer
 from toolkit.planning.memory.fake import Ledger, cuda_dropout
-from toolkit.planning.memory.held import MemoryLayout
+from toolkit.planning.memory.held import MemoryLayout, optimizer_bytes
 from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
+from toolkit.planning.planner import OPTIMIZER_BYTES
 from toolkit.planning.workload import UNMASKED, Workload
+from toolkit.recipe.schema import OptimizerSection
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 from toolkit.sharding.units import plan_units
@@ -150,6 +154,24 @@ def test_parameters_without_memory_are_told_apart_by_identity() -> None:
         assert {parameter.data_ptr() for parameter in model.parameters()} == {0}
         shapes = unit_shapes(model, plan_units(model), "bf16")
         assert sum(p.numel for shape in shapes for p in shape.parameters) == model.num_parameters()
+
+
+def test_the_state_of_muon_is_one_moment_of_the_blocks_matrices() -> None:
+    """As a step of the optimizer itself leaves it, and no more than a granule a tensor above."""
+    model = llama(hidden_size=128, intermediate_size=256)
+    optimizer = build_optimizer(model, OptimizerSection(kind="muon", learning_rate=1e-3))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    plan = plan_units(model)
+    layout = MemoryLayout(shard=1, compute=None, reduce=4, optimizer=OPTIMIZER_BYTES["muon"])
+    shapes = unit_shapes(model, plan, "no", block_matrices(model, plan))
+    planned = sum(optimizer_bytes(shape.trainable, layout, resident=False) for shape in shapes)
+    found = sum(tensor.nbytes for tensor in kept)
+    assert found <= planned <= found + 512 * len(kept)
+    both = sum(optimizer_bytes(shape.trainable, layout, resident=False) for shape in unit_shapes(model, plan, "no"))
+    assert both > 1.7 * found, "with two moments of each it would be nearly twice as much"
 
 
 def test_the_trace_leaves_no_process_group() -> None:
