@@ -247,6 +247,7 @@ def test_a_run_by_block_is_the_run_that_reduces_once_a_step(
     [
         ({"training": {"gradient_accumulation_steps": 1}}, "one micro-batch a step"),
         ({"sharding": {"activation_checkpointing": None}}, "set sharding.activation_checkpointing=1"),
+        ({"sharding": {"reshard_after_forward": 2}}, "reshard_after_forward is not possible with .*=by_block"),
         ({"training": {"mixed_precision": "fp16"}}, "mixed_precision fp16 is not possible"),
     ],
 )

@@ -24,11 +24,11 @@ ROWS_PER_STEP = 12
 T = 32
 LEARNING_RATE, WARMUP, DECAY, MAX_NORM = 2e-3, 4, 0.1, 0.5
 
-STRATEGIES = ("zero3", "ddp", "zero1", "zero2", "hybrid")
+STRATEGIES = ("zero3", "ddp", "zero1", "zero2", "hybrid", "zero3 in nodes")
 
 
 def cases(num_ranks: int) -> list[tuple[str, bool, int]]:
-    """(strategy, tied, accumulation); hybrid needs two groups of two.
+    """(strategy, tied, accumulation); hybrid needs two groups of two, and so do gathers of backward inside nodes.
 
     Each strategy tied and untied, with and without accumulation: two of these four on 2 ranks, one on 1 and on 4.
     """
@@ -38,6 +38,8 @@ def cases(num_ranks: int) -> list[tuple[str, bool, int]]:
         turned = [pairs[(number + i) % 4] for i in range(4)]
         if strategy == "hybrid":
             chosen = turned[:2] if num_ranks == 4 else []
+        elif strategy == "zero3 in nodes":
+            chosen = turned[:1] if num_ranks == 4 else []
         else:
             chosen = {1: turned[:1], 2: turned[1:3], 4: turned[3:]}[num_ranks]
         found += [(strategy, *pair) for pair in chosen]
@@ -128,7 +130,8 @@ def toolkit_runs(folder: Path, data: Path) -> dict[str, Any]:
             micro_batch_size=ROWS_PER_STEP // world_size // accumulation,
             gradient_accumulation_steps=accumulation,
         )
-        values["sharding"] = {"strategy": strategy}
+        word, _, in_nodes = strategy.partition(" ")
+        values["sharding"] = {"strategy": word, "reshard_after_forward": 2 if in_nodes else None}
         result = finetune(Recipe.from_mapping(values))
         results[strategy, tied, accumulation] = (result.metrics, result.logits_difference)
     return results

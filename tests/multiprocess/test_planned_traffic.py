@@ -17,13 +17,14 @@ from traffic import Traffic
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.time.traffic import traffic
 from toolkit.sharding import plan_units
-from toolkit.sharding.strategy import STRATEGIES, MeshShape, mesh_shape
+from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy, mesh_shape, with_node
 
 CASES = [(strategy, 1, True, "all", "no") for strategy in STRATEGIES]
 CASES += [(strategy, 3, False, "all", "no") for strategy in STRATEGIES]
 CASES += [(strategy, 3, strategy == "zero2", "lora", "no") for strategy in STRATEGIES]
 CASES += [("zero3", 1, True, "last", "no"), ("zero3", 3, False, "last", "bf16"), ("zero3", 1, False, "norm", "no")]
-"""(strategy, accumulation, tied, what is trained, precision)."""
+CASES += [("zero3 in nodes", 3, False, "all", "bf16"), ("zero3 in nodes", 1, True, "lora", "no")]
+"""(strategy, accumulation, tied, what is trained, precision). In nodes: backward gathers in groups of 2."""
 
 
 def make_model(tied: bool, trained: str) -> nn.Module:
@@ -40,7 +41,13 @@ def make_model(tied: bool, trained: str) -> nn.Module:
 
 
 def mesh_of(strategy: str, num_ranks: int) -> MeshShape:
-    return mesh_shape(STRATEGIES[strategy], num_ranks, replicate=None, shard=2 if strategy == "hybrid" else None)
+    node = 2 if strategy.endswith("in nodes") else None
+    shape = mesh_shape(kind_of(strategy), num_ranks, replicate=None, shard=2 if strategy == "hybrid" else None)
+    return with_node(shape, kind_of(strategy), node, num_ranks)
+
+
+def kind_of(strategy: str) -> Strategy:
+    return STRATEGIES[strategy.partition(" ")[0]]
 
 
 def measure(strategy: str, accumulation: int, tied: bool, trained: str, precision: str) -> Any:
@@ -52,11 +59,11 @@ def measure(strategy: str, accumulation: int, tied: bool, trained: str, precisio
 
     meet()
     reset_accelerate()
-    sizes = {"shard_size": 2} if strategy == "hybrid" else {}
+    sizes = {"hybrid": {"shard_size": 2}, "zero3 in nodes": {"reshard_after_forward": 2}}.get(strategy, {})
     accelerator = Accelerator(
         mixed_precision=precision,
         gradient_accumulation_plugin=accumulation_plugin(accumulation),
-        **sharding_kwargs(strategy, **sizes),
+        **sharding_kwargs(strategy.partition(" ")[0], **sizes),
     )
     model = make_model(tied, trained)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
@@ -80,7 +87,7 @@ def measure_all() -> dict[Any, Any]:
 
 def possible(num_ranks: int) -> list[Any]:
     """All cases on 4 ranks; on 2, those of several micro-batches that need no more."""
-    return [case for case in CASES if num_ranks >= 4 or (case[0] != "hybrid" and case[1] > 1)]
+    return [case for case in CASES if num_ranks >= 4 or (case[0] in STRATEGIES and case[0] != "hybrid" and case[1] > 1)]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -92,13 +99,13 @@ def test_planned_bytes_and_calls_are_those_of_real_collectives(num_ranks: int) -
         mesh = mesh_of(strategy, num_ranks)
         planned = traffic(
             unit_shapes(model, plan_units(model), precision),
-            STRATEGIES[strategy],
+            kind_of(strategy),
             mesh,
             accumulation=accumulation,
             compute_bytes={"no": None, "bf16": 2}[precision],
         )
         expected = {kind: (planned.whole[kind], planned.calls[kind]) for kind in planned.whole}
-        if STRATEGIES[strategy].sharded:
+        if kind_of(strategy).sharded:
             # Once a step the hosts tell each other which parameters were used (unused.py): no traffic of devices.
             trained_parameters = sum(p.requires_grad for p in model.parameters())
             sent_bytes, calls = expected["all_reduce"]

@@ -194,6 +194,10 @@ def explain(console: Console, plan: Plan, row: PlanRow) -> None:
         "",
         "bytes of the whole tensors that collectives carry in a step (a rank of a ring sends (N - 1) / N of them):",
         *(f"  {kind}: {gib(size)} GiB in {row.traffic.calls[kind]} calls" for kind, size in row.traffic.whole.items()),
+        f"  of all_gather {gib(row.traffic.whole['all_gather'] - row.traffic.forward_all_gather)} GiB in backward, "
+        f"inside groups of {setup.mesh.node} ranks"
+        if setup.mesh.node
+        else "",
         f"  to the host {gib(row.traffic.device_to_host)} GiB, back {gib(row.traffic.host_to_device)} GiB"
         if setup.offload
         else "",

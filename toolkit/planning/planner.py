@@ -181,6 +181,7 @@ class Planner:
             optimizer=OPTIMIZER_BYTES[self.recipe.optimizer.kind],
             offload=setup.offload,
             residents=self.residents(setup),
+            node=setup.mesh.node,
         )
 
     def residents(self, setup: Setup) -> frozenset[int]:

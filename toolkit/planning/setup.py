@@ -10,7 +10,7 @@ from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.chunks import CHUNK_TOKENS
-from toolkit.sharding.strategy import OFFLOAD, STRATEGIES, MeshShape, Strategy
+from toolkit.sharding.strategy import OFFLOAD, STRATEGIES, MeshShape, Strategy, with_node
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class Setup:
     def name(self) -> str:
         """The strategy as an Accelerate config would say it, with the groups of hybrid."""
         groups = f" {self.mesh.replicate}x{self.mesh.shard}" if self.strategy.replicated else ""
-        return self.strategy.name + (OFFLOAD if self.offload else "") + groups + (" by block" if self.by_block else "")
+        node = f" backward in {self.mesh.node}" if self.mesh.node else ""
+        by_block = " by block" if self.by_block else ""
+        return self.strategy.name + (OFFLOAD if self.offload else "") + groups + node + by_block
 
     @property
     def gathering_batches(self) -> int:
@@ -68,9 +70,11 @@ def asked_setup(
     section, training = recipe.sharding, recipe.training
     every = section.activation_checkpointing
     every = None if every == "auto" else every  # chosen by the memory when the run starts
+    mesh = mesh_of(STRATEGIES[name], ranks, shard_size or hardware.devices_per_node)
+    ranks_per_node = min(ranks, hardware.devices_per_node)
     return Setup(
         STRATEGIES[name],
-        mesh_of(STRATEGIES[name], ranks, shard_size or hardware.devices_per_node),
+        with_node(mesh, STRATEGIES[name], section.reshard_after_forward, ranks_per_node),
         section.offload == "optimizer" or (section.offload is None and offload),
         None if every is None else Checkpointing(every, section.offload_checkpoints, section.chunk_tokens),
         training.micro_batch_size,
@@ -143,9 +147,11 @@ def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str, can_chunk
         yield change, replace(setup, micro_batch_size=1, accumulation=samples)
     zero3 = STRATEGIES["zero3"]
     # The launch names the strategy, not the recipe, so this is no override.
+    if setup.mesh.node is not None:
+        yield "sharding.reshard_after_forward=null", replace(setup, mesh=mesh_of(zero3, setup.ranks, 1))
     if setup.strategy != zero3 and setup.ranks > 1:
         yield "strategy zero3", replace(setup, strategy=zero3, mesh=mesh_of(zero3, setup.ranks, 1))
     if not setup.offload and setup.strategy.sharded and can_offload(recipe, mixed_precision):
         yield "sharding.offload=optimizer", replace(setup, offload=True)
     if setup.strategy == zero3:
-        yield f"{2 * setup.ranks} devices", replace(setup, mesh=MeshShape(1, 2 * setup.ranks))
+        yield f"{2 * setup.ranks} devices", replace(setup, mesh=MeshShape(1, 2 * setup.ranks, setup.mesh.node))

@@ -175,6 +175,8 @@ def _strategies(ranks: int, asked: Setup) -> Iterator[tuple[Strategy, MeshShape]
         return
     for name in ("ddp", "zero1", "zero2", "zero3"):
         yield STRATEGIES[name], mesh_of(STRATEGIES[name], ranks, 1)
+    if asked.mesh.node is not None:
+        yield asked.strategy, asked.mesh
     # Groups that NVLink and nodes come in; others only where there is no such one, or the recipe asks.
     sizes = {2**power for power in range(1, 14)} & set(factors(ranks))
     for shard in sorted(

@@ -450,6 +450,12 @@ class ShardingSection(Section):
         None,
         description="Gather the parameters of N blocks ahead of the one that computes; null: FSDP2's own choice, one.",
     )
+    reshard_after_forward: int | None = Field(
+        None,
+        ge=2,
+        description="With zero3, shard each unit among N neighbouring ranks from forward to backward, so that backward "
+        "gathers inside a node. null: among all ranks.",
+    )
     offload_checkpoints: bool = Field(False, description="Keep the inputs of checkpointed blocks in host memory.")
     chunk_tokens: PositiveInt | None = Field(
         None,
@@ -490,6 +496,16 @@ class ShardingSection(Section):
             raise contradiction(
                 "sharding.accumulate=by_block keeps the inputs of all blocks for all micro-batches of a step, and "
                 "nothing else; set sharding.activation_checkpointing=1"
+            )
+        if self.reshard_after_forward is not None and self.experts > 1:
+            raise contradiction(
+                "sharding.reshard_after_forward is not possible with sharding.experts, whose units have ranks of their "
+                "own; remove one of them"
+            )
+        if self.reshard_after_forward is not None and self.accumulate != "by_micro_batch":
+            raise contradiction(
+                f"sharding.reshard_after_forward is not possible with sharding.accumulate={self.accumulate}, which "
+                "keeps units gathered from one micro-batch to the next; remove one of them"
             )
         if self.accumulate == "auto" and self.activation_checkpointing not in (1, "auto"):
             raise contradiction(

@@ -53,6 +53,7 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
         compilation=compilation_of(recipe) if sharded else None,
         prefetch=section.prefetch,
         experts=section.experts,
+        reshard_after_forward=section.reshard_after_forward,
     )
 
 

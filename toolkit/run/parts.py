@@ -203,7 +203,8 @@ def _planned(
     """What the run will hold. Raises BadInputError on every rank where it cannot fit."""
     sizes, num_ranks = accelerator.parallelism_config, accelerator.num_processes
     sharded = plugin.strategy.sharded
-    mesh = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size) if sharded else MeshShape(num_ranks, 1)
+    shard = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size, plugin.node)
+    mesh = shard if sharded else MeshShape(num_ranks, 1)
     # Rank 0 decides for all, so that every rank checkpoints the same blocks and refuses the same runs.
     with Pass(Terminal(quiet=ranks.rank() != 0), "planning the memory"):
         return ranks.on_first_rank(

@@ -20,7 +20,7 @@ from toolkit.sharding.by_block import in_window
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
 from toolkit.sharding.experts import SHARD, expert_grid, require_experts, take_part
-from toolkit.sharding.fsdp import gather_in_float32, hold_as_part, reshard_all
+from toolkit.sharding.fsdp import gather_in_float32, hold_as_part, reshard_all, reshard_in_groups
 from toolkit.sharding.gloo import communicate
 from toolkit.sharding.precision import hold_in_float32, kept_in_float32, round_buffers, types_of_authors
 from toolkit.sharding.shards import shard_rows
@@ -57,6 +57,15 @@ def precision_policies(
     return unit, root
 
 
+def groups_of(mesh: DeviceMesh, ranks: int | None) -> DeviceMesh | None:
+    """Groups of so many neighbours, those of a node, among which units are sharded from forward to backward.
+
+    Args:
+        mesh: of all ranks, 1-D.
+    """
+    return None if ranks is None else DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks))
+
+
 def prepare_blocks(
     model: nn.Module, plan: UnitPlan, checkpointing: Checkpointing | None, compilation: Compilation | None
 ) -> None:
@@ -79,6 +88,7 @@ def apply(
     compilation: Compilation | None = None,
     prefetch: int | None = None,
     experts: int = 1,
+    backward_mesh: DeviceMesh | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shards `model` in place, one `fully_shard` call per unit.
 
@@ -97,6 +107,7 @@ def apply(
         prefetch: blocks that are gathered ahead of the one that computes; None: FSDP2's own one, issued when
             the block before has been.
         experts: ranks of a group, each with whole experts of its own; above 1 `plan` has units of them.
+        backward_mesh: of `groups_of`; None: backward gathers among all ranks of a shard group.
 
     Returns:
         Every parameter as it was -> as it is now.
@@ -120,9 +131,7 @@ def apply(
     # After all units are made: now each rank knows its rows, and reads no others.
     _give_weights(model, originals, offload(model) if offload is not None else None)
     round_buffers(model, types)
-    _prefetch(model, plan, prefetch)
-    _follow_accumulation(model, strategy, is_last_micro_batch)
-    _reshard_after_evaluation(model)
+    _schedule(model, plan, strategy, is_last_micro_batch, prefetch, backward_mesh)
     after = dict(model.named_parameters(remove_duplicate=False))
     return {before[name]: after[name] for name in before}
 
@@ -162,6 +171,26 @@ def _give_types(model: nn.Module, mixed_precision: str, is_offloaded: bool) -> t
         _hold_masters_in_float32(model)
     hold_in_float32(model, kept)
     return types, kept
+
+
+def _schedule(
+    model: nn.Module,
+    plan: UnitPlan,
+    strategy: Strategy,
+    is_last_micro_batch: Callable[[], bool],
+    prefetch: int | None,
+    backward_mesh: DeviceMesh | None,
+) -> None:
+    """Says when units are gathered, reduced and freed, and among whom backward gathers."""
+    if backward_mesh is not None:
+        if any(unit.kind == "experts" for unit in plan.units):
+            raise BadInputError(
+                "reshard_after_forward is not possible with experts, whose units have ranks of their own"
+            )
+        reshard_in_groups(model, backward_mesh)
+    _prefetch(model, plan, prefetch)
+    _follow_accumulation(model, strategy, is_last_micro_batch)
+    _reshard_after_evaluation(model)
 
 
 def _prefetch(model: nn.Module, plan: UnitPlan, depth: int | None) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.tensor import DTensor, Shard
@@ -66,8 +67,30 @@ def forget_uncalled_modules(module: FSDPModule) -> None:
 def reshard_all(model: nn.Module) -> None:
     """Frees what a forward without gradients gathered and no backward will free."""
     for unit in sharded_modules(model):
+        copied = [each for group in _own_groups(unit) if group.is_sharded_post_forward for each in group.fsdp_params]
         unit.reshard()
+        for parameter in copied:  # a group's, which FSDP2 frees when backward has gathered them
+            parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
         forget_uncalled_modules(unit)
+
+
+def reshard_in_groups(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Has units keep a copy, sharded among the ranks of a group, from forward until backward has gathered it there.
+
+    As FSDP2's `reshard_after_forward=n`, which makes process groups of its own for each unit: NCCL would take buffers
+    for all of them.
+
+    Args:
+        mesh: (groups, ranks of a group).
+    """
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in fsdp_groups(model):
+        if group.post_forward_mesh_info is None:
+            continue  # it stays gathered
+        group.post_forward_mesh_info = info
+        for parameter in group.fsdp_params:
+            parameter.post_forward_mesh_info = info
+            parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
 
 
 def forget_forwards(model: nn.Module) -> None:
@@ -217,8 +240,19 @@ def end_pass(modules: Iterable[Any]) -> None:
             states = type(group._training_state)
             if group._training_state != states.POST_BACKWARD:
                 group.post_backward()
+                if group.reduce_grads:
+                    _free_last_reduction(group)
             group._training_state = states.IDLE
         state._training_state = type(state._training_state).IDLE
+
+
+def _free_last_reduction(group: Any) -> None:
+    """Waits for the last reduction and lets its input go; torch 2.11 does so only where it reduces the next unit."""
+    last = getattr(group.comm_ctx, "reduce_scatter_state", None)
+    if last is not None:
+        if last.event is not None:
+            group.device_handle.current_stream().wait_event(last.event)
+        group.comm_ctx.reduce_scatter_state = None
 
 
 def stay_in_forward(root: Any) -> None:

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.errors import BadInputError
-from toolkit.sharding.apply import KeepsMasters, apply, precision_policies
+from toolkit.sharding.apply import KeepsMasters, apply, groups_of, precision_policies
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.experts import require_spreadable
@@ -52,6 +52,7 @@ from toolkit.sharding.strategy import (
     asks_for_offload,
     mesh_shape,
     parse_strategy,
+    with_node,
 )
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import plan_units
@@ -73,6 +74,7 @@ def sharding_kwargs(
     compilation: Compilation | None = None,
     prefetch: int | None = None,
     experts: int = 1,
+    reshard_after_forward: int | None = None,
 ) -> dict[str, FullyShardedDataParallelPlugin | ParallelismConfig]:
     """Constructor arguments that register the backend with a stock `Accelerator`.
 
@@ -88,12 +90,15 @@ def sharding_kwargs(
         compilation: of the blocks, by torch.compile; unset, they run eagerly.
         prefetch: blocks whose parameters are gathered ahead; unset, FSDP2's own one.
         experts: of a mixture, ranks of a group, each of which has whole experts of its own.
+        reshard_after_forward: of `zero3`, ranks of a node: a unit's shards from forward to backward; unset, all ranks.
 
     Raises:
         BadInputError: an unknown strategy, one that the Accelerate config contradicts, or an
             version of torch or Accelerate that is too old, or newer and without a private name that is needed.
     """
-    plugin = ShardingPlugin(strategy, unit_classes, checkpointing, offload, compilation, prefetch, experts)
+    plugin = ShardingPlugin(
+        strategy, unit_classes, checkpointing, offload, compilation, prefetch, experts, reshard_after_forward
+    )
     mesh = ShardingMesh(plugin=plugin, dp_replicate_size=replicate_size, dp_shard_size=shard_size)
     return {"fsdp_plugin": plugin, "parallelism_config": mesh}
 
@@ -141,6 +146,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
     Attributes:
         strategy: what is sharded.
         offload: how optimizer state is offloaded; None: it isn't.
+        node: ranks among which units are sharded from forward to backward; None: all.
         unit_plan: the units of the prepared model; None before `prepare`.
         engine: of the offloaded optimizer state; None before `prepare`, or without offload.
     """
@@ -154,6 +160,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         compilation: Compilation | None = None,
         prefetch: int | None = None,
         experts: int = 1,
+        node: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_versions()
@@ -166,6 +173,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self.compilation = compilation
         self.prefetch = prefetch
         self.experts = experts
+        self.node = node
         self._accelerator: weakref.ref[Accelerator] | None = None
         if prefetch is not None and not self.strategy.sharded:
             raise BadInputError("sharding.prefetch has no effect with strategy ddp, which gathers nothing; remove it")
@@ -230,6 +238,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             compilation=self.compilation,
             prefetch=self.prefetch,
             experts=self.experts,
+            backward_mesh=groups_of(state.device_mesh, self.node),
         )
         # transformers' mark of a sharded model: `generate` then goes on until every rank has ended its rows. Without
         # it, a rank that ends early leaves the others in a gather.
@@ -313,6 +322,7 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
             shard=self.dp_shard_size or _configured_size("SHARD"),  # type: ignore[has-type]
         )
         require_groups("sharding.experts", self.plugin.experts, world_size)
+        with_node(shape, self.plugin.strategy, self.plugin.node, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         if self.plugin.offload is not None:
             _refuse_replicas_on_one_host(shape)
         self.dp_replicate_size, self.dp_shard_size = shape.replicate, shape.shard

@@ -83,10 +83,20 @@ def asks_for_offload(text: str | None) -> bool:
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Ranks as replicate x shard; `shard` is the sharding factor F."""
+    """Ranks as replicate x shard; `shard` is the sharding factor F.
+
+    Attributes:
+        node: ranks among which a unit is sharded from its forward to its backward; None: among all F.
+    """
 
     replicate: int
     shard: int
+    node: int | None = None
+
+    @property
+    def backward(self) -> int:
+        """Ranks among which backward gathers."""
+        return self.node or self.shard
 
 
 def mesh_shape(strategy: Strategy, world_size: int, *, replicate: int | None, shard: int | None) -> MeshShape:
@@ -134,3 +144,29 @@ def _hybrid_shape(world_size: int, replicate: int | None, shard: int | None) -> 
             f"set dp_shard_size, the ranks of a group, to one of {', '.join(map(str, factors))}"
         )
     return MeshShape(world_size // shard, shard)
+
+
+def with_node(shape: MeshShape, strategy: Strategy, node: int | None, ranks_per_node: int) -> MeshShape:
+    """The mesh with units sharded among `node` neighbouring ranks from forward to backward; None: as it is.
+
+    Known as hpZ, the hierarchical partitioning of ZeRO++ (arXiv 2306.10209).
+
+    Raises:
+        BadInputError: a strategy that has no use for it, or groups that do not divide the ranks or span nodes.
+    """
+    if node is None:
+        return shape
+    if strategy.name != "zero3":
+        raise BadInputError(
+            f"sharding.reshard_after_forward has no effect with strategy {strategy.name}, whose backward gathers "
+            f"{'inside its groups as it is' if strategy.replicated else 'nothing again'}; remove it, or choose zero3"
+        )
+    # Not all ranks, where it would change nothing.
+    sizes = range(2, min(ranks_per_node, shape.shard - 1) + 1)
+    allowed = [size for size in sizes if shape.shard % size == 0 == ranks_per_node % size]
+    if node not in allowed:
+        raise BadInputError(
+            f"sharding.reshard_after_forward: {node} is not a group inside the nodes of {ranks_per_node} ranks that "
+            f"{shape.shard} ranks have several of; allowed: {', '.join(map(str, allowed)) or 'none here; remove it'}"
+        )
+    return MeshShape(shape.replicate, shape.shard, node)

@@ -122,6 +122,15 @@ PRIVATE_NAMES = (
         f"{_STATE}:FSDPState._register_root_post_backward_final_callback",
         ("if self._state_ctx.post_backward_final_callback_queued:",),
     ),
+    # fsdp.reshard_in_groups, fsdp.reshard_all: what a unit keeps from forward to backward, and among whom.
+    PrivateName(f"{_FSDP}_fsdp_common:HSDPMeshInfo"),
+    PrivateName(f"{_FSDP}_fsdp_param:FSDPParam._init_sharded_post_forward_param_metadata", ("param",)),
+    PrivateName(
+        f"{_FSDP}_fsdp_param:FSDPParam.to_unsharded",
+        ("self._sharded_post_forward_param = None", "self._sharded_post_forward_param_data = None"),
+    ),
+    PrivateName(f"{_GROUP}:FSDPParamGroup", ("self.post_forward_mesh_info = post_forward_mesh_info",)),
+    PrivateName(f"{_GROUP}:FSDPParamGroup", ("def is_sharded_post_forward(self)",)),
     # fsdp.forget_forwards: what a backward prefetches.
     PrivateName(
         f"{_GROUP}:FSDPParamGroup._backward_prefetch",

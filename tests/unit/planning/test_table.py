@@ -215,6 +215,25 @@ def test_the_command_is_one_that_the_recipe_takes(found: Plan) -> None:
     assert "--parallelism_config_dp_shard_size" in words
 
 
+def test_a_recipe_that_gathers_in_nodes_has_a_row_with_it_and_one_without() -> None:
+    asked = recipe(sharding={"strategy": "zero3", "reshard_after_forward": 8}, **ALONE)
+    found = plan(asked, hardware_of("h100_sxm", nic_gbs=0.1), 16, with_levers=False)
+    rows = {row.setup.name: row for row in found.rows if row.setup.checkpointing is None}
+    whole, in_nodes = rows["zero3"], rows["zero3 backward in 8"]
+    assert found.asked.setup == in_nodes.setup
+    # Backward gathers the blocks and the embeddings, in 2 bytes, among 8 ranks instead of 16.
+    sent = whole.traffic.all_gather - in_nodes.traffic.all_gather
+    assert sent == pytest.approx(2 * (P - VOCABULARY * HIDDEN - HIDDEN) * (15 / 16 - 7 / 8), rel=0.01)
+    assert in_nodes.time.mid < whole.time.mid
+    for row, told in ((whole, "null"), (in_nodes, "8")):
+        assert f"sharding.reshard_after_forward={told}" in shlex.split(launch_of(found, row, "mine.yaml", []).command)
+    console = Console(record=True, width=220, file=open("/dev/null", "w"))  # noqa: SIM115
+    show.explain(console, found, in_nodes)
+    assert "in backward, inside groups of 8 ranks" in console.export_text()
+    with pytest.raises(BadInputError, match="3 is not a group inside the nodes of 8 ranks"):
+        plan(recipe(sharding={"reshard_after_forward": 3}), hardware_of("h100_sxm"), 16)
+
+
 def test_outside_a_checkout_the_command_is_toolkit_train(
     found: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from toolkit.errors import BadInputError
 from toolkit.sharding import versions
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, accumulation_plugin, resolve_strategy, sharding_kwargs
-from toolkit.sharding.strategy import STRATEGIES, mesh_shape, parse_strategy
+from toolkit.sharding.strategy import STRATEGIES, MeshShape, mesh_shape, parse_strategy, with_node
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +126,31 @@ def test_a_mesh_that_cannot_be(
 ) -> None:
     with pytest.raises(BadInputError, match=message):
         mesh_shape(STRATEGIES[strategy], world_size, replicate=replicate, shard=shard)
+
+
+def test_a_node_keeps_units_from_forward_to_backward() -> None:
+    zero3, shape = STRATEGIES["zero3"], MeshShape(1, 16)
+    assert with_node(shape, zero3, 8, 8) == MeshShape(1, 16, 8)
+    assert with_node(shape, zero3, 4, 8).backward == 4, "half a node"
+    assert with_node(shape, zero3, 8, 16).node == 8, "half of the only node"
+    assert with_node(shape, STRATEGIES["ddp"], None, 8) == shape
+
+
+@pytest.mark.parametrize(
+    ("strategy", "node", "ranks_per_node", "message"),
+    [
+        ("zero3", 16, 16, "16 is not a group inside the nodes of 16 ranks .* allowed: 2, 4, 8$"),
+        ("zero3", 16, 8, "allowed: 2, 4, 8$"),
+        ("zero3", 3, 8, "3 is not a group .* allowed: 2, 4, 8$"),
+        ("zero3", 4, 2, "4 is not a group .* allowed: 2$"),
+        ("zero3", 2, 1, "allowed: none here; remove it$"),
+        ("hybrid", 8, 8, "no effect with strategy hybrid, whose backward gathers inside its groups"),
+        ("zero1", 8, 8, "no effect with strategy zero1, whose backward gathers nothing again"),
+    ],
+)
+def test_a_node_that_cannot_be(strategy: str, node: int, ranks_per_node: int, message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        with_node(MeshShape(1, 16), STRATEGIES[strategy], node, ranks_per_node)
 
 
 def test_sizes_come_from_the_accelerate_config(monkeypatch: pytest.MonkeyPatch) -> None:

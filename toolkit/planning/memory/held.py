@@ -22,6 +22,7 @@ class MemoryLayout:
         optimizer: bytes of optimizer state for each trainable element, half of them a moment's.
         offload: optimizer state and masters are on the host; shards are held in the type of compute.
         residents: indices of units whose offloaded state is on the device after all.
+        node: ranks among which a unit is sharded from forward to backward; None: among all, as between steps.
     """
 
     shard: int
@@ -30,6 +31,7 @@ class MemoryLayout:
     optimizer: float
     offload: bool = False
     residents: frozenset[int] = frozenset()
+    node: int | None = None
 
 
 def rounded(num_bytes: float) -> int:
@@ -53,6 +55,8 @@ class HeldUnit:
         whole_sums: gradients summed over micro-batches, in the type of the reduction.
         cast_gradient: the reduced gradient in the type of the shards, where that is another.
         optimizer: state on the device.
+        copied: of what the ranks of a node keep of it from forward to backward; 0 where all ranks do.
+        copying: the most of both while each parameter is copied and then freed.
         made_alike: the most of its whole gradients while those of two types are given that of the reduction; 0: of one.
     """
 
@@ -68,6 +72,9 @@ class HeldUnit:
     cast_gradient: int
     optimizer: int
     made_alike: int
+    copied: int
+    copying: int
+    is_copied: bool = False
     is_gathered: bool = False
     is_prefetched: bool = False
     sharded_gradients: int = 0
@@ -107,7 +114,14 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
         cast_gradient=rounded(cast) if cast != layout.reduce * own else 0,
         optimizer=optimizer_bytes(trainable, layout, resident),
         made_alike=_made_alike(trainable, layout) if is_mixed else 0,
+        copied=sum(rounded(size / layout.node) for size in whole) if layout.node else 0,
+        copying=_copying(whole, layout.node) if layout.node else 0,
     )
+
+
+def _copying(whole: Sequence[int], node: int) -> int:
+    held, copies = [rounded(size) for size in whole], [rounded(size / node) for size in whole]
+    return max((sum(held[i:]) + sum(copies[: i + 1]) for i in range(len(whole))), default=0)
 
 
 def _made_alike(trainable: Sequence[ParameterShape], layout: MemoryLayout) -> int:

@@ -40,7 +40,7 @@ class Memory:
         parameters: the shards (or, unsharded, the whole) as they are held between steps, buffers and the batch.
         gradients: of parameters, sharded or whole, and sums of them.
         optimizer: its state on the device.
-        gathered: whole parameters of the units that are gathered.
+        gathered: whole parameters of the units that are gathered, and what a node keeps of others for backward.
         activations: what backward needs, and temporaries.
         logits: what the head and the loss take beyond that.
         communication: inputs and outputs of collectives.
@@ -182,7 +182,7 @@ class _ShardedRank(_Rank):
         if event.kind == "enter":
             self._gather(event, in_forward=True)
         elif event.kind == "exit":
-            self._after_forward(event.unit)
+            self._after_forward(event)
         elif event.kind == "pre_backward":
             self._gather(event, in_forward=False)
             if self.by_block:
@@ -230,6 +230,10 @@ class _ShardedRank(_Rank):
         self.held["gathered"] += unit.whole * (gathered - unit.is_gathered)
         unit.is_gathered = gathered
 
+    def _hold_copy(self, unit: HeldUnit, copied: bool) -> None:
+        self.held["gathered"] += unit.copied * (copied - unit.is_copied)
+        unit.is_copied = copied
+
     def _hold_gather(self, unit: HeldUnit, prefetched: bool) -> None:
         self.held["communication"] += unit.gather_output * (prefetched - unit.is_prefetched)
         unit.is_prefetched = prefetched
@@ -271,20 +275,27 @@ class _ShardedRank(_Rank):
                 self._hold_forward_gather(unit.gather_output)
         self._hold_gather(unit, False)
         self._hold_whole(unit, True)
+        if not in_forward:
+            self._hold_copy(unit, False)
 
     def _start_gather(self, index: int, level: int) -> None:
         unit = self._now[index]
         # Input and output are allocated together; the input goes when the collective is done.
         if not unit.is_prefetched:
-            more = unit.gather_input + unit.gather_output
+            # What a node keeps is in the type of compute already.
+            more = (0 if unit.is_copied else unit.gather_input) + unit.gather_output
             self.snap(f"gather of {self.units[index].name}", level, communication=more)
             self._hold_gather(unit, True)
 
-    def _after_forward(self, index: int) -> None:
+    def _after_forward(self, event: ProbeEvent) -> None:
+        index, unit = event.unit, self._now[event.unit]
         self._before.setdefault(index, []).append(self._last)
         self._last = index
         if self._reshards[index]:
-            self._hold_whole(self._now[index], False)
+            self._hold_copy(unit, False)
+            self.snap(self._moment, event.level, gathered=max(0, unit.copying - unit.whole))
+            self._hold_copy(unit, unit.copied > 0)
+            self._hold_whole(unit, False)
         # The root's forward ends the pass.
         if index == len(self.units) - 1:
             self._hold_forward_gather(0)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from toolkit.model.fake_tensors import FakeTensorMode
 from toolkit.planning.memory.fake import Ledger, cuda_dropout, fake_ranks, host_copies, in_these_modes, tree_map_only
 from toolkit.planning.workload import Workload
-from toolkit.sharding.apply import apply
+from toolkit.sharding.apply import apply, groups_of
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import MeshShape, Strategy
@@ -76,9 +76,9 @@ def trace(
     last = [False]
     with fake_ranks(shape.replicate * shape.shard):
         mesh = _mesh(strategy, shape)
-        model = workload.model_copy()
+        model, shard = workload.model_copy(), functools.partial(apply, backward_mesh=groups_of(mesh, shape.node))
         with FakeTensorMode(allow_non_fake_inputs=True), cuda_dropout(), host_copies(ledger):
-            apply(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
+            shard(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
             # After `apply`: each rank makes its own shards alone.
             model.to_empty(device="cpu")
             objective = workload.objective(model)

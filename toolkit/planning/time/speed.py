@@ -142,6 +142,11 @@ def shard_group(mesh: MeshShape, devices_per_node: int) -> _Group:
     return _Group(mesh.shard, local, max(1, on_node // local))
 
 
+def backward_group(mesh: MeshShape, devices_per_node: int) -> _Group:
+    """Ranks among which backward gathers: those of a shard group, or fewer neighbours."""
+    return shard_group(MeshShape(mesh.replicate * mesh.shard // mesh.backward, mesh.backward), devices_per_node)
+
+
 def replica_group(mesh: MeshShape, devices_per_node: int) -> _Group:
     """Ranks that are `mesh.shard` apart."""
     # One of each shard group: on one node only where a node holds several groups.
@@ -238,7 +243,7 @@ class _Job:
             last = 2 * replica.seconds(traffic.last_reduce, hardware, quantile)
         return _Communication(
             forward=shard.seconds(traffic.forward_all_gather, hardware, quantile),
-            backward=shard.seconds(in_backward, hardware, quantile),
+            backward=backward_group(self.mesh, hardware.devices_per_node).seconds(in_backward, hardware, quantile),
             reduce=shard.seconds(whole["reduce_scatter"], hardware, quantile),
             all_reduce=2 * replica.seconds(whole["all_reduce"], hardware, quantile),
             first=shard.seconds(traffic.first_gather, hardware, quantile),

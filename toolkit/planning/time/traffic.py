@@ -4,7 +4,8 @@ What FSDP2 sends (ZeRO, arXiv 1910.02054, section 7; F ranks of a shard group, k
 padded to a multiple of F rows):
 
 - all-gather, in the type of compute: `zero1` and `zero2` once per optimizer step; `zero3` and `hybrid` in
-  every forward, and in every backward of the units that were resharded after it.
+  every forward, and in every backward of the units that were resharded after it; among the ranks of a node
+  alone where these keep a copy of theirs.
 - reduce-scatter of the trainable parameters, in the type of the reduction: `zero1` once per optimizer
   step; the others after every micro-batch.
 - all-reduce once per optimizer step: `ddp` of the whole gradients, `hybrid` of each rank's shard.
@@ -125,7 +126,7 @@ def traffic(
     # After a reduction, or summed over micro-batches, a gradient is float32; alone it is as backward made it.
     to_device, to_host = _host_link(trainable // shard, compute_bytes or 4, is_reduced or accumulation > 1, offload)
     return Traffic(
-        all_gather=whole["all_gather"] * (shard - 1) // shard,
+        all_gather=gathers.forward * (shard - 1) // shard + gathers.backward * (mesh.backward - 1) // mesh.backward,
         reduce_scatter=whole["reduce_scatter"] * (shard - 1) // shard,
         all_reduce=2 * whole["all_reduce"] * (replicate - 1) // replicate,
         host_to_device=to_device,

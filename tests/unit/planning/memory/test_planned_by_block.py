@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from planning_models import workload
 
 from toolkit.planning.memory.held import MemoryLayout
@@ -30,8 +29,7 @@ def test_the_plan_of_a_window_is_its_trace(micro_batches: int, tokens: int, offl
     units = unit_shapes(work.model, prober.plan, "bf16")
     moments = replay(units, probe, zero3, MemoryLayout(8, 2, 4, optimizer=8), micro_batches, by_block=True)
     # torch 2.15 adds each gradient to the window's sums in place; the plan waits for all of a unit's, as 2.13 does.
-    # torch 2.11 holds a unit's reduction longer than planned.
-    tolerance = 0.1 if autograd_sums_gradients() or torch.__version__ < "2.13" else tolerance
+    tolerance = 0.1 if autograd_sums_gradients() else tolerance
     assert max(m.total - m.optimizer for m in moments) == pytest.approx(traced.peak, rel=tolerance)
     # Each of the four blocks leaves its input there, whether the probe ran it or another like it.
     assert micro_batches * probe.host_peak == traced.host_peak

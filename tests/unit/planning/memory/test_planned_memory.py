@@ -109,8 +109,12 @@ def _drawn(choose: random.Random, kind: str) -> Configuration:
 DECISIVE = [
     Configuration("llama", "zero3", MeshShape(1, 8), 1, 1, (1, False), 4, 8, "bf16", False, 256, False),
     Configuration("llama", "zero3", MeshShape(1, 2), 1, 1, (1, False), 2, 4, "bf16", False, 4096, False),
+    Configuration("llama", "zero3", MeshShape(1, 8, 4), 1, 1, (1, False), 6, 8, "bf16", False, 256, False),
+    Configuration("gpt2", "zero3", MeshShape(1, 8, 2), 1, 2, None, 3, 48, "no", False, 256, False),
+    Configuration("qwen3", "zero3", MeshShape(1, 16, 8), 2, 1, (1, False), 6, 16, "bf16", True, 256, False),
 ]
-"""Few tokens, so that FSDP2's buffers decide: the prefetch in backward; the last gradient of the embeddings."""
+"""Few tokens, so that FSDP2's buffers decide: the prefetch in backward; the last gradient of the embeddings; copies
+that the ranks of a node keep from forward to backward."""
 
 
 def compare(c: Configuration) -> Compared:
@@ -124,7 +128,7 @@ def planned(c: Configuration) -> list[Memory]:
     prober = Prober(work)
     probe = prober.probe(c.micro_batch, c.checkpointed)
     units = unit_shapes(work.model, prober.plan, c.precision)
-    layout = MemoryLayout(c.mesh.shard, 2 if c.precision == "bf16" else None, 4, optimizer=8)
+    layout = MemoryLayout(c.mesh.shard, 2 if c.precision == "bf16" else None, 4, optimizer=8, node=c.mesh.node)
     return replay(units, probe, STRATEGIES[c.strategy], layout, c.accumulation)
 
 

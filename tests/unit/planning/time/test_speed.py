@@ -156,6 +156,10 @@ def test_nodes_share_their_network() -> None:
     # Groups of a node gather over links; the 8 ranks of a node all-reduce their eighth side by side.
     links = 7 / 8 * (2 * (2 * P - 80) + 4 * P) / 1e6
     assert hybrid.parts.communication == pytest.approx(links + 2 * 0.5 * 4 * P / 0.5, rel=1e-6)
+    # Copies in a node leave its forwards' gathers and its reductions between the nodes.
+    in_node = planned("zero3", MeshShape(1, 16, 8), hardware, forward=0, backward=0)
+    links = 7 / 8 * (2 * P - 160) / 1e6
+    assert in_node.parts.communication == pytest.approx(links + (2 * P + 4 * P) * 0.5 / 0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize(
