@@ -122,7 +122,8 @@ def stepping(point: Point, rank: int) -> Any:
     from transformers import LlamaForCausalLM
 
     from toolkit.data.samples import IGNORED
-    from toolkit.objectives.head_loss import HeadLoss, find_head_loss
+    from toolkit.objectives.find_head import find_head_loss
+    from toolkit.objectives.head_loss import HeadLoss
     from toolkit.sharding import sharding_kwargs
 
     accelerator = Accelerator(**sharding_kwargs("zero3"))

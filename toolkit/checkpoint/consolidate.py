@@ -242,6 +242,7 @@ def _difference(folder: Path, manifest: Manifest, config: object, export: Path, 
     model = model.to(settings.dtype).eval()
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     tokens = torch.randint(0, vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))
-    expected = model(input_ids=tokens).logits.float()
-    found = reload(export, torch.device("cpu"), settings.dtype)(input_ids=tokens).logits.float()
+    inputs = {"input_ids": tokens, **({"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {})}
+    expected = model(**inputs).logits.float()
+    found = reload(export, torch.device("cpu"), settings.dtype)(**inputs).logits.float()
     return relative_difference(found, expected)

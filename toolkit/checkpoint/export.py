@@ -349,7 +349,7 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def sample_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, seed: int
 ) -> str:
-    """A continuation of `prompt`, drawn at temperature 0.8 from the 95 % most likely tokens."""
+    """What follows `prompt`, or a target for it, drawn at temperature 0.8 from the 95 % most likely tokens."""
     # `generate` refuses arguments that the model does not take, as token types of a causal model.
     encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     # Forked: the sample must not move the run's own generators.
@@ -366,4 +366,5 @@ def sample_text(
             top_p=0.95,
             pad_token_id=pad_id(tokenizer),
         )
-    return tokenizer.decode(tokens[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)  # type: ignore[no-any-return]
+    begins = 1 if model.config.is_encoder_decoder else encoded["input_ids"].shape[1]
+    return tokenizer.decode(tokens[0, begins:], skip_special_tokens=True)  # type: ignore[no-any-return]

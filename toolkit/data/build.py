@@ -17,14 +17,23 @@ from toolkit.data import report as reports
 from toolkit.data.cache import cache_folder, digest, kept
 from toolkit.data.documents import FEATURES, Named, read_documents, write_documents
 from toolkit.data.encode import Encoder
-from toolkit.data.layouts import JUDGED, recognise
+from toolkit.data.layouts import CLASSES, JUDGED, recognise
 from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
 from toolkit.data.report import DataReport, Found, SplitReport
-from toolkit.data.samples import JudgedSamples, LabelledSamples, PairSamples, Rows, Samples, TaggedSamples, TextSamples
+from toolkit.data.samples import (
+    JudgedSamples,
+    LabelledSamples,
+    PairSamples,
+    Rows,
+    Samples,
+    SourceTargetSamples,
+    TaggedSamples,
+    TextSamples,
+)
 from toolkit.data.selection import Selection, cut, hold_out, nothing_left, one_pass, problems_of, select
 from toolkit.data.sources import Source, glimpse, identify, open_source, paths_of, short_names
 from toolkit.data.stream import Stream, Window, describe_stream
-from toolkit.data.tokenizer import bos_of, identity, pad_id
+from toolkit.data.tokenizer import bos_of, identity, languages, pad_id
 from toolkit.errors import DataError
 from toolkit.recipe.schema import CLASSIFIERS, DataSection, ObjectiveSection, SourceSection
 from toolkit.terminal import Pass, Terminal
@@ -99,6 +108,8 @@ class Builder:
         self.objective = objective
         self.classification = objective.kind in CLASSIFIERS
         self.tagged = objective.kind == "token_classification"
+        self.seq2seq = objective.kind == "seq2seq"
+        self.max_target = (data.max_target_length or data.max_length) if self.seq2seq else None
         self.paired = objective.kind in ("preference", "reward")
         self.judged = objective.kind == "kto"
         self.packed = is_packed(data, objective)
@@ -116,6 +127,7 @@ class Builder:
             include={
                 "validation_fraction",
                 "max_length",
+                "max_target_length",
                 "long_rows",
                 "packing",
                 "targets",
@@ -156,6 +168,7 @@ class Builder:
             identity(self.tokenizer),
             [layout.kind, layout.columns, layout.label_names],
             [encoder.targets, encoder.truncate_to, encoder.objective, encoder.bos_id],
+            *([encoder.truncate_target_to, encoder.prefix, languages(self.tokenizer)] if self.seq2seq else []),
         )
         with Pass(Terminal(quiet=ranks.rank() != 0), f"tokenising {source.name}"):
             folder = kept(
@@ -166,7 +179,7 @@ class Builder:
         return Named(folder=folder.name, name=names.get(section.path, source.name), paths=paths)
 
     def _encoder(self, source: Source, layout: str) -> Encoder:
-        plain = ("text", "text and label", "tokens and tags", "prompt and completion", "chosen and rejected")
+        plain = ("text", *CLASSES, "source and target", "prompt and completion", "chosen and rejected")
         conversation = JUDGED.get(layout, layout) not in plain
         if conversation and not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
@@ -183,11 +196,15 @@ class Builder:
                 "they begin; remove it"
             )
         # Only the tokenizer can cut a text and keep the special tokens that a classifier expects around it.
-        cut = self.data.max_length if self.classification and self.data.long_rows == "truncate" else None
+        if self.seq2seq and self.tokenizer.eos_token_id is None:
+            raise DataError("model.tokenizer: it has no end-of-text token, so no target would end; use another one")
+        cuts = (self.classification or self.seq2seq) and self.data.long_rows == "truncate"
+        limits = (self.data.max_length, self.max_target) if cuts else (None, None)
         # Both sides of a pair are the same up to the last turn (see pairs.py), so only that is compared. What is judged
         # is the last turn, too.
         targets = "last_turn" if self.paired or self.judged else self.targets
-        return Encoder(self.tokenizer, targets, self.objective.kind, cut, bos_of(self.tokenizer, self.data.add_bos))
+        bos, prefix = bos_of(self.tokenizer, self.data.add_bos), self.data.source_prefix or ""
+        return Encoder(self.tokenizer, targets, self.objective.kind, limits[0], bos, limits[1], prefix)
 
     def _rows(self, named: list[Named], weighted: bool) -> Rows:
         weights = [source.weight for source in self.data.train] if weighted and named else [None] * len(named)
@@ -225,8 +242,9 @@ class Builder:
             policy,
             self.data.max_length,
             names,
-            already_cut=self.classification,
+            already_cut=self.classification or self.seq2seq,
             max_dropped=self.data.max_dropped_fraction,
+            max_target_length=self.max_target,
         )
 
     def _long_rows(self, layouts: set[str]) -> str:
@@ -236,17 +254,18 @@ class Builder:
         own = "the tokenizer's own" if getattr(self.tokenizer, "chat_template", None) else None
         warnings = reports.warnings(splits)
         # A classifier writes nothing, nor does a reward model, so they need no token to stop at.
-        if train is not None and not self.classification and self.objective.kind != "reward":
+        # A target ends with one in any case.
+        if train is not None and not self.classification and self.objective.kind not in ("reward", "seq2seq"):
             warnings += reports.unclosed(self.tokenizer, train.rows, train.kept)
         examples = {}
         if train is not None:
-            length = self.data.max_length
+            length = self.data.max_length + (self.max_target or 0)
             examples = {"examples": reports.examples(self.tokenizer, train.rows, train.kept, length)}
         return DataReport(
             max_length=self.data.max_length,
             packing=self.packed,
             long_rows=policy,
-            targets=None if self.classification or self.paired or self.judged else self.targets,
+            targets=None if self.max_target or self.classification or self.paired or self.judged else self.targets,
             chat_template=self.data.chat_template or own,
             streaming=self.data.streaming,
             warnings=warnings,
@@ -289,6 +308,9 @@ class Builder:
         rows = chosen.rows
         if names is not None:
             samples = self._write_labelled(file, rows, order, names)
+        elif self.seq2seq:
+            np.savez(file, row=order)
+            samples = {"samples": len(order)}
         else:
             samples = self._write_pieces(file, rows, order, policy)
         cut_tokens = samples.pop("cut_tokens", 0)
@@ -394,6 +416,8 @@ class Builder:
             return TaggedSamples(rows, arrays["row"], labels, length, pad)
         if self.classification:
             return LabelledSamples(rows, arrays["row"], arrays["label"], length, pad)
+        if self.max_target is not None:
+            return SourceTargetSamples(rows, arrays["row"], length, self.max_target, pad)
         pieces = Pieces(arrays["row"], arrays["start"], arrays["stop"])
         if self.paired:
             splits = rows.column("split")

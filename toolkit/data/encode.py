@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat import Targets, render, target_mask
-from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, Tagged, Text
+from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, SourceTarget, Tagged, Text
 from toolkit.data.layouts import Layout
 from toolkit.data.pairs import SIDES
 from toolkit.data.problem import RowProblem
@@ -20,6 +20,8 @@ from toolkit.data.templates import SlowTemplateError
 from toolkit.errors import DataError
 
 REASONING_LEFT_OUT = "the chat template leaves out reasoning_content"
+
+SOURCE_CUT, TARGET_CUT = "the source was cut to data.max_length", "the target was cut to data.max_target_length"
 
 Document = dict[str, Any]
 """A row of `toolkit.data.documents.FEATURES`, but for its shard."""
@@ -43,7 +45,9 @@ class Encoder:
         targets: what of a conversation, or of a prompt and its completion, is learned.
         objective: `objective.kind` of the recipe. Texts to classify get the model's own special tokens.
         bos_id: of the token that begins a plain text; None: none does.
-        truncate_to: tokens to which a text to classify is cut, special tokens kept; None: not cut.
+        truncate_to: tokens to which a text to classify, or a source, is cut, special tokens kept; None: not cut.
+        truncate_target_to: tokens to which a target is cut.
+        prefix: of each source.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -51,6 +55,8 @@ class Encoder:
     objective: str = "causal_lm"
     truncate_to: int | None = None
     bos_id: int | None = None
+    truncate_target_to: int | None = None
+    prefix: str = ""
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
         """A document for each row; one without tokens, but with the reason, where a row cannot be used.
@@ -63,6 +69,8 @@ class Encoder:
             return self._classified(examples)
         if self.objective == "token_classification":
             return [_unusable(item) if isinstance(item, RowProblem) else self._tagged(item) for item in examples]
+        if self.objective == "seq2seq":
+            return [_unusable(item) if isinstance(item, RowProblem) else self._sourced(item) for item in examples]
         if self.objective in ("preference", "reward"):
             return self._compared(examples)
         if self.objective == "kto":
@@ -156,6 +164,35 @@ class Encoder:
         good = [example for example in examples if isinstance(example, Labelled)]
         encoded = iter(self._encode_texts(good))
         return [_unusable(item) if isinstance(item, RowProblem) else next(encoded) for item in examples]
+
+    def _sourced(self, example: Example) -> Document:
+        """A document of a source's tokens and, after `split` of them, its target's, which are what is learned."""
+        assert isinstance(example, SourceTarget)
+        source, source_cut = self._ids(self.prefix + example.source, "text", self.truncate_to)
+        target, target_cut = self._ids(example.target, "text_target", self.truncate_target_to)
+        if not source:  # to attend to nothing would give numbers that are none
+            return _unusable(RowProblem("the source makes no token"))
+        end = self.tokenizer.eos_token_id
+        # A tokenizer that ends texts has done so; another one's model would not learn to stop. mBART's languages come
+        # behind the end.
+        if end not in target:
+            room = None if self.truncate_target_to is None else self.truncate_target_to - 1
+            target = [*target[:room], end]
+        cut = [what for what, is_cut in ((SOURCE_CUT, source_cut), (TARGET_CUT, target_cut)) if is_cut]
+        targets = [False] * len(source) + [True] * len(target)
+        return {**document_of(source + target, targets), "split": len(source), "note": "; ".join(cut) or None}
+
+    def _ids(self, text: str, mode: str, limit: int | None) -> tuple[list[int], bool]:
+        """The tokens of a text, special ones included, at most `limit`, and whether it was cut.
+
+        Args:
+            mode: the tokenizer's argument for it: `text`, or `text_target`, which some tokenise otherwise.
+        """
+        settings = {mode: text, "return_attention_mask": False, "verbose": False}
+        ids: list[int] = self.tokenizer(**settings)["input_ids"]
+        if limit is None or len(ids) <= limit:
+            return ids, False
+        return self.tokenizer(**settings, truncation=True, max_length=limit)["input_ids"], True
 
     def _tagged(self, example: Example) -> Document:
         """A document whose targets are the first token of each word, with the words' tags.

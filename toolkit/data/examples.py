@@ -24,6 +24,14 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class SourceTarget:
+    """A target is learned, given a source, by an encoder-decoder."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
 class Conversation:
     """The assistant's turns are learned. Messages have `role` and `content`.
 
@@ -74,7 +82,7 @@ class Judged:
     good: bool
 
 
-Example = Text | Answer | Conversation | Labelled | Tagged | Pair | Judged
+Example = Text | Answer | SourceTarget | Conversation | Labelled | Tagged | Pair | Judged
 
 
 def texts_of(example: Example) -> list[str]:
@@ -83,6 +91,8 @@ def texts_of(example: Example) -> list[str]:
         return [example.text]
     if isinstance(example, Answer):
         return [example.prompt + example.completion]
+    if isinstance(example, SourceTarget):
+        return [example.source, example.target]
     if isinstance(example, Labelled):
         return [example.text, *([example.text_pair] if example.text_pair is not None else [])]
     if isinstance(example, Tagged):

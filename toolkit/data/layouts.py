@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, Tagged, Text
+from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, SourceTarget, Tagged, Text
 from toolkit.data.messages import asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.pairs import pair_of
 from toolkit.data.problem import RowProblem
@@ -22,6 +22,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "prompt and completion": ("prompt", "completion"),
     "instruction and output": ("instruction", "output"),
     "text": ("text",),
+    "source and target": ("source", "target"),
     "text and label": ("text", "label"),
     "tokens and tags": ("tokens", "tags"),
     "chosen and rejected": ("chosen", "rejected"),
@@ -38,6 +39,7 @@ OPTIONAL = {
     "prompt and completion": ("tools",),
     "instruction and output": ("input", "system", "history"),
     "text": (),
+    "source and target": (),
     "text and label": ("text_pair",),
     "tokens and tags": (),
     "chosen and rejected": ("prompt", "messages", "instruction", "input", "history", "system", "tools", "margin"),
@@ -54,6 +56,8 @@ ALSO_CALLED = {
     "instruction": ("task",),
     "output": ("answer", "response"),
     "text": ("body", "content", "document", "sentence", "review", "passage"),
+    "source": ("src", "original", "content", "body", "article", "document", "question", "text"),
+    "target": ("tgt", "output", "summary", "headline", "title", "reference", "translation", "answer"),
     "label": ("class", "category", "sentiment", "target", "stars"),
     "tokens": ("words",),
     "tags": ("ner", "labels", "pos_tags", "chunk_tags", "ner_labels"),
@@ -65,8 +69,29 @@ ALSO_CALLED = {
 CLASSES = ("text and label", "tokens and tags")
 """Layouts of what is classified."""
 
+SOURCES_AND_TARGETS = (
+    ("source", "target"),
+    ("input", "output"),
+    ("inputs", "targets"),
+    ("input_text", "target_text"),
+    ("document", "summary"),
+    ("article", "highlights"),
+    ("dialogue", "summary"),
+    ("text", "summary"),
+    ("text", "target"),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+)
+"""Usual names of source and target; rows with several of these pairs need names by hand."""
+
+TRANSLATION = "translation"
+"""Column of the hub's data sets that holds a text for each language."""
+
 LAYOUTS_OF = {
-    "causal_lm": [kind for kind in KINDS if kind not in (*CLASSES, "chosen and rejected", *JUDGED)],
+    "causal_lm": [
+        kind for kind in KINDS if kind not in (*CLASSES, "source and target", "chosen and rejected", *JUDGED)
+    ],
+    "seq2seq": ["source and target"],
     "sequence_classification": ["text and label"],
     "token_classification": ["tokens and tags"],
     "preference": ["chosen and rejected"],
@@ -94,7 +119,7 @@ class Layout:
         """What is learned from a row. Raises RowProblem."""
         if isinstance(row, RowProblem):
             raise row
-        values = {what: row.get(column) for what, column in self.columns.items()}
+        values = {what: _value(row, column) for what, column in self.columns.items()}
         if self.kind in JUDGED:
             answer = self._plain(values, JUDGED[self.kind])
             assert isinstance(answer, Answer | Conversation)
@@ -107,6 +132,8 @@ class Layout:
             return Text(text_of(values["text"], self.columns["text"]))
         if kind == "text and label":
             return self._labelled(values)
+        if kind == "source and target":
+            return SourceTarget(*(text_of(values[what], self.columns[what]) for what in ("source", "target")))
         if kind == "tokens and tags":
             return _tagged(values, self.columns, self.label_names)
         if kind == "chosen and rejected":
@@ -121,7 +148,7 @@ class Layout:
     def _require_unjudged(self, row: dict[str, Any]) -> None:
         """Raises DataError where answers are judged one by one: the bad ones would be learned like the good ones."""
         # These hold no single answers that could be judged; a `label` there is a class.
-        if self.kind in ("text", *CLASSES, "chosen and rejected"):
+        if self.kind in ("text", "source and target", *CLASSES, "chosen and rejected"):
             return
         # TRL's name and LLaMA-Factory's. Compared as text, since a CSV file holds no booleans.
         for column in ("label", "kto_tag"):
@@ -151,7 +178,7 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
     """
     by_hand = {what: name for what, name in columns.model_dump().items() if name is not None}
     for what, name in by_hand.items():
-        if name not in source.columns:
+        if not _is_there(name, source.columns):
             raise DataError(
                 f"{source.field}: {source.name!r} has no column {name!r} (data.columns.{what}); {_has(source)}"
             )
@@ -169,10 +196,12 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
         # The usual name in data sets of named entities.
         if kind == "tokens and tags" and "tags" not in source.columns and "tags" not in by_hand:
             names = {**names, "tags": "ner_tags"}
+        if kind == "source and target":
+            names = {**names, **_source_and_target(source, by_hand)}
         needed = {what: names[what] for what in KINDS[kind]}
         # A needed column that is named by hand picks the layout; an optional one rules out layouts without it.
         chosen = any(what in by_hand for what in KINDS[kind]) or all(what in OPTIONAL[kind] for what in by_hand)
-        if chosen and all(name in source.columns for name in needed.values()):
+        if chosen and all(_is_there(name, source.columns) for name in needed.values()):
             unused = [what for what in by_hand if what not in {*KINDS[kind], *OPTIONAL[kind]}]
             if unused:
                 idle = idle or (unused[0], kind)
@@ -195,8 +224,36 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
     )
 
 
+def _is_there(name: str, columns: list[str]) -> bool:
+    """Whether there is such a column; `translation.de` is a key of one that holds mappings."""
+    return name in columns or ("." in name and name.partition(".")[0] in columns)
+
+
+def _value(row: dict[str, Any], name: str) -> Any:
+    column, _, key = name.partition(".")
+    inner = row.get(column) if name not in row and key else None
+    return inner.get(key) if isinstance(inner, dict) else row.get(name)
+
+
+def _source_and_target(source: Source, by_hand: dict[str, str]) -> dict[str, str]:
+    """The names of these two columns where they are usual ones. Raises DataError where several pairs are."""
+    if {"source", "target"} & by_hand.keys():
+        return {}
+    found = [pair for pair in SOURCES_AND_TARGETS if set(pair) <= set(source.columns)]
+    if len(found) > 1:
+        told = " or ".join(" to ".join(pair) for pair in found)
+        first, second = found[0]
+        raise DataError(
+            f"{source.field}: {source.name!r} could be learned from {told}; choose by hand, for example "
+            f"data.columns.source={first} data.columns.target={second}"
+        )
+    return dict(zip(("source", "target"), found[0], strict=True)) if found else {}
+
+
 def _hint(columns: list[str], kinds: list[str]) -> str:
     """Settings that would make the nearest layout of a source's columns; an example where none is near."""
+    if kinds[0] == "source and target" and TRANSLATION in columns:
+        return f"data.columns.source={TRANSLATION}.en data.columns.target={TRANSLATION}.de"
     best: dict[str, str] = {}
     for kind in kinds:
         near = {what: column for what in KINDS[kind] if (column := _nearest(what, columns)) is not None}

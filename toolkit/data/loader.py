@@ -173,8 +173,6 @@ class _Rows(Dataset[Any]):
 def without_targets(batch: Batch) -> Batch:
     """The batch with nothing to learn, for a rank whose turn it is but that has no sample left."""
     # It repeats samples: neither its targets nor its tokens count again.
-    return {
-        **batch,
-        "labels": torch.full_like(batch["labels"], IGNORED),
-        "lengths": torch.zeros(len(batch["input_ids"]), dtype=torch.long),
-    }
+    none = torch.zeros(len(batch["input_ids"]), dtype=torch.long)
+    lengths = {"lengths": none, **({"target_lengths": none} if "target_lengths" in batch else {})}
+    return {**batch, "labels": torch.full_like(batch["labels"], IGNORED), **lengths}

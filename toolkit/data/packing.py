@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.recipe.schema import CLASSIFIERS, DataSection, ObjectiveSection
+from toolkit.recipe.schema import PADDED, DataSection, ObjectiveSection
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -46,8 +46,8 @@ class Pieces:
 
 
 def is_packed(data: DataSection, objective: ObjectiveSection) -> bool:
-    """Whether rows share samples: as the recipe says, else all but texts to classify and words to tag."""
-    return objective.kind not in CLASSIFIERS if data.packing is None else data.packing
+    """Whether rows share samples: as the recipe says, else all but those of a few objectives."""
+    return objective.kind not in PADDED if data.packing is None else data.packing
 
 
 def whole(rows: Ints, lengths: Ints, max_length: int) -> Pieces:

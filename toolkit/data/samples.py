@@ -336,6 +336,57 @@ class LabelledSamples:
 
 
 @dataclass(frozen=True)
+class SourceTargetSamples:
+    """For sequence to sequence: `input_ids` and `attention_mask` of sources (B, S), and `labels` (B, T) of targets.
+
+    Labels are IGNORED in padding; `lengths` and `target_lengths` (B,) are without it.
+
+    Attributes:
+        rows: where the tokens are: a source's, which are no targets, and then its target's.
+        numbers: of the rows that are samples.
+        max_length: of a source (tokens).
+        max_target_length: of a target (tokens).
+        pad_id: of padding.
+    """
+
+    rows: Rows
+    numbers: Any
+    max_length: int
+    max_target_length: int
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def parts(self, number: int) -> tuple[Any, Any]:
+        """The tokens of a sample's source, and of its target."""
+        ids, is_target = self.rows.tokens(int(self.numbers[number]))
+        return ids[~is_target], ids[is_target]
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        sources, targets = zip(*(self.parts(number) for number in numbers), strict=True)
+        input_ids, lengths = filled_up(sources, self.pad_id, self.max_length)
+        labels, target_lengths = filled_up(targets, IGNORED, self.max_target_length)
+        mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
+        return {
+            "input_ids": input_ids,
+            "attention_mask": mask,
+            "labels": labels,
+            "lengths": lengths,
+            "target_lengths": target_lengths,
+        }
+
+
+def filled_up(rows: Sequence[Any], filling: int, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of tokens as one tensor (B, T), and their lengths (B,)."""
+    lengths = torch.tensor([len(row) for row in rows])
+    whole = torch.full((len(rows), padded_length(int(lengths.max()), max_length)), filling)
+    for i, row in enumerate(rows):
+        whole[i, : len(row)] = torch.from_numpy(np.asarray(row, dtype=np.int64))
+    return whole, lengths
+
+
+@dataclass(frozen=True)
 class TaggedSamples(LabelledSamples):
     """For words with tags: as `LabelledSamples`, with `labels` (B, T), IGNORED but for the first token of each word.
 

@@ -47,6 +47,7 @@ def select(
     label_names: list[str] | None,
     already_cut: bool,
     max_dropped: float,
+    max_target_length: int | None = None,
 ) -> Selection:
     """The rows of a split that can be used.
 
@@ -55,6 +56,7 @@ def select(
         label_names: the classes; None: no classification.
         already_cut: long rows were cut when they were tokenised, so that `truncate` finds none.
         max_dropped: share of the rows that may be dropped, not counting those that are too long.
+        max_target_length: of rows with a source of at most `max_length` tokens and a target; None: other rows.
 
     Raises:
         DataError: where too many are too long or cannot be used, or none is left.
@@ -64,12 +66,19 @@ def select(
         dropped |= _without_class(rows, label_names, dropped)
     good = np.setdiff1d(np.arange(len(rows)), list(dropped))
     lengths = rows.column("length")
-    long = good[lengths[good] > max_length]
+    if max_target_length is None:
+        long, too_long = good[lengths[good] > max_length], TOO_LONG
+    else:
+        sources = rows.column("split")
+        long = good[(sources[good] > max_length) | ((lengths - sources)[good] > max_target_length)]
+        too_long = f"{TOO_LONG}, or its target than data.max_target_length"
     # A few long rows are dropped and counted; beyond 1 % the recipe has to say what becomes of them.
     if policy == "error" and len(long) > LONG_SHARE * len(good):
+        if max_target_length is not None:
+            raise DataError(_too_many_of_two(field, rows, good, len(long), max_length, max_target_length))
         raise DataError(too_many_long(field, lengths[good], len(good), len(long), max_length))
     if policy in ("error", "drop"):
-        dropped |= dict.fromkeys(long.tolist(), TOO_LONG)
+        dropped |= dict.fromkeys(long.tolist(), too_long)
     # A prompt that fills max_length leaves nothing to learn.
     if policy == "truncate" and not already_cut:
         dropped |= dict.fromkeys(_without_targets(rows, long, max_length), nothing_within(max_length))
@@ -77,10 +86,21 @@ def select(
     if len(kept) == 0:
         raise DataError(nothing_left(field, rows, dropped))
     # Long rows have a rule of their own above, so they do not count twice.
-    unusable = {row: reason for row, reason in dropped.items() if reason != TOO_LONG}
+    unusable = {row: reason for row, reason in dropped.items() if reason != too_long}
     if len(unusable) > max_dropped * len(rows):
         raise DataError(too_many_dropped(field, len(rows), max_dropped, _listed(rows, unusable)))
     return Selection(rows, kept, dropped, long)
+
+
+def _too_many_of_two(field: str, rows: Rows, good: Ints, num_long: int, max_length: int, max_target_length: int) -> str:
+    sources = rows.column("split")[good]
+    targets = rows.column("length")[good] - sources
+    return (
+        f"{field}: {num_long:,} of {len(good):,} rows ({num_long / len(good):.1%}) have a source longer than "
+        f"data.max_length, {max_length} tokens, or a target longer than data.max_target_length, {max_target_length}; "
+        f"the longest source has {int(sources.max()):,} and the longest target {int(targets.max()):,}. Raise these, or "
+        "choose what happens to the rows: data.long_rows=drop or truncate"
+    )
 
 
 def problems_of(rows: Rows) -> dict[int, str]:

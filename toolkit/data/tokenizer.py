@@ -107,6 +107,11 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"{hashlib.sha256(content.encode()).hexdigest()}:{tokenizer.bos_token_id}:{tokenizer.eos_token_id}"
 
 
+def languages(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
+    """Of sources and of targets, where the tokenizer marks them, as mBART's does."""
+    return [getattr(tokenizer, name, None) for name in ("src_lang", "tgt_lang")]
+
+
 def bos_of(tokenizer: PreTrainedTokenizerBase, wanted: bool | None) -> int | None:
     """The token that begins a plain text; None where none does.
 

@@ -22,6 +22,11 @@ def encode_choices(
     loaded: Loaded, rows: list[PromptRow], option: str, system: str | None, raw: bool
 ) -> list[list[Continued]]:
     """The choices of each row behind its prompt. Raises BadInputError that names the rows that cannot be encoded."""
+    if loaded.encoder_decoder:
+        raise BadInputError(
+            f"{option}: choices are scored behind their prompt, and {loaded.name!r} is an encoder-decoder; give rows "
+            "without choices"
+        )
     return all_right(option, [(row.place, partial(_encoded, loaded, row, system, raw)) for row in rows])
 
 

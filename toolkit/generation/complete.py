@@ -59,6 +59,8 @@ def encode_prompt(
             what = "messages" if system is None else "a system text"
             cause = "--raw leaves it out" if raw else f"the tokenizer of {loaded.name!r} has none"
             raise BadInputError(f"{what} need{'s' if system else ''} a chat template, and {cause}; give plain text")
+        if loaded.encoder_decoder:  # the target is a text of its own
+            return Prompt(fitting(loaded, loaded.tokenizer(prompt, verbose=False)["input_ids"]), [])
         ids = _plain(loaded.tokenizer, prompt)
         return Prompt(fitting(loaded, ids), ids[-CONTEXT:])
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -150,7 +152,9 @@ def stream(loaded: Loaded, prompt: Prompt, sampling: Sampling, write: Callable[[
 
 def _room(loaded: Loaded, prompt: Prompt, sampling: Sampling) -> int:
     """Most tokens of the completion."""
-    free = math.inf if loaded.positions is None else loaded.positions - len(prompt.ids)
+    # Before a target stands the token that it begins with.
+    before = 1 if loaded.encoder_decoder else len(prompt.ids)
+    free = math.inf if loaded.positions is None else loaded.positions - before
     return int(min(free, sampling.max_new_tokens))
 
 
@@ -164,9 +168,11 @@ def _generate(
 
     padding = pad_id(loaded.tokenizer)
     width = max(map(len, rows))
-    # Padded on the left: generation goes on at the right end of every row.
-    ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    ids, mask = torch.full((len(rows), width), padding), torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        # On the left: generation goes on at the right end of every row. A source begins at the first position.
+        place = slice(0, len(row)) if loaded.encoder_decoder else slice(width - len(row), width)
+        ids[i, place], mask[i, place] = torch.tensor(row), 1
     # top_k 0: transformers' default of 50 would cut the choice a second time.
     drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     device = loaded.model.device
@@ -181,7 +187,7 @@ def _generate(
             **(drawn if sampling.temperature > 0 else {"do_sample": False}),
         )
     # Rows that end early are filled up with padding.
-    return [_until(row, loaded.stops) for row in found[:, width:].tolist()]
+    return [_until(row, loaded.stops) for row in found[:, 1 if loaded.encoder_decoder else width :].tolist()]
 
 
 def _until(ids: list[int], stops: frozenset[int]) -> list[int]:

@@ -41,7 +41,8 @@ class Loaded:
         name: for people.
         model: of transformers, or of peft; in evaluation mode, without generation settings of its own.
         stops: tokens that end a text.
-        positions: most tokens of prompt and completion; None: any number.
+        positions: most tokens of prompt and completion, of an encoder-decoder of each; None: any number.
+        encoder_decoder: whether it writes a target for a prompt, and does not go on behind it.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase
     stops: frozenset[int]
     positions: int | None
+    encoder_decoder: bool = False
 
 
 def find_model(source: str) -> Place:
@@ -111,12 +113,19 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
     model = _whole_model(base, dtype, _quantisation(place, base) if place.is_adapter else None)
     tokenizer = _tokenizer(place, base)
     stops = stop_tokens(model, tokenizer)
-    model.generation_config = GenerationConfig()  # the options say it all
+    model.generation_config = GenerationConfig(**_beginning(model))  # the options say all else
     if place.is_adapter:
         model = _with_adapter(model, tokenizer, place)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     has_end = isinstance(positions, int) and positions > 0
-    return Loaded(source, model.to(device).eval(), tokenizer, stops, positions if has_end else None)
+    reads = bool(model.config.is_encoder_decoder)
+    return Loaded(source, model.to(device).eval(), tokenizer, stops, positions if has_end else None, reads)
+
+
+def _beginning(model: Any) -> dict[str, Any]:
+    """What an encoder-decoder's target begins with: its own tokens, as of mBART's language."""
+    own = model.generation_config
+    return {name: getattr(own, name, None) for name in ("decoder_start_token_id", "forced_bos_token_id")}
 
 
 def _quantisation(place: Place, base: Place) -> dict[str, Any] | None:
@@ -149,15 +158,17 @@ def _quantised_as(quantisation: dict[str, Any] | None, config: Any, dtype: str) 
 
 
 def _whole_model(place: Place, dtype: str, quantisation: dict[str, Any] | None) -> Any:
-    """A causal language model whose every weight is in its files. Raises BadInputError."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A model that writes text, and whose every weight is in its files. Raises BadInputError."""
+    from transformers import AutoConfig
+
+    from toolkit.model.load import auto_class
 
     where: dict[str, Any] = {"trust_remote_code": False, "local_files_only": not place.on_hub}
     try:
         config = AutoConfig.from_pretrained(place.name, **where)
         _require_generative(config, place)
         where |= _quantised_as(quantisation, config, dtype)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto_class(config).from_pretrained(
             place.name, config=config, dtype=dtype, output_loading_info=True, use_safetensors=True, **where
         )
     except ToolkitError:
@@ -200,7 +211,7 @@ def _adapter_base(place: Place) -> Place:
     config = _adapter_config(place)
     name = config.get("base_model_name_or_path")
     task = config.get("task_type")
-    if task not in (None, "CAUSAL_LM"):
+    if task not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):
         raise BadInputError(f"{place.name!r}: the adapter's task is {task} and generates no text; name another one")
     if not isinstance(name, str) or not name:
         raise BadInputError(f"{place.name!r}: adapter_config.json names no base_model_name_or_path; add it")

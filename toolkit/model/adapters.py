@@ -66,9 +66,10 @@ def add_adapter(
 
     of_words = type(model).__name__.endswith("ForTokenClassification")
     classifier = "TOKEN_CLS" if of_words else "SEQ_CLS"
+    writer = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     targets = _targets(model, section)
     config = peft.LoraConfig(
-        task_type=classifier if is_classifier(model) else "CAUSAL_LM",
+        task_type=classifier if is_classifier(model) else writer,
         base_model_name_or_path=base,
         revision=revision,
         r=section.r,

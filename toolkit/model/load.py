@@ -20,6 +20,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
@@ -73,21 +74,21 @@ def load(
     seed: int,
     label_names: list[str] | None = None,
     adapter: AdapterSection | None = None,
-    of_words: bool = False,
+    objective: str = "causal_lm",
 ) -> PreTrainedModel:
     """The recipe's model, on the meta device, with `materialize_weights`.
 
     Args:
         tokenizer: gives a model with random weights its vocabulary size and special tokens.
         seed: of random weights.
-        label_names: of the classes that it tells apart; None: a causal language model.
+        label_names: of the classes that it tells apart; None: it writes text.
         adapter: of its adapters; None: none.
-        of_words: the classes are of words, not of texts.
+        objective: `objective.kind` of the recipe.
 
     Raises:
         BadInputError: where there is no such model.
     """
-    auto, config, settings, rows = _settings(model, tokenizer, label_names, of_words)
+    auto, config, settings, rows = _settings(model, tokenizer, label_names, objective)
     stored = take_quantisation(config, adapter, model.name_or_path or "it")
     built = _without_weights(auto, config, settings, rows, _field(model))
     fit, values = Fit(all_drawn=model.name_or_path is None), Values(model.name_or_path or "", built)
@@ -120,14 +121,14 @@ def load_without_weights(
     tokenizer: SpecialTokens,
     label_names: list[str] | None = None,
     adapter: AdapterSection | None = None,
-    of_words: bool = False,
+    objective: str = "causal_lm",
 ) -> PreTrainedModel:
     """As `load`, of the configuration alone, for who wants to know sizes; it cannot be given weights.
 
     Raises:
         BadInputError: where there is no such model.
     """
-    auto, config, settings, rows = _settings(model, tokenizer, label_names, of_words)
+    auto, config, settings, rows = _settings(model, tokenizer, label_names, objective)
     stored = take_quantisation(config, adapter, model.name_or_path or "it")
     built = _without_weights(auto, config, settings, rows, _field(model))
     if stored is not None:
@@ -158,7 +159,7 @@ def load_stored(
 
 
 def _settings(
-    model: ModelSection, tokenizer: SpecialTokens, label_names: list[str] | None, of_words: bool
+    model: ModelSection, tokenizer: SpecialTokens, label_names: list[str] | None, objective: str
 ) -> tuple[Any, PretrainedConfig, dict[str, Any], int]:
     """Auto class, configuration, settings of its constructor, and the rows that its embeddings need."""
     if model.name_or_path is not None:
@@ -166,8 +167,8 @@ def _settings(
     config = _configuration(model, tokenizer)
     if label_names is not None:
         _name_labels(config, label_names, tokenizer)
-    classifier = AutoModelForTokenClassification if of_words else AutoModelForSequenceClassification
-    auto = AutoModelForCausalLM if label_names is None else classifier
+    classes = {"seq2seq": AutoModelForSeq2SeqLM, "token_classification": AutoModelForTokenClassification}
+    auto = classes.get(objective, AutoModelForCausalLM if label_names is None else AutoModelForSequenceClassification)
     attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
     dtype = getattr(torch, model.dtype)
     settings = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **attention}
@@ -189,7 +190,8 @@ def _without_weights(
 
 
 def _of_kind(auto: Any, config: PretrainedConfig, settings: dict[str, Any], field: str) -> PreTrainedModel:
-    what = "generate text" if auto is AutoModelForCausalLM else "classify texts"
+    writers = {AutoModelForCausalLM: "generate text", AutoModelForSeq2SeqLM: "write a target for a source"}
+    what = writers.get(auto, "classify texts")
     try:
         model: PreTrainedModel = auto.from_config(config, **settings)
         return model
@@ -201,9 +203,11 @@ def _of_kind(auto: Any, config: PretrainedConfig, settings: dict[str, Any], fiel
     except MemoryError:
         raise
     except Exception as error:  # whatever a model's code makes of sizes and names that do not fit each other
+        reads_sources = auto is AutoModelForCausalLM and config.is_encoder_decoder
+        mend = "Set objective.kind=seq2seq for an encoder-decoder" if reads_sources else f"Correct {_where(field)}"
         raise BadInputError(
-            f"{field}: there is no model of type {config.model_type} that can {what}: {in_words(error)}. Correct "
-            f"{_where(field)}, or name another model"
+            f"{field}: there is no model of type {config.model_type} that can {what}: {in_words(error)}. {mend}, or "
+            "name another model"
         ) from error
 
 
@@ -232,8 +236,9 @@ def auto_class(config: PretrainedConfig) -> Any:
     architecture = (config.architectures or [""])[0]
     if architecture.endswith("ForTokenClassification"):
         return AutoModelForTokenClassification
-    of_texts = architecture.endswith("ForSequenceClassification")
-    return AutoModelForSequenceClassification if of_texts else AutoModelForCausalLM
+    if architecture.endswith("ForSequenceClassification"):
+        return AutoModelForSequenceClassification
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def _weights(
@@ -402,6 +407,12 @@ def _random_configuration(fields: dict[str, Any], tokenizer: SpecialTokens) -> P
         )
     default = AutoConfig.for_model(fields["model_type"])
     known = {*default.to_dict(), *default.attribute_map}
+    if default.is_encoder_decoder:
+        # As T5's, a target begins behind padding. A type's own defaults are numbers in a vocabulary of its own.
+        fields.setdefault("decoder_start_token_id", fields["pad_token_id"])
+        if "forced_eos_token_id" in known:
+            fields.setdefault("forced_eos_token_id", None)
+        known |= {"bos_token_id", "decoder_start_token_id"}  # T5's configuration takes them, and does not list them
     unknown = [key for key in fields if key not in known]
     if unknown:
         raise BadInputError(

@@ -11,6 +11,7 @@ from toolkit.objectives.kto import Kto
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.preference_losses import LOSSES
 from toolkit.objectives.reward import Reward
+from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.objectives.tagging import TokenClassification
 from toolkit.recipe.schema import ObjectiveSection
 
@@ -36,6 +37,8 @@ def build_objective(
         return Kto(model, section.beta or 0.1, section.desirable_weight or 1.0, section.undesirable_weight or 1.0)
     if section.kind == "reward":
         return Reward(model, section.center_rewards_coefficient or 0.0)
+    if section.kind == "seq2seq":
+        return Seq2Seq(model)
     if label_counts is None:
         return CausalLM(model, packed)
     if section.kind == "token_classification":

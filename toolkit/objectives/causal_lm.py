@@ -18,7 +18,8 @@ from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of, known_packing
 from toolkit.model.fake_tensors import has_values
 from toolkit.model.positions import first_position, takes_positions
-from toolkit.objectives.head_loss import HeadLoss, find_head_loss, numbers_of_targets
+from toolkit.objectives.find_head import find_head_loss
+from toolkit.objectives.head_loss import HeadLoss, numbers_of_targets
 from toolkit.objectives.objective import RunsWindows
 from toolkit.objectives.preference_losses import log_probabilities_by_document, summed_by_document
 from toolkit.sharding.fsdp import class_name
@@ -69,7 +70,7 @@ class CausalLM:
             return batch
         known: dict[str, Any] = dict(batch)
         if isinstance(self.head_loss, HeadLoss):
-            known["counted"] = numbers_of_targets(_targets(batch))
+            known["counted"] = numbers_of_targets(self._targets(batch))
         positions = batch.get("whole_positions", batch["position_ids"])
         known["shared"] = self._packed and bool((self._in_rows(positions).diff(dim=1) != 1).any())
         if self._takes_bounds:
@@ -107,10 +108,14 @@ class CausalLM:
             inputs |= dict.fromkeys(("max_length_q", "max_length_k"), batch["longest"])
         return {**inputs, "use_cache": False}
 
+    def _targets(self, batch: Batch) -> torch.Tensor:
+        """What each position predicts, (B * T,); `IGNORED` for nothing, as across the documents of a preference."""
+        return predictions_of(batch)[0].flatten()
+
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         if isinstance(self.head_loss, HeadLoss):
             with rows_of(batch):
-                return self.head_loss.summed(model, self._inputs(batch), _targets(batch), batch.get("counted"))
+                return self.head_loss.summed(model, self._inputs(batch), self._targets(batch), batch.get("counted"))
         return self._sum_of_logits(model, batch)
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +125,9 @@ class CausalLM:
 
     def _sum_of_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         logits = self.logits(model, batch)
-        return F.cross_entropy(logits.float().flatten(0, 1), _targets(batch), ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(
+            logits.float().flatten(0, 1), self._targets(batch), ignore_index=IGNORED, reduction="sum"
+        )
 
     def log_probabilities(self, model: nn.Module, batch: Batch, num_segments: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each document of `batch["segments"]`; see `sequence_log_probabilities`."""
@@ -147,7 +154,7 @@ class CausalLM:
             was_training = model.training
             # Without dropout, which would draw another mask for each of the two.
             model.eval()
-            batch = _few_tokens(self.head_loss.vocabulary, device)
+            batch = self._few_tokens(self.head_loss.vocabulary, device)
             found, whole = self.loss_sum(model, batch).item(), self._sum_of_logits(model, batch).item()
             model.train(was_training)
             # `not <=`, so that a NaN from the head's inputs is a difference too.
@@ -157,20 +164,19 @@ class CausalLM:
             return f"from whole logits: {self.head_loss}"
         return f"from the head's inputs, logits of {self.head_loss.chunk_tokens:,} tokens at a time"
 
+    def _few_tokens(self, vocabulary: int, device: torch.device) -> Batch:
+        ids = torch.arange(1, 17, device=device)[None] % vocabulary
+        return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(16, device=device)[None]}
+
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         loss = self.loss_sum(model, batch).double()
-        return torch.stack([loss, (_targets(batch) != IGNORED).sum().double()])
+        return torch.stack([loss, (self._targets(batch) != IGNORED).sum().double()])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
         loss = sums[0] / max(1.0, sums[1])
         # From 710 on exp overflows float64, which Python makes an error.
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return {"loss": loss, "target_tokens": int(sums[1]), "perplexity": perplexity}
-
-
-def _targets(batch: Batch) -> torch.Tensor:
-    """What each position predicts, (B * T,); `IGNORED` for nothing, as across the documents of a preference."""
-    return predictions_of(batch)[0].flatten()
 
 
 def rows_of(batch: Batch) -> ExitStack:
@@ -188,8 +194,3 @@ def _takes_anything(model: nn.Module) -> bool:
     """Whether the model's forward hands unknown arguments on, as transformers' do to their attention."""
     parameters = inspect.signature(model.forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-
-
-def _few_tokens(vocabulary: int, device: torch.device) -> Batch:
-    ids = torch.arange(1, 17, device=device)[None] % vocabulary
-    return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(16, device=device)[None]}

@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from toolkit.data.samples import IGNORED
-from toolkit.errors import first_line
-from toolkit.model.adapters import base_of
-from toolkit.model.fake_tensors import has_values, unset_fake_temporarily
+from toolkit.model.fake_tensors import has_values
 from toolkit.objectives.replaced import own_forward, replaced
 from toolkit.sharding.chunks import each_alike
 
@@ -36,6 +32,9 @@ Not by device: the memory that planning counts on a CPU has to be a GPU's.
 """
 
 MIN_CHUNK_TOKENS = 64
+
+LOGITS_BIAS = "final_logits_bias"
+"""Name of the buffer (1, V) that BART, Marian and their kin add to the head's outputs."""
 
 BLOCK_ENTRIES = 2**24
 """Entries of the weight's gradient that are there in 16 bits before they are added in float32."""
@@ -290,16 +289,26 @@ class HeadLoss:
         base: without what wraps it.
         head: the module of `base` that makes the logits.
         after: what `base` makes of the head's outputs.
+        biased: `base` adds its buffer `final_logits_bias` to them, as BART does.
     """
 
-    def __init__(self, base: nn.Module, head: Any, after: AfterHead) -> None:
-        self._base, self._head, self.after = base, head, after
+    def __init__(self, base: Any, head: Any, after: AfterHead, biased: bool = False) -> None:
+        self._base, self._head, self.after, self._biased = base, head, after, biased
         self.vocabulary: int = head.out_features
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens whose logits are there at the same time."""
         return _chunk_tokens(self.vocabulary)
+
+    @property
+    def _bias(self) -> torch.Tensor | None:
+        """(V,), looked up anew: loading and sharding replace tensors."""
+        own: torch.Tensor | None = self._head.bias
+        if not self._biased:
+            return own
+        added: torch.Tensor = getattr(self._base, LOGITS_BIAS).flatten()
+        return added if own is None else own + added
 
     def summed(
         self,
@@ -346,7 +355,7 @@ class HeadLoss:
                 raise RuntimeError(f"the head was given {tuple(hidden.shape)}, but there are {len(targets)} tokens")
             rows = hidden.flatten(0, -2).index_select(0, counted)
             chosen = targets.index_select(0, counted).clamp_min(0)
-            return function(rows, self._head.weight, self._head.bias, chosen, self.after)
+            return function(rows, self._head.weight, self._bias, chosen, self.after)
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
             original(*args, **kwargs)
@@ -375,118 +384,3 @@ def numbers_of_targets(targets: torch.Tensor) -> torch.Tensor:
     if not has_values(targets):
         return torch.arange(len(targets), device=targets.device)
     return (targets != IGNORED).nonzero().squeeze(1)
-
-
-# Whether a model's loss can be had from its head's inputs
-
-
-def find_head_loss(model: nn.Module) -> HeadLoss | str:
-    """The losses of `model` from its head's inputs, or why they can't be had so.
-
-    The model's own forward is run, without its decoder and with made-up outputs of its head, to see what it makes of
-    them; so nothing is computed, and parameters may lie on any device or on none, be sharded, or be fake.
-    """
-    base = base_of(model)
-    try:
-        head, decoder = base.get_output_embeddings(), base.get_decoder()
-    except (AttributeError, NotImplementedError):
-        head = decoder = None
-    if decoder is base:
-        decoder = getattr(base, "model", None)  # Llama 4: its accessor looks for a part of the multimodal model
-    name = type(base).__name__
-    if head is None or decoder is None:
-        return f"{name} does not tell its head from its decoder"
-    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
-        return f"the head of {name} is a {type(head).__name__}, not a plain Linear"
-    try:
-        with unset_fake_temporarily():
-            after = _what_follows(base, head, decoder)
-    except Exception as error:  # whatever the code of a model raises
-        return f"the head of {name} cannot be tried alone ({type(error).__name__}: {first_line(error)})"
-    return after if isinstance(after, str) else HeadLoss(base, head, after)
-
-
-class _StandIn(nn.Module):
-    """A module of another forward and without hooks; everything else is the real one's."""
-
-    def __init__(self, real: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self._real = [real]  # in a list, so that it is not registered
-        self.forward = forward
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_real"][0], name)
-
-
-class _OnlyHidden(BaseModelOutputWithPast):  # type: ignore[misc]
-    """A decoder's output of which everything but the hidden states is None."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
-
-
-@torch.no_grad()
-def _what_follows(base: Any, head: Any, decoder: nn.Module) -> AfterHead | str:
-    """What the model makes of its head's outputs, or why this is not what `AfterHead` says."""
-    z = _trial(head.out_features)
-    calls = 0
-
-    def forward(_hidden: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return z.clone()
-
-    width = getattr(base.config.get_text_config(), "hidden_size", head.in_features)
-    hidden = torch.zeros((*z.shape[:2], width), dtype=head.weight.dtype, device=head.weight.device)
-    outputs = _OnlyHidden(last_hidden_state=hidden)
-    ids = torch.zeros(z.shape[:2], dtype=torch.long, device=hidden.device)
-    with ExitStack() as stack:
-        stack.enter_context(_in_place_of(base, decoder, lambda *_args, **_kwargs: outputs))
-        stack.enter_context(_in_place_of(base, head, forward))
-        found = type(base).forward(base, input_ids=ids, use_cache=False).logits.cpu()
-    name = type(base).__name__
-    if calls != 1:
-        return f"{name} calls its head {calls} times, not once"
-    after = _fitted(z, found) if found.shape == z.shape else None
-    return after or f"{name} does more to its logits than to scale or cap them"
-
-
-@contextmanager
-def _in_place_of(base: nn.Module, module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    path = next(path for path, found in base.named_modules() if found is module)
-    parent, name = base.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
-    setattr(parent, name, _StandIn(module, forward))
-    try:
-        yield
-    finally:
-        setattr(parent, name, module)
-
-
-def _trial(vocabulary: int) -> torch.Tensor:
-    """Outputs of a head, (1, 5, V), both signs, from near 0 to what saturates every cap; the first row all 1."""
-    draw = torch.Generator().manual_seed(0)
-    sizes = torch.tensor([0.01, 1.0, 40.0, 1e6])[:, None]
-    rows = sizes * (2 * torch.rand((4, vocabulary), generator=draw) - 1)
-    return torch.cat([torch.ones((1, vocabulary)), rows])[None]
-
-
-def _fitted(z: torch.Tensor, found: torch.Tensor) -> AfterHead | None:
-    """The scale and the cap that make `found` of `z`, to float32's precision; None: none do."""
-    z, found = z.double(), found.double()
-    linear = AfterHead(scale=float(found[0, 0, 0]))
-    small, large = z[0, 1].abs().argmax(), z[0, 4].abs().argmax()
-    cap = float(found[0, 4, large].abs())
-    candidates = [linear]
-    if cap > 0:
-        # tanh(x) at x = 0.01 / cap is not quite x.
-        scale = float(torch.atanh(found[0, 1, small] / cap) * cap / z[0, 1, small])
-        candidates += [AfterHead(value, cap) for value in (round(scale), scale) if value > 0]
-    for after in candidates:
-        expected = after.scale * z
-        if after.cap is not None:
-            expected = after.cap * torch.tanh(expected / after.cap)
-        if after.scale > 0 and torch.allclose(found, expected, rtol=2e-6, atol=1e-12):
-            return after
-    return None

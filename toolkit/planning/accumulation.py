@@ -38,6 +38,8 @@ def _obstacle(planner: Planner, setup: Setup) -> str:
         return "a step has one micro-batch"
     if not setup.strategy.reshard_each_micro_batch:
         return f"{setup.strategy.name} gathers parameters once a step at most"
+    if planner.recipe.objective.kind == "seq2seq":
+        return "an encoder-decoder does not run by block"
     if planner.workload.mixed_precision == "fp16":
         return "fp16 is not possible by block"
     # By block it is over the whole step: what is learned must not depend on the machine.

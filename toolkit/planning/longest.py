@@ -55,6 +55,8 @@ def longest_rows(recipe: Recipe, hardware: Hardware, ranks: int, precision: str)
         BadInputError: where no row fits.
     """
     require_ranks(ranks, hardware)
+    if recipe.objective.kind == "seq2seq":
+        raise BadInputError("--longest-row: not possible with objective.kind seq2seq, whose samples are two rows")
     search = _Search(recipe, hardware, precision, _parts(recipe, ranks, precision))
     found = {verdict: search.longest(verdict, ranks) for verdict in HEADROOM}
     rows = {verdict: row for verdict, row in found.items() if row is not None}

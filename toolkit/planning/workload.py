@@ -27,7 +27,7 @@ from toolkit.model.positions import takes_positions
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import CLASSIFIERS
+from toolkit.recipe.schema import CLASSIFIERS, PADDED, DataSection
 
 UNMASKED = "unmasked_sdpa"
 """Name of the attention that stands for kernels without a mask: flash attention, and sdpa on plain causal rows.
@@ -111,8 +111,7 @@ def workload_of(recipe: Recipe, mixed_precision: str) -> Workload:
         BadInputError: where there is no such model.
     """
     labels = _labels(recipe)
-    of_words = recipe.objective.kind == "token_classification"
-    model = load_without_weights(recipe.model, _tokenizer(recipe), labels, recipe.adapter, of_words)
+    model = load_without_weights(recipe.model, _tokenizer(recipe), labels, recipe.adapter, recipe.objective.kind)
     return workload_of_model(recipe, model, mixed_precision, dict.fromkeys(labels, 1) if labels else None)
 
 
@@ -138,7 +137,7 @@ def workload_of_model(
         objective,
         lambda size: _batch(recipe, size),
         mixed_precision,
-        recipe.data.max_length,
+        _tokens(recipe),
         recipe.sharding.unit_classes,
         recipe.sharding.sequence,
         _attention(recipe, attention_of(base_of(model)), packed),
@@ -159,8 +158,16 @@ def with_rows_of(workload: Workload, recipe: Recipe) -> Workload:
     sequence = recipe.sharding.sequence
     if sequence > 1:
         require_sequence(workload.model, sequence, recipe.data.max_length)
-    tokens = recipe.data.max_length
-    return replace(workload, batch=lambda size: _batch(recipe, size), tokens=tokens, sequence=sequence)
+    return replace(workload, batch=lambda size: _batch(recipe, size), tokens=_tokens(recipe), sequence=sequence)
+
+
+def _tokens(recipe: Recipe) -> int:
+    """Of one full sample; of a source and its target together."""
+    return recipe.data.max_length + (_target_length(recipe.data) if recipe.objective.kind == "seq2seq" else 0)
+
+
+def _target_length(data: DataSection) -> int:
+    return data.max_target_length or data.max_length
 
 
 def _labels(recipe: Recipe) -> list[str] | None:
@@ -188,7 +195,7 @@ def _tokenizer(recipe: Recipe) -> SpecialTokens:
 
 def _attention(recipe: Recipe, chosen: str, packed: bool) -> str | None:
     """Rows that share a sample need a mask from sdpa; flash attention and flex tell them apart without."""
-    if recipe.objective.kind in CLASSIFIERS or chosen == "eager":
+    if recipe.objective.kind in PADDED or chosen == "eager":
         return None
     # sdpa with a mask of packed rows uses the memory-efficient kernel and keeps (B, 1, T, T).
     return None if chosen in ("sdpa", BY_DOCUMENT) and packed else UNMASKED
@@ -198,6 +205,7 @@ def _batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
     """A micro-batch of full rows, as the data's samples make it."""
     tokens = torch.empty(size, recipe.data.max_length, dtype=BATCH_TYPE)
     names = {
+        "seq2seq": ("input_ids", "attention_mask"),
         "sequence_classification": ("input_ids", "attention_mask", "token_type_ids"),
         "token_classification": ("input_ids", "attention_mask", "token_type_ids", "labels"),
         "preference": ("input_ids", "labels", "position_ids", "segments"),
@@ -205,6 +213,9 @@ def _batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
         "kto": tuple(f"{part}{name}" for part in ("", OTHER) for name in JUDGED_NAMES),
     }.get(recipe.objective.kind, ("input_ids", "labels", "position_ids"))
     batch = {name: torch.empty_like(tokens) for name in names}
+    if recipe.objective.kind == "seq2seq":
+        batch["labels"] = torch.empty(size, _target_length(recipe.data), dtype=BATCH_TYPE)
+        batch |= {name: torch.empty(size, dtype=BATCH_TYPE) for name in ("lengths", "target_lengths")}
     if recipe.objective.kind == "sequence_classification":
         batch["labels"] = torch.empty(size, dtype=BATCH_TYPE)
     if recipe.objective.kind in ("preference", "kto"):

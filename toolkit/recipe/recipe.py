@@ -18,6 +18,7 @@ from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, find_reci
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
     CLASSIFIERS,
+    PADDED,
     AdapterSection,
     CheckpointSection,
     DataSection,
@@ -76,8 +77,9 @@ class Recipe(Section):
                 "training.num_epochs is not possible with data.streaming, whose length is not known; "
                 "set training.max_steps"
             )
-        if self.objective.kind in CLASSIFIERS:
-            self._check_classification()
+        if self.objective.kind in PADDED:
+            self._check_padded()
+        self._check_seq2seq()
         if self.objective.kind in ("preference", "reward", "kto"):
             self._check_completions()
         if self.objective.kind in (*CLASSIFIERS, "reward"):
@@ -149,7 +151,7 @@ class Recipe(Section):
             if is_asked:
                 raise contradiction(f"sharding.experts is not possible with {other}; remove one of them")
 
-    def _check_classification(self) -> None:
+    def _check_padded(self) -> None:
         what = f"with objective.kind {self.objective.kind}"
         if self.data.packing:
             raise contradiction(f"data.packing is not possible {what}; remove it")
@@ -164,6 +166,30 @@ class Recipe(Section):
         for key in ("targets", "chat_template"):
             if getattr(self.data, key) is not None:
                 raise contradiction(f"data.{key} has no effect {what}; remove it")
+
+    def _check_seq2seq(self) -> None:
+        what = f"with objective.kind {self.objective.kind}"
+        if self.objective.kind != "seq2seq":
+            settings = {
+                "data.max_target_length": self.data.max_target_length,
+                "data.source_prefix": self.data.source_prefix,
+                "data.columns.source": self.data.columns.source,
+                "data.columns.target": self.data.columns.target,
+            }
+            for key in (key for key, value in settings.items() if value is not None):
+                raise contradiction(f"{key} has no effect {what}; remove it, or set objective.kind=seq2seq")
+            return
+        impossible = {
+            "sharding.accumulate by_block": self.sharding.accumulate == "by_block",
+            "sharding.chunk_tokens": self.sharding.chunk_tokens is not None,
+            "training.compile": self.training.compile,
+        }
+        for key in (key for key, is_set in impossible.items() if is_set):
+            raise contradiction(f"{key} is not possible {what}; remove it")
+        if self.adapter.quantize != "none":
+            raise contradiction(
+                f"adapter.quantize is not possible {what}: T5's layers look at the type of their weights; remove it"
+            )
 
     def _check_writes_no_text(self) -> None:
         what = f"with objective.kind {self.objective.kind}"

@@ -151,6 +151,14 @@ class ColumnsSection(Section):
         None,
         description="Class of the text, or whether the completion is good (kto). Null: `label`, or `kto_tag`.",
     )
+    source: str | None = Field(
+        None,
+        description="Text to read (seq2seq); `translation.en`: a key of a column. Null: a usual name.",
+    )
+    target: str | None = Field(
+        None,
+        description="Text to write (seq2seq); `translation.de`: a key of a column. Null: a usual name.",
+    )
     tokens: str | None = Field(None, description="Words to tag: a list of texts. Null: `tokens`.")
     tags: str | None = Field(None, description="Tag of each word: a list. Null: `tags`, or `ner_tags`.")
     margin: str | None = Field(
@@ -185,6 +193,15 @@ class DataSection(Section):
     )
     # The longest contexts that models promise are of 10 million tokens; a batch of a billion would be 8 GB a tensor.
     max_length: int = Field(ge=8, le=2**24, description="Cut or pack rows into samples of this many tokens.")
+    max_target_length: int | None = Field(
+        None,
+        ge=2,
+        le=2**24,
+        description="Allow targets of this many tokens, and sources of data.max_length (seq2seq); null: the same.",
+    )
+    source_prefix: str | None = Field(
+        None, min_length=1, description="Put this text before each source, as T5's `summarize: ` (seq2seq)."
+    )
     add_bos: bool | None = Field(
         None,
         description="Begin plain text with the tokenizer's begin-of-text token; null: if the tokenizer adds it.",
@@ -200,7 +217,7 @@ class DataSection(Section):
     packing: bool | None = Field(
         None,
         description="Put several rows into one sample, where they cannot see each other. false: pad each row. Null: "
-        "true, but false for classification and for models that cannot keep rows apart.",
+        "true, but false for classification, seq2seq and models that cannot keep rows apart.",
     )
     streaming: bool = Field(
         False, description="Read rows while training, for data larger than the disk. Every rank reads all of it."
@@ -266,13 +283,19 @@ PREFERENCE_SETTINGS = {
 }
 """Preference loss -> the settings that have an effect on it; their defaults stand beside the losses."""
 
-ObjectiveKind = Literal["causal_lm", "sequence_classification", "token_classification", "preference", "reward", "kto"]
+ObjectiveKind = Literal[
+    "causal_lm", "seq2seq", "sequence_classification", "token_classification", "preference", "reward", "kto"
+]
 
 CLASSIFIERS = ("sequence_classification", "token_classification")
 """Objectives that tell classes apart, of texts or of words."""
 
+PADDED = (*CLASSIFIERS, "seq2seq")
+"""Objectives whose rows are padded, and get the tokenizer's own special tokens."""
+
 OBJECTIVE_SETTINGS = {
     "causal_lm": (),
+    "seq2seq": (),
     "sequence_classification": ("labels", "class_weights"),
     "token_classification": ("labels", "class_weights"),
     "preference": ("loss", "beta", "label_smoothing", "gamma", "odds_weight"),
@@ -287,10 +310,11 @@ class ObjectiveSection(Section):
 
     kind: ObjectiveKind = Field(
         "causal_lm",
-        description="Choose the objective. causal_lm: next-token cross-entropy. sequence_classification: cross-entropy "
-        "of a text's class. token_classification: cross-entropy of each word's tag, as of named entities. preference: "
-        "prefer chosen completions to rejected ones. reward: score chosen completions above rejected ones "
-        "(Bradley-Terry). kto: learn from completions that are judged true or false one by one.",
+        description="Choose the objective. causal_lm: next-token cross-entropy. seq2seq: that of a target, given its "
+        "source, by an encoder-decoder. sequence_classification: cross-entropy of a text's class. "
+        "token_classification: cross-entropy of each word's tag, as of named entities. preference: prefer chosen "
+        "completions to rejected ones. reward: score chosen completions above rejected ones (Bradley-Terry). kto: "
+        "learn from completions that are judged true or false one by one.",
     )
     loss: Literal["dpo", "ipo", "simpo", "orpo"] | None = Field(
         None,

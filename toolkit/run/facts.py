@@ -19,13 +19,16 @@ from toolkit.sharding.plugin import ShardingPlugin
 def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, parts: Parts) -> dict[str, str]:
     """Name -> sentence, in the order in which they are shown."""
     precision = accelerator.mixed_precision
+    length = f"{recipe.data.max_length}"
+    if recipe.objective.kind == "seq2seq":
+        length += f" and {recipe.data.max_target_length or length}"
     facts = {
         "model": _model_fact(accelerator, parts),
         "strategy": f"{plugin.strategy.name} ({plugin.strategy.summary})",
         "ranks": f"{accelerator.num_processes} on {accelerator.device.type}",
         "precision": "float32" if precision == "no" else precision,
         "attention": parts.attention,
-        "steps": f"{parts.num_steps} of {parts.windows.samples_per_step} samples of {recipe.data.max_length} tokens",
+        "steps": f"{parts.num_steps} of {parts.windows.samples_per_step} samples of {length} tokens",
         "memory": parts.planned.describe(),
     }
     inner = accelerator.unwrap_model(parts.model)

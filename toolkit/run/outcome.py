@@ -145,6 +145,7 @@ def _checked(
         difference = verify(accelerator, parts.model, reloaded, parts.objective.logits, batch)
     prompt, length, seed = recipe.logging.sample_prompt, recipe.logging.sample_max_new_tokens, recipe.training.seed
     if prompt is not None:
+        prompt = (recipe.data.source_prefix or "") + prompt
         sample = ranks.alone_on_first_rank(lambda: sample_text(reloaded, parts.tokenizer, prompt, length, seed))
     return difference, sample
 
@@ -177,7 +178,7 @@ def conclude(console: Terminal, recipe: Recipe, result: FinetuneResult) -> None:
         console.warn(doubt)
     if result.sample is not None:
         console.print("sample:", style="bold")
-        console.print((recipe.logging.sample_prompt or "") + result.sample, markup=False)
+        console.print(_prompt_shown(recipe) + result.sample, markup=False)
     if console.quiet:
         return
     # On stdout, for programs: all else is for people, and on stderr.
@@ -212,7 +213,7 @@ def summary_of(
     machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     if torch.cuda.is_available():
         machine += f", {torch.cuda.get_device_name()}"
-    sample = None if result.sample is None else (recipe.logging.sample_prompt or "", result.sample)
+    sample = None if result.sample is None else (_prompt_shown(recipe), result.sample)
     return RunSummary(
         title=result.output_dir.name,
         recipe_yaml=recipe_for_readers(recipe),
@@ -225,6 +226,11 @@ def summary_of(
         side_by_side=parts.side_by_side,
         doubts=result.doubts,
     )
+
+
+def _prompt_shown(recipe: Recipe) -> str:
+    """The prompt as it stands before the sample; that of an encoder-decoder is a text of its own."""
+    return (recipe.logging.sample_prompt or "") + ("\n" if recipe.objective.kind == "seq2seq" else "")
 
 
 def _measured_memory(metrics: list[dict[str, Any]]) -> str:

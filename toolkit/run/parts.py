@@ -173,8 +173,8 @@ def build_parts(
 
 def _loaded(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData) -> nn.Module:
     """The model on the meta device. Raises BadInputError where there is none, or its export could not be made."""
-    of_words = recipe.objective.kind == "token_classification"
-    model: nn.Module = load(recipe.model, tokens, recipe.training.seed, data.label_names, recipe.adapter, of_words)
+    kind = recipe.objective.kind
+    model: nn.Module = load(recipe.model, tokens, recipe.training.seed, data.label_names, recipe.adapter, kind)
     if recipe.export.merge:
         require_mergeable(model)
     if recipe.training.compile and any(quantised_layers(model)):
@@ -231,7 +231,8 @@ def _checkpointings(recipe: Recipe, plugin: ShardingPlugin, model: nn.Module) ->
     found = [None, *(Checkpointing(n, offload, size) for n in AUTO_CHECKPOINTING)]
     # Last, as little is gained where a row is not long. Behind checkpoints of all blocks it takes no time.
     tokens = recipe.training.micro_batch_size * recipe.data.max_length // section.sequence
-    if size is None and tokens > CHUNK_TOKENS and num_in_chunks(model, plan_units(model, section.unit_classes)):
+    may_chunk = recipe.objective.kind != "seq2seq" and tokens > CHUNK_TOKENS
+    if size is None and may_chunk and num_in_chunks(model, plan_units(model, section.unit_classes)):
         found.append(Checkpointing(1, offload, CHUNK_TOKENS))
     return found
 
@@ -316,11 +317,13 @@ def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe
         positions = None  # XLNet says -1: any length
     if positions is not None:
         positions -= first_position(model)  # RoBERTa's family leaves the first ones unused
-    if positions is not None and recipe.data.max_length > positions:
-        raise BadInputError(
-            f"data.max_length: {recipe.data.max_length} is more than the model's {positions} positions "
-            f"(max_position_embeddings); lower it to {positions} or less"
-        )
+    for key in ("max_length", "max_target_length"):
+        length = getattr(recipe.data, key)
+        if positions is not None and length is not None and length > positions:
+            raise BadInputError(
+                f"data.{key}: {length} is more than the model's {positions} positions (max_position_embeddings); lower "
+                f"it to {positions} or less"
+            )
     rows = int(model.get_input_embeddings().weight.shape[0])
     # By the largest number, too: a vocabulary may leave some out.
     needed = max(len(tokens), 1 + max(tokens.get_vocab().values(), default=0))

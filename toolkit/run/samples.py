@@ -12,10 +12,12 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from toolkit import ranks
-from toolkit.data.samples import IGNORED, Batch, PairSamples, TextSamples
+from toolkit.data.samples import IGNORED, Batch, PairSamples, SourceTargetSamples, TextSamples, filled_up
 from toolkit.data.tokenizer import pad_id
+from toolkit.objectives.build import AnyObjective
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.reward import Reward
+from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.pages.samples import SideBySide
 from toolkit.places import atomic_write
 from toolkit.run.parts import Parts
@@ -33,7 +35,7 @@ PLAIN_PROMPT = 16
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens of a held-out row: what is asked, and what stands behind it."""
+    """Tokens of a held-out row: what is asked, and what stands behind it, or its target."""
 
     asked: list[int]
     answer: list[int]
@@ -42,6 +44,9 @@ class Prompt:
 def held_out_prompts(parts: Parts, count: int) -> list[Prompt]:
     """The first held-out rows that leave room for an answer; of pairs, with the chosen one."""
     samples = parts.data.validation
+    if isinstance(samples, SourceTargetSamples):
+        pairs = (samples.parts(number) for number in range(min(count, len(samples))))
+        return [Prompt(source.tolist(), target.tolist()) for source, target in pairs]
     if not isinstance(samples, TextSamples):
         return []
     found: list[Prompt] = []
@@ -76,20 +81,40 @@ def continuations(accelerator: Accelerator, parts: Parts, prompts: list[Prompt])
     same forwards. Without dropout no random number is drawn, and training goes on as if nothing had been.
     """
     assert not isinstance(parts.objective, SequenceClassification | Reward)
-    rows = [list(prompt.asked) for prompt in prompts]
-    width, padding = max(map(len, rows)) + NEW_TOKENS, pad_id(parts.tokenizer)
+    # An encoder-decoder's rows are targets, which begin as that of the held-out row does.
+    begun = isinstance(parts.objective, Seq2Seq)
+    rows = [_first(parts.objective, prompt) if begun else list(prompt.asked) for prompt in prompts]
+    starts, length = [len(row) for row in rows], NEW_TOKENS
+    if isinstance(parts.data.validation, SourceTargetSamples):
+        length = min(length, parts.data.validation.max_target_length - 1)
+    width, padding = max(starts) + length, pad_id(parts.tokenizer)
     parts.model.eval()
     tell = Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts")
-    for number in range(NEW_TOKENS):
-        tell(number, NEW_TOKENS)
-        batch = parts.objective.on_host(_batch(rows, width, padding))
+    for number in range(length):
+        tell(number, length)
+        batch = _batch(rows, width, padding)
+        batch = parts.objective.on_host(_with_sources(batch, prompts, padding) if begun else batch)
         logits = parts.objective.logits(parts.model, send_to_device(batch, accelerator.device))
         ends = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
         chosen = logits[torch.arange(len(rows), device=logits.device), ends].argmax(dim=-1).tolist()
         for row, token in zip(rows, chosen, strict=True):
             row.append(token)
     parts.model.train()
-    return [_text(parts, row[len(prompt.asked) :]) for row, prompt in zip(rows, prompts, strict=True)]
+    return [_text(parts, row[start:]) for row, start in zip(rows, starts, strict=True)]
+
+
+def _first(objective: AnyObjective, prompt: Prompt) -> list[int]:
+    """The token that the decoder is given before a target."""
+    assert isinstance(objective, Seq2Seq)
+    return objective.decoder_inputs(torch.tensor([prompt.answer]))[0, :1].tolist()
+
+
+def _with_sources(batch: Batch, prompts: list[Prompt], padding: int) -> Batch:
+    """A batch of targets as the decoder is given them, with their sources."""
+    sources, lengths = filled_up([prompt.asked for prompt in prompts], padding, max(len(p.asked) for p in prompts))
+    mask = (torch.arange(sources.shape[1]) < lengths[:, None]).long()
+    targets = {"decoder_input_ids": batch["input_ids"], "labels": batch["labels"]}
+    return {"input_ids": sources, "attention_mask": mask, **targets}
 
 
 def _batch(rows: list[list[int]], width: int, padding: int) -> Batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -37,7 +37,8 @@ class Counts:
         targets: terms of the loss's sum.
         tokens: without padding.
         padded_tokens: with it; all that the model computes.
-        pairs: of tokens of the same document, n^2 for one of n tokens: what attention's work grows with.
+        pairs: of tokens of the same document, n^2 for one of n tokens: what attention's work grows with. For a
+            source of s and a target of t: s^2 + s t + t^2.
     """
 
     targets: int = 0
@@ -56,6 +57,12 @@ def counts_of(batch: Batch, targets: int) -> Counts:
     """Counts a micro-batch on the CPU. A batch that says no `lengths` has no padding."""
     ids = batch["input_ids"]
     lengths = batch.get("lengths", torch.full(ids.shape[:1], ids.shape[-1]))
+    if "target_lengths" in batch:
+        written = batch["target_lengths"]
+        # Of the encoder, of the decoder, and between the two.
+        pairs = lengths**2 + written**2 + lengths * written
+        padded = ids.numel() + batch["labels"].numel()
+        return Counts(targets, int((lengths + written).sum()), padded, int(pairs.sum()))
     if "position_ids" not in batch:
         return Counts(targets, int(lengths.sum()), ids.numel(), int((lengths**2).sum()))
     # Positions restart with each document: 1 + 3 + ... + (2 n - 1) = n^2.
@@ -69,16 +76,18 @@ class ModelFlops:
     """FLOPs of forward and backward, nothing computed twice.
 
     Attributes:
-        per_token: of matrix products.
+        per_token: of matrix products; of an encoder-decoder those for a token of a source.
         per_pair: of attention, for each pair of tokens of a document.
+        per_target: of an encoder-decoder, by how much a token of a target takes more than one of a source.
     """
 
     per_token: float
     per_pair: float
+    per_target: float = 0.0
 
     def of(self, counts: Counts) -> float:
         """FLOPs of so many tokens; padding is not what a model is for."""
-        return self.per_token * counts.tokens + self.per_pair * counts.pairs
+        return self.per_token * counts.tokens + self.per_target * counts.targets + self.per_pair * counts.pairs
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
@@ -87,6 +96,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     A matrix is met twice for each parameter in forward, again for the gradient of its input where something before
     it is trained, and again for its own gradient where it is trained itself. N are the parameters of matrix
     products: not of embeddings that are not also the head. As in PaLM, causal attention counts like full attention.
+    An encoder-decoder is taken to have as many layers in one as in the other.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -96,22 +106,43 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     forward, to_inputs, to_weights = _matrix_flops(model, config)
     # Attention has no weights of its own: its backward runs where that of the matrices around it does.
     backward = 2 * to_inputs / max(1.0, forward)
-    return ModelFlops(forward + to_inputs + to_weights, 4.0 * (1 + backward) * layers * width)
+    whole, per_pair = forward + to_inputs + to_weights, 4.0 * (1 + backward) * layers * width
+    if not getattr(config, "is_encoder_decoder", False):
+        return ModelFlops(whole, per_pair)
+    of_source = sum(_matrix_flops(model, config, _meets_source))
+    return ModelFlops(of_source, per_pair, whole - 2 * of_source)
 
 
-def _matrix_flops(model: nn.Module, config: object) -> tuple[float, float, float]:
-    """FLOPs of matrix products for a token: of forward, for the gradients of inputs, and for those of weights."""
+def _meets_source(path: str) -> bool:
+    """Whether a module of an encoder-decoder runs for the tokens of a source, by its path."""
+    names = path.split(".")
+    crosses = any(name in ("EncDecAttention", "encoder_attn") for name in names)
+    is_key_or_value = any(name in ("k", "v", "k_proj", "v_proj") for name in names)
+    return (crosses and is_key_or_value) or ("encoder" in names and "decoder" not in names)
+
+
+def _matrix_flops(
+    model: nn.Module, config: object, counts: Callable[[str], bool] = lambda _path: True
+) -> tuple[float, float, float]:
+    """FLOPs of matrix products for a token: of forward, for the gradients of inputs, and for those of weights.
+
+    Args:
+        counts: whether the module of this path is counted.
+    """
     # A token meets so many of the experts, whose matrices stand in one parameter of three dimensions.
     num_met = getattr(config, "num_experts_per_tok", None) or 1
     forward = to_inputs = to_weights = 0.0
     is_trained_before = False
     packed = {id(parameter) for _, layer in quantised_layers(model) for parameter in layer.bytes()}
-    for module in model.modules():  # in the order in which they are registered, which is nearly that of forward
+    for (
+        path,
+        module,
+    ) in model.named_modules():  # in the order in which they are registered, which is nearly that of forward
         own = list(module.parameters(recurse=False))
-        if isinstance(module, QuantisedLinear):
+        if isinstance(module, QuantisedLinear) and counts(path):
             flops = 2.0 * math.prod(module.shape)
             forward, to_inputs = forward + flops, to_inputs + flops * is_trained_before
-        for parameter in own if not isinstance(module, nn.Embedding) else ():
+        for parameter in own if counts(path) and not isinstance(module, nn.Embedding) else ():
             if parameter.ndim not in (2, 3) or id(parameter) in packed:
                 continue  # norms and biases are added or multiplied, element by element
             share = min(1.0, num_met / parameter.shape[0]) if parameter.ndim == 3 else 1.0

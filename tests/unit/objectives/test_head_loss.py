@@ -29,7 +29,8 @@ from transformers import (
 
 from toolkit.objectives import head_loss
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.head_loss import AfterHead, HeadLoss, find_head_loss
+from toolkit.objectives.find_head import find_head_loss
+from toolkit.objectives.head_loss import AfterHead, HeadLoss
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.preference_losses import LOSSES
 
