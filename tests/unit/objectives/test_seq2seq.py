@@ -257,6 +257,8 @@ def test_settings_that_do_not_go_together(name: str, override: str, told: str) -
         ],
         "data.streaming=true": [
             "data.validation_fraction=null",
+            "logging.held_out_samples=0",
+            "training.num_epochs=null",
             "training.max_steps=9",
             "training.eval_every_steps=null",
         ],

@@ -48,14 +48,16 @@ def workload(kind: str, layers: tuple[int, int], lengths: tuple[int, int], preci
     return workload_of(Recipe.from_mapping(values), precision)
 
 
-@pytest.mark.parametrize("every", [None, 1, 2])
+@pytest.mark.parametrize(
+    "every", [None, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("kind", "layers", "lengths", "strategy", "precision"),
     [
         ("t5", (5, 6), (64, 24), "zero3", "bf16"),
-        ("t5", (4, 2), (24, 96), "zero1", "no"),
+        pytest.param("t5", (4, 2), (24, 96), "zero1", "no", marks=pytest.mark.slow),
         ("bart", (5, 6), (64, 24), "zero3", "bf16"),
-        ("bart", (2, 5), (24, 96), "zero2", "no"),
+        pytest.param("bart", (2, 5), (24, 96), "zero2", "no", marks=pytest.mark.slow),
     ],
 )
 def test_the_plan_is_the_trace(
