@@ -180,6 +180,7 @@ class Recipe(Section):
                 raise contradiction(f"{key} has no effect {what}; remove it, or set objective.kind=seq2seq")
             return
         impossible = {
+            "sharding.sequence": self.sharding.sequence > 1,
             "sharding.accumulate by_block": self.sharding.accumulate == "by_block",
             "sharding.chunk_tokens": self.sharding.chunk_tokens is not None,
             "training.compile": self.training.compile,
