@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from toolkit import ranks
+from toolkit.data.layer_limit import require_few_layers, require_few_stored_layers
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
@@ -344,6 +345,7 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
     field = _field(model)
     try:
         if model.name_or_path is not None:
+            require_few_stored_layers(model.name_or_path, model.revision, field)
             config = AutoConfig.from_pretrained(
                 model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
             )
@@ -397,6 +399,7 @@ def _odd_numbers(values: dict[str, Any]) -> list[str]:
 
 def _random_configuration(fields: dict[str, Any], tokenizer: SpecialTokens) -> PretrainedConfig:
     """A configuration whose vocabulary and special tokens are the tokenizer's, unless it says otherwise."""
+    require_few_layers(fields, "model.config", "it")
     fields.setdefault("vocab_size", len(tokenizer))
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields.setdefault(token, getattr(tokenizer, token))
