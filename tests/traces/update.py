@@ -46,6 +46,9 @@ OVERRIDES_OF = {
     "kto": ("objective.beta=0.01", "logging.held_out_samples=0"),
 }
 
+TEACHES, LEARNS = "quickstart", "distill"
+"""The recipe whose export the other one's student learns from; it runs before."""
+
 NUM_ROWS = 200
 """Rows kept of each data file: the runs read no more, and the others would only be tokenised."""
 
@@ -104,11 +107,14 @@ def _losses(recipes: list[Path]) -> dict[str, Trace]:
     from toolkit import Recipe, finetune
 
     traces = {}
-    for path in recipes:
+    for path in sorted(recipes, key=lambda path: path.stem == LEARNS):
         meet()
         output = path.with_name(f"{path.stem}-{os.environ['WORLD_SIZE']}")
         folders = (f"training.output_dir={output}", f"data.cache_dir={path.with_name('cache')}")
         chosen = [*OVERRIDES, *OVERRIDES_OF.get(path.stem, ()), *folders]
+        if path.stem == LEARNS:
+            teacher = path.with_name(f"{TEACHES}-{os.environ['WORLD_SIZE']}") / "export"
+            chosen += [f"objective.teacher={teacher}", f"model.tokenizer={teacher}"]
         records = finetune(Recipe.load(path, chosen)).metrics
         assert all(line["planned_peak_bytes"] for line in records if line["split"] == "train"), "the run has a plan"
         kept = ("split", "step", *FIGURES)

@@ -76,6 +76,7 @@ class Manifest:
         scaler: state of fp16's gradient scaler; None without.
         eval_loss: of the last evaluation; None where there was none.
         base: fingerprint of the files that a base's frozen weights are from; None where nothing is frozen.
+        teacher: fingerprint of the files of the model that is learned from; None where there is none.
         non_finite: what is not finite in it, in words; None: its weights are, and so was its step.
         tensors: name -> [type, shape of the whole].
         files: name -> size and checksum.
@@ -95,6 +96,7 @@ class Manifest:
     versions: dict[str, str]
     stream: dict[str, Any] | None = None
     base: str | None = None
+    teacher: str | None = None
     non_finite: str | None = None
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)

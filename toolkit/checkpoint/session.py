@@ -49,6 +49,7 @@ class RunCheckpoints:
         data: identifies the tokenised data.
         model: as `accelerator.prepare` gave it.
         optimizer: torch's own.
+        teacher: fingerprint of the model that is learned from, if any; it is not saved.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class RunCheckpoints:
         metrics: Metrics,
         store: StorePath | None,
         beats: Beats,
+        teacher: str | None = None,
     ) -> None:
+        self._teacher = teacher
         self._accelerator = accelerator
         self._recipe = recipe
         self._strategy = strategy
@@ -102,6 +105,7 @@ class RunCheckpoints:
             recipe=self._recipe.model_dump(mode="json"),
             data=self._data,
             base=base_fingerprint(self._model),
+            teacher=self._teacher,
             stream=trainer.windows.state_at(samples),
             trainer=asdict(trainer.counters),
             scaler=scaler.state_dict() if scaler is not None else None,
@@ -171,6 +175,11 @@ class RunCheckpoints:
             raise BadInputError(
                 f"{str(folder)!r}: the adapters were trained on other weights than those of model.name_or_path as they "
                 "are now; name that base, or start anew with another training.output_dir or checkpoint.resume=never"
+            )
+        if manifest.teacher != self._teacher:
+            raise BadInputError(
+                f"{str(folder)!r}: its run learned from other weights than those of objective.teacher as they are now; "
+                "name that teacher, or start anew with another training.output_dir or checkpoint.resume=never"
             )
         try:
             self._restore(folder, manifest, trainer, schedule, num_positions)

@@ -98,6 +98,7 @@ LAYOUTS_OF = {
     "reward": ["chosen and rejected"],
     "kto": list(JUDGED),
 }
+LAYOUTS_OF["distillation"] = LAYOUTS_OF["causal_lm"]
 """Objective -> the layouts that it can learn from, in the order in which they are looked for."""
 
 

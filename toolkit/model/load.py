@@ -105,7 +105,7 @@ def load(
     if adapter is not None and adapter.kind == "lora":
         built = add_adapter(built, adapter, model.name_or_path, model.revision)
         weights = AdapterWeights(weights, built, seed)
-        fit.fingerprint = _fingerprint(model)
+        fit.fingerprint = fingerprint(model)
     built.fit = fit
 
     def materialize_weights(keep_master: KeepsMasters | None = None) -> None:
@@ -317,7 +317,7 @@ def _make_rows(model: PreTrainedModel, rows: int, mean_resizing: bool) -> None:
         model.resize_token_embeddings(rows, mean_resizing=mean_resizing)
 
 
-def _fingerprint(model: ModelSection) -> str | None:
+def fingerprint(model: ModelSection) -> str | None:
     """Of the model's files; None where its weights are drawn."""
     if model.name_or_path is None:
         return None

@@ -7,6 +7,8 @@ from torch import nn
 from toolkit.errors import BadInputError
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.distillation import Distillation
+from toolkit.objectives.divergence import Divergence
 from toolkit.objectives.kto import Kto
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.preference_losses import LOSSES
@@ -15,17 +17,22 @@ from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.objectives.tagging import TokenClassification
 from toolkit.recipe.schema import ObjectiveSection
 
-AnyObjective = CausalLM | SequenceClassification | Preference | Reward | Kto
+AnyObjective = CausalLM | SequenceClassification | Preference | Reward | Kto | Distillation
 
 
 def build_objective(
-    section: ObjectiveSection, model: nn.Module, packed: bool, label_counts: dict[str, int] | None
+    section: ObjectiveSection,
+    model: nn.Module,
+    packed: bool,
+    label_counts: dict[str, int] | None,
+    teacher: nn.Module | None = None,
 ) -> AnyObjective:
     """The recipe's objective.
 
     Args:
         packed: whether documents share samples.
         label_counts: rows, or words, of each class to train on, in the order of the classes; None: no classification.
+        teacher: of a distillation.
 
     Raises:
         BadInputError: a model that cannot be trained so, or class weights of another number than classes.
@@ -39,6 +46,11 @@ def build_objective(
         return Reward(model, section.center_rewards_coefficient or 0.0)
     if section.kind == "seq2seq":
         return Seq2Seq(model)
+    if teacher is not None:
+        kind, ratio = section.divergence or "forward_kl", section.kd_ratio or 0.5
+        return Distillation(
+            model, packed, teacher, Divergence(kind, section.beta or 0.5, section.temperature or 1.0, ratio)
+        )
     if label_counts is None:
         return CausalLM(model, packed)
     if section.kind == "token_classification":

@@ -70,7 +70,7 @@ class CausalLM:
             return batch
         known: dict[str, Any] = dict(batch)
         if isinstance(self.head_loss, HeadLoss):
-            known["counted"] = numbers_of_targets(self._targets(batch))
+            known["counted"] = numbers_of_targets(self.targets(batch))
         positions = batch.get("whole_positions", batch["position_ids"])
         known["shared"] = self._packed and bool((self._in_rows(positions).diff(dim=1) != 1).any())
         if self._takes_bounds:
@@ -87,14 +87,15 @@ class CausalLM:
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, T, V)."""
         with rows_of(batch):
-            logits = model(**self._inputs(batch)).logits
+            logits = model(**self.inputs(batch)).logits
         return logits.view(*batch["input_ids"].shape, -1)  # type: ignore[no-any-return]
 
     def _in_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor (B, T) as the model is given it."""
         return tensor.view(1, -1) if self._in_one_row else tensor
 
-    def _inputs(self, batch: Batch) -> dict[str, Any]:
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Of the model's forward."""
         # No attention mask and no cache: only then do restarting positions keep documents apart. Rows of one document
         # have the model's own positions, and transformers then does not look at them for others; parts of rows begin
         # anywhere.
@@ -103,19 +104,19 @@ class CausalLM:
         inputs: dict[str, Any] = {name: self._in_rows(batch[name]) for name in names if name in batch}
         if "position_ids" in inputs and self._first_position:
             inputs["position_ids"] = inputs["position_ids"] + self._first_position
-        if "bounds" in batch:
+        if "bounds" in batch and self._takes_bounds:  # a teacher may not, where its student does
             inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch["bounds"])
             inputs |= dict.fromkeys(("max_length_q", "max_length_k"), batch["longest"])
         return {**inputs, "use_cache": False}
 
-    def _targets(self, batch: Batch) -> torch.Tensor:
+    def targets(self, batch: Batch) -> torch.Tensor:
         """What each position predicts, (B * T,); `IGNORED` for nothing, as across the documents of a preference."""
         return predictions_of(batch)[0].flatten()
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         if isinstance(self.head_loss, HeadLoss):
             with rows_of(batch):
-                return self.head_loss.summed(model, self._inputs(batch), self._targets(batch), batch.get("counted"))
+                return self.head_loss.summed(model, self.inputs(batch), self.targets(batch), batch.get("counted"))
         return self._sum_of_logits(model, batch)
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,9 +126,7 @@ class CausalLM:
 
     def _sum_of_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         logits = self.logits(model, batch)
-        return F.cross_entropy(
-            logits.float().flatten(0, 1), self._targets(batch), ignore_index=IGNORED, reduction="sum"
-        )
+        return F.cross_entropy(logits.float().flatten(0, 1), self.targets(batch), ignore_index=IGNORED, reduction="sum")
 
     def log_probabilities(self, model: nn.Module, batch: Batch, num_segments: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each document of `batch["segments"]`; see `sequence_log_probabilities`."""
@@ -135,7 +134,7 @@ class CausalLM:
         assert owners is not None, "preferences have segments"
         if isinstance(self.head_loss, HeadLoss):
             with rows_of(batch):
-                losses = self.head_loss.by_token(model, self._inputs(batch), targets.flatten(), batch.get("counted"))
+                losses = self.head_loss.by_token(model, self.inputs(batch), targets.flatten(), batch.get("counted"))
             sums, counts = summed_by_document(-losses, owners.flatten(), num_segments)
         else:
             sums, counts = log_probabilities_by_document(self.logits(model, batch), targets, owners, num_segments)
@@ -154,7 +153,7 @@ class CausalLM:
             was_training = model.training
             # Without dropout, which would draw another mask for each of the two.
             model.eval()
-            batch = self._few_tokens(self.head_loss.vocabulary, device)
+            batch = self.few_tokens(self.head_loss.vocabulary, device)
             found, whole = self.loss_sum(model, batch).item(), self._sum_of_logits(model, batch).item()
             model.train(was_training)
             # `not <=`, so that a NaN from the head's inputs is a difference too.
@@ -164,13 +163,13 @@ class CausalLM:
             return f"from whole logits: {self.head_loss}"
         return f"from the head's inputs, logits of {self.head_loss.chunk_tokens:,} tokens at a time"
 
-    def _few_tokens(self, vocabulary: int, device: torch.device) -> Batch:
+    def few_tokens(self, vocabulary: int, device: torch.device) -> Batch:
         ids = torch.arange(1, 17, device=device)[None] % vocabulary
         return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(16, device=device)[None]}
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         loss = self.loss_sum(model, batch).double()
-        return torch.stack([loss, (self._targets(batch) != IGNORED).sum().double()])
+        return torch.stack([loss, (self.targets(batch) != IGNORED).sum().double()])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
         loss = sums[0] / max(1.0, sums[1])

@@ -58,27 +58,30 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class _Head:
+class Head:
     """A linear head: weight (V, D) and bias (V,) in the type of compute, and what comes after it."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     after: AfterHead
+    entries: int | None = None
 
     def chunks(self, num_tokens: int) -> list[slice]:
         """Tokens whose logits are there at the same time."""
-        size = _chunk_tokens(self.weight.shape[0])
+        size = chunk_tokens(self.weight.shape[0], self.entries)
         return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
+
+    def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(n, V), float32, of hidden states (n, D), and tanh's values where there is a cap."""
+        z = F.linear(hidden, self.weight, self.bias).float()
+        if self.after.cap is not None:
+            bounded = z.mul_(self.after.scale / self.after.cap).tanh_()
+            return bounded * self.after.cap, bounded
+        return (z.mul_(self.after.scale) if self.after.scale != 1.0 else z), None
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, _Chunk]:
         """Losses (n,), float32, of hidden states (n, D) and targets (n,), and what their gradient is made of."""
-        z = F.linear(hidden, self.weight, self.bias).float()
-        bounded = None
-        if self.after.cap is not None:
-            bounded = z.mul_(self.after.scale / self.after.cap).tanh_()
-            z = bounded * self.after.cap
-        elif self.after.scale != 1.0:
-            z.mul_(self.after.scale)
+        z, bounded = self.logits(hidden)
         # So that exp cannot overflow; the loss stays the same.
         z.sub_(z.amax(dim=1, keepdim=True))
         picked = z.gather(1, targets[:, None])
@@ -92,39 +95,40 @@ class _Head:
         z.scatter_add_(1, targets[:, None], torch.full_like(chunk.totals, -1.0))
         if upstream is not None:
             z.mul_(upstream[:, None])
-        if chunk.bounded is not None:
+        return self.to_outputs(z, chunk.bounded)
+
+    def to_outputs(self, z: torch.Tensor, bounded: torch.Tensor | None) -> torch.Tensor:
+        """The gradient to the head's outputs, in the type of compute, of that to the logits z (n, V); uses it up."""
+        if bounded is not None:
             # The derivative of tanh is 1 - tanh^2.
-            z.addcmul_(z, chunk.bounded.square_(), value=-1.0)
+            z.addcmul_(z, bounded.square_(), value=-1.0)
         if self.after.scale != 1.0:
             z.mul_(self.after.scale)
         return z.to(self.weight.dtype)
 
 
-def _chunk_tokens(vocabulary: int) -> int:
-    return max(MIN_CHUNK_TOKENS, CHUNK_ENTRIES // vocabulary)
+def chunk_tokens(vocabulary: int, entries: int | None = None) -> int:
+    return max(MIN_CHUNK_TOKENS, (entries or CHUNK_ENTRIES) // vocabulary)
 
 
 @dataclass(frozen=True)
-class _Gradients:
-    """Of hidden states (N, D), weight (V, D) and bias (V,); None: not wanted.
-
-    In the type of compute, but float32 where several chunks are added up.
-    """
+class Gradients:
+    """Of hidden states (N, D), weight (V, D), bias (V,); in the type of compute, float32 where chunks are added up."""
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
     bias: torch.Tensor | None
 
     @staticmethod
-    def zeros(head: _Head, hidden: torch.Tensor, wanted: tuple[bool, bool, bool]) -> _Gradients:
+    def zeros(head: Head, hidden: torch.Tensor, wanted: tuple[bool, bool, bool]) -> Gradients:
         dtype = torch.float32 if len(head.chunks(len(hidden))) > 1 else head.weight.dtype
-        return _Gradients(
+        return Gradients(
             torch.zeros_like(hidden) if wanted[0] else None,
             torch.zeros_like(head.weight, dtype=dtype) if wanted[1] else None,
             torch.zeros_like(head.weight[:, 0], dtype=torch.float32) if wanted[2] else None,
         )
 
-    def add(self, head: _Head, rows: slice, hidden: torch.Tensor, gradient: torch.Tensor) -> None:
+    def add(self, head: Head, rows: slice, hidden: torch.Tensor, gradient: torch.Tensor) -> None:
         """A chunk's share: of its hidden states (n, D), from the gradient (n, V) to the head's outputs."""
         if self.hidden is not None:
             torch.mm(gradient, head.weight, out=self.hidden[rows])
@@ -150,20 +154,20 @@ def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tens
         block.add_(columns.t() @ hidden)
 
 
-def _dtypes(*tensors: torch.Tensor | None) -> tuple[torch.dtype | None, ...]:
+def dtypes_of(*tensors: torch.Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
 @dataclass(frozen=True)
-class _How:
-    """What comes after the head, the type of compute, and which gradients are wanted: as in `_Gradients`."""
+class How:
+    """What comes after the head, the type of compute, and which gradients are wanted: as in `Gradients`."""
 
     after: AfterHead
     dtype: torch.dtype
     wanted: tuple[bool, bool, bool]
 
-    def head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Head:
-        return _Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype), self.after)
+    def head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Head:
+        return Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype), self.after)
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -176,12 +180,12 @@ class _SummedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        how: _How,
+        how: How,
     ) -> torch.Tensor:
         head = how.head(weight, bias)
-        ctx.dtypes, hidden = _dtypes(hidden, weight, bias), hidden.to(how.dtype)
+        ctx.dtypes, hidden = dtypes_of(hidden, weight, bias), hidden.to(how.dtype)
         total = torch.zeros((1, 1, 1), dtype=torch.float32, device=hidden.device)
-        gradients = _Gradients.zeros(head, hidden, how.wanted)
+        gradients = Gradients.zeros(head, hidden, how.wanted)
         for rows in each_alike(head.chunks(len(hidden))):
             losses, chunk = head.losses(hidden[rows], targets[rows])
             total += losses.sum()
@@ -209,7 +213,7 @@ class _TokenLosses(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        how: _How,
+        how: How,
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.how = how
@@ -222,11 +226,11 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
-        how: _How = ctx.how
+        how: How = ctx.how
         head = how.head(weight, bias)
         factors = upstream[0].flatten()
-        dtypes, hidden = _dtypes(hidden, weight, bias), hidden.to(how.dtype)
-        gradients = _Gradients.zeros(head, hidden, how.wanted)
+        dtypes, hidden = dtypes_of(hidden, weight, bias), hidden.to(how.dtype)
+        gradients = Gradients.zeros(head, hidden, how.wanted)
         for rows in each_alike(head.chunks(len(hidden))):
             _, chunk = head.losses(hidden[rows], targets[rows])
             gradients.add(head, rows, hidden[rows], head.gradient(chunk, targets[rows], factors[rows]))
@@ -264,6 +268,13 @@ def token_losses(
     return _apply(_TokenLosses, hidden, weight, bias, targets, after)
 
 
+def how_of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, after: AfterHead) -> How:
+    kind, learns = hidden.device.type, torch.is_grad_enabled()
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    wanted = tuple(learns and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    return How(after, dtype, wanted)  # type: ignore[arg-type]
+
+
 def _apply(
     function: type[torch.autograd.Function],
     hidden: torch.Tensor,
@@ -272,13 +283,9 @@ def _apply(
     targets: torch.Tensor,
     after: AfterHead,
 ) -> torch.Tensor:
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    learns = torch.is_grad_enabled()
-    wanted = tuple(learns and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    how = how_of(hidden, weight, bias, after)
     # The type is chosen above; autocast would round the float32 sums to it.
-    with torch.autocast(kind, enabled=False):
-        how = _How(after, dtype, wanted)  # type: ignore[arg-type]
+    with torch.autocast(hidden.device.type, enabled=False):
         return function.apply(hidden, weight, bias, targets, how)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -293,18 +300,17 @@ class HeadLoss:
     """
 
     def __init__(self, base: Any, head: Any, after: AfterHead, biased: bool = False) -> None:
-        self._base, self._head, self.after, self._biased = base, head, after, biased
+        self._base, self.head, self.after, self._biased = base, head, after, biased
         self.vocabulary: int = head.out_features
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens whose logits are there at the same time."""
-        return _chunk_tokens(self.vocabulary)
+        return chunk_tokens(self.vocabulary)
 
     @property
-    def _bias(self) -> torch.Tensor | None:
+    def bias(self) -> torch.Tensor | None:
         """(V,), looked up anew: loading and sharding replace tensors."""
-        own: torch.Tensor | None = self._head.bias
+        own: torch.Tensor | None = self.head.bias
         if not self._biased:
             return own
         added: torch.Tensor = getattr(self._base, LOGITS_BIAS).flatten()
@@ -325,7 +331,7 @@ class HeadLoss:
             targets: what each token predicts, (tokens,) in the order of `inputs`; `IGNORED`: nothing.
             counted: `numbers_of_targets(targets)` where it is known; to find it, a GPU has to be waited for.
         """
-        return self._run(summed_loss, model, inputs, targets, counted)[0].squeeze()
+        return self.run(summed_loss, model, inputs, targets, counted)[0].squeeze()
 
     def by_token(
         self,
@@ -335,10 +341,10 @@ class HeadLoss:
         counted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The loss of each token, (tokens,), float32, 0 where there is no target; arguments as of `summed`."""
-        each, counted = self._run(token_losses, model, inputs, targets, counted)
+        each, counted = self.run(token_losses, model, inputs, targets, counted)
         return each.new_zeros(len(targets)).index_copy(0, counted, each.flatten())
 
-    def _run(
+    def run(
         self,
         function: Callable[..., torch.Tensor],
         model: nn.Module,
@@ -355,7 +361,7 @@ class HeadLoss:
                 raise RuntimeError(f"the head was given {tuple(hidden.shape)}, but there are {len(targets)} tokens")
             rows = hidden.flatten(0, -2).index_select(0, counted)
             chosen = targets.index_select(0, counted).clamp_min(0)
-            return function(rows, self._head.weight, self._bias, chosen, self.after)
+            return function(rows, self.head.weight, self.bias, chosen, self.after)
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
             original(*args, **kwargs)
@@ -366,11 +372,11 @@ class HeadLoss:
         original = own_forward(self._base)
         thread = threading.get_ident()
         # Micro-batches that run by block are in other threads, and their heads' hooks are there at the same time.
-        hook = self._head.register_forward_hook(
+        hook = self.head.register_forward_hook(
             lambda _module, _args, output: found.append(output) if threading.get_ident() == thread else None
         )
         try:
-            with replaced(self._head, losses), replaced(self._base, functools.wraps(original)(run)):
+            with replaced(self.head, losses), replaced(self._base, functools.wraps(original)(run)):
                 output = model(**inputs)
         finally:
             hook.remove()

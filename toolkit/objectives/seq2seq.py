@@ -43,11 +43,11 @@ class Seq2Seq(CausalLM):
         """The batch with the places of its targets (`counted`), which a GPU would have to be asked for."""
         if not isinstance(self.head_loss, HeadLoss) or not has_values(batch["labels"]):
             return batch
-        return {**batch, "counted": numbers_of_targets(self._targets(batch))}
+        return {**batch, "counted": numbers_of_targets(self.targets(batch))}
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, T, V)."""
-        return model(**self._inputs(batch)).logits  # type: ignore[no-any-return]
+        return model(**self.inputs(batch)).logits  # type: ignore[no-any-return]
 
     def decoder_inputs(self, labels: torch.Tensor) -> torch.Tensor:
         """(B, T): the labels shifted to the right, behind the token that begins a target."""
@@ -55,7 +55,7 @@ class Seq2Seq(CausalLM):
         empty = (labels == IGNORED).all(dim=1, keepdim=True)
         return self._shifted(labels.masked_fill(empty, int(self._padding == 0)))
 
-    def _inputs(self, batch: Batch) -> dict[str, Any]:
+    def inputs(self, batch: Batch) -> dict[str, Any]:
         given = batch.get("decoder_input_ids")
         return {
             "input_ids": batch["input_ids"],
@@ -65,11 +65,11 @@ class Seq2Seq(CausalLM):
             "use_cache": False,
         }
 
-    def _targets(self, batch: Batch) -> torch.Tensor:
+    def targets(self, batch: Batch) -> torch.Tensor:
         """(B * T,)."""
         return batch["labels"].flatten()
 
-    def _few_tokens(self, vocabulary: int, device: torch.device) -> Batch:
+    def few_tokens(self, vocabulary: int, device: torch.device) -> Batch:
         ids = torch.arange(1, 17, device=device)[None] % vocabulary
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.flip(1)[:, :8]}
 

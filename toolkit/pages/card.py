@@ -141,7 +141,12 @@ def recipe_for_readers(recipe: Recipe) -> str:
     values = yaml.safe_load(recipe.to_yaml())
     for key in ("train", "validation"):
         values["data"][key] = _names(values["data"].get(key))
-    for section, key in (("model", "name_or_path"), ("model", "tokenizer"), ("data", "cache_dir")):
+    for section, key in (
+        ("model", "name_or_path"),
+        ("model", "tokenizer"),
+        ("objective", "teacher"),
+        ("data", "cache_dir"),
+    ):
         values[section][key] = _names(values[section].get(key))
     values["training"]["output_dir"] = Path(values["training"]["output_dir"]).name
     values["checkpoint"]["resume"] = _names(values["checkpoint"]["resume"])

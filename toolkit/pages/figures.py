@@ -47,6 +47,8 @@ FIGURES = (
     Figure("chosen_reward", "Chosen reward", _signed),
     Figure("rejected_reward", "Rejected reward", _signed),
     Figure("kl", "KL", _signed),
+    Figure("divergence", "Divergence from the teacher", _signed),
+    Figure("cross_entropy", "Cross-entropy", _signed),
 )
 """Of all objectives, in the order in which they are shown; an evaluation has those of its own."""
 
@@ -55,6 +57,8 @@ CHARTS = (
     ("margin", "Margin of the rewards", (("margin", ""),)),
     ("rewards", "Rewards", (("chosen_reward", "chosen"), ("rejected_reward", "rejected"))),
     ("kl", "KL to the reference", (("kl", ""),)),
+    ("divergence", "Divergence from the teacher", (("divergence", ""),)),
+    ("cross-entropy", "Cross-entropy of the labels", (("cross_entropy", ""),)),
     ("balance-loss", "Balance loss of the experts", (("balance_loss", ""),)),
     ("expert-entropy", "Entropy of the experts' load (1: even)", (("expert_entropy", ""),)),
 )

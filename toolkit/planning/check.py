@@ -76,17 +76,19 @@ def plan_run(
     mixed_precision: str,
     label_counts: dict[str, int] | None,
     device: torch.device,
+    teacher: nn.Module | None = None,
 ) -> Planned:
     """The plan of this run, from the model on the meta device that it will train.
 
     Args:
         checkpointings: the first with which it fits well is taken, or else the last.
+        teacher: of a distillation.
 
     Raises:
         BadInputError: where the peak alone is more than the memory there is: it cannot fit.
     """
     # The run's own model on the meta device: nothing is loaded twice, and what is planned is what is trained.
-    workload = workload_of_model(recipe, model, mixed_precision, label_counts)
+    workload = workload_of_model(recipe, model, mixed_precision, label_counts, teacher)
     known, training = _hardware(device), recipe.training
     # Only memory counts for an unknown GPU, whose times are not asked for.
     planner = Planner(recipe, workload, known or presets()["h100_sxm"])

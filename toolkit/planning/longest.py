@@ -52,11 +52,16 @@ def longest_rows(recipe: Recipe, hardware: Hardware, ranks: int, precision: str)
     As many ranks share it as can. Parameters are sharded among all, and every block is checkpointed.
 
     Raises:
-        BadInputError: where no row fits.
+        BadInputError: where no row fits, or ranks cannot share rows.
     """
     require_ranks(ranks, hardware)
     if recipe.objective.kind == "seq2seq":
         raise BadInputError("--longest-row: not possible with objective.kind seq2seq, whose samples are two rows")
+    if recipe.objective.kind == "distillation":
+        raise BadInputError(
+            "--longest-row is not possible with objective.kind distillation, whose rows ranks cannot share; plan with "
+            "several values of data.max_length"
+        )
     search = _Search(recipe, hardware, precision, _parts(recipe, ranks, precision))
     found = {verdict: search.longest(verdict, ranks) for verdict in HEADROOM}
     rows = {verdict: row for verdict, row in found.items() if row is not None}

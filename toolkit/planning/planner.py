@@ -8,16 +8,17 @@ from typing import Literal
 
 from toolkit.errors import BadInputError, UnplannableError, in_words
 from toolkit.model.fake_tensors import grouped_products, without_logs
+from toolkit.objectives.teacher import teacher_units
 from toolkit.optim.build import block_matrices
 from toolkit.places import CHECKPOINT_FILE_BYTES, GIB
 from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import Memory, replay
-from toolkit.planning.memory.units import ParameterShape, UnitShape, unit_shapes
+from toolkit.planning.memory.units import ParameterShape, UnitShape, teacher_shapes, unit_shapes
 from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
-from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic
+from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic, with_teacher
 from toolkit.planning.workload import Workload, shared_by, with_rows_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
@@ -99,6 +100,15 @@ class Planner:
         return unit_shapes(model, plan, self.workload.mixed_precision, stepped_by_muon)
 
     @cached_property
+    def teacher_units(self) -> list[UnitShape]:
+        """Of the frozen model that is learned from, if any."""
+        teacher = self.workload.teacher
+        if teacher is None:
+            return []
+        plan = teacher_units(teacher, self.workload.unit_classes)
+        return teacher_shapes(teacher, plan, self.workload.mixed_precision)
+
+    @cached_property
     def _sharded(self) -> Prober:
         return Prober(self.workload)
 
@@ -142,7 +152,7 @@ class Planner:
     @cached_property
     def _states(self) -> int:
         """Bytes of a whole model's parameters, gradients and optimizer state."""
-        parameters = [p for unit in self.units for p in unit.parameters]
+        parameters = [p for unit in (*self.teacher_units, *self.units) for p in unit.parameters]
         return sum(int(p.numel * (p.held + (4 + self._kept_bytes(p)) * p.trainable)) for p in parameters)
 
     def _kept_bytes(self, parameter: ParameterShape) -> float:
@@ -158,7 +168,7 @@ class Planner:
 
     def moments(self, setup: Setup) -> list[Memory]:
         """What a rank holds during a step."""
-        shapes, layout = self.units, self.layout(setup)
+        shapes, layout = [*self.teacher_units, *self.units], self.layout(setup)
         found = replay(shapes, self.probe(setup), setup.strategy, layout, setup.accumulation, setup.by_block)
         beside = self._streamed_bytes(setup) if setup.offload else self._average_bytes(setup)
         if self.hardware.device_type == "cpu":
@@ -180,7 +190,7 @@ class Planner:
             reduce=compute if alone and compute is not None else 4,
             optimizer=OPTIMIZER_BYTES[self.recipe.optimizer.kind],
             offload=setup.offload,
-            residents=self.residents(setup),
+            residents=frozenset(len(self.teacher_units) + number for number in self.residents(setup)),
             node=setup.mesh.node,
         )
 
@@ -293,6 +303,10 @@ class Planner:
             reduce_bytes=layout.reduce,
             offload=offload,
         )
+        if self.workload.teacher is not None:
+            head = self._sharded.teacher_head
+            assert head is not None
+            sent = with_teacher(sent, self.teacher_units, head, setup.mesh, setup.accumulation, layout.compute)
         probe, parts = self.probe(setup), self.workload.sequence
         # Of each tensor a rank keeps its own part.
         whole = (probe.forward.exchanged + probe.backward.exchanged) * setup.accumulation

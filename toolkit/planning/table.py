@@ -142,7 +142,8 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
 
 def _on_shared_rows(recipe: Recipe, ranks: int, asked: Setup, planner: Planner, offloads: bool) -> Iterator[Setup]:
     """zero3 with every block checkpointed, on rows that ranks share, one at a time; a step has as many samples."""
-    if recipe.data.max_length < LONG_ROW or recipe.objective.kind == "seq2seq":
+    is_whole = recipe.objective.kind == "seq2seq" or planner.workload.teacher is not None
+    if recipe.data.max_length < LONG_ROW or is_whole:
         return
     zero3, before = STRATEGIES["zero3"], planner.workload.sequence
     every_block = Checkpointing(1)

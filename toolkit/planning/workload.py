@@ -26,8 +26,9 @@ from toolkit.model.load import SpecialTokens, load_without_weights
 from toolkit.model.positions import takes_positions
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.objective import Objective
+from toolkit.objectives.teacher import load_teacher
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import CLASSIFIERS, PADDED, DataSection
+from toolkit.recipe.schema import CLASSIFIERS, NEXT_TOKEN, PADDED, DataSection
 
 UNMASKED = "unmasked_sdpa"
 """Name of the attention that stands for kernels without a mask: flash attention, and sdpa on plain causal rows.
@@ -47,27 +48,36 @@ class Workload:
 
     Attributes:
         model: as the backend is given it; its parameters have no memory.
-        objective: of a model like this one.
+        objective: of a model like this one, and of a teacher.
         batch: micro-batch size -> a batch on the CPU; values do not matter, shapes and types do.
         mixed_precision: `no`, `bf16` or `fp16`.
         tokens: of one sample.
         unit_classes: as `plan_units` takes them.
         sequence: ranks that share a row.
         attention: given to copies of the model; None: its own.
+        teacher: on the meta device, if the objective has one.
     """
 
     model: nn.Module
-    objective: Callable[[nn.Module], Objective]
+    objective: Callable[..., Objective]
     batch: Callable[[int], dict[str, torch.Tensor]]
     mixed_precision: str
     tokens: int
     unit_classes: list[str] | None = None
     sequence: int = 1
     attention: str | None = None
+    teacher: nn.Module | None = None
 
     def model_copy(self) -> nn.Module:
         """A model of its own for who hooks into it, in training mode."""
-        model = copy.deepcopy(self.model)
+        return self._copied(self.model).train()
+
+    def teacher_copy(self) -> nn.Module | None:
+        """Likewise of the teacher."""
+        return None if self.teacher is None else self._copied(self.teacher).eval()
+
+    def _copied(self, model: nn.Module) -> nn.Module:
+        model = copy.deepcopy(model)
         # It loads weights, which a copy on the meta device must never do.
         model.__dict__.pop("materialize_weights", None)
         if self.attention is not None:
@@ -76,7 +86,7 @@ class Workload:
                 base_of(model).set_attn_implementation(self.attention)
         if self.sequence > 1:
             attend_by_heads(model)
-        return model.train()
+        return model
 
 
 def _unmasked(
@@ -112,25 +122,30 @@ def workload_of(recipe: Recipe, mixed_precision: str) -> Workload:
     """
     labels = _labels(recipe)
     model = load_without_weights(recipe.model, _tokenizer(recipe), labels, recipe.adapter, recipe.objective.kind)
-    return workload_of_model(recipe, model, mixed_precision, dict.fromkeys(labels, 1) if labels else None)
+    teacher = load_teacher(recipe, None, mixed_precision)
+    return workload_of_model(recipe, model, mixed_precision, dict.fromkeys(labels, 1) if labels else None, teacher)
 
 
 def workload_of_model(
-    recipe: Recipe, model: nn.Module, mixed_precision: str, label_counts: dict[str, int] | None
+    recipe: Recipe,
+    model: nn.Module,
+    mixed_precision: str,
+    label_counts: dict[str, int] | None,
+    teacher: nn.Module | None = None,
 ) -> Workload:
     """The workload of a recipe whose model is there, on the meta device.
 
     Args:
-        label_counts: as `build_objective` takes them.
+        label_counts, teacher: as `build_objective` takes them.
     """
     if recipe.sharding.sequence > 1:
         require_sequence(model, recipe.sharding.sequence, recipe.data.max_length)
     packed = is_packed(recipe.data, recipe.objective)
-    if recipe.data.packing is None and recipe.objective.kind == "causal_lm":
+    if recipe.data.packing is None and recipe.objective.kind in NEXT_TOKEN:
         packed = takes_positions(model)  # a run pads its rows, too
 
-    def objective(model: nn.Module) -> Objective:
-        return build_objective(recipe.objective, model, packed, label_counts)
+    def objective(model: nn.Module, teacher: nn.Module | None = None) -> Objective:
+        return build_objective(recipe.objective, model, packed, label_counts, teacher)
 
     return Workload(
         model,
@@ -141,6 +156,7 @@ def workload_of_model(
         recipe.sharding.unit_classes,
         recipe.sharding.sequence,
         _attention(recipe, attention_of(base_of(model)), packed),
+        teacher,
     )
 
 

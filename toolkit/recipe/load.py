@@ -97,7 +97,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def anchor_paths(values: dict[str, Any], folder: Path) -> None:
     """Relative files named inside a recipe are relative to the recipe, wherever it is started from."""
-    for section, keys in (("data", ("train", "validation")), ("model", ("name_or_path", "tokenizer"))):
+    for section, keys in (
+        ("data", ("train", "validation")),
+        ("model", ("name_or_path", "tokenizer")),
+        ("objective", ("teacher",)),
+    ):
         fields = values.get(section)
         if not isinstance(fields, dict):
             continue

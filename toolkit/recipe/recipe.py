@@ -89,6 +89,8 @@ class Recipe(Section):
                 f"data.columns.margin has no effect with objective.kind {self.objective.kind}; remove it"
             )
         self._check_adapter()
+        if self.objective.kind == "distillation":
+            self._check_distillation()
         if self.sharding.accumulate == "by_block":
             self._check_by_block()
         if self.sharding.experts > 1:
@@ -101,6 +103,15 @@ class Recipe(Section):
         if not self.export.enabled and self.export.model_fields_set - {"enabled"}:
             raise contradiction("settings of export have no effect with export.enabled: false")
         return self
+
+    def _check_distillation(self) -> None:
+        if self.sharding.accumulate != "by_micro_batch":
+            raise contradiction(
+                f"sharding.accumulate={self.sharding.accumulate} is not possible with objective.kind distillation, "
+                "whose teacher runs by micro-batch; remove it"
+            )
+        if self.sharding.experts > 1:
+            raise contradiction("sharding.experts is not possible with objective.kind distillation; remove it")
 
     def _check_completions(self) -> None:
         what = f"with objective.kind {self.objective.kind}"

@@ -284,7 +284,14 @@ PREFERENCE_SETTINGS = {
 """Preference loss -> the settings that have an effect on it; their defaults stand beside the losses."""
 
 ObjectiveKind = Literal[
-    "causal_lm", "seq2seq", "sequence_classification", "token_classification", "preference", "reward", "kto"
+    "causal_lm",
+    "seq2seq",
+    "sequence_classification",
+    "token_classification",
+    "preference",
+    "reward",
+    "kto",
+    "distillation",
 ]
 
 CLASSIFIERS = ("sequence_classification", "token_classification")
@@ -292,6 +299,9 @@ CLASSIFIERS = ("sequence_classification", "token_classification")
 
 PADDED = (*CLASSIFIERS, "seq2seq")
 """Objectives whose rows are padded, and get the tokenizer's own special tokens."""
+
+NEXT_TOKEN = ("causal_lm", "distillation")
+"""Objectives that learn from each next token of the same rows."""
 
 OBJECTIVE_SETTINGS = {
     "causal_lm": (),
@@ -301,6 +311,7 @@ OBJECTIVE_SETTINGS = {
     "preference": ("loss", "beta", "label_smoothing", "gamma", "odds_weight"),
     "reward": ("center_rewards_coefficient",),
     "kto": ("beta", "desirable_weight", "undesirable_weight"),
+    "distillation": ("teacher", "teacher_revision", "divergence", "beta", "temperature", "kd_ratio"),
 }
 """Objective -> the settings that have an effect on it."""
 
@@ -314,14 +325,17 @@ class ObjectiveSection(Section):
         "source, by an encoder-decoder. sequence_classification: cross-entropy of a text's class. "
         "token_classification: cross-entropy of each word's tag, as of named entities. preference: prefer chosen "
         "completions to rejected ones. reward: score chosen completions above rejected ones (Bradley-Terry). kto: "
-        "learn from completions that are judged true or false one by one.",
+        "learn from completions that are judged true or false one by one. distillation: give "
+        "each next token the probabilities that a frozen teacher gives it.",
     )
     loss: Literal["dpo", "ipo", "simpo", "orpo"] | None = Field(
         None,
         description="Choose the preference loss (arXiv 2305.18290, 2310.12036, 2405.14734, 2403.07691); null: dpo.",
     )
     beta: PositiveFloat | None = Field(
-        None, description="Scale the rewards of dpo, ipo and kto (null: 0.1) or simpo (null: 2)."
+        None,
+        description="Scale the rewards of dpo, ipo and kto (null: 0.1) or simpo (null: 2). With divergence jsd: the "
+        "teacher's share of the mixture, below 1; null: 0.5.",
     )
     label_smoothing: float | None = Field(
         None,
@@ -341,6 +355,27 @@ class ObjectiveSection(Section):
         None,
         description="Add the square of a pair's summed rewards to the loss, times this, so that rewards stay around 0 "
         "(reward, arXiv 2312.09244); null: do not.",
+    )
+    teacher: str | None = Field(
+        None,
+        min_length=1,
+        description="Learn from this model: a hub name or a folder. It must have the student's tokenizer "
+        "(distillation).",
+    )
+    teacher_revision: str | None = Field(None, description="Use this branch, tag or commit of the teacher on the hub.")
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = Field(
+        None,
+        description="Choose the distance from the teacher. forward_kl: KL(teacher || student). reverse_kl: KL(student "
+        "|| teacher). jsd: generalised Jensen-Shannon divergence (arXiv 2306.13649). null: forward_kl.",
+    )
+    temperature: PositiveFloat | None = Field(
+        None,
+        description="Divide the logits of both by this for the divergence, which is then multiplied by its square "
+        "(arXiv 1503.02531); null: 1.",
+    )
+    kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None,
+        description="Weight the divergence by this, and the labels' cross-entropy by the rest; null: 0.5.",
     )
     labels: list[str] | None = Field(
         None, description="Name the classes, or tags, in the order of their numbers; null: those of data.train, sorted."
@@ -371,6 +406,8 @@ class ObjectiveSection(Section):
                 raise contradiction(f"objective.{key} has no effect with objective.kind {self.kind}; remove it")
         if self.kind == "preference":
             self._check_preference()
+        if self.kind == "distillation":
+            self._check_distillation()
         if self.labels is not None and (len(set(self.labels)) < 2 or len(set(self.labels)) < len(self.labels)):
             raise contradiction("objective.labels: needs two names or more, all different")
         return self
@@ -379,6 +416,22 @@ class ObjectiveSection(Section):
     def preference_loss(self) -> str:
         """`loss`, or its default."""
         return self.loss or "dpo"
+
+    def _check_distillation(self) -> None:
+        if self.teacher is None:
+            raise contradiction(
+                "objective.teacher: must be set with objective.kind distillation: a model's name or folder"
+            )
+        if self.beta is not None and self.divergence != "jsd":
+            raise contradiction(
+                f"objective.beta has no effect with objective.divergence {self.divergence or 'forward_kl'}; remove it, "
+                "or set objective.divergence=jsd"
+            )
+        if self.beta is not None and self.beta >= 1:
+            raise contradiction(
+                f"objective.beta: found {self.beta:g}; with objective.divergence jsd it is above 0 and below 1; for 1 "
+                "set objective.divergence=reverse_kl"
+            )
 
     def _check_preference(self) -> None:
         loss = self.preference_loss

@@ -9,6 +9,7 @@ from torch import nn
 from toolkit.model.adapters import adapter_fact, has_adapter, trainable_share
 from toolkit.model.quantised import quantised_fact
 from toolkit.objectives.balance import experts_fact
+from toolkit.objectives.teacher import teacher_fact
 from toolkit.pages.data_console import show_report
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts import Leaks, Parts
@@ -36,6 +37,8 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
         facts["adapters"] = adapter_fact(inner)
     if (told := quantised_fact(inner)) is not None:
         facts["quantised"] = told
+    if parts.teacher is not None:
+        facts["teacher"] = teacher_fact(recipe, parts.teacher)
     if told := inner.fit.describe():
         facts["weights"] = told
     if recipe.notes:

@@ -29,6 +29,7 @@ from toolkit.model.quantised import quantised_layers
 from toolkit.objectives.balance import Balance, build_balance
 from toolkit.objectives.build import AnyObjective, build_objective
 from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.distillation import Distillation
 from toolkit.objectives.kto import Kto
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.preference import Preference
@@ -38,11 +39,12 @@ from toolkit.optim.build import build_optimizer
 from toolkit.pages.samples import SideBySide
 from toolkit.planning.check import Planned, plan_run
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import steps_of_run
+from toolkit.recipe.schema import NEXT_TOKEN, steps_of_run
 from toolkit.run.accelerator import checkpointing_of, compilation_of
 from toolkit.run.by_block import Accumulation, accumulation_of
 from toolkit.run.leaks import LeakError, check_leaks
 from toolkit.run.sequence import check_parts, part_of, share_rows
+from toolkit.run.teacher import asked_teacher, check_teacher, place_teacher
 from toolkit.sharding.apply import prepare_blocks
 from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
 from toolkit.sharding.chunks import CHUNK_TOKENS
@@ -108,6 +110,17 @@ class Parts:
     parts_differ: float | None = None
     side_by_side: list[SideBySide] = field(default_factory=list)
 
+    @property
+    def teacher(self) -> nn.Module | None:
+        """The model that is learned from, if any."""
+        return self.objective.teacher.model if isinstance(self.objective, Distillation) else None
+
+    @property
+    def teacher_fingerprint(self) -> str | None:
+        """What tells its files from others'."""
+        teacher: Any = self.teacher
+        return None if teacher is None else teacher.fit.fingerprint
+
 
 def build_parts(
     accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, resumed: Manifest | None = None
@@ -127,25 +140,25 @@ def build_parts(
     packed, label_counts = data.report.packing, data.report.label_counts
     in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
     attention = _attention(accelerator, recipe, model, in_16_bits, packed)
-    objective = build_objective(recipe.objective, model, packed, label_counts)
+    teacher = asked_teacher(accelerator, recipe, tokens, packed)
+    objective = build_objective(recipe.objective, model, packed, label_counts, teacher)
     balance = build_balance(recipe.objective, model)
     # Before `prepare`, which wraps the blocks that the plan has chosen to checkpoint.
-    planned = _planned(accelerator, recipe, model, plugin, label_counts)
-    plugin.checkpointing = planned.checkpointing
+    planned = _planned(accelerator, recipe, model, plugin, label_counts, teacher)
     compilation = _prepared(accelerator, model, recipe, plugin)
-    model, optimizer = accelerator.prepare(
-        model, build_optimizer(model, recipe.optimizer, recipe.sharding.unit_classes)
-    )
+    optimizer = build_optimizer(model, recipe.optimizer, recipe.sharding.unit_classes)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    place_teacher(accelerator, recipe, teacher, plugin)
     # After `prepare`: the model is checked as it is trained, with its kernels and its precision.
     leaks, leak = _check_leaks(accelerator, recipe, model, objective, data, in_16_bits)
     if leak is not None:
         padded, data = leak, without_packing(recipe, tokens)
-        objective = build_objective(recipe.objective, model, False, label_counts)
+        objective = build_objective(recipe.objective, model, False, label_counts, teacher)
+    check_teacher(accelerator, recipe, objective, data, in_16_bits)
     group, num_groups, part = part_of(accelerator, recipe)
     parts_differ = _check_parts(accelerator, model, objective, data, part, in_16_bits, planned)
     head_loss = _checked_head_loss(accelerator, objective, model, in_16_bits)
-    accumulation = training.gradient_accumulation_steps
-    size = training.micro_batch_size * accumulation * num_groups
+    size = training.micro_batch_size * training.gradient_accumulation_steps * num_groups
     num_steps = steps_of_run(training, len(data.train), size)
     # Before the first step, while the model is its own reference.
     if isinstance(objective, Preference | Kto) and objective.needs_references:
@@ -157,7 +170,7 @@ def build_parts(
         objective,
         tokens,
         data,
-        build_windows(recipe, data, num_steps, accumulation, group, num_groups, part),
+        build_windows(recipe, data, num_steps, training.gradient_accumulation_steps, group, num_groups, part),
         num_steps,
         planned,
         compilation,
@@ -199,15 +212,16 @@ def _planned(
     model: nn.Module,
     plugin: ShardingPlugin,
     label_counts: dict[str, int] | None,
+    teacher: nn.Module | None,
 ) -> Planned:
-    """What the run will hold. Raises BadInputError on every rank where it cannot fit."""
+    """What the run will hold; the plugin is told what to checkpoint. Raises BadInputError where it cannot fit."""
     sizes, num_ranks = accelerator.parallelism_config, accelerator.num_processes
     sharded = plugin.strategy.sharded
     shard = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size, plugin.node)
     mesh = shard if sharded else MeshShape(num_ranks, 1)
     # Rank 0 decides for all, so that every rank checkpoints the same blocks and refuses the same runs.
     with Pass(Terminal(quiet=ranks.rank() != 0), "planning the memory"):
-        return ranks.on_first_rank(
+        planned = ranks.on_first_rank(
             lambda: plan_run(
                 recipe,
                 model,
@@ -218,8 +232,11 @@ def _planned(
                 accelerator.mixed_precision,
                 label_counts,
                 accelerator.device,
+                teacher,
             )
         )
+    plugin.checkpointing = planned.checkpointing
+    return planned
 
 
 def _checkpointings(recipe: Recipe, plugin: ShardingPlugin, model: nn.Module) -> list[Checkpointing | None]:
@@ -337,7 +354,7 @@ def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe
 
 def may_pad(recipe: Recipe, data: TokenisedData) -> bool:
     """Whether rows may be padded instead of packed: where the recipe leaves it open."""
-    return data.report.packing and recipe.data.packing is None and recipe.objective.kind == "causal_lm"
+    return data.report.packing and recipe.data.packing is None and recipe.objective.kind in NEXT_TOKEN
 
 
 def fitting(

@@ -222,7 +222,6 @@ def _fit(
         console.print(_resumed_from(found), markup=False)
     metrics_file, unit = output_dir / "metrics.jsonl", parts.objective.unit
     profile = _profile_of(accelerator, recipe, output_dir)
-    inner = inner_optimizer(parts.optimizer)
     with (
         StopRequests(recipe.checkpoint.time_limit_minutes) as stop,
         Metrics(
@@ -236,10 +235,11 @@ def _fit(
             plugin.text,
             parts.data.fingerprint,
             parts.model,
-            inner,
+            inner_optimizer(parts.optimizer),
             metrics,
             store,
             beats,
+            parts.teacher_fingerprint,
         )
         trainer = _build_trainer(accelerator, recipe, parts, metrics, stop, checkpoints, profile, beats)
         if found.start is not None:

@@ -160,6 +160,13 @@ def _spread_experts(
         hold_as_part(module, mesh, shapes)
 
 
+def hold_whole(model: nn.Module, mixed_precision: str) -> None:
+    """Gives a frozen model on every rank all of its weights, in the types in which it computes."""
+    types, _ = _give_types(model, mixed_precision, is_offloaded=False)
+    _give_weights(model, {}, None)
+    round_buffers(model, types)
+
+
 def _give_types(model: nn.Module, mixed_precision: str, is_offloaded: bool) -> tuple[dict[str, torch.dtype], list[str]]:
     """Makes parameters float32 that are held so; types in compute by name, and the names of what is float32 there."""
     dtype = PRECISIONS[mixed_precision]

@@ -93,6 +93,24 @@ def reshard_in_groups(model: nn.Module, mesh: DeviceMesh) -> None:
             parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
 
 
+@contextmanager
+def gathered(model: nn.Module, parameter: nn.Parameter) -> Iterator[None]:
+    """The unit of a sharded parameter, whole, outside of its forward; of a model that is not sharded, as it is."""
+    own = (module for module in sharded_modules(model) for group in _own_groups(module) if _holds(group, parameter))
+    unit = next(own, None)
+    if unit is not None:
+        unit.unshard()
+    try:
+        yield
+    finally:
+        if unit is not None:
+            unit.reshard()
+
+
+def _holds(group: Any, parameter: nn.Parameter) -> bool:
+    return any(own.sharded_param is parameter for own in group.fsdp_params)
+
+
 def forget_forwards(model: nn.Module) -> None:
     """Has a backward prefetch by the order of the forwards that come now.
 

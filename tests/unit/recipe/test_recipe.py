@@ -208,6 +208,23 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
         (["objective={kind: kto, loss: dpo}"], "objective.loss has no effect with objective.kind kto"),
         (["objective.kind=kto", "data.streaming=true"], "data.streaming is not possible with objective.kind kto"),
         (["objective={kind: reward, beta: 0.1}"], "objective.beta has no effect with objective.kind reward"),
+        (["objective.kind=distillation"], "objective.teacher: must be set with objective.kind distillation"),
+        (["objective.teacher=a/b"], "objective.teacher has no effect with objective.kind causal_lm"),
+        (["objective={kind: distillation, teacher: a/b, beta: 0.1}"], "no effect with objective.divergence forward_kl"),
+        (["objective={kind: distillation, teacher: a/b, divergence: jsd, beta: 1.0}"], "set objective.divergence=rev"),
+        (["objective={kind: distillation, teacher: a/b, kd_ratio: 0.0}"], "objective.kd_ratio"),
+        (
+            [
+                "objective={kind: distillation, teacher: a/b}",
+                "sharding.accumulate=auto",
+                "sharding.activation_checkpointing=1",
+            ],
+            "sharding.accumulate=auto is not possible with objective.kind distillation",
+        ),
+        (
+            ["objective={kind: distillation, teacher: a/b}", "sharding.sequence=2"],
+            "sharding.sequence is not possible with objective.kind distillation",
+        ),
         (
             ["objective.kind=reward", "logging.sample_prompt=a"],
             "logging.sample_prompt has no effect with objective.kind",

@@ -27,7 +27,16 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from toolkit.model.fake_tensors import has_values
 from toolkit.sharding.precision import kept_in_float32, round_buffers, types_of_authors
 
-__all__ = ["Ledger", "cuda_dropout", "fake_ranks", "give_parameters", "host_copies", "in_these_modes", "tree_map_only"]
+__all__ = [
+    "Ledger",
+    "autocast",
+    "cuda_dropout",
+    "fake_ranks",
+    "give_parameters",
+    "host_copies",
+    "in_these_modes",
+    "tree_map_only",
+]
 
 GRANULE = 512
 """CUDA's caching allocator hands out multiples of so many bytes."""
@@ -232,3 +241,16 @@ def give_parameters(model: nn.Module, dtype: torch.dtype | None) -> bool:
     model.load_state_dict(state, strict=False, assign=True)
     round_buffers(model, types)
     return not kept
+
+
+def autocast(forward: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
+    """As `Accelerator.prepare` wraps it: the CPU's lists of operators stand for CUDA's."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # autocast for CUDA is off in a process without CUDA.
+        with torch.autocast("cpu", dtype=dtype):
+            output = forward(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, output)
+
+    return run

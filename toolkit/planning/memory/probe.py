@@ -22,7 +22,10 @@ import torch
 from torch import nn
 
 from toolkit.model.fake_tensors import FakeTensorMode
-from toolkit.planning.memory.fake import Ledger, cuda_dropout, give_parameters, host_copies, tree_map_only
+from toolkit.objectives.teacher import teacher_units
+from toolkit.planning.memory.alike import Aside, signature
+from toolkit.planning.memory.fake import Ledger, autocast, cuda_dropout, give_parameters, host_copies, tree_map_only
+from toolkit.planning.memory.units import head_unit
 from toolkit.planning.time.roofline import Operator, Work, record
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, precision_policies
@@ -34,7 +37,7 @@ from toolkit.sharding.units import owned_parameters, plan_units
 
 NO_WORK = Work()
 
-MomentKind = Literal["enter", "exit", "loss", "pre_backward", "post_backward", "end"]
+MomentKind = Literal["enter", "exit", "unshard", "reshard", "loss", "pre_backward", "post_backward", "end"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class ProbeEvent:
     """A moment at which FSDP2 does something, and what the model held up to it.
 
     Attributes:
-        unit: index in the plan; the root's is the last.
+        unit: index in the plan, behind the units of a teacher; the root's is the last.
         level: live bytes of activations at the moment, without gradients of the unit's parameters.
         peak: the most since the moment before.
         gradients: bytes of the unit's gradients, in the type of compute; only where they are let go of.
@@ -100,6 +103,9 @@ class Prober:
 
     Args:
         whole: as torch's DDP runs it: under mixed precision parameters are cast where they are used.
+
+    Attributes:
+        teacher_head: number of the unit that has a teacher's head; None without a teacher.
     """
 
     def __init__(self, workload: Workload, whole: bool = False) -> None:
@@ -114,19 +120,35 @@ class Prober:
         self._output_dtype = None if whole else precision_policies(workload.mixed_precision)[1].output_dtype
         self._model = workload.model_copy()
         with self._mode:
-            self._casts_units = give_parameters(self._model, self._dtype)
-        self._objective = workload.objective(self._model)
+            casts_units = give_parameters(self._model, self._dtype)
+        self._parts = [_Part(self._model, self.plan, casts_units)]
+        self.teacher_head = self._asked_teacher()
+        self._objective = workload.objective(self._model, *(part.model for part in self._parts[:-1]))
         if self._autocast:
-            self._model.forward = _autocast(self._model.forward, PRECISIONS[workload.mixed_precision])
+            self._model.forward = autocast(self._model.forward, PRECISIONS[workload.mixed_precision])
         # Under FSDP2 the gradients of a unit go when it is reduced, which `_record` does.
         if whole:  # DDP takes gradients as they come
             for parameter in self._model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
 
+    def _asked_teacher(self) -> int | None:
+        """Gives a teacher its parameters, as the first part; the unit of its head, or None where there is none."""
+        model = self._workload.teacher_copy()
+        if model is None:
+            return None
+        plan = teacher_units(model, self._workload.unit_classes)
+        with self._mode:
+            # Held in the type of compute: nothing is cast under autocast either.
+            casts = give_parameters(model, PRECISIONS[self._workload.mixed_precision])
+        self._parts.insert(0, _Part(model, plan, casts))
+        return head_unit(model, plan)
+
     def probe(self, micro_batch_size: int, checkpointing: Checkpointing | None) -> Probe:
         """One micro-batch of so many samples."""
-        run = _Run(self._model, self.plan, self._dtype, self._output_dtype, self._casts_units)
+        run = _Run(self._parts, self._dtype, self._output_dtype)
+        if self.teacher_head is not None:
+            self._objective.teacher.gathering = functools.partial(run.gathered, self.teacher_head)  # type: ignore[attr-defined]
         with ExitStack() as stack:
             stack.enter_context(self._mode)
             # The process is on a CPU; what is counted is a GPU's.
@@ -151,8 +173,13 @@ class Prober:
 
     @contextmanager
     def _checkpointed(self, checkpointing: Checkpointing | None) -> Iterator[None]:
-        paths = [path for unit in self.plan.units if unit.kind in ("block", "tail") for path in unit.modules]
-        parents = [self._model.get_submodule(path) for path in paths]
+        parents = [
+            part.model.get_submodule(path)
+            for part in self._parts
+            for unit in part.plan.units
+            if unit.kind in ("block", "tail")
+            for path in unit.modules
+        ]
         modules = [module for parent in parents for module in (parent, *parent.children())]
         before = [module.__dict__.get("forward") for module in modules]
         if checkpointing is not None:
@@ -167,27 +194,37 @@ class Prober:
                     module.forward = forward
 
 
-class _Run:
-    """The hooks of one probe and what they have seen."""
+@dataclass(frozen=True)
+class _Part:
+    """A model that runs: a teacher, or the one that is trained.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: UnitPlan,
-        dtype: torch.dtype | None,
-        output_dtype: torch.dtype | None,
-        casts_units: bool,
-    ) -> None:
-        self.model = model
+    Attributes:
+        casts_units: its units cast their inputs, not the root alone.
+    """
+
+    model: nn.Module
+    plan: UnitPlan
+    casts_units: bool
+
+
+class _Run:
+    """The hooks of one probe and what they have seen. The last of the parts is trained."""
+
+    def __init__(self, parts: Sequence[_Part], dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> None:
+        self.models = [part.model for part in parts]
         self.events: list[ProbeEvent] = []
         self.ledger = Ledger(on_operator=self._on_operator)
         self.stands_in: dict[int, int] = {}
         self.outputs: dict[int, Any] = {}
         self._dtype, self._output_dtype = dtype, output_dtype
-        self._casts_units = casts_units
-        self._units = [[model.get_submodule(path) for path in unit.modules] for unit in plan.units]
-        self._parameters = list(owned_parameters(model, (unit.modules for unit in plan.units)))
-        self._is_block = [unit.kind == "block" for unit in plan.units]
+        numbered = [(part, number, unit) for number, part in enumerate(parts) for unit in part.plan.units]
+        self._casts = [part.casts_units or unit.kind == "root" for part, _, unit in numbered]
+        self._units = [[part.model.get_submodule(path) for path in unit.modules] for part, _, unit in numbered]
+        self._parameters = [
+            own for part in parts for own in owned_parameters(part.model, (unit.modules for unit in part.plan.units))
+        ]
+        self._kinds = [unit.kind for _, _, unit in numbered]
+        self._part_of = [number for _, number, _ in numbered]
         self._running: dict[int, set[int]] = {}
         self._in_backward: set[int] = set()
         self._handles: list[Any] = []
@@ -207,10 +244,10 @@ class _Run:
 
     def see_inputs(self, batch: dict[str, torch.Tensor]) -> int:
         """Counts parameters, buffers and the batch as there from the start; bytes of the latter two."""
-        for parameter in self.model.parameters():
+        for parameter in (parameter for model in self.models for parameter in model.parameters()):
             self.ledger.see(parameter)
         before = self.ledger.current
-        for tensor in self.model.buffers():
+        for tensor in (tensor for model in self.models for tensor in model.buffers()):
             self.ledger.see(tensor)
         without_batch = self.ledger.current
         for tensor in batch.values():
@@ -234,8 +271,15 @@ class _Run:
         self._record("end", len(self._units) - 1)
         for handle in self._handles:
             handle.remove()
-        for parameter in self.model.parameters():
+        for parameter in self.models[-1].parameters():
             parameter.grad = None
+
+    @contextmanager
+    def gathered(self, unit: int) -> Iterator[None]:
+        """A block that gathers a unit outside of its forward."""
+        self._record("unshard", unit)
+        yield
+        self._record("reshard", unit)
 
     def _record(self, kind: MomentKind, unit: int) -> None:
         ledger = self.ledger
@@ -264,7 +308,7 @@ class _Run:
 
     def _before_forward(self, unit: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self._casts_units or unit == len(self._units) - 1:
+            if self._casts[unit]:
                 args, kwargs = self._cast((args, kwargs), self._dtype)
             # A unit of several modules is gathered by the first that runs and let go of after the last.
             running = self._running.get(unit)
@@ -298,7 +342,7 @@ class _Run:
             if self._running.get(unit):
                 return output  # the unit's other modules are still to come
             self._leave(unit, output)
-            if unit != len(self._units) - 1:
+            if self._kinds[unit] != "root":
                 self._record("exit", unit)
                 return output
             incomplete = list(self._running)  # T5's tied embeddings: one of the unit's modules is never called
@@ -336,15 +380,15 @@ class _Run:
         """Lets blocks that are like three others do nothing."""
         alike: dict[Any, list[int]] = {}
         for unit, modules in enumerate(self._units):
-            if self._is_block[unit] and len(modules) == 1:
-                alike.setdefault(_signature(modules[0]), []).append(unit)
+            if self._kinds[unit] == "block" and len(modules) == 1:
+                alike.setdefault((self._part_of[unit], signature(modules[0])), []).append(unit)
         for units in alike.values():
             # The first differs, as nothing before it keeps its input; the last, as its output goes to the head. The
             # second stands for those between.
             for unit in units[2:-1]:
                 self.stands_in[unit] = units[1]
                 (module,) = self._units[unit]
-                module.forward = _Aside(self, units[1])
+                module.forward = Aside(self.outputs, units[1])
         # With three or fewer nobody stands aside, and nobody asks what the second returned.
         for unit in {units[1] for units in alike.values() if len(units) > 3}:
             (module,) = self._units[unit]
@@ -362,23 +406,6 @@ class _Run:
         return hook
 
 
-class _Aside:
-    """The forward of a block that stands aside: its first input, in the form of what the block it is like returned."""
-
-    def __init__(self, run: _Run, like: int) -> None:
-        self._run, self._like = run, like
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Tensor))
-        # The hooks on outputs sit on tensors: passed on as it is, one tensor would have those of every block.
-        hidden = hidden.view_as(hidden)  # another tensor, as a block's output is
-        others = self._run.outputs.get(self._like)
-        if others is None:
-            return hidden
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        return (hidden, *(value if place is None else given[place] for place, value in others))
-
-
 class _Watch(torch.autograd.Function):
     """Passes tensors on; calls back when the gradients of all of them are there."""
 
@@ -393,19 +420,6 @@ class _Watch(torch.autograd.Function):
         return None, *gradients
 
 
-def _autocast(forward: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
-    """As `Accelerator.prepare` wraps it: the CPU's lists of operators stand for CUDA's."""
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # autocast for CUDA is off in a process without CUDA.
-        with torch.autocast("cpu", dtype=dtype):
-            output = forward(*args, **kwargs)
-        return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, output)
-
-    return run
-
-
 def _drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
@@ -415,23 +429,6 @@ def _sum(works: Iterable[Work]) -> Work:
     for work in works:
         total.update(work.operators)
     return Work(total)
-
-
-def _signature(block: nn.Module) -> Any:
-    """Equal for blocks that do the same work: their modules, settings and parameters, but for their number."""
-    modules = tuple((name, type(module).__name__, *sorted(_settings(module))) for name, module in block.named_modules())
-    parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters())
-    return modules, parameters, getattr(block.__dict__.get("forward"), "__name__", "")
-
-
-def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
-    for name, value in module.__dict__.items():
-        if isinstance(value, str | int | float) and not name.startswith("_") and name not in NUMBERS:
-            yield name, str(value)
-
-
-NUMBERS = ("layer_idx", "layer_id", "layer_number", "training")
-"""Settings of a module in which blocks that do the same work differ."""
 
 
 def _filled_in(events: Sequence[ProbeEvent], stands_in: dict[int, int]) -> Iterator[ProbeEvent]:

@@ -168,7 +168,7 @@ class _ShardedRank(_Rank):
         self._now = [held_unit(shape, layout, i in layout.residents) for i, shape in enumerate(units)]
         reshards = strategy.reshard_each_micro_batch
         # The tail and the root are needed again at once by backward and stay gathered.
-        self._reshards = [reshards and shape.reshard_after_forward for shape in units]
+        self._reshards = [(reshards or shape.of_teacher) and shape.reshard_after_forward for shape in units]
         self.held["parameters"] = sum(unit.sharded for unit in self._now) + probe.buffers
         self.held["optimizer"] = sum(unit.optimizer for unit in self._now)
         self._forward_gather = 0  # the output of the last gather of the forward
@@ -183,6 +183,10 @@ class _ShardedRank(_Rank):
             self._gather(event, in_forward=True)
         elif event.kind == "exit":
             self._after_forward(event)
+        elif event.kind == "unshard":  # of the teacher's head, for the loss
+            self._gather(event, in_forward=False)
+        elif event.kind == "reshard":
+            self._hold_whole(self._now[event.unit], False)
         elif event.kind == "pre_backward":
             self._gather(event, in_forward=False)
             if self.by_block:
@@ -289,6 +293,9 @@ class _ShardedRank(_Rank):
 
     def _after_forward(self, event: ProbeEvent) -> None:
         index, unit = event.unit, self._now[event.unit]
+        if self.units[index].of_teacher:
+            self._after_teacher(index)
+            return
         self._before.setdefault(index, []).append(self._last)
         self._last = index
         if self._reshards[index]:
@@ -298,6 +305,15 @@ class _ShardedRank(_Rank):
             self._hold_whole(unit, False)
         # The root's forward ends the pass.
         if index == len(self.units) - 1:
+            self._hold_forward_gather(0)
+
+    def _after_teacher(self, index: int) -> None:
+        """Of a unit that no backward comes to: what its root's forward leaves gathered goes with that."""
+        is_root = self.units[index].kind == "root"
+        for number, unit in enumerate(self._now):
+            if self.units[number].of_teacher and (is_root or (number == index and self._reshards[index])):
+                self._hold_whole(unit, False)
+        if is_root:
             self._hold_forward_gather(0)
 
     def _prefetch(self, event: ProbeEvent) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from toolkit.model.fake_tensors import FakeTensorMode
+from toolkit.objectives.teacher import shard_teacher
 from toolkit.planning.memory.fake import Ledger, cuda_dropout, fake_ranks, host_copies, in_these_modes, tree_map_only
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import apply, groups_of
@@ -76,16 +77,22 @@ def trace(
     last = [False]
     with fake_ranks(shape.replicate * shape.shard):
         mesh = _mesh(strategy, shape)
-        model, shard = workload.model_copy(), functools.partial(apply, backward_mesh=groups_of(mesh, shape.node))
+        shard = functools.partial(apply, backward_mesh=groups_of(mesh, shape.node))
+        model, teacher = workload.model_copy(), workload.teacher_copy()
+        models = [model] if teacher is None else [model, teacher]
         with FakeTensorMode(allow_non_fake_inputs=True), cuda_dropout(), host_copies(ledger):
             shard(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
             # After `apply`: each rank makes its own shards alone.
             model.to_empty(device="cpu")
-            objective = workload.objective(model)
+            if teacher is not None:
+                shard_teacher(teacher, strategy, mesh, workload.mixed_precision, workload.unit_classes)
+                teacher.to_empty(device="cpu")
+            objective = workload.objective(*models)
             # One after another they take each other's place; by block they are all there.
             batches = [workload.batch(micro_batch_size) for _ in range(accumulation if by_block else 1)]
             on_device = (tensor for batch in batches for tensor in batch.values())
-            for tensor in (*model.parameters(), *model.buffers(), *on_device):
+            held = (tensor for each in models for tensor in (*each.parameters(), *each.buffers()))
+            for tensor in (*held, *on_device):
                 ledger.see(tensor)
             # Before the ledger opens, so that making the shards is not part of the peak.
             between = ledger.current

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import nn
 
+from toolkit.model.adapters import base_of
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.precision import kept_in_float32, types_of_authors
 from toolkit.sharding.unit_plan import UnitKind, UnitPlan
@@ -49,12 +50,17 @@ class ParameterShape:
 
 @dataclass(frozen=True)
 class UnitShape:
-    """One unit of the plan, with its parameters in the order in which FSDP2 gathers and reduces them."""
+    """One unit of the plan, with its parameters in the order in which FSDP2 gathers and reduces them.
+
+    Attributes:
+        of_teacher: it runs before the student's forward, and is gathered for that alone.
+    """
 
     name: str
     kind: UnitKind
     reshard_after_forward: bool
     parameters: tuple[ParameterShape, ...]
+    of_teacher: bool = False
 
     @cached_property
     def trainable(self) -> tuple[ParameterShape, ...]:
@@ -92,6 +98,19 @@ def unit_shapes(
         )
         for unit, own in zip(plan.units, owned, strict=True)
     ]
+
+
+def teacher_shapes(model: nn.Module, plan: UnitPlan, mixed_precision: str) -> list[UnitShape]:
+    """Likewise of a frozen teacher."""
+    shapes = unit_shapes(model, plan, mixed_precision)
+    return [replace(shape, name=f"the teacher's {shape.name}", of_teacher=True) for shape in shapes]
+
+
+def head_unit(model: nn.Module, plan: UnitPlan) -> int:
+    """Number of the unit that has the head's weight."""
+    weight = base_of(model).get_output_embeddings().weight
+    owned = owned_parameters(model, (unit.modules for unit in plan.units))
+    return next(number for number, own in enumerate(owned) if any(parameter is weight for parameter in own))
 
 
 def _shape(parameter: torch.Tensor, mixed_precision: str, is_kept: bool, moments: int) -> ParameterShape:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from toolkit.planning.memory.units import UnitShape
@@ -140,6 +140,30 @@ def traffic(
         last_reduce=reduce_bytes * edge if is_reduced else 0,
         edge_share=edge / max(1, trainable),
         trainable=trainable // shard,
+    )
+
+
+def with_teacher(
+    sent: Traffic, units: Sequence[UnitShape], head: int, mesh: MeshShape, accumulation: int, compute_bytes: int | None
+) -> Traffic:
+    """What is sent with the gathers of a teacher: each unit for each forward, and that of its head once more.
+
+    Args:
+        units: of the teacher.
+        head: number of the unit that has its head.
+    """
+    if mesh.shard == 1:
+        return sent
+    sizes = [
+        size for size in (_sized(unit, mesh.shard, compute_bytes).gathered for unit in (*units, units[head])) if size
+    ]
+    whole = accumulation * sum(sizes)
+    return replace(
+        sent,
+        all_gather=sent.all_gather + whole * (mesh.shard - 1) // mesh.shard,
+        whole={**sent.whole, "all_gather": sent.whole["all_gather"] + whole},
+        calls={**sent.calls, "all_gather": sent.calls["all_gather"] + accumulation * len(sizes)},
+        forward_all_gather=sent.forward_all_gather + whole,
     )
 
 

@@ -1,0 +1,101 @@
+"""The plan of a distillation is its trace: the teacher's shards, gathers and hidden states, and both heads' chunks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from planning_models import batch_of, build, config_of
+from torch import nn
+
+from toolkit.model.adapters import add_adapter
+from toolkit.objectives.distillation import Distillation
+from toolkit.objectives.divergence import Divergence
+from toolkit.planning.memory.held import MemoryLayout
+from toolkit.planning.memory.probe import Prober
+from toolkit.planning.memory.replay import replay
+from toolkit.planning.memory.trace import trace
+from toolkit.planning.memory.units import teacher_shapes, unit_shapes
+from toolkit.planning.time.traffic import traffic, with_teacher
+from toolkit.planning.workload import Workload
+from toolkit.recipe.schema import AdapterSection
+from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.units import plan_units
+
+CASES: list[Any] = [
+    ("zero3", MeshShape(1, 8), 2, "bf16", "llama", {"width": 256, "layers": 4}, 64, 2048, False),
+    ("zero3", MeshShape(1, 2), 1, "no", "qwen2", {"layers": 5}, 96, 4096, False),
+    ("zero2", MeshShape(1, 4), 2, "bf16", "qwen3", {"width": 256, "layers": 2}, 16, 256, False),
+    ("zero1", MeshShape(1, 4), 1, "bf16", "llama", {"layers": 2}, 160, 256, True),
+    ("hybrid", MeshShape(2, 4), 1, "bf16", "qwen2", {"width": 256, "layers": 2}, 32, 2048, True),
+    ("zero3", MeshShape(1, 1), 2, "bf16", "llama", {"layers": 4}, 48, 2048, False),
+]
+
+
+def workload(precision: str, teacher: str, sizes: dict[str, int], tokens: int, vocabulary: int, lora: bool) -> Workload:
+    model = build(config_of("llama", 3, vocabulary))
+    if lora:
+        model = add_adapter(model, AdapterSection(kind="lora", r=8), None)
+    dtype = {"bf16": torch.bfloat16, "no": torch.float32}[precision]
+    asked = build(config_of(teacher, sizes["layers"], vocabulary + 64, sizes.get("width", 128)), dtype=dtype)
+
+    def objective(model: nn.Module, teacher: nn.Module) -> Distillation:
+        return Distillation(model, False, teacher, Divergence("forward_kl"))
+
+    return Workload(
+        model,
+        objective,
+        partial(batch_of, "llama", tokens, vocabulary),
+        precision,
+        tokens,
+        teacher=asked.requires_grad_(False),
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1].shard}-{case[4]}")
+@pytest.mark.parametrize("checkpointing", [None, Checkpointing(1)])
+def test_the_plan_is_the_trace(case: Any, checkpointing: Checkpointing | None) -> None:
+    name, mesh, accumulation, precision, *shape = case
+    work, strategy = workload(precision, *shape), STRATEGIES[name]
+    traced = trace(work, strategy, mesh, 2, accumulation, checkpointing)
+    prober = Prober(work)
+    probe = prober.probe(2, checkpointing)
+    assert work.teacher is not None
+    asked = teacher_shapes(work.teacher, plan_units(work.teacher), precision)
+    own = unit_shapes(work.model, prober.plan, precision)
+    compute = 2 if precision == "bf16" else None
+    moments = replay([*asked, *own], probe, strategy, MemoryLayout(mesh.shard, compute, 4, 8), accumulation)
+    peak = max(moments, key=lambda memory: memory.total - memory.optimizer)
+    assert (peak.total - peak.optimizer) / traced.peak == pytest.approx(1, abs=0.02), (peak, traced)
+
+    head = prober.teacher_head
+    assert head is not None
+    sent = traffic(own, strategy, mesh, accumulation=accumulation, compute_bytes=compute)
+    sent = with_teacher(sent, asked, head, mesh, accumulation, compute)
+    assert {kind: size for kind, size in sent.whole.items() if size} == traced.traffic
+
+
+def test_the_teachers_forward_is_counted_once() -> None:
+    case = CASES[0]
+    work = workload(case[3], *case[4:])
+    alone = Workload(work.model, lambda model: _causal(model), work.batch, work.mixed_precision, work.tokens)
+    both, one = (Prober(w).probe(1, None) for w in (work, alone))
+    tokens, teacher = work.tokens, work.teacher
+    assert teacher is not None
+    # 2 FLOPs for each weight of a product and each token, beside the scores of attention.
+    embedded = teacher.get_input_embeddings().weight.numel()  # type: ignore[operator]
+    weights = sum(p.numel() for p in teacher.parameters() if p.ndim > 1) - embedded
+    unshared = 64 * teacher.config.hidden_size  # type: ignore[union-attr,operator]
+    expected = 2 * tokens * (weights - unshared)
+    scores = 4 * tokens**2 // 2 * teacher.config.hidden_size * teacher.config.num_hidden_layers  # type: ignore[union-attr,operator]
+    assert both.forward.flops - one.forward.flops == pytest.approx(expected + scores, rel=0.02)
+    assert both.backward.flops == one.backward.flops, "nothing of it is in backward"
+
+
+def _causal(model: nn.Module) -> Any:
+    from toolkit.objectives.causal_lm import CausalLM
+
+    return CausalLM(model, packed=False)

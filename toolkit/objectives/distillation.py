@@ -1,0 +1,108 @@
+"""A teacher's next-token probabilities, learned by a student with the same tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.data.samples import Batch
+from toolkit.errors import BadInputError
+from toolkit.objectives.causal_lm import HEAD_LOSS_TOLERANCE, CausalLM, rows_of
+from toolkit.objectives.divergence import ENTRIES, Divergence, summed_divergence
+from toolkit.objectives.head_loss import AfterHead, chunk_tokens
+from toolkit.objectives.objective import RunsWindows
+from toolkit.objectives.teacher import Teacher, require_head_loss
+
+
+class Distillation:
+    """`Divergence` of a student from its teacher, summed over the tokens that causal LM would learn.
+
+    Args:
+        packed: whether documents share samples.
+    """
+
+    unit = "targets"
+    figures = ("divergence", "cross_entropy")
+
+    def __init__(self, model: nn.Module, packed: bool, teacher: nn.Module, divergence: Divergence) -> None:
+        self.divergence = divergence
+        self._causal = CausalLM(model, packed)
+        self._head_loss = require_head_loss(self._causal, "model")
+        self.teacher = Teacher(teacher, packed)
+
+    def count_targets(self, batch: Batch) -> int:
+        return self._causal.count_targets(batch)
+
+    def on_host(self, batch: Batch) -> dict[str, Any]:
+        """As `CausalLM` does."""
+        return self._causal.on_host(batch)
+
+    def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
+        """As they are."""
+        return batches
+
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The student's, (B, T, V)."""
+        return self._causal.logits(model, batch)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return self.training_sums(model, batch)[0]
+
+    def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        targets, counted = self._causal.targets(batch), batch.get("counted")
+        # Before the student's forward: nothing is kept for a backward then but N hidden states.
+        hidden = self.teacher.hidden(batch, targets, counted)
+        found: list[torch.Tensor] = []
+
+        def compare(
+            rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chosen: torch.Tensor, after: AfterHead
+        ) -> torch.Tensor:
+            with self.teacher.side(hidden) as side:
+                loss, sums = summed_divergence(rows, weight, bias, chosen, side, self.divergence, after)
+            found.append(sums)
+            return loss
+
+        with rows_of(batch):
+            loss = self._head_loss.run(compare, model, self._causal.inputs(batch), targets, counted)[0].squeeze()
+        return loss, found[0].flip(0)
+
+    @torch.no_grad()
+    def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
+        """Compares the loss of a few tokens with that of whole logits; what it comes from. Every rank calls this.
+
+        Raises BadInputError where they differ.
+        """
+        was_training = model.training
+        model.eval()
+        batch = self._causal.few_tokens(min(self._head_loss.vocabulary, self.teacher.head_loss.vocabulary), device)
+        found = self.loss_sum(model, batch).item()
+        z, y = (causal.logits(of, batch).flatten(0, 1).float() for causal, of in self._both(model))
+        sums = self.divergence.compare(z.clone(), y[:, : z.shape[1]].clone(), self._causal.targets(batch).clamp_min(0))
+        counts = self._causal.targets(batch) >= 0
+        whole = self.divergence.loss(*(each[counts].sum() for each in sums)).item()
+        model.train(was_training)
+        if math.isfinite(whole) and not abs(found - whole) <= HEAD_LOSS_TOLERANCE[in_16_bits] * max(1.0, abs(whole)):
+            raise BadInputError(
+                f"objective.kind distillation: on a few tokens the heads' inputs give a loss of {found:.6g}, and whole "
+                f"logits {whole:.6g}: the model or the teacher makes its logits in a way that is not known; name others"
+            )
+        tokens = chunk_tokens(self._head_loss.vocabulary, ENTRIES)
+        return f"from the heads' inputs, logits of {tokens:,} tokens at a time"
+
+    def _both(self, model: nn.Module) -> list[tuple[CausalLM, nn.Module]]:
+        return [(self._causal, model), (self.teacher.causal, self.teacher.model)]
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss, the tokens, and `figures`."""
+        loss, figures = self.training_sums(model, batch)
+        return torch.cat([torch.stack([loss, (self._causal.targets(batch) >= 0).sum()]), figures]).double()
+
+    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
+        """Means over the tokens: the loss, the divergence, the labels' cross-entropy; and the latter's perplexity."""
+        tokens = max(1.0, sums[1])
+        divergence, cross_entropy = (value / tokens for value in sums[2:])
+        record = self._causal.evaluation_record([sums[3], sums[1]])
+        return {**record, "loss": sums[0] / tokens, "divergence": divergence, "cross_entropy": cross_entropy}

@@ -1,0 +1,190 @@
+"""The frozen model that a student learns from: loaded, compared with the student, sharded, and asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data import tokenizer
+from toolkit.data.samples import Batch
+from toolkit.errors import BadInputError
+from toolkit.model.load import fingerprint, load, load_without_weights
+from toolkit.objectives.causal_lm import CausalLM, rows_of
+from toolkit.objectives.divergence import TeacherSide
+from toolkit.objectives.head_loss import HeadLoss
+from toolkit.places import is_hub_name
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import DataSection, ModelSection, SourceSection
+from toolkit.sharding.apply import apply, hold_whole
+from toolkit.sharding.fsdp import class_name, gathered
+from toolkit.sharding.strategy import STRATEGIES, Strategy
+from toolkit.sharding.unit_plan import UnitPlan
+from toolkit.sharding.units import plan_units
+
+DTYPES: dict[str, Literal["bfloat16", "float16"]] = {"bf16": "bfloat16", "fp16": "float16"}
+"""Type in which a teacher is held, by mixed precision: that of compute, as nothing is added to its weights."""
+
+
+class Teacher:
+    """Next-token probabilities of a frozen model, from its hidden states and its head.
+
+    Args:
+        packed: whether documents share samples.
+
+    Attributes:
+        gathering: makes the block in which the head's weights are whole.
+    """
+
+    def __init__(self, model: nn.Module, packed: bool) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.causal = CausalLM(model, packed)
+        self.head_loss = require_head_loss(self.causal, "objective.teacher")
+        self.gathering: Callable[[], AbstractContextManager[None]] = lambda: gathered(model, self._head.weight)
+
+    @property
+    def _head(self) -> Any:
+        return self.head_loss.head
+
+    @torch.no_grad()
+    def hidden(self, batch: Batch, targets: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+        """What its head is given for the tokens with a target, (N, D)."""
+        kept: list[torch.Tensor] = []
+
+        def keep(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+            kept.append(hidden)
+            return hidden.new_zeros((1, 1, 1))
+
+        with rows_of(batch):
+            self.head_loss.run(keep, self.model, self.causal.inputs(batch), targets, counted)
+        return kept[0]
+
+    @contextmanager
+    def side(self, hidden: torch.Tensor) -> Iterator[TeacherSide]:
+        """With its head, gathered meanwhile."""
+        with self.gathering():
+            yield TeacherSide(hidden, self._head.weight, self.head_loss.bias, self.head_loss.after)
+
+
+def require_head_loss(causal: CausalLM, field: str) -> HeadLoss:
+    """Raises BadInputError for a model whose logits cannot be had from its head's inputs."""
+    if isinstance(causal.head_loss, str):
+        raise BadInputError(
+            f"{field}: distillation compares logits of a few tokens at a time, and {causal.head_loss}; name another "
+            "model"
+        )
+    return causal.head_loss
+
+
+def teacher_section(recipe: Recipe, mixed_precision: str) -> ModelSection:
+    """The teacher as a recipe's model."""
+    section = recipe.objective
+    return ModelSection(
+        name_or_path=section.teacher,
+        revision=section.teacher_revision,
+        dtype=DTYPES.get(mixed_precision, recipe.model.dtype),
+        attention=recipe.model.attention,
+    )
+
+
+def load_teacher(recipe: Recipe, tokens: PreTrainedTokenizerBase | None, mixed_precision: str) -> nn.Module | None:
+    """The teacher on the meta device; None for objectives without one.
+
+    Args:
+        tokens: the student's tokenizer; None: it is not compared, and the teacher cannot be given its weights.
+
+    Raises:
+        BadInputError: where there is no such model, or it reads other tokens than the student.
+    """
+    if recipe.objective.teacher is None:
+        return None
+    section = teacher_section(recipe, mixed_precision)
+    with told_of_teacher():
+        if tokens is None:
+            model: Any = load_without_weights(section, _NoTokens())
+            return model.requires_grad_(False)  # type: ignore[no-any-return]
+        require_same_tokens(tokens, tokenizer.load(section, DataSection(train=[SourceSection(path="-")], max_length=8)))
+        model = load(section, tokens, recipe.training.seed)
+        model.fit.fingerprint = fingerprint(section)
+        return model.requires_grad_(False)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def told_of_teacher() -> Iterator[None]:
+    """Errors of a recipe's model name the field of the teacher instead."""
+    try:
+        yield
+    except BadInputError as error:
+        told = str(error).replace("model.name_or_path", "objective.teacher")
+        raise BadInputError(told.replace("model.revision", "objective.teacher_revision")) from error
+
+
+class _NoTokens:
+    """A pretrained model's configuration says it all."""
+
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __len__(self) -> int:
+        return 0
+
+
+def require_same_tokens(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
+    """Raises BadInputError, naming the first difference, where a number stands for another token."""
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    differing = [(ours.get(token), theirs.get(token), token) for token in ours.keys() | theirs.keys()]
+    differing = [found for found in differing if found[0] != found[1]]
+    told = None
+    if differing:
+        mine, its, token = min(differing, key=lambda found: (min(n for n in found[:2] if n is not None), found[2]))
+        told = f"{token!r} is {_number(mine)} of the student's tokenizer and {_number(its)} of the teacher's"
+    for name in ("bos_token", "eos_token", "unk_token"):
+        pair = getattr(student, name), getattr(teacher, name)
+        if told is None and pair[0] != pair[1]:
+            told = f"{name} of the student's tokenizer is {pair[0]!r}, and of the teacher's {pair[1]!r}"
+    if told is not None:
+        raise BadInputError(
+            f"objective.teacher: it needs the tokenizer of the student, but {told}; name a teacher of the same family, "
+            "or, where the student's embeddings have rows for them, set model.tokenizer to the teacher's"
+        )
+
+
+def _number(number: int | None) -> str:
+    return "no token" if number is None else f"token {number}"
+
+
+def teacher_units(model: nn.Module, unit_classes: list[str] | None) -> UnitPlan:
+    """The teacher's units; of the classes that a recipe names those that it has."""
+    present = {class_name(module) for module in model.modules()}
+    return plan_units(model, [name for name in unit_classes or () if name in present] or None)
+
+
+def shard_teacher(
+    model: nn.Module, strategy: Strategy, mesh: DeviceMesh | None, mixed_precision: str, unit_classes: list[str] | None
+) -> None:
+    """Shards the teacher as the student is, in place; it is gathered unit by unit, as nobody needs it in backward.
+
+    Under ddp it is whole on every rank, and still on the host.
+    """
+    if not strategy.sharded:
+        hold_whole(model, mixed_precision)
+        return
+    assert mesh is not None
+    by_unit = strategy if strategy.replicated else STRATEGIES["zero3"]
+    apply(model, teacher_units(model, unit_classes), by_unit, mesh, mixed_precision, lambda: True)
+
+
+def teacher_fact(recipe: Recipe, model: nn.Module) -> str:
+    """For people; of a folder the name alone."""
+    name = str(recipe.objective.teacher)
+    shown = name if is_hub_name(name) else Path(name).name
+    parameters = list(model.parameters())
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
+    return f"{shown}, {class_name(model)}, {sum(p.numel() for p in parameters):,} parameters, frozen, in {dtype}"

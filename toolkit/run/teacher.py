@@ -1,0 +1,54 @@
+"""The frozen model that a run learns from, beside the one that it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from toolkit import ranks
+from toolkit.data.build import TokenisedData
+from toolkit.data.samples import TextSamples
+from toolkit.model.attention import settle_attention
+from toolkit.objectives.distillation import Distillation
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.teacher import load_teacher, shard_teacher
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.leaks import check_leaks
+from toolkit.sharding.plugin import ShardingPlugin
+
+
+def asked_teacher(
+    accelerator: Accelerator, recipe: Recipe, tokens: PreTrainedTokenizerBase, packed: bool
+) -> nn.Module | None:
+    """On the meta device, with the attention of the run; None where nobody asks for one. Raises BadInputError."""
+    teacher: Any = load_teacher(recipe, tokens, accelerator.mixed_precision)
+    if teacher is not None:
+        in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
+        settle_attention(teacher, recipe.model.attention, accelerator.device, in_16_bits, packed, compiled=False)
+    return teacher  # type: ignore[no-any-return]
+
+
+def place_teacher(accelerator: Accelerator, recipe: Recipe, teacher: nn.Module | None, plugin: ShardingPlugin) -> None:
+    """Shards the teacher, if there is one, and gives it its weights."""
+    if teacher is None:
+        return
+    mesh = accelerator.state.device_mesh if plugin.strategy.sharded else None
+    shard_teacher(teacher, plugin.strategy, mesh, accelerator.mixed_precision, recipe.sharding.unit_classes)
+    teacher.to(accelerator.device)
+
+
+def check_teacher(
+    accelerator: Accelerator, recipe: Recipe, objective: Objective, data: TokenisedData, in_16_bits: bool
+) -> None:
+    """Raises BadInputError on every rank where rows that share a sample see each other in the teacher."""
+    train, size = data.train, recipe.training.micro_batch_size
+    if not isinstance(objective, Distillation) or not isinstance(train, TextSamples) or not train.packed:
+        return
+    model, causal = objective.teacher.model, objective.teacher.causal
+    ranks.on_every_rank(
+        lambda: check_leaks(model, model, causal, train, size, accelerator.device, in_16_bits),
+        "look at the teacher's packed rows",
+    )
