@@ -112,6 +112,8 @@ class Recipe(Section):
             )
         if self.sharding.experts > 1:
             raise contradiction("sharding.experts is not possible with objective.kind distillation; remove it")
+        if self.sharding.sequence > 1:
+            raise contradiction("sharding.sequence is not possible with objective.kind distillation; remove it")
 
     def _check_completions(self) -> None:
         what = f"with objective.kind {self.objective.kind}"
