@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,9 +16,14 @@ from moe_steps import sharded_step, windows_of
 from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
 from tiny import recipe_values, save_llama
+from traffic import Traffic
 from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
+from toolkit.planning.memory.units import unit_shapes
+from toolkit.planning.time.traffic import traffic
+from toolkit.sharding import experts, plan_units
+from toolkit.sharding.strategy import STRATEGIES, MeshShape
 from toolkit.training.trainer import Trainer
 
 COEF, Z = 0.3, 0.05
@@ -35,8 +41,18 @@ def step_of(spread: Spread, *change: Any) -> Any:
     return sharded_step((kind, strategy, accumulation, checkpointed, "by_micro_batch"), COEF, Z, None, size, *change)
 
 
-def small_steps() -> list[Any]:
-    return [*map(step_of, SMALL), step_of(IDLE, two_experts_alone)]
+def small_steps() -> tuple[list[Any], dict[str, int]]:
+    """The steps, and the bytes that this rank hands to the first one's collectives."""
+    tokens, exchange = [], experts._all_to_all
+
+    def counted(rows: torch.Tensor, *args: Any) -> torch.Tensor:
+        tokens.append(rows.nbytes)
+        return exchange(rows, *args)
+
+    with Traffic() as found, patch.object(experts, "_all_to_all", counted):
+        first = step_of(SMALL[0])
+    steps = [first, *map(step_of, SMALL[1:]), step_of(IDLE, two_experts_alone)]
+    return steps, {**found.bytes, "tokens": sum(tokens)}
 
 
 def all_steps(spreads: list[Spread]) -> list[Any]:
@@ -58,12 +74,26 @@ def compare(spread: Spread, num_ranks: int, found: dict[str, Any], model: Any = 
 
 
 def test_a_step_is_that_of_a_plain_loop_also_where_a_rank_gets_no_tokens() -> None:
-    *found, idle = run_on_ranks(small_steps, 2)[0]
+    ((*found, idle), sent), (_, other) = run_on_ranks(small_steps, 2)
     for spread, step in zip(SMALL, found, strict=True):
         compare(spread, 2, step)
     model = two_experts_alone(mixture(IDLE[0]))
     assert idle["experts"]["dead_experts"] == 4  # of two layers
     compare(IDLE, 2, idle, model)
+    compare_bytes(SMALL[0], sent, sent["tokens"] + other["tokens"])
+
+
+def compare_bytes(spread: Spread, found: dict[str, int], tokens: int) -> None:
+    """Holds those of a checkpointed step on two ranks against the plan and a formula."""
+    kind, strategy, accumulation, _, size = spread
+    model = mixture(kind)
+    units = unit_shapes(model, plan_units(model, experts=True), "no", experts=size)
+    planned = traffic(units, STRATEGIES[strategy], MeshShape(1, 2), accumulation=accumulation, compute_bytes=None)
+    assert found["reduce_scatter"] == planned.whole["reduce_scatter"]
+    assert found["send"] == planned.all_gather + planned.reduce_scatter
+    # Each rank has two rows of 12 tokens, each for two experts of a layer: there and back in both forwards, and once
+    # the gradients. What one rank sends depends on their choices, what both send does not.
+    assert tokens == 2 * accumulation * 2 * 6 * (2 * 12 * 2) * model.config.hidden_size * 4
 
 
 class CutError(Exception):

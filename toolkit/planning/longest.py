@@ -57,6 +57,10 @@ def longest_rows(recipe: Recipe, hardware: Hardware, ranks: int, precision: str)
     require_ranks(ranks, hardware)
     if recipe.objective.kind == "seq2seq":
         raise BadInputError("--longest-row: not possible with objective.kind seq2seq, whose samples are two rows")
+    if recipe.sharding.experts > 1:
+        raise BadInputError(
+            f"--longest-row: not possible with sharding.experts {recipe.sharding.experts}; set sharding.experts=1"
+        )
     if recipe.objective.kind == "distillation":
         raise BadInputError(
             "--longest-row is not possible with objective.kind distillation, whose rows ranks cannot share; plan with "

@@ -97,7 +97,7 @@ class Planner:
     def units(self) -> list[UnitShape]:
         model, plan = self.workload.model, self._sharded.plan
         stepped_by_muon = block_matrices(model, plan) if self.recipe.optimizer.kind == "muon" else []
-        return unit_shapes(model, plan, self.workload.mixed_precision, stepped_by_muon)
+        return unit_shapes(model, plan, self.workload.mixed_precision, stepped_by_muon, self.workload.experts)
 
     @cached_property
     def teacher_units(self) -> list[UnitShape]:
@@ -119,15 +119,10 @@ class Planner:
     @cached_property
     def can_chunk(self) -> bool:
         """Whether the blocks have what may run for a few tokens at a time."""
-        return num_in_chunks(self.workload.model, self._sharded.plan) > 0
+        return self.workload.experts == 1 and num_in_chunks(self.workload.model, self._sharded.plan) > 0
 
     def probe(self, setup: Setup) -> Probe:
         """Of one micro-batch."""
-        if self.recipe.sharding.experts > 1:
-            raise UnplannableError(
-                "sharding.experts is not planned yet: between steps a rank holds what it does without it, and in a "
-                "step less; remove it to see that plan"
-            )
         key = self._key(setup)
         if key not in self._probes:
             prober = self._whole if key[0] else self._sharded
@@ -308,9 +303,10 @@ class Planner:
             assert head is not None
             sent = with_teacher(sent, self.teacher_units, head, setup.mesh, setup.accumulation, layout.compute)
         probe, parts = self.probe(setup), self.workload.sequence
-        # Of each tensor a rank keeps its own part.
+        # Of each tensor a rank keeps its own part; of tokens that are sent to experts, as many as if all had the same.
+        group = max(parts, self.workload.experts)
         whole = (probe.forward.exchanged + probe.backward.exchanged) * setup.accumulation
-        sent = replace(sent, exchanged=whole * (parts - 1) // parts, sequence=parts)
+        sent = replace(sent, exchanged=whole * (group - 1) // group, group=group, sequence=parts)
         time = step_time(
             # One segment: which unit an operator belongs to makes no difference to a sum.
             [ModelSegment("model", probe.forward, probe.backward, setup.accumulation // setup.gathering_batches)],

@@ -121,7 +121,7 @@ def can_offload(recipe: Recipe, mixed_precision: str) -> bool:
     """Whether optimizer state of this recipe can be offloaded."""
     # The engine refuses fp16, whose scaler wants to see all gradients, and has AdamW alone.
     is_plain = mixed_precision != "fp16" and recipe.optimizer.kind == "adamw"
-    return is_plain and recipe.sharding.offload != "none"
+    return is_plain and recipe.sharding.offload != "none" and recipe.sharding.experts == 1
 
 
 def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str, can_chunk: bool) -> Iterator[tuple[str, Setup]]:
@@ -153,5 +153,5 @@ def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str, can_chunk
         yield "strategy zero3", replace(setup, strategy=zero3, mesh=mesh_of(zero3, setup.ranks, 1))
     if not setup.offload and setup.strategy.sharded and can_offload(recipe, mixed_precision):
         yield "sharding.offload=optimizer", replace(setup, offload=True)
-    if setup.strategy == zero3:
+    if setup.strategy == zero3 and recipe.sharding.experts == 1:  # twice the ranks may not divide the experts
         yield f"{2 * setup.ranks} devices", replace(setup, mesh=MeshShape(1, 2 * setup.ranks, setup.mesh.node))

@@ -17,6 +17,8 @@ from toolkit.planning.workload import Workload, with_rows_of, workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import CLASSIFIERS, AdapterSection
 from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.experts import require_experts, require_spreadable
+from toolkit.sharding.sequence import require_groups
 from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy
 
 SHARED_BY = (2, 4, 8)
@@ -91,6 +93,7 @@ def plan(
     precision = precision_of(recipe, mixed_precision, hardware)
     planner = Planner(recipe, workload_of(recipe, precision), hardware)
     asked = asked_setup(recipe, ranks, hardware, strategy, offload, shard_size)
+    _require_spreadable(planner, asked)
     if recipe.sharding.accumulate == "auto":
         asked, _ = settle(planner, asked, lambda row: row.verdict == "fits")
     rows = [planner.row(setup) for setup in _setups(recipe, ranks, asked, planner)]
@@ -120,6 +123,15 @@ def precision_of(recipe: Recipe, configured: str | None, hardware: Hardware) -> 
     return recipe.training.mixed_precision or configured or ("bf16" if hardware.device_type == "cuda" else "no")
 
 
+def _require_spreadable(planner: Planner, asked: Setup) -> None:
+    """Raises BadInputError where experts cannot be spread over the ranks as the recipe asks."""
+    size = planner.recipe.sharding.experts
+    if size > 1:
+        require_groups("sharding.experts", size, asked.ranks)
+        require_spreadable(asked.strategy, {"offload": True if asked.offload else None})
+        require_experts(planner.workload.model, asked.ranks)
+
+
 # The table
 
 
@@ -129,6 +141,8 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
     checkpointings = list(dict.fromkeys([None, Checkpointing(1), asked.checkpointing]))
     offloads = can_offload(recipe, planner.workload.mixed_precision) and not any(u.is_mixed for u in planner.units)
     for strategy, mesh in _strategies(ranks, asked):
+        if recipe.sharding.experts > 1 and (strategy.replicated or not strategy.sharded):
+            continue
         for offload in (False, True) if strategy.sharded and offloads else (False,):
             if offload and strategy.replicated and mesh.shard < min(ranks, planner.hardware.devices_per_node):
                 continue  # each replica of a node would hold all of the state
@@ -143,7 +157,7 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
 def _on_shared_rows(recipe: Recipe, ranks: int, asked: Setup, planner: Planner, offloads: bool) -> Iterator[Setup]:
     """zero3 with every block checkpointed, on rows that ranks share, one at a time; a step has as many samples."""
     is_whole = recipe.objective.kind == "seq2seq" or planner.workload.teacher is not None
-    if recipe.data.max_length < LONG_ROW or is_whole:
+    if recipe.data.max_length < LONG_ROW or is_whole or recipe.sharding.experts > 1:
         return
     zero3, before = STRATEGIES["zero3"], planner.workload.sequence
     every_block = Checkpointing(1)

@@ -56,6 +56,7 @@ class Workload:
         sequence: ranks that share a row.
         attention: given to copies of the model; None: its own.
         teacher: on the meta device, if the objective has one.
+        experts: ranks of a group, each with whole experts of its own.
     """
 
     model: nn.Module
@@ -67,6 +68,7 @@ class Workload:
     sequence: int = 1
     attention: str | None = None
     teacher: nn.Module | None = None
+    experts: int = 1
 
     def model_copy(self) -> nn.Module:
         """A model of its own for who hooks into it, in training mode."""
@@ -157,6 +159,7 @@ def workload_of_model(
         recipe.sharding.sequence,
         _attention(recipe, attention_of(base_of(model)), packed),
         teacher,
+        recipe.sharding.experts,
     )
 
 

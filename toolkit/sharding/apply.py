@@ -19,7 +19,7 @@ from toolkit.errors import BadInputError
 from toolkit.sharding.by_block import in_window
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
-from toolkit.sharding.experts import SHARD, expert_grid, require_experts, take_part
+from toolkit.sharding.experts import SHARD, require_experts, take_part
 from toolkit.sharding.fsdp import gather_in_float32, hold_as_part, reshard_all, reshard_in_groups
 from toolkit.sharding.gloo import communicate
 from toolkit.sharding.precision import hold_in_float32, kept_in_float32, round_buffers, types_of_authors
@@ -87,7 +87,7 @@ def apply(
     offload: Callable[[nn.Module], KeepsMasters] | None = None,
     compilation: Compilation | None = None,
     prefetch: int | None = None,
-    experts: int = 1,
+    experts: DeviceMesh | None = None,
     backward_mesh: DeviceMesh | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shards `model` in place, one `fully_shard` call per unit.
@@ -106,7 +106,7 @@ def apply(
         compilation: of the blocks; None: they run eagerly.
         prefetch: blocks that are gathered ahead of the one that computes; None: FSDP2's own one, issued when
             the block before has been.
-        experts: ranks of a group, each with whole experts of its own; above 1 `plan` has units of them.
+        experts: the grid of ranks over which whole experts are spread; with one `plan` has units of experts.
         backward_mesh: of `groups_of`; None: backward gathers among all ranks of a shard group.
 
     Returns:
@@ -120,7 +120,8 @@ def apply(
     # One rank reduces nothing: gradients travel in the type of compute, but for zero1, which sums windows.
     alone = offload is not None and mesh.size() == 1 and strategy.reduce_each_micro_batch
     unit_policy, root_policy = precision_policies(mixed_precision, None if alone else torch.float32, not kept)
-    _spread_experts(model, plan, mesh, experts, unit_policy, strategy)
+    if experts is not None:
+        _spread_experts(model, plan, mesh, experts, unit_policy, strategy)
     for unit in (unit for unit in plan.units if unit.kind != "experts"):
         modules = [model.get_submodule(path) for path in unit.modules]
         if offload is not None:
@@ -144,18 +145,20 @@ def _shard(modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPol
 
 
 def _spread_experts(
-    model: nn.Module, plan: UnitPlan, mesh: DeviceMesh, size: int, policy: MixedPrecisionPolicy, strategy: Strategy
+    model: nn.Module,
+    plan: UnitPlan,
+    mesh: DeviceMesh,
+    grid: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    strategy: Strategy,
 ) -> None:
-    """Makes each layer's experts a unit of the ranks that hold the same ones; nothing for a `size` of 1."""
-    if size == 1:
-        return
+    """Makes each layer's experts a unit of the ranks that hold the same ones."""
     require_experts(model, mesh.size())
-    grid = expert_grid(mesh, size)
     # Their block has cast what is to be cast; the weights of experts' outputs may be float32.
     uncast = replace(policy, cast_forward_inputs=False)
     for module in (model.get_submodule(unit.name) for unit in plan.units if unit.kind == "experts"):
         shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-        take_part(module, grid)
+        take_part(module, grid.size(0), grid)
         _shard([module], grid[SHARD], uncast, strategy.reshard_each_micro_batch)
         hold_as_part(module, mesh, shapes)
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from toolkit.errors import BadInputError
 from toolkit.sharding.fsdp import class_name
+from toolkit.sharding.sequence import exchanges_are_planned, planned_exchange
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.units import stacked_experts
 
@@ -31,8 +32,10 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of hidden states (N, D), the experts of each (N, k) and their weights (N, k): the weighted sums, (N, D)."""
 
 
-def expert_grid(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """The ranks of a 1-D mesh as a grid of `size` rows. Collective."""
+def expert_grid(mesh: DeviceMesh, size: int) -> DeviceMesh | None:
+    """The ranks of a 1-D mesh as a grid of `size` rows; None for one row. Collective."""
+    if size == 1:
+        return None
     return init_device_mesh(mesh.device_type, (size, mesh.size() // size), mesh_dim_names=(GROUP, SHARD))
 
 
@@ -77,12 +80,18 @@ def _require_dealable(path: str, module: nn.Module, num_ranks: int) -> None:
 
 
 @torch.no_grad()
-def take_part(module: nn.Module, grid: DeviceMesh) -> None:
-    """Leaves a rank the experts of its row of the grid, and has the module's forward send tokens to the others."""
-    group = grid.get_group(GROUP)
-    number = int(module.num_experts) // group.size()  # type: ignore[arg-type]
+def take_part(module: nn.Module, size: int, grid: DeviceMesh | None = None) -> None:
+    """Leaves a rank the experts of its row of the grid, and has the module's forward send tokens to the others.
+
+    Args:
+        size: rows of the grid.
+        grid: None: there is none, for a plan.
+    """
+    group = None if grid is None else grid.get_group(GROUP)
+    position = 0 if grid is None else grid.get_local_rank(GROUP)
+    number = int(module.num_experts) // size  # type: ignore[arg-type]
     for name, parameter in list(module.named_parameters()):
-        part = parameter.data.narrow(0, grid.get_local_rank(GROUP) * number, number)
+        part = parameter.data.narrow(0, position * number, number)
         module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     module.num_experts = number  # type: ignore[assignment]
     module.forward = functools.partial(_spread, module.forward, group, number)
@@ -90,7 +99,7 @@ def take_part(module: nn.Module, grid: DeviceMesh) -> None:
 
 def _spread(
     compute: Compute,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     number: int,
     hidden: torch.Tensor,
     chosen: torch.Tensor,
@@ -107,12 +116,17 @@ def _spread(
     """
     num_tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
-    counts = torch.bincount(chosen.flatten(), minlength=number * group.size()).view(-1, number)
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=group)
-    sent, received = torch.stack([counts.sum(dim=1), theirs.sum(dim=1)]).tolist()
+    if exchanges_are_planned() or group is None:
+        # As many tokens come as go.
+        sent = received = [num_tokens * top_k]
+        own = chosen.flatten() % number
+    else:
+        counts = torch.bincount(chosen.flatten(), minlength=number * group.size()).view(-1, number)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=group)
+        sent, received = torch.stack([counts.sum(dim=1), theirs.sum(dim=1)]).tolist()
+        own = torch.arange(number, device=chosen.device).repeat(group.size()).repeat_interleave(theirs.flatten())
     arrived = _exchanged(hidden[order // top_k], received, sent, group)
-    own = torch.arange(number, device=chosen.device).repeat(group.size()).repeat_interleave(theirs.flatten())
     outputs = _exchanged(_computed(compute, arrived, own), sent, received, group)
     of_tokens = outputs[order.argsort()].view(num_tokens, top_k, -1)
     summed: torch.Tensor = (of_tokens * weights.unsqueeze(-1)).sum(dim=1)
@@ -129,7 +143,9 @@ def _computed(compute: Compute, arrived: torch.Tensor, own: torch.Tensor) -> tor
     return outputs[1:] if idle else outputs
 
 
-def _exchanged(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def _exchanged(
+    rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
     exchanged: torch.Tensor = _Exchange.apply(rows, received, sent, group)  # type: ignore[no-untyped-call]
     return exchanged
 
@@ -139,7 +155,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+        ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | None
     ) -> torch.Tensor:
         ctx.received, ctx.sent, ctx.group = received, sent, group
         return _all_to_all(rows, received, sent, group)
@@ -149,7 +165,12 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(gradient, ctx.sent, ctx.received, ctx.group), None, None, None
 
 
-def _all_to_all(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def _all_to_all(
+    rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    if exchanges_are_planned() or group is None:
+        planned: torch.Tensor = planned_exchange(rows.contiguous())
+        return planned
     result = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
     return result

@@ -40,7 +40,7 @@ from toolkit.errors import BadInputError
 from toolkit.sharding.apply import KeepsMasters, apply, groups_of, precision_policies
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
-from toolkit.sharding.experts import require_spreadable
+from toolkit.sharding.experts import expert_grid, require_spreadable
 from toolkit.sharding.network import require_reachable_host
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect, parse_offload
 from toolkit.sharding.sequence import require_groups
@@ -237,7 +237,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             offload=functools.partial(self._offload, accelerator) if self.offload is not None else None,
             compilation=self.compilation,
             prefetch=self.prefetch,
-            experts=self.experts,
+            experts=expert_grid(state.device_mesh, self.experts),
             backward_mesh=groups_of(state.device_mesh, self.node),
         )
         # transformers' mark of a sharded model: `generate` then goes on until every rank has ended its rows. Without

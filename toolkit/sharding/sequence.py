@@ -44,9 +44,10 @@ class _Here(threading.local):
 
 @dataclass
 class _Process:
-    """The group of this process that shares rows."""
+    """The group of this process that shares rows, and whether exchanges are planned alone."""
 
     group: dist.ProcessGroup | None = None
+    plans: bool = False
 
 
 _here = _Here()
@@ -81,11 +82,17 @@ def own_part() -> int:
 @contextmanager
 def without_ranks() -> Iterator[None]:
     """Inside, exchanges are planned and not made."""
-    before, _process.group = _process.group, None
+    before = _process.group, _process.plans
+    _process.group, _process.plans = None, True
     try:
         yield
     finally:
-        _process.group = before
+        _process.group, _process.plans = before
+
+
+def exchanges_are_planned() -> bool:
+    """Whether this is a plan, whose tensors have no values."""
+    return _process.plans
 
 
 @contextmanager
@@ -152,7 +159,7 @@ def _all_to_all(by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch
     """Gives part i of a tensor (n, ...) to rank i of the group."""
     by_rank = by_rank.contiguous()
     if group is None:
-        planned: torch.Tensor = _planned_exchange(by_rank)
+        planned: torch.Tensor = planned_exchange(by_rank)
         return planned
     received = torch.empty_like(by_rank)
     dist.all_to_all_single(received, by_rank, group=group)
@@ -160,12 +167,12 @@ def _all_to_all(by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch
 
 
 @torch.library.custom_op("toolkit::planned_exchange", mutates_args=())
-def _planned_exchange(by_rank: torch.Tensor) -> torch.Tensor:
+def planned_exchange(by_rank: torch.Tensor) -> torch.Tensor:
     """Stands for an exchange in a plan, which counts it; tensors have no values there."""
     return torch.empty_like(by_rank)
 
 
-_planned_exchange.register_fake(torch.empty_like)
+planned_exchange.register_fake(torch.empty_like)
 
 
 def summed_over_group(part: torch.Tensor) -> torch.Tensor:

@@ -82,14 +82,14 @@ class HeldUnit:
 
 
 def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUnit:
-    f, trainable = layout.shard, shape.trainable
+    f, trainable = shape.num_shards(layout.shard), shape.trainable
     # FSDP2 pads each parameter to F equal shards of whole rows; a table of 3 rows on 8 ranks takes 8 rows.
     computed = [p.gathered(layout.compute) for p in shape.parameters]
     kept = [_held(p, layout) for p in shape.parameters]
-    whole = [p.shard_numel(f) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
+    whole = [p.shard_numel(layout.shard) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
     cast_whole = sum(size for p, size in zip(shape.parameters, whole, strict=True) if p.is_cast)
-    own = shape.trainable_numel(f)
-    cast = sum(p.shard_numel(f) * _held(p, layout) for p in trainable)
+    own = shape.trainable_numel(layout.shard)
+    cast = sum(p.shard_numel(layout.shard) * _held(p, layout) for p in trainable)
     # One rank gathers nothing: FSDP2 casts parameter after parameter, so one copy is alive beside its source.
     casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
     # Otherwise FSDP2 reduces two types as they are.
@@ -99,7 +99,9 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
     outlives = trainable and f > 1 and not frees_all_gradients_before_reducing()
     last = trainable[-1].numel * (each or trainable[-1].held) if outlives else 0
     return HeldUnit(
-        sharded=sum(rounded(p.shard_numel(f) * size) for p, size in zip(shape.parameters, kept, strict=True)),
+        sharded=sum(
+            rounded(p.shard_numel(layout.shard) * size) for p, size in zip(shape.parameters, kept, strict=True)
+        ),
         whole=sum(map(rounded, whole)),
         # Without mixed precision the shards are gathered from where they are.
         gather_input=rounded(cast_whole / f) if layout.compute is not None else 0,

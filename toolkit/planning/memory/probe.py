@@ -31,6 +31,7 @@ from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, precision_policies
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.chunks import one_for_all_alike
+from toolkit.sharding.experts import take_part
 from toolkit.sharding.sequence import without_ranks
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import owned_parameters, plan_units
@@ -113,12 +114,14 @@ class Prober:
         # FSDP2 gathers in the type of compute; DDP keeps float32 parameters and Accelerate wraps the forward in
         # autocast, whose cast copies of the weights are activations.
         self._autocast = whole and workload.mixed_precision != "no"
-        self.plan = plan_units(workload.model, workload.unit_classes)
+        self.plan = plan_units(workload.model, workload.unit_classes, workload.experts > 1)
         # Buffers, as the frequencies of rotary embeddings, are real: models compute them as they are built.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._dtype = None if self._autocast else PRECISIONS[workload.mixed_precision]
         self._output_dtype = None if whole else precision_policies(workload.mixed_precision)[1].output_dtype
         self._model = workload.model_copy()
+        for path in (unit.name for unit in self.plan.units if unit.kind == "experts"):
+            take_part(self._model.get_submodule(path), workload.experts)
         with self._mode:
             casts_units = give_parameters(self._model, self._dtype)
         self._parts = [_Part(self._model, self.plan, casts_units)]
@@ -377,10 +380,11 @@ class _Run:
         return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
     def _stand_aside(self) -> None:
-        """Lets blocks that are like three others do nothing."""
+        """Lets blocks that are like three others do nothing; not those that hold units of their own."""
         alike: dict[Any, list[int]] = {}
+        can_stand_aside = "experts" not in self._kinds
         for unit, modules in enumerate(self._units):
-            if self._kinds[unit] == "block" and len(modules) == 1:
+            if can_stand_aside and self._kinds[unit] == "block" and len(modules) == 1:
                 alike.setdefault((self._part_of[unit], signature(modules[0])), []).append(unit)
         for units in alike.values():
             # The first differs, as nothing before it keeps its input; the last, as its output goes to the head. The

@@ -266,7 +266,7 @@ class _ShardedRank(_Rank):
         if unit.is_gathered:
             return
         what = f"gather of {self.units[event.unit].name}"
-        if self.layout.shard == 1:
+        if self.units[event.unit].num_shards(self.layout.shard) == 1:
             self.snap(what, event.level, gathered=unit.whole, communication=unit.cast_alone)
         else:
             # The copy out of the gather's output into parameters: both are whole at this moment.
@@ -321,7 +321,9 @@ class _ShardedRank(_Rank):
         # A unit that runs twice (tied layers) has two predecessors, in reverse order.
         uses = self._before.get(event.unit)
         before = uses.pop() if uses else None
-        if before is not None and self.layout.shard > 1 and not self._now[before].is_gathered:
+        if before is None or self.units[before].num_shards(self.layout.shard) == 1:
+            return
+        if not self._now[before].is_gathered:
             self._start_gather(before, event.level)
 
     def _after_backward(self, event: ProbeEvent, is_last: bool) -> None:

@@ -23,6 +23,8 @@ from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import apply, groups_of
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.experts import expert_grid
+from toolkit.sharding.sequence import without_ranks
 from toolkit.sharding.strategy import MeshShape, Strategy
 from toolkit.sharding.units import plan_units
 
@@ -73,14 +75,15 @@ def trace(
     """
     counted: Counter[str] = Counter()
     ledger = Ledger(on_operator=lambda func, args, kwargs, out: _count(counted, func, args))
-    plan = plan_units(workload.model, workload.unit_classes)
+    plan = plan_units(workload.model, workload.unit_classes, workload.experts > 1)
     last = [False]
     with fake_ranks(shape.replicate * shape.shard):
         mesh = _mesh(strategy, shape)
-        shard = functools.partial(apply, backward_mesh=groups_of(mesh, shape.node))
+        grid = expert_grid(mesh, workload.experts)
+        shard = functools.partial(apply, experts=grid, backward_mesh=groups_of(mesh, shape.node))
         model, teacher = workload.model_copy(), workload.teacher_copy()
         models = [model] if teacher is None else [model, teacher]
-        with FakeTensorMode(allow_non_fake_inputs=True), cuda_dropout(), host_copies(ledger):
+        with FakeTensorMode(allow_non_fake_inputs=True), cuda_dropout(), host_copies(ledger), without_ranks():
             shard(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
             # After `apply`: each rank makes its own shards alone.
             model.to_empty(device="cpu")
@@ -101,12 +104,8 @@ def trace(
             with ledger:
                 ledger.label = "forward"
                 if runner is not None:
-                    losses = [functools.partial(objective.loss_sum, model, batch) for batch in batches]
-                    runner.run(
-                        [in_these_modes(loss) for loss in losses],
-                        _scaled_backward,
-                        functools.partial(setattr, ledger, "label", "backward"),
-                    )
+                    losses = [in_these_modes(functools.partial(objective.loss_sum, model, batch)) for batch in batches]
+                    runner.run(losses, _scaled_backward, functools.partial(setattr, ledger, "label", "backward"))
                 for micro_batch in range(0 if by_block else accumulation):
                     last[0] = micro_batch == accumulation - 1
                     ledger.label = "forward"

@@ -26,6 +26,7 @@ class ParameterShape:
         is_cast: it is gathered in the type of compute; what authors keep in float32 and the bytes of a quantised
             matrix are gathered as they are.
         moments: that the optimizer keeps of it.
+        spread: ranks of a group, each with other experts: this is one's, which F / spread ranks shard.
     """
 
     rows: int
@@ -34,6 +35,7 @@ class ParameterShape:
     held: int
     is_cast: bool = True
     moments: int = 2
+    spread: int = 1
 
     @property
     def numel(self) -> int:
@@ -45,7 +47,11 @@ class ParameterShape:
 
     def shard_numel(self, shard: int) -> int:
         """Elements of the first rank's shard, padding included: ceil(rows / F) rows."""
-        return math.ceil(self.rows / shard) * self.row_numel
+        return math.ceil(self.rows / self.num_shards(shard)) * self.row_numel
+
+    def num_shards(self, shard: int) -> int:
+        """Ranks that gather it from each other, of F that hold the model."""
+        return max(1, shard // self.spread)
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,10 @@ class UnitShape:
     def trainable(self) -> tuple[ParameterShape, ...]:
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
 
+    def num_shards(self, shard: int) -> int:
+        """Ranks that gather it from each other, of F that hold the model."""
+        return self.parameters[0].num_shards(shard) if self.parameters else shard
+
     @property
     def is_mixed(self) -> bool:
         """Whether its gradients come in float32 and in the type of compute."""
@@ -77,12 +87,17 @@ class UnitShape:
 
 
 def unit_shapes(
-    model: nn.Module, plan: UnitPlan, mixed_precision: str, of_one_moment: Iterable[nn.Parameter] = ()
+    model: nn.Module,
+    plan: UnitPlan,
+    mixed_precision: str,
+    of_one_moment: Iterable[nn.Parameter] = (),
+    experts: int = 1,
 ) -> list[UnitShape]:
     """The units of `plan` in its order; trainable parameters are held in float32 under mixed precision.
 
     Args:
         of_one_moment: parameters of which the optimizer keeps one moment.
+        experts: ranks of a group, each of which has whole experts of its own.
     """
     single = {id(parameter) for parameter in of_one_moment}
     owned = owned_parameters(model, (unit.modules for unit in plan.units))
@@ -94,7 +109,13 @@ def unit_shapes(
             unit.name,
             unit.kind,
             unit.reshard_after_forward,
-            tuple(_shape(p, mixed_precision, id(p) in kept, 1 if id(p) in single else 2) for p in own),
+            tuple(
+                replace(
+                    _shape(p, mixed_precision, id(p) in kept, experts if unit.kind == "experts" else 1),
+                    moments=1 if id(p) in single else 2,
+                )
+                for p in own
+            ),
         )
         for unit, own in zip(plan.units, owned, strict=True)
     ]
@@ -113,12 +134,13 @@ def head_unit(model: nn.Module, plan: UnitPlan) -> int:
     return next(number for number, own in enumerate(owned) if any(parameter is weight for parameter in own))
 
 
-def _shape(parameter: torch.Tensor, mixed_precision: str, is_kept: bool, moments: int) -> ParameterShape:
+def _shape(parameter: torch.Tensor, mixed_precision: str, is_kept: bool, spread: int) -> ParameterShape:
     # FSDP2 shards along the first dimension; a scalar is one row.
     rows = parameter.shape[0] if parameter.ndim else 1
+    row_numel = parameter.numel() // max(1, rows)
     # `apply` makes float32 masters of what is trained; what is frozen stays as it was loaded.
     is_low = parameter.dtype in (torch.bfloat16, torch.float16)
     is_master = mixed_precision != "no" and parameter.requires_grad and is_low
     held = 4 if is_master or is_kept else parameter.element_size()
     is_cast = parameter.is_floating_point() and not is_kept
-    return ParameterShape(rows, parameter.numel() // max(1, rows), parameter.requires_grad, held, is_cast, moments)
+    return ParameterShape(rows // spread, row_numel, parameter.requires_grad, held, is_cast, spread=spread)

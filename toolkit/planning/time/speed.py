@@ -270,8 +270,8 @@ class _Job:
         return exposed
 
     def exchange(self, quantile: Quantile) -> float:
-        """Tokens for heads, around attention, which waits for it."""
-        parts, per_node = self.traffic.sequence, self.hardware.devices_per_node
+        """Tokens for heads around attention, or to experts and back: the model waits for it."""
+        parts, per_node = self.traffic.group, self.hardware.devices_per_node
         if parts == 1:
             return 0.0
         local = min(parts, per_node)

@@ -8,6 +8,7 @@ padded to a multiple of F rows):
   alone where these keep a copy of theirs.
 - reduce-scatter of the trainable parameters, in the type of the reduction: `zero1` once per optimizer
   step; the others after every micro-batch.
+- experts that are spread over n ranks (`sharding.experts`): as ranks of F / n, and the parameters of E / n experts.
 - all-reduce once per optimizer step: `ddp` of the whole gradients, `hybrid` of each rank's shard.
 """
 
@@ -63,7 +64,8 @@ class Traffic:
         last_reduce: whole bytes, before sharding, that a backward reduces when nothing is left to hide it.
         edge_share: share of the trainable parameters in the root and the first unit, which are used first.
         trainable: trainable parameters that this rank's optimizer steps, padding included.
-        exchanged: bytes of activations that this rank sends to those that it shares rows with.
+        exchanged: bytes of activations that this rank sends to those that it shares rows or experts with.
+        group: as many ranks share them.
         sequence: ranks that share a row.
     """
 
@@ -82,6 +84,7 @@ class Traffic:
     edge_share: float
     trainable: int
     exchanged: int = 0
+    group: int = 1
     sequence: int = 1
 
     @property
@@ -113,33 +116,35 @@ def traffic(
     # Numbers alone, so that the tests can compare with counts of the real collectives, byte by byte.
     shard, replicate = mesh.shard, mesh.replicate
     sizes = [_sized(unit, shard, compute_bytes) for unit in units]
-    trainable = sum(unit.trainable for unit in sizes)
+    own = sum(unit.trainable // unit.num_shards for unit in sizes)
+    moved = [unit for unit in sizes if unit.num_shards > 1]
+    trainable, reduced = sum(unit.trainable for unit in sizes), sum(unit.trainable for unit in moved)
     edge = sum(unit.trainable for unit in _edge(sizes))
-    gathers = _gathers(sizes, strategy, accumulation if shard > 1 else 0)
-    reduce_passes = (accumulation if strategy.reduce_each_micro_batch else 1) if shard > 1 else 0
+    gathers = _gathers(moved, strategy, mesh, accumulation)
+    reduce_passes = (accumulation if strategy.reduce_each_micro_batch else 1) if moved else 0
     whole = {
         "all_gather": gathers.forward + gathers.backward,
-        "reduce_scatter": reduce_bytes * trainable * reduce_passes,
-        "all_reduce": reduce_bytes * trainable // shard if replicate > 1 else 0,
+        "reduce_scatter": reduce_bytes * reduced * reduce_passes,
+        "all_reduce": reduce_bytes * own if replicate > 1 else 0,
     }
     is_reduced = shard * replicate > 1
     # After a reduction, or summed over micro-batches, a gradient is float32; alone it is as backward made it.
-    to_device, to_host = _host_link(trainable // shard, compute_bytes or 4, is_reduced or accumulation > 1, offload)
+    to_device, to_host = _host_link(own, compute_bytes or 4, is_reduced or accumulation > 1, offload)
     return Traffic(
-        all_gather=gathers.forward * (shard - 1) // shard + gathers.backward * (mesh.backward - 1) // mesh.backward,
-        reduce_scatter=whole["reduce_scatter"] * (shard - 1) // shard,
+        all_gather=gathers.sent,
+        reduce_scatter=reduce_bytes * sum(unit.sent(unit.trainable, shard) for unit in moved) * reduce_passes,
         all_reduce=2 * whole["all_reduce"] * (replicate - 1) // replicate,
         host_to_device=to_device,
         device_to_host=to_host,
         whole=whole,
-        calls=_calls(sizes, strategy, gathers, reduce_passes, whole["all_reduce"]),
+        calls=_calls(moved or sizes, strategy, gathers, reduce_passes, whole["all_reduce"]),
         forward_all_gather=gathers.forward,
         gather_passes=gathers.passes,
         reduce_passes=reduce_passes,
         first_gather=sum(unit.gathered for unit in _edge(sizes)) if gathers.passes else 0,
         last_reduce=reduce_bytes * edge if is_reduced else 0,
         edge_share=edge / max(1, trainable),
-        trainable=trainable // shard,
+        trainable=own,
     )
 
 
@@ -177,18 +182,26 @@ class _SentUnit:
     Attributes:
         gathered: bytes.
         trainable: elements that have gradients, and so are reduced.
+        num_shards: ranks among which it is sharded; one of a group gathers and reduces nothing.
     """
 
     kind: UnitKind
     gathered: int
     trainable: int
     reshard_after_forward: bool
+    num_shards: int
+
+    def sent(self, whole: int, group: int) -> int:
+        """What a rank sends of a whole among its ranks, or among as many of them as a smaller group has."""
+        ranks = min(self.num_shards, group)
+        return whole * (ranks - 1) // ranks
 
 
 def _sized(unit: UnitShape, shard: int, compute_bytes: int | None) -> _SentUnit:
     gathered = sum(p.shard_numel(shard) * p.gathered(compute_bytes) for p in unit.parameters)
-    trainable = shard * unit.trainable_numel(shard)
-    return _SentUnit(unit.kind, shard * gathered, trainable, unit.reshard_after_forward)
+    ranks = unit.num_shards(shard)
+    trainable = ranks * unit.trainable_numel(shard)
+    return _SentUnit(unit.kind, ranks * gathered, trainable, unit.reshard_after_forward, ranks)
 
 
 # All-gathers
@@ -200,25 +213,32 @@ class _Gathers:
 
     Attributes:
         passes: forwards that gather.
+        sent: by a rank, in all of them.
     """
 
     forward: int
     backward: int
     passes: int
     calls: int
+    sent: int
 
 
-def _gathers(units: Sequence[_SentUnit], strategy: Strategy, accumulation: int) -> _Gathers:
-    """`accumulation` 0: nothing is sharded."""
+def _gathers(units: Sequence[_SentUnit], strategy: Strategy, mesh: MeshShape, accumulation: int) -> _Gathers:
+    """Of the units that are sharded among several ranks."""
     # zero1 and zero2 keep what the first micro-batch has gathered until the step.
-    passes = accumulation if strategy.reshard_each_micro_batch else min(accumulation, 1)
     forward = [unit for unit in units if unit.gathered]
+    passes = (accumulation if strategy.reshard_each_micro_batch else 1) if units else 0
     again = _gathered_in_backward(forward) if strategy.reshard_each_micro_batch else []
     return _Gathers(
         forward=passes * sum(unit.gathered for unit in forward),
         backward=passes * sum(unit.gathered for unit in again),
         passes=passes,
         calls=passes * (len(forward) + len(again)),
+        sent=passes
+        * (
+            sum(unit.sent(unit.gathered, mesh.shard) for unit in forward)
+            + sum(unit.sent(unit.gathered, mesh.backward) for unit in again)
+        ),
     )
 
 

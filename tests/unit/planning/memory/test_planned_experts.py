@@ -1,0 +1,88 @@
+"""Plans of spread experts against a trace of the real FSDP2, and what tokens send to them against a formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planning_models import workload
+
+from toolkit.errors import BadInputError
+from toolkit.planning.longest import longest_rows
+from toolkit.planning.memory.held import MemoryLayout
+from toolkit.planning.memory.probe import Prober
+from toolkit.planning.memory.replay import replay
+from toolkit.planning.memory.trace import trace
+from toolkit.planning.memory.units import unit_shapes
+from toolkit.planning.table import plan
+from toolkit.planning.time.hardware import presets
+from toolkit.planning.time.traffic import traffic
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.strategy import STRATEGIES, MeshShape
+
+LAYERS, WIDTH, CHOSEN, MESH = 3, 128, 2, MeshShape(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "experts", "accumulation", "checkpointing", "tokens"),
+    [("zero3", 2, 2, Checkpointing(1), 16), ("zero3", 4, 1, None, 160), ("zero1", 2, 1, None, 160)],
+)
+def test_plans_hold_and_send_what_the_trace_does(
+    strategy: str, experts: int, accumulation: int, checkpointing: Checkpointing | None, tokens: int
+) -> None:
+    work = replace(workload("mixtral", tokens=tokens, layers=LAYERS), experts=experts)
+    found = trace(work, STRATEGIES[strategy], MESH, 1, accumulation, checkpointing)
+    prober = Prober(work)
+    probe = prober.probe(1, checkpointing)
+    units = unit_shapes(work.model, prober.plan, "bf16", experts=experts)
+    layout = MemoryLayout(MESH.shard, 2, 4, optimizer=8)
+    moments = replay(units, probe, STRATEGIES[strategy], layout, accumulation)
+    peak = max(moment.total - moment.optimizer for moment in moments)
+    assert peak == pytest.approx(found.peak, rel=0.02)
+    sent = traffic(units, STRATEGIES[strategy], MESH, accumulation=accumulation)
+    assert {kind: sent.whole[kind] for kind in found.traffic} == found.traffic
+    # To the experts and back in each forward, the second one of checkpoints too, and the gradients the same way.
+    ways = 6 if checkpointing else 4
+    assert probe.forward.exchanged + probe.backward.exchanged == ways * LAYERS * tokens * CHOSEN * WIDTH * 2
+
+
+def recipe(**sharding: object) -> Recipe:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "mixtral", **sizes, "num_key_value_heads": 2, "num_local_experts": 8}
+    return Recipe.from_mapping(
+        {
+            "model": {"config": config, "train_tokenizer_vocab_size": 512},
+            "data": {"train": "rows.jsonl", "max_length": 64},
+            "training": {"output_dir": "out", "max_steps": 1, "micro_batch_size": 2},
+            "optimizer": {"learning_rate": 1e-3},
+            "sharding": sharding,
+        }
+    )
+
+
+def test_a_table_has_what_spread_experts_can_run_with() -> None:
+    found = plan(recipe(experts=4), presets()["h100_sxm"], 8)
+    assert {row.setup.strategy.name for row in found.rows} == {"zero1", "zero2", "zero3"}
+    assert not any(row.setup.offload for row in found.rows)
+    assert found.asked.traffic.group == 4
+    gathered = plan(recipe(), presets()["h100_sxm"], 8).asked.traffic
+    assert found.asked.traffic.all_gather < gathered.all_gather
+    assert found.asked.traffic.trainable == gathered.trainable
+
+
+def test_the_longest_row_is_not_sought_with_spread_experts() -> None:
+    with pytest.raises(BadInputError, match=r"--longest-row: not possible with sharding.experts 2; set .*=1"):
+        longest_rows(recipe(experts=2), presets()["h100_sxm"], 8, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("sharding", "ranks", "told"),
+    [
+        ({"experts": 4}, 2, "sharding.experts: 4 does not divide the 2 ranks"),
+        ({"experts": 2}, 6, "the 8 experts of model.layers.0.mlp.experts are not a multiple of the 6 ranks"),
+    ],
+)
+def test_what_cannot_be_spread_is_not_planned(sharding: dict[str, object], ranks: int, told: str) -> None:
+    with pytest.raises(BadInputError, match=told):
+        plan(recipe(**sharding), presets()["h100_sxm"], ranks)
