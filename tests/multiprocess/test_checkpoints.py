@@ -130,7 +130,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_a_run_that_was_cut_off_is_the_run_that_was_not(num_ranks: int, workshop: Path) -> None:
     for rank in run_on_ranks(cut_and_go_on, num_ranks, str(workshop), seconds=400):
         for number, (case, found) in enumerate(zip(CASES[num_ranks], rank, strict=True)):

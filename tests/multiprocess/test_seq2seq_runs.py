@@ -143,7 +143,7 @@ def plain(folder: Path, kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_the_run_is_a_plain_loop(ranks: int, folder: Path) -> None:
     names = list(CASES) if ranks == 2 else ["t5", "bart"]
     found = run_on_ranks(runs, ranks, folder, names, seconds=400)[0]

@@ -226,6 +226,7 @@ def test_a_mixture_of_experts_passes(folder: Path, experts: Path) -> None:
     assert [row.check for row in report.rows] == [*CHECKS, "expert load", "balance loss"]
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_that_is_wrong_is_told(
     folder: Path, experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
