@@ -183,7 +183,7 @@ def test_h200s(row: Published) -> None:
 @pytest.mark.usefixtures("their_policy")
 def test_a_trace_of_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[1]
-    monkeypatch.setattr(traces, "plan_units", lambda model, classes: resharding(plan_units(model, classes)))
+    monkeypatch.setattr(traces, "plan_units", lambda *given: resharding(plan_units(*given)))
     found = traces.trace(
         workload(row), SUMMED_WHOLE, MeshShape(1, row.ranks), row.rows, row.accumulation, Checkpointing(1)
     )
