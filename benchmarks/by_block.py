@@ -154,7 +154,7 @@ def by_toolkit(variant: str, work: Work, rank: int) -> Callable[[int], None]:
     from toolkit.recipe.schema import OptimizerSection, ScheduleSection, TrainingSection
     from toolkit.sharding import Checkpointing, OffloadSettings
     from toolkit.sharding.by_block import ByBlock
-    from toolkit.sharding.plugin import accumulation_plugin
+    from toolkit.sharding.launched import accumulation_plugin
     from toolkit.training.trainer import Trainer
 
     offload = OffloadSettings(executor="cpu_torch", threads=1) if work.offload else None

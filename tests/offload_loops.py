@@ -191,7 +191,8 @@ def prepare(case: Case, offload: Any, model: nn.Module | None = None, **kwargs: 
     from accelerate import Accelerator
 
     from toolkit.sharding import Checkpointing, sharding_kwargs
-    from toolkit.sharding.plugin import accumulation_plugin, reset_accelerate
+    from toolkit.sharding.launched import accumulation_plugin
+    from toolkit.sharding.plugin import reset_accelerate
 
     meet()
     reset_accelerate()

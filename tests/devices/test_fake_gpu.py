@@ -72,7 +72,7 @@ def make_trainer(kind: str) -> Any:
     from toolkit.objectives.preference_losses import LOSSES
     from toolkit.recipe.schema import TrainingSection
     from toolkit.sharding import OffloadSettings, sharding_kwargs
-    from toolkit.sharding.plugin import accumulation_plugin
+    from toolkit.sharding.launched import accumulation_plugin
     from toolkit.training.trainer import Trainer
 
     strategy = kind if kind in ("zero1", "zero2", "hybrid") else "zero3"

@@ -61,7 +61,8 @@ def toolkit(strategy: str, kind: str, precision: str) -> tuple[list[float], dict
     from toolkit.objectives import head_loss
     from toolkit.objectives.causal_lm import CausalLM
     from toolkit.sharding.checkpointing import Checkpointing
-    from toolkit.sharding.plugin import accumulation_plugin, reset_accelerate
+    from toolkit.sharding.launched import accumulation_plugin
+    from toolkit.sharding.plugin import reset_accelerate
     from toolkit.sharding.shards import whole_tensor
 
     meet()

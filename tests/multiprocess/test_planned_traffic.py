@@ -55,7 +55,8 @@ def measure(strategy: str, accumulation: int, tied: bool, trained: str, precisio
     from accelerate import Accelerator
 
     from toolkit import sharding_kwargs
-    from toolkit.sharding.plugin import accumulation_plugin, reset_accelerate
+    from toolkit.sharding.launched import accumulation_plugin
+    from toolkit.sharding.plugin import reset_accelerate
 
     meet()
     reset_accelerate()

@@ -75,7 +75,8 @@ def prepared(case: Case, work: Workload) -> tuple[Any, Any, Any]:
     from accelerate import Accelerator
 
     from toolkit.sharding import OffloadSettings, sharding_kwargs
-    from toolkit.sharding.plugin import accumulation_plugin, reset_accelerate
+    from toolkit.sharding.launched import accumulation_plugin
+    from toolkit.sharding.plugin import reset_accelerate
 
     meet()
     reset_accelerate()

@@ -45,7 +45,8 @@ def prepared(
     from accelerate import Accelerator
 
     from toolkit import sharding_kwargs
-    from toolkit.sharding.plugin import accumulation_plugin, reset_accelerate
+    from toolkit.sharding.launched import accumulation_plugin
+    from toolkit.sharding.plugin import reset_accelerate
 
     meet()
     reset_accelerate()

@@ -87,7 +87,8 @@ def sharded(strategy: str, accumulation: int, during_backward: bool) -> tuple[di
     from accelerate import Accelerator
 
     from toolkit.sharding import OffloadSettings, sharding_kwargs
-    from toolkit.sharding.plugin import accumulation_plugin, reset_accelerate
+    from toolkit.sharding.launched import accumulation_plugin
+    from toolkit.sharding.plugin import reset_accelerate
     from toolkit.sharding.shards import whole_tensor
     from toolkit.sharding.unused import has_branches
 

@@ -24,15 +24,9 @@ from toolkit.recipe.schema import OFFLOAD_DETAILS
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
+from toolkit.sharding.launched import accumulation_plugin, resolve_offload, resolve_strategy
 from toolkit.sharding.offload import OffloadSettings
-from toolkit.sharding.plugin import (
-    ShardingPlugin,
-    accumulation_plugin,
-    reset_accelerate,
-    resolve_offload,
-    resolve_strategy,
-    sharding_kwargs,
-)
+from toolkit.sharding.plugin import ShardingPlugin, reset_accelerate, sharding_kwargs
 
 
 def build_plugins(recipe: Recipe) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,26 +40,20 @@ from toolkit.sharding.apply import KeepsMasters, apply, groups_of, precision_pol
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.experts import expert_grid, require_spreadable
+from toolkit.sharding.launched import configured_size, refuse_stock_settings, resolve_offload, resolve_strategy
 from toolkit.sharding.network import require_reachable_host
-from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect, parse_offload
+from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect
 from toolkit.sharding.sequence import require_groups
 from toolkit.sharding.strategy import (
-    DEFAULT_STRATEGY,
     OFFLOAD,
     MeshShape,
-    Strategy,
-    asks_for_offload,
     mesh_shape,
-    parse_strategy,
     with_node,
 )
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import plan_units
 from toolkit.sharding.unused import UsedParameters, drop_unused_gradients
 from toolkit.sharding.versions import check_versions
-
-STRATEGY_VARIABLE = "FSDP_SHARDING_STRATEGY"
-"""Carries `fsdp_config.fsdp_sharding_strategy` of the Accelerate config, unread, under FSDP version 2."""
 
 
 def sharding_kwargs(
@@ -103,43 +96,6 @@ def sharding_kwargs(
     return {"fsdp_plugin": plugin, "parallelism_config": mesh}
 
 
-def resolve_strategy(asked: str | None) -> Strategy:
-    """The strategy of the argument and of the Accelerate config, which must not contradict each other."""
-    configured = os.environ.get(STRATEGY_VARIABLE)
-    if asked is None:
-        return parse_strategy(configured or DEFAULT_STRATEGY, "fsdp_config.fsdp_sharding_strategy")
-    strategy = parse_strategy(asked, "sharding.strategy")
-    if configured is not None:
-        other = parse_strategy(configured, "fsdp_config.fsdp_sharding_strategy")
-        if other != strategy:
-            raise BadInputError(
-                f"sharding.strategy is {strategy.name}, but the Accelerate config's fsdp_config.fsdp_sharding_strategy "
-                f"is {other.name}; remove one of them or make them agree"
-            )
-    return strategy
-
-
-def resolve_offload(strategy: str | None, offload: str | OffloadSettings | None) -> OffloadSettings | None:
-    """The offload of the arguments and of the Accelerate config; None: optimizer state stays on the device.
-
-    Raises BadInputError where one asks for offload and the other refuses it, or the strategy has none.
-    """
-    configured = os.environ.get(STRATEGY_VARIABLE)
-    in_text = asks_for_offload(strategy) or asks_for_offload(configured)
-    settings = parse_offload(offload)
-    if offload is not None and settings is None and in_text:
-        place = "sharding.strategy" if asks_for_offload(strategy) else "fsdp_config.fsdp_sharding_strategy"
-        raise BadInputError(f"sharding.offload is none, but {place} ends with {OFFLOAD}; make them agree")
-    if settings is None and in_text:
-        settings = OffloadSettings()
-    if settings is not None and not resolve_strategy(strategy).sharded:
-        raise BadInputError(
-            "offload: strategy ddp leaves the model to torch's DistributedDataParallel and cannot offload; choose "
-            f"zero3{OFFLOAD}, which on one rank shards nothing either"
-        )
-    return settings
-
-
 class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
     """Shards the model when `Accelerator.prepare` is called.
 
@@ -177,7 +133,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self._accelerator: weakref.ref[Accelerator] | None = None
         if prefetch is not None and not self.strategy.sharded:
             raise BadInputError("sharding.prefetch has no effect with strategy ddp, which gathers nothing; remove it")
-        _refuse_stock_settings()
+        refuse_stock_settings()
         kwargs.setdefault("state_dict_type", os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"))
         super().__init__(
             # Version 1 reads the strategy's word itself, and fails at ours with KeyError: 'ZERO3'.
@@ -318,8 +274,8 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         shape = mesh_shape(
             self.plugin.strategy,
             world_size,
-            replicate=self.dp_replicate_size or _configured_size("REPLICATE"),  # type: ignore[has-type]
-            shard=self.dp_shard_size or _configured_size("SHARD"),  # type: ignore[has-type]
+            replicate=self.dp_replicate_size or configured_size("REPLICATE"),  # type: ignore[has-type]
+            shard=self.dp_shard_size or configured_size("SHARD"),  # type: ignore[has-type]
         )
         require_groups("sharding.experts", self.plugin.experts, world_size)
         with_node(shape, self.plugin.strategy, self.plugin.node, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
@@ -384,12 +340,6 @@ def _rehearse_on_cpu() -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
-def _refuse_stock_settings() -> None:
-    """Raises BadInputError for keys of `fsdp_config` that would do something else than they say."""
-    if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-        raise BadInputError("fsdp_config.fsdp_offload_params: not supported by the sharding backend; set it to false")
-
-
 def _refuse_replicas_on_one_host(shape: MeshShape) -> None:
     """Raises BadInputError where replicas would each hold, and step, the whole state in one host's memory."""
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(shape.replicate * shape.shard)))
@@ -399,27 +349,6 @@ def _refuse_replicas_on_one_host(shape: MeshShape) -> None:
             f"would hold and step all optimizer state in the same host memory; set dp_shard_size to {on_host} or "
             f"a multiple, or choose zero3{OFFLOAD}"
         )
-
-
-def _configured_size(axis: str) -> int | None:
-    """Size of a mesh axis in the Accelerate config's `parallelism_config`."""
-    size = os.environ.get(f"PARALLELISM_CONFIG_DP_{axis}_SIZE")
-    return int(size) if size is not None else None
-
-
-def accumulation_plugin(steps: int) -> GradientAccumulationPlugin:
-    """Accumulation over `steps` micro-batches, whatever the launcher's environment says.
-
-    Raises BadInputError where the Accelerate config asks for another number.
-    """
-    configured = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-    if configured not in (None, "1", "auto", str(steps)):
-        raise BadInputError(
-            f"training.gradient_accumulation_steps is {steps}, but the Accelerate config's gradient_accumulation_steps "
-            f"is {configured}; remove it from the Accelerate config"
-        )
-    # Windows are whole, and no loader of Accelerate's is asked where the data ends.
-    return GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=False)
 
 
 def reset_accelerate() -> None:

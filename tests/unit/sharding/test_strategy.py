@@ -9,7 +9,8 @@ import pytest
 from toolkit.errors import BadInputError
 from toolkit.sharding import versions
 from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, accumulation_plugin, resolve_strategy, sharding_kwargs
+from toolkit.sharding.launched import accumulation_plugin, resolve_strategy
+from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
 from toolkit.sharding.strategy import STRATEGIES, MeshShape, mesh_shape, parse_strategy, with_node
 
 

@@ -9,10 +9,10 @@ from torch import nn
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import offload_of
+from toolkit.sharding.launched import STRATEGY_VARIABLE, resolve_offload, resolve_strategy
 from toolkit.sharding.offload import OffloadSettings, executors, probe
 from toolkit.sharding.offload.host import HostPlan
 from toolkit.sharding.offload.settings import hyper_parameters, state_names
-from toolkit.sharding.plugin import STRATEGY_VARIABLE, resolve_offload, resolve_strategy
 from toolkit.sharding.strategy import parse_strategy
 
 CPU = torch.device("cpu")
