@@ -193,6 +193,7 @@ def hold_as_part(module: nn.Module, mesh: DeviceMesh, shapes: Mapping[str, torch
         local = parameter.sharded_param.to_local()
         meta = TensorMeta(shape, make_contiguous_strides_for(shape), local.dtype)
         parameter._sharding_spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+        parameter._sharding_spec_by_dtype = {}  # torch 2.15's copies of the old one, which gradients would have
         trains = parameter.sharded_param.requires_grad
         parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(local.detach()), requires_grad=trains)
         parameter._setattr_on_modules(parameter.sharded_param)

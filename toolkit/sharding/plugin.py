@@ -44,12 +44,7 @@ from toolkit.sharding.launched import configured_size, refuse_stock_settings, re
 from toolkit.sharding.network import require_reachable_host
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect
 from toolkit.sharding.sequence import require_groups
-from toolkit.sharding.strategy import (
-    OFFLOAD,
-    MeshShape,
-    mesh_shape,
-    with_node,
-)
+from toolkit.sharding.strategy import OFFLOAD, MeshShape, mesh_shape, with_node
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import plan_units
 from toolkit.sharding.unused import UsedParameters, drop_unused_gradients
