@@ -27,18 +27,23 @@ from toolkit.sharding.strategy import STRATEGIES, MeshShape
 from toolkit.training.trainer import Trainer
 
 COEF, Z = 0.3, 0.05
-Spread = tuple[str, str, int, bool, int]
-"""Model, strategy, micro-batches a step, whether blocks are checkpointed, ranks of a group."""
+Spread = tuple[str, str, int, bool, int, str]
+"""Model, strategy, micro-batches a step, whether blocks are checkpointed, ranks of a group, how they accumulate."""
 
-SMALL: list[Spread] = [("qwen3_moe", "zero3", 3, True, 2), ("deepseek_v3", "zero2", 1, False, 2)]
-IDLE: Spread = ("gpt_oss", "zero3", 1, True, 2)
+TURN, BLOCK = "by_micro_batch", "by_block"
+SMALL: list[Spread] = [
+    ("qwen3_moe", "zero3", 3, True, 2, TURN),
+    ("deepseek_v3", "zero2", 1, False, 2, TURN),
+    ("olmoe", "zero3", 3, True, 2, BLOCK),
+]
+IDLE: Spread = ("gpt_oss", "zero3", 1, True, 2, TURN)
 """Its second rank's experts are chosen for no token."""
 
 
 def step_of(spread: Spread, *change: Any) -> Any:
-    kind, strategy, accumulation, checkpointed, size = spread
+    *case, size, accumulate = spread
     meet()
-    return sharded_step((kind, strategy, accumulation, checkpointed, "by_micro_batch"), COEF, Z, None, size, *change)
+    return sharded_step((*case, accumulate), COEF, Z, None, size, *change)
 
 
 def small_steps() -> tuple[list[Any], dict[str, int]]:
@@ -60,8 +65,8 @@ def all_steps(spreads: list[Spread]) -> list[Any]:
 
 
 def compare(spread: Spread, num_ranks: int, found: dict[str, Any], model: Any = None) -> None:
-    kind, _, accumulation, _, _ = spread
-    plain = plain_step(model or mixture(kind), windows_of(num_ranks, accumulation), COEF, Z, whole=False)
+    kind, _, accumulation, _, _, accumulate = spread
+    plain = plain_step(model or mixture(kind), windows_of(num_ranks, accumulation), COEF, Z, accumulate == BLOCK)
     assert found["loss"] == pytest.approx(plain.loss, rel=1e-6)
     assert found["experts"]["balance_loss"] == pytest.approx(plain.balance, rel=1e-6)
     torch.testing.assert_close(torch.tensor(found["experts"]["expert_load"]), plain.shares, rtol=0, atol=6e-5)
@@ -85,7 +90,7 @@ def test_a_step_is_that_of_a_plain_loop_also_where_a_rank_gets_no_tokens() -> No
 
 def compare_bytes(spread: Spread, found: dict[str, int], tokens: int) -> None:
     """Holds those of a checkpointed step on two ranks against the plan and a formula."""
-    kind, strategy, accumulation, _, size = spread
+    kind, strategy, accumulation, _, size, _ = spread
     model = mixture(kind)
     units = unit_shapes(model, plan_units(model, experts=True), "no", experts=size)
     planned = traffic(units, STRATEGIES[strategy], MeshShape(1, 2), accumulation=accumulation, compute_bytes=None)
@@ -100,7 +105,7 @@ class CutError(Exception):
     """Power is gone."""
 
 
-def run(folder: Path, data: Path, name: str, size: int, cut: bool = False) -> list[float]:
+def run(folder: Path, data: Path, accumulate: str, name: str, size: int, cut: bool = False) -> list[float]:
     """Losses of five steps; cut, it dies in the fourth, two steps behind its checkpoint."""
     train_step = Trainer.train_step
 
@@ -111,6 +116,9 @@ def run(folder: Path, data: Path, name: str, size: int, cut: bool = False) -> li
 
     values = recipe_values(folder / "model", data, folder / name, folder / "cache", max_steps=5)
     values["sharding"] = {"strategy": "zero3", "experts": size}
+    if accumulate == BLOCK:
+        values["sharding"] |= {"accumulate": BLOCK, "activation_checkpointing": 1}
+        values["training"]["gradient_accumulation_steps"] = 2
     values["checkpoint"] = {"every_steps": 2}
     meet()
     if not cut:
@@ -124,22 +132,26 @@ def run(folder: Path, data: Path, name: str, size: int, cut: bool = False) -> li
     return []
 
 
-def runs(folder: Path, data: Path) -> dict[str, list[float]]:
+def runs(*where: Any) -> dict[str, list[float]]:
     """Whole runs without and with spread experts, and one that is cut with them and goes on with and without."""
-    found = {"gathered": run(folder, data, "gathered", 1), "spread": run(folder, data, "spread", 2)}
-    run(folder, data, "same", 2, cut=True)
+    folder = where[0]
+    found = {"gathered": run(*where, "gathered", 1), "spread": run(*where, "spread", 2)}
+    run(*where, "same", 2, cut=True)
     meet()
     if torch.distributed.get_rank() == 0:
         shutil.copytree(folder / "same", folder / "other")
     torch.distributed.barrier()
-    return found | {"same": run(folder, data, "same", 2), "other": run(folder, data, "other", 1)}
+    return found | {"same": run(*where, "same", 2), "other": run(*where, "other", 1)}
 
 
-def test_a_run_goes_on_with_the_same_spread_bit_for_bit_and_without_one(tmp_path: Path, text_file: Path) -> None:
+@pytest.mark.parametrize("accumulate", [TURN, pytest.param(BLOCK, marks=pytest.mark.slow)])
+def test_a_run_goes_on_with_the_same_spread_bit_for_bit_and_without_one(
+    tmp_path: Path, text_file: Path, accumulate: str
+) -> None:
     texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
     folder = save_llama(tmp_path / "model", texts, tied=True)  # for its tokenizer
     mixture("mixtral", vocab_size=len(AutoTokenizer.from_pretrained(folder))).save_pretrained(folder)
-    losses = run_on_ranks(runs, 2, tmp_path, text_file)[0]
+    losses = run_on_ranks(runs, 2, tmp_path, text_file, accumulate)[0]
     assert losses["same"] == losses["spread"]
     assert losses["spread"] == pytest.approx(losses["gathered"], rel=1e-6)
     assert losses["other"] == pytest.approx(losses["gathered"], rel=1e-6)
@@ -155,6 +167,7 @@ def test_a_run_goes_on_with_the_same_spread_bit_for_bit_and_without_one(tmp_path
 def test_every_model_with_any_spread(num_ranks: int) -> None:
     sizes = [size for size in (2, 4) if num_ranks % size == 0]
     grid = itertools.product(MODELS, ("zero3", "zero1"), (1, 3), (False, True), sizes)
-    spreads = [case for case in grid if case[1] == "zero3" or case[2] == 3]
+    spreads: list[Spread] = [(*case, TURN) for case in grid if case[1] == "zero3" or case[2] == 3]
+    spreads += [(kind, "zero3", 3, True, size, BLOCK) for kind in MODELS for size in sizes]
     for spread, found in zip(spreads, run_on_ranks(all_steps, num_ranks, spreads, seconds=900)[0], strict=True):
         compare(spread, num_ranks, found)

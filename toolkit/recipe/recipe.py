@@ -153,7 +153,6 @@ class Recipe(Section):
         section = self.sharding
         others = {
             f"sharding.strategy {section.strategy}": section.strategy in ("ddp", "hybrid"),
-            f"sharding.accumulate {section.accumulate}": section.accumulate != "by_micro_batch",
             "sharding.sequence": section.sequence > 1,
             "sharding.chunk_tokens": section.chunk_tokens is not None,
             "sharding.offload: optimizer": section.offload == "optimizer",

@@ -28,6 +28,7 @@ from toolkit.sharding.fsdp import (
     forget_forwards,
     looking_alone,
     reshard_all,
+    sharded_modules,
     stay_in_forward,
 )
 from toolkit.sharding.unit_plan import UnitPlan
@@ -136,7 +137,8 @@ class ByBlock:
     def __init__(self, root: Any, plan: UnitPlan) -> None:
         self._root = root
         self._is_checked = False
-        units = [unit for unit in plan.units if unit.reshard_after_forward]
+        # Experts that are units of their own pass with their block.
+        units = [unit for unit in plan.units if unit.reshard_after_forward and unit.kind != "experts"]
         for unit in units:
             if len(unit.modules) > 1:
                 raise BadInputError(
@@ -220,11 +222,11 @@ class ByBlock:
                 batch.go_on()
             while (unit := _next_unit(batches)) is not None:
                 rounds.append((unit, [Pass() for _ in batches]))
-                unit.set_reshard_after_forward(False, recurse=False)
+                unit.set_reshard_after_forward(False)
                 for number, batch in enumerate(batches):
                     batch.inside = rounds[-1][1][number]
                     if batch is batches[-1]:
-                        unit.set_reshard_after_forward(True, recurse=False)
+                        unit.set_reshard_after_forward(True)
                     batch.go_on()
                     if batch.next_unit is None:
                         # At once: these logits go before the next micro-batch makes its own.
@@ -233,7 +235,7 @@ class ByBlock:
             for batch in batches:
                 batch.abandon()
             if rounds:
-                rounds[-1][0].set_reshard_after_forward(True, recurse=False)  # where a micro-batch has failed inside
+                rounds[-1][0].set_reshard_after_forward(True)  # where a micro-batch has failed inside
         return rounds
 
     def _backward(self, rounds: list[tuple[Any, list[Pass]]]) -> None:
@@ -241,18 +243,19 @@ class ByBlock:
         with looking_alone(self._root):
             while rounds:
                 unit, passes = rounds.pop()
+                inside = list(sharded_modules(unit))  # the unit itself first
                 for one in passes:
                     is_last = one is passes[-1]
                     if is_last:
                         # Its reduction has had all passes but this one to hide behind. The buffer goes before the
                         # next unit is gathered beside this one.
                         end_pass(reduced)
-                    unit.set_requires_gradient_sync(is_last, recurse=False)
-                    unit.set_reshard_after_backward(is_last, recurse=False)
+                    unit.set_requires_gradient_sync(is_last)
+                    unit.set_reshard_after_backward(is_last)
                     one.backward()
                     # What lies between units has no hook of FSDP2's: the root's share of it is added up here.
-                    end_pass([unit, *self._staying])
-                reduced = [unit]
+                    end_pass([*inside, *self._staying])
+                reduced = inside
         self._root.set_requires_gradient_sync(True)
         self._root.set_reshard_after_backward(True)
         self._root.set_is_last_backward(True)

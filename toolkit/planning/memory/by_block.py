@@ -24,13 +24,15 @@ def window(units: Sequence[UnitShape], probe: Probe, num_batches: int) -> Probe:
         return probe
     after = {event.unit: event.level for event in exits}
     before = dict(zip(after, (0, *after.values()), strict=False))
-    others, reached, is_after_loss, events = num_batches - 1, 0, False, []
+    others, reached, is_after_loss, block, events = num_batches - 1, 0, False, -1, []
     for event in probe.events:
         is_after_loss = is_after_loss or event.kind == "loss"
+        if units[event.unit].kind != "experts":  # which run inside of their block
+            block = event.unit
         # Between blocks: as much as in the block before, in backward as much as in the one behind.
-        reached = (before if is_after_loss else after).get(event.unit, reached)
+        reached = (before if is_after_loss else after).get(block, reached)
         waiting = others * reached
         # What those that are still to come hold more than those that have passed.
-        more = after[event.unit] - before[event.unit] if is_after_loss and event.unit in after else 0
+        more = after[block] - before[block] if is_after_loss and block in after else 0
         events.append(replace(event, level=event.level + waiting, peak=event.peak + waiting, to_come=more))
     return replace(probe, events=tuple(events), buffers=probe.buffers + others * probe.batch)

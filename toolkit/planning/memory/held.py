@@ -51,7 +51,7 @@ class HeldUnit:
         cast_alone: a cast copy of one parameter, where one rank casts them one by one.
         reduce_input: of the reduce-scatter.
         reduce_output: this rank's part of it.
-        last_gradient: which the reduction's loop variable keeps alive.
+        last_gradient: which the reduction's loop variable keeps alive; `last_sum`: where micro-batches were summed.
         whole_sums: gradients summed over micro-batches, in the type of the reduction.
         cast_gradient: the reduced gradient in the type of the shards, where that is another.
         optimizer: state on the device.
@@ -68,6 +68,7 @@ class HeldUnit:
     reduce_input: int
     reduce_output: int
     last_gradient: int
+    last_sum: int
     whole_sums: int
     cast_gradient: int
     optimizer: int
@@ -110,6 +111,7 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
         reduce_input=rounded(layout.reduce * own * f),
         reduce_output=rounded(layout.reduce * own),
         last_gradient=rounded(last),
+        last_sum=rounded(trainable[-1].numel * layout.reduce) if outlives else 0,
         # FSDP2 sums whole gradients of several micro-batches in the type of the reduction, not of compute.
         whole_sums=sum(rounded(p.numel * layout.reduce) for p in trainable),
         # FSDP2 reduces in float32 and hands the optimizer the shard's own type.

@@ -174,11 +174,17 @@ class _ShardedRank(_Rank):
         self._forward_gather = 0  # the output of the last gather of the forward
         self._reduce_input = 0  # the input of the last reduction
         self._hidden = 0  # of the unit before, while all micro-batches but the last are in a unit's backward
+        self._inside: list[int] = []  # the block that was entered last, and its experts
+        self._left = 0  # its whole bytes, while micro-batches go on to the head and one is still before it
+        self._sums = 0  # of the window, of the unit whose backward is under way, and of the experts in it
+        self._before_last: dict[str, int] | None = None  # what is held then when the last has not reduced the experts
         self._leaving: list[int] = []  # gradients on their way to the host
         self._last: int | None = None  # whose forward was the last
         self._before: dict[int, list[int | None]] = {}  # whose forward was the one before each of a unit's
 
     def on(self, event: ProbeEvent, is_first: bool, is_last: bool) -> None:
+        if self.by_block:
+            self._snap_heads(event)
         if event.kind == "enter":
             self._gather(event, in_forward=True)
         elif event.kind == "exit":
@@ -190,10 +196,7 @@ class _ShardedRank(_Rank):
         elif event.kind == "pre_backward":
             self._gather(event, in_forward=False)
             if self.by_block:
-                self._sum_window(event.unit)
-                # The reduction before hides behind all passes but the last.
-                self._hidden = self._reduce_input
-                self._hold_reduce_input(0)
+                self._begin_passes(event.unit)
             self._prefetch(event)
         elif event.kind == "loss" and self.by_block:
             for unit in self._staying:  # of each micro-batch from here on
@@ -203,6 +206,7 @@ class _ShardedRank(_Rank):
                 self._after_backward(event, is_last)
             elif event.unit not in self._staying:
                 self._snap_earlier(event)
+                self._before_last = dict(self.held) if self.units[event.unit].kind == "experts" else None
                 self._after_backward(event, is_last)
         elif event.kind == "end":
             for unit in self._staying if self.by_block else ():
@@ -216,13 +220,43 @@ class _ShardedRank(_Rank):
         """Units that stay gathered from the loss on: a window by block reduces them at its end."""
         return [i for i, reshards in enumerate(self._reshards) if not reshards]
 
+    def _snap_heads(self, event: ProbeEvent) -> None:
+        """All micro-batches but the last go on to the head while the last block, and its experts, are gathered."""
+        kind = self.units[event.unit].kind
+        if self._left and self._moment in HEAD:
+            held = sum(self._now[unit].whole_gradients for unit in self._staying)
+            sums = sum(self._now[unit].whole_sums for unit in self._staying) - held
+            gathers = -self._forward_gather  # of which the first has freed the last
+            self.snap(self._moment, event.peak, gathered=self._left, gradients=-held)
+            if self.by_block > 2:
+                self.snap(self._moment, event.peak, gathered=self._left, gradients=sums, communication=gathers)
+            self.snap(self._moment, event.peak, gradients=sums, communication=gathers)
+        if event.kind in ("enter", "pre_backward") and kind in ("block", "experts"):
+            self._inside = [*self._inside, event.unit] if kind == "experts" else [event.unit]
+            self._left = 0
+        elif event.kind == "exit" and kind == "block":
+            self._left = sum(self._now[unit].whole for unit in self._inside)
+
+    def _begin_passes(self, index: int) -> None:
+        """Of all micro-batches through a unit's backward."""
+        if self.units[index].kind != "experts":
+            # The reduction before hides behind all passes but the last.
+            self._hidden, self._sums = self._reduce_input, 0
+            self._hold_reduce_input(0)
+        self._sum_window(index)
+        self._sums += self._now[index].whole_gradients
+
     def _snap_earlier(self, event: ProbeEvent) -> None:
         """The first micro-batch, which finds no sums, and the second; the last alone has gathered the next unit."""
         ahead = sum(unit.gather_output for unit in self._now if unit.is_prefetched)
-        sums, to_come = self._now[event.unit].whole_gradients, event.to_come
-        first = event.peak + (self.by_block - 1) * to_come
-        self.snap(self._moment, first, gradients=-sums, communication=self._hidden - ahead)
-        self.snap(self._moment, first - to_come, communication=self._hidden - ahead)
+        held = self._before_last or self.held
+        gathered, gradients, communication = (
+            held[kind] - self.held[kind] for kind in ("gathered", "gradients", "communication")
+        )
+        communication += self._hidden - ahead
+        first = event.peak + (self.by_block - 1) * event.to_come
+        self.snap(self._moment, first, gathered, gradients - self._sums, communication)
+        self.snap(self._moment, first - event.to_come, gathered, gradients, communication)
 
     def _sum_window(self, index: int) -> None:
         """Holds the gradients of the micro-batches before, whole and in the type of the reduction."""
@@ -345,6 +379,7 @@ class _ShardedRank(_Rank):
                 self._hold_whole_gradients(unit, unit.whole_sums)
             return
         whole = unit.whole_gradients or gradients
+        last = unit.last_sum if unit.whole_gradients else unit.last_gradient
         self._hold_whole_gradients(unit, 0)
         if not whole:
             return
@@ -352,7 +387,7 @@ class _ShardedRank(_Rank):
         self._hold_reduce_input(0)
         self.snap(what, level, gradients=whole, communication=unit.reduce_input)
         self._hold_reduce_input(unit.reduce_input)
-        self.snap(what, level, gradients=min(whole, unit.last_gradient) + unit.reduce_output)
+        self.snap(what, level, gradients=min(whole, last) + unit.reduce_output)
         self._keep(unit, what, level, is_last)
 
     def _keep(self, unit: HeldUnit, what: str, level: int, is_last: bool) -> None:

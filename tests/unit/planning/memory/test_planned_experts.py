@@ -19,28 +19,35 @@ from toolkit.planning.time.hardware import presets
 from toolkit.planning.time.traffic import traffic
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.fsdp import autograd_sums_gradients
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 LAYERS, WIDTH, CHOSEN, MESH = 3, 128, 2, MeshShape(1, 4)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "experts", "accumulation", "checkpointing", "tokens"),
-    [("zero3", 2, 2, Checkpointing(1), 16), ("zero3", 4, 1, None, 160), ("zero1", 2, 1, None, 160)],
+    ("strategy", "experts", "accumulation", "checkpointing", "tokens", "by_block"),
+    [
+        ("zero3", 2, 2, Checkpointing(1), 16, False),
+        ("zero3", 4, 1, None, 160, False),
+        ("zero1", 2, 1, None, 160, False),
+        ("zero3", 2, 4, Checkpointing(1), 160, True),
+    ],
 )
 def test_plans_hold_and_send_what_the_trace_does(
-    strategy: str, experts: int, accumulation: int, checkpointing: Checkpointing | None, tokens: int
+    strategy: str, experts: int, accumulation: int, checkpointing: Checkpointing | None, tokens: int, by_block: bool
 ) -> None:
     work = replace(workload("mixtral", tokens=tokens, layers=LAYERS), experts=experts)
-    found = trace(work, STRATEGIES[strategy], MESH, 1, accumulation, checkpointing)
+    found = trace(work, STRATEGIES[strategy], MESH, 1, accumulation, checkpointing, by_block)
     prober = Prober(work)
     probe = prober.probe(1, checkpointing)
     units = unit_shapes(work.model, prober.plan, "bf16", experts=experts)
     layout = MemoryLayout(MESH.shard, 2, 4, optimizer=8)
-    moments = replay(units, probe, STRATEGIES[strategy], layout, accumulation)
+    moments = replay(units, probe, STRATEGIES[strategy], layout, accumulation, by_block)
     peak = max(moment.total - moment.optimizer for moment in moments)
-    assert peak == pytest.approx(found.peak, rel=0.02)
-    sent = traffic(units, STRATEGIES[strategy], MESH, accumulation=accumulation)
+    # torch 2.15 adds each gradient to the window's sums in place; the plan waits for all of a unit's, as 2.13 does.
+    assert peak == pytest.approx(found.peak, rel=0.1 if by_block and autograd_sums_gradients() else 0.02)
+    sent = traffic(units, STRATEGIES[strategy], MESH, accumulation=1 if by_block else accumulation)
     assert {kind: sent.whole[kind] for kind in found.traffic} == found.traffic
     # To the experts and back in each forward, the second one of checkpoints too, and the gradients the same way.
     ways = 6 if checkpointing else 4
