@@ -367,7 +367,13 @@ SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
 def _require_possible(config: PretrainedConfig, field: str, name: str) -> None:
-    """Raises BadInputError for sizes that no model has."""
+    """Raises BadInputError for sizes that no model has, and for a model that transformers computes wrong."""
+    if config.model_type == "prophetnet":
+        # get_predict_relative_pos_embeddings gives each token the numbers of other ones, later ones among them.
+        raise BadInputError(
+            f"{field}: {name!r} is a ProphetNet, whose relative positions transformers mixes up: a token's logits "
+            "depend on later tokens and on the length of its row; name another model, such as BART or T5"
+        )
     text = config.get_text_config()
     wrong = [f"{key} is {size}" for key in SIZES if isinstance(size := getattr(text, key, 1), int) and size < 1]
     if wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from toolkit.data import build, tokenizer
@@ -18,7 +18,9 @@ from toolkit.data.build import TokenisedData
 from toolkit.data.samples import Batch, TextSamples
 from toolkit.model.load import load
 from toolkit.model.routers import find_routers
+from toolkit.objectives.build import build_objective
 from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.teacher import load_teacher
 from toolkit.optim.build import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
@@ -27,19 +29,21 @@ from toolkit.run.parts import build_windows, fitting, may_pad, require_room, wit
 from toolkit.sharding.shards import local_tensor
 from toolkit.verify.launch import Launch
 from toolkit.verify.packing import packing_row
+from toolkit.verify.plain_losses import PlainLoss, plain_loss
 from toolkit.verify.plain_model import plain_model
 from toolkit.verify.plain_routers import PlainRouters
 from toolkit.verify.results import Outcome, PlainRun, Row
 
 
 def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
-    training = recipe.training
-    tokens = tokenizer.load(recipe.model, recipe.data)
-    data = build.build(recipe.data, tokens, training.seed)
-    built = load(recipe.model, tokens, training.seed, adapter=recipe.adapter)
+    training, kind = recipe.training, recipe.objective.kind
+    tokens = tokenizer.load(recipe.model, recipe.data, kind)
+    data = build.build(recipe.data, tokens, training.seed, recipe.objective)
+    built = load(recipe.model, tokens, training.seed, adapter=recipe.adapter, objective=kind)
     require_room(built, tokens, recipe)
     data, padded = fitting(recipe, tokens, data, built)
-    CausalLM(built, data.report.packing)  # refuses what it cannot train
+    teacher = load_teacher(recipe, tokens, "no")
+    build_objective(recipe.objective, built, data.report.packing, None, teacher)  # refuses what it cannot train
     device = torch.device("cpu" if launch.on_cpu else "cuda")
     model = plain_model(recipe, built).to(device).train()
     set_dropout(model, 0.0)
@@ -55,7 +59,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     factor = learning_rate_factor(recipe.schedule, num_steps)
     rates = [recipe.optimizer.learning_rate * factor(step) for step in range(min(steps, num_steps))]
     routers = PlainRouters(model, recipe, groups) if find_routers(model) else None
-    plain = plain_loop(model, recipe, windows, rates, packing, routers)
+    plain = plain_loop(model, recipe, plain_loss(recipe, device), windows, rates, packing, routers)
     del model
     torch.cuda.empty_cache()
     return replace(plain, padded=padded)
@@ -76,6 +80,7 @@ def _leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device: torch.d
 def plain_loop(
     model: nn.Module,
     recipe: Recipe,
+    loss: PlainLoss,
     windows: Iterable[list[Batch]],
     rates: Sequence[float],
     packing: Row,
@@ -93,7 +98,7 @@ def plain_loop(
     steadiness = _Steadiness(named, section.beta2)
     losses, norms, with_gradient = [], [], set()
     for rate, window in zip(rates, windows, strict=False):
-        losses.append(_accumulate(model, window, routers))
+        losses.append(_accumulate(model, loss, window, routers))
         norms.append(_global_norm(named))
         with_gradient |= {name for name, p in named.items() if is_felt(p.grad)}
         for p in named.values():
@@ -118,24 +123,15 @@ def plain_loop(
     return PlainRun(outcome, set(named), steadiness.found(), sum(rates), packing)
 
 
-def _accumulate(model: nn.Module, window: list[Batch], routers: PlainRouters | None) -> float:
+def _accumulate(model: nn.Module, plain_loss: PlainLoss, window: list[Batch], routers: PlainRouters | None) -> float:
     """Backward over the whole global batch; the mean loss over its target tokens."""
-    device = next(model.parameters()).device
-    # -100 as transformers has it, written out, so that a wrong constant of ours would show.
-    num_targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
+    num_targets = sum(map(plain_loss.num_targets, window))
     mean = 0.0
-
-    def forward(batch: Batch) -> torch.Tensor:  # (B, T, V)
-        ids, positions = batch["input_ids"].to(device), batch["position_ids"].to(device)
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits  # type: ignore[no-any-return]
-
     if routers is not None:
-        routers.begin(window, forward)
+        routers.begin(window, functools.partial(plain_loss.forward, model))
     for number, batch in enumerate(window):
         with contextlib.nullcontext() if routers is None else routers.watching() as seen:
-            logits, labels = forward(batch), batch["labels"].to(device)
-        loss_sum = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        loss = loss_sum / max(1, num_targets)
+            loss = plain_loss.summed(model, batch) / max(1, num_targets)
         mean += loss.item()
         if routers is not None and seen is not None:
             loss = loss + routers.loss(number, batch, seen)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from toolkit.model.adapters import base_of, has_adapter
 from toolkit.model.quantised import quantised_layers
@@ -42,14 +42,13 @@ def _whole(recipe: Recipe, built: Any) -> PreTrainedModel:
     settings: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     if section.attention != "auto":
         settings["attn_implementation"] = section.attention
+    auto: Any = AutoModelForSeq2SeqLM if recipe.objective.kind == "seq2seq" else AutoModelForCausalLM
     if section.name_or_path is None:
-        return AutoModelForCausalLM.from_config(config, **settings)
+        return auto.from_config(config, **settings)
     if recipe.adapter.quantize != "none" or not any(quantised_layers(built)):
         settings["config"] = config
     # Otherwise the files say that they are quantised, which `built` has taken out of its configuration.
-    return AutoModelForCausalLM.from_pretrained(
-        section.name_or_path, revision=section.revision, use_safetensors=True, **settings
-    )
+    return auto.from_pretrained(section.name_or_path, revision=section.revision, use_safetensors=True, **settings)
 
 
 @torch.no_grad()
@@ -94,7 +93,7 @@ def _adapted(model: PreTrainedModel, recipe: Recipe, built: Any) -> nn.Module:
 
     section, told = recipe.adapter, built.peft_config["default"]
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_2_SEQ_LM" if recipe.objective.kind == "seq2seq" else "CAUSAL_LM",
         r=section.r,
         lora_alpha=2 * section.r if section.alpha is None else section.alpha,
         target_modules=told.target_modules,

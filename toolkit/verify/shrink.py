@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
 
 from toolkit.errors import BadInputError, first_line
 from toolkit.places import require_folder
@@ -30,8 +30,9 @@ def with_layers(recipe: Recipe, layers: int | None, folder: Path) -> tuple[Recip
     _copy_model(source, shrunk, layers, section)
     name = section.name_or_path
     origin = f"of {name}; the first {layers} blocks"
-    if not _has_its_weights(shrunk, section):
-        _write_random_weights(shrunk, section, recipe.training.seed)
+    auto = AutoModelForSeq2SeqLM if recipe.objective.kind == "seq2seq" else AutoModelForCausalLM
+    if not _has_its_weights(auto, shrunk, section):
+        _write_random_weights(auto, shrunk, section, recipe.training.seed)
         origin = f"random: {name} holds no weights that fit its first {layers} blocks"
     # The files also hold the blocks that were cut off, which have no place now.
     return _with_model(recipe, {"name_or_path": str(shrunk), "revision": None, "allow_new_weights": ["*"]}), origin
@@ -51,21 +52,28 @@ def _configuration_of(fields: dict[str, Any]) -> PretrainedConfig:
 def shrink(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:
     """Cuts the fields of a configuration, in place, to its first blocks; lists of an item per block as well.
 
+    Of an encoder-decoder to the first blocks of each.
+
     Raises BadInputError where the model has fewer blocks, or does not tell how many.
     """
     text = config.get_text_config()
     found = getattr(text, "num_hidden_layers", None)
     if not isinstance(found, int):
         raise BadInputError(f"--layers: {type(config).__name__} has no num_hidden_layers; leave --layers out")
-    if layers > found:
-        raise BadInputError(f"--layers: found {layers}, but the model has {found} blocks; lower it")
+    # An encoder-decoder's other half.
+    others = {key: getattr(text, key, None) for key in ("decoder_layers", "num_decoder_layers")}
+    depths = {key: depth for key, depth in others.items() if isinstance(depth, int)}
+    deepest = max([found, *depths.values()])
+    if layers > deepest:
+        raise BadInputError(f"--layers: found {layers}, but the model has {deepest} blocks; lower it")
     if text is not config and isinstance(fields.get("text_config"), dict):
         fields["text_config"] = fields = dict(fields["text_config"])
     for key, value in fields.items():
         if isinstance(value, list) and len(value) == found:
             fields[key] = value[:layers]
     fields.pop("num_hidden_layers", None)
-    fields[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = layers
+    depths[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = found
+    fields |= {key: min(layers, depth) for key, depth in depths.items()}
 
 
 def source_folder(section: ModelSection) -> Path:
@@ -95,20 +103,18 @@ def _copy_model(source: Path, target: Path, layers: int, section: ModelSection) 
     (target / "config.json").write_text(json.dumps(fields), encoding="utf-8")
 
 
-def _has_its_weights(folder: Path, section: ModelSection) -> bool:
+def _has_its_weights(auto: Any, folder: Path, section: ModelSection) -> bool:
     """Whether every parameter of the shrunk model is stored, in its shape."""
     try:
-        _, found = AutoModelForCausalLM.from_pretrained(
-            folder, trust_remote_code=section.trust_remote_code, output_loading_info=True
-        )
+        _, found = auto.from_pretrained(folder, trust_remote_code=section.trust_remote_code, output_loading_info=True)
     except (OSError, ValueError, RuntimeError):
         return False
     return not found["missing_keys"] and not found["mismatched_keys"]
 
 
-def _write_random_weights(folder: Path, section: ModelSection, seed: int) -> None:
+def _write_random_weights(auto: Any, folder: Path, section: ModelSection, seed: int) -> None:
     for file in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         file.unlink()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code).save_pretrained(folder)
+    auto.from_config(config, trust_remote_code=section.trust_remote_code).save_pretrained(folder)

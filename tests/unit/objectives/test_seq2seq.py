@@ -19,8 +19,10 @@ from toolkit.data.loader import without_targets
 from toolkit.data.samples import IGNORED
 from toolkit.data.tokenizer import _train_byte_pairs
 from toolkit.errors import BadInputError, DataError, RecipeError
+from toolkit.model.load import load_without_weights
 from toolkit.objectives.head_loss import HeadLoss
 from toolkit.objectives.seq2seq import Seq2Seq
+from toolkit.planning.workload import PlannedTokenizer
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ColumnsSection, DataSection, ObjectiveSection
 from toolkit.training.usage import counts_of, model_flops
@@ -165,6 +167,23 @@ def test_experts_with_a_capacity_are_refused() -> None:
         Seq2Seq(hf.AutoModelForSeq2SeqLM.from_config(config))
 
 
+@pytest.mark.parametrize("objective", ["seq2seq", "causal_lm"])
+def test_prophetnet_is_refused_as_long_as_its_tokens_see_later_ones(objective: str) -> None:
+    sizes = dict.fromkeys(("num_encoder_layers", "num_decoder_layers"), 2)
+    heads = dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4)
+    ffn = {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "hidden_size": 32, "vocab_size": 90, "pad_token_id": 1}
+    torch.manual_seed(0)
+    model = hf.ProphetNetForCausalLM(hf.ProphetNetConfig(**sizes, **heads, **ffn)).eval()
+    ids = torch.randint(3, 90, (1, 8))
+    with torch.no_grad():
+        whole, first = model(input_ids=ids).logits, model(input_ids=ids[:, :4]).logits
+    # 4e-4 of 0.4 apart; 0 with transformers 5.23 where the method of the error is put right.
+    assert not torch.allclose(whole[:, :4], first, atol=1e-5), "transformers has mended it: the refusal can go"
+    section = Recipe.load("seq2seq").model.model_copy(update={"config": {"model_type": "prophetnet"}})
+    with pytest.raises(BadInputError, match="relative positions transformers mixes up"):
+        load_without_weights(section, PlannedTokenizer(300), objective=objective)
+
+
 # Data
 
 
@@ -273,9 +292,6 @@ def test_quantised_bases_are_refused() -> None:
 
 
 def test_an_encoder_decoder_of_another_objective_is_named(tmp_path: Path) -> None:
-    from toolkit.model.load import load_without_weights
-    from toolkit.planning.workload import PlannedTokenizer
-
     section = Recipe.load("seq2seq").model
     with pytest.raises(BadInputError, match=r"type t5 that can generate text.* Set objective.kind=seq2seq"):
         load_without_weights(section, PlannedTokenizer(300))

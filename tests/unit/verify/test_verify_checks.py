@@ -16,7 +16,16 @@ import yaml
 from safetensors.torch import load_file
 from tiny import recipe_values, save_llama
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    T5Config,
+)
 
 from toolkit.data.packing import Pieces
 from toolkit.data.samples import TextSamples
@@ -293,6 +302,12 @@ def test_every_dropout_is_switched() -> None:
             Qwen3Config(num_hidden_layers=3),
             {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
         ),
+        ({"num_layers": 4}, T5Config(num_layers=4), {"num_layers": 2, "num_decoder_layers": 2}),
+        (
+            {"encoder_layers": 1, "decoder_layers": 3},
+            BartConfig(encoder_layers=1, decoder_layers=3),
+            {"encoder_layers": 1, "decoder_layers": 2},
+        ),
     ],
 )
 def test_a_configuration_is_cut_to_its_first_blocks(
@@ -322,7 +337,7 @@ def test_a_cut_model_keeps_its_weights(tmp_path: Path, text_file: Path) -> None:
     found = dict(LlamaForCausalLM.from_pretrained(cut.model.name_or_path).named_parameters())
     assert set(stored) - set(found) == {name for name in stored if name.startswith("model.layers.2.")}
     assert all(torch.equal(weight, stored[name]) for name, weight in found.items())
-    shrink._write_random_weights(Path(cut.model.name_or_path), cut.model, seed=0)
+    shrink._write_random_weights(AutoModelForCausalLM, Path(cut.model.name_or_path), cut.model, seed=0)
     assert (model / "model.safetensors").read_bytes() == before, "links are not written through"
 
 

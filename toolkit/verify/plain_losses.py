@@ -1,0 +1,126 @@
+"""The losses of the plain side, written out over whole logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from toolkit.data.samples import Batch
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import ObjectiveSection
+
+IGNORED = -100
+"""As transformers has it, written out, so that a wrong constant of ours would show."""
+
+
+class PlainLoss(Protocol):
+    """What is minimised, divided by the targets of a step."""
+
+    def num_targets(self, batch: Batch) -> int:
+        """Tokens that are learned."""
+
+    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Logits of a micro-batch, (B, T, V)."""
+
+    def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Over the targets of a micro-batch, with a graph."""
+
+
+class PlainCausal:
+    """Cross-entropy of the next tokens."""
+
+    def num_targets(self, batch: Batch) -> int:
+        return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        device = next(model.parameters()).device
+        ids, positions = batch["input_ids"].to(device), batch["position_ids"].to(device)
+        return model(input_ids=ids, position_ids=positions, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        logits = self.forward(model, batch)[:, :-1]
+        labels = batch["labels"][:, 1:].to(logits.device)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+class PlainDistillation(PlainCausal):
+    """Cross-entropy and divergence from a teacher, by the formulas of docs/adapters.md, in float64."""
+
+    def __init__(self, teacher: nn.Module, section: ObjectiveSection) -> None:
+        self._teacher = teacher
+        self._kind = section.divergence or "forward_kl"
+        self._beta = 0.5 if section.beta is None else section.beta
+        self._temperature = 1.0 if section.temperature is None else section.temperature
+        self._ratio = 0.5 if section.kd_ratio is None else section.kd_ratio
+
+    def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            y = self.forward(self._teacher, batch)[:, :-1]
+        z = self.forward(model, batch)[:, :-1]
+        labels = batch["labels"][:, 1:].to(z.device)
+        learned = labels != IGNORED
+        z, y, labels = z[learned].double(), y[learned].double(), labels[learned]
+        shared = min(z.shape[1], y.shape[1])
+        student, teacher = ((logits[:, :shared] / self._temperature).log_softmax(dim=1) for logits in (z, y))
+        divergence = self._divergence(student, teacher)
+        cross_entropy = F.cross_entropy(z, labels, reduction="sum")
+        return (1 - self._ratio) * cross_entropy + self._ratio * self._temperature**2 * divergence
+
+    def _divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        """Of log-probabilities, (N, V) each."""
+        if self._kind == "forward_kl":
+            return _kl(teacher, student)
+        if self._kind == "reverse_kl":
+            return _kl(student, teacher)
+        b = self._beta
+        mixture = torch.logaddexp(teacher + math.log(b), student + math.log(1 - b))
+        return b * _kl(teacher, mixture) + (1 - b) * _kl(student, mixture)
+
+
+def _kl(of: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+    return (of.exp() * (of - beside)).sum()
+
+
+class PlainSeq2Seq:
+    """Cross-entropy of targets: each row alone, without padding, and the decoder's inputs are transformers' own."""
+
+    def num_targets(self, batch: Batch) -> int:
+        return int((batch["labels"] != IGNORED).sum())
+
+    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        device = next(model.parameters()).device
+        # The model shifts the labels itself.
+        return model(  # type: ignore[no-any-return]
+            input_ids=batch["input_ids"].to(device), labels=batch["labels"].to(device), use_cache=False
+        ).logits
+
+    def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        device = next(model.parameters()).device
+        total = torch.zeros((), device=device, requires_grad=True)
+        for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
+            row = {"input_ids": ids[mask == 1][None], "labels": labels[labels != IGNORED][None]}
+            if row["labels"].numel():  # a rank that has no sample left gets rows without a target
+                logits = self.forward(model, row)[0]
+                total = total + F.cross_entropy(logits, row["labels"][0].to(device), reduction="sum")
+        return total
+
+
+def plain_loss(recipe: Recipe, device: torch.device) -> PlainLoss:
+    """Of the recipe's objective; a teacher is loaded by transformers, and computes in float32."""
+    section = recipe.objective
+    if section.kind == "seq2seq":
+        return PlainSeq2Seq()
+    if section.kind == "causal_lm":
+        return PlainCausal()
+    settings: dict[str, Any] = {"dtype": getattr(torch, recipe.model.dtype)}
+    if recipe.model.attention != "auto":
+        settings["attn_implementation"] = recipe.model.attention
+    teacher: nn.Module = AutoModelForCausalLM.from_pretrained(
+        section.teacher, revision=section.teacher_revision, use_safetensors=True, **settings
+    )
+    return PlainDistillation(teacher.float().to(device).eval(), section)
