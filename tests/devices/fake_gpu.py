@@ -14,8 +14,8 @@ torch has one such device for the whole process: `install` is called in a proces
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -107,6 +107,9 @@ class Handle:
     def device_count(self) -> int:
         return 1
 
+    def device(self, device: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def current_device(self) -> int:
         return 0
 
@@ -114,6 +117,12 @@ class Handle:
         pass
 
     def synchronize(self, device: Any = None) -> None:
+        pass
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         pass
 
     def manual_seed_all(self, seed: int) -> None:
@@ -174,11 +183,16 @@ def install() -> None:
 
 
 @contextmanager
-def simulated(num_ranks: int) -> Iterator[Simulated]:
-    """Rank 0 of so many, each with one device; the collectives of the others do nothing."""
+def simulated(num_ranks: int, read: Mapping[tuple[int, ...], int] | None = None) -> Iterator[Simulated]:
+    """Rank 0 of so many, each with one device; the collectives of the others do nothing.
+
+    Args:
+        read: what the host reads in tensors of a shape, instead of ones.
+    """
     from accelerate.state import PartialState
 
     from toolkit import ranks
+    from toolkit.sharding import by_block
     from toolkit.sharding.offload.worker import Worker
     from toolkit.sharding.plugin import reset_accelerate
 
@@ -192,9 +206,18 @@ def simulated(num_ranks: int) -> Iterator[Simulated]:
         with torch.no_grad():
             run()
 
+    def seen_on_thread(run: Callable[[], None]) -> Callable[[], None]:
+        # Dispatch modes are of one thread.
+        def wrapped() -> None:
+            with seen:
+                run()
+
+        return wrapped
+
     def tolist(tensor: torch.Tensor) -> Any:
         seen.meetings.append(tuple(tensor.shape))
-        return np.ones(tensor.shape).tolist()
+        kind = float if tensor.is_floating_point() else int
+        return np.full(tensor.shape, (read or {}).get(tuple(tensor.shape), 1), kind).tolist()
 
     with mock.patch.dict(os.environ, told):
         # `torch.tensor(..., device=...)` makes a tensor on the host, and moves it by an operator that is seen here.
@@ -211,7 +234,10 @@ def simulated(num_ranks: int) -> Iterator[Simulated]:
                 mock.patch.object(ranks, "gather_objects", lambda value, group=None: [value] * num_ranks),
                 mock.patch.object(ranks, "_gloo_group", return_value=host_group),
                 mock.patch.object(Worker, "submit", at_once),
+                mock.patch.object(by_block, "on_this_device", seen_on_thread),
                 mock.patch.object(FakeTensor, "tolist", tolist),
+                # By which Accelerate tells an optimizer's parameters apart.
+                mock.patch.object(FakeTensor, "data_ptr", lambda tensor: id(tensor)),
                 # torch 2.13 asks for its own stream ("Unknown device: 96") where a unit has no gradients to reduce.
                 mock.patch.object(torch.accelerator, "current_stream", Stream),
                 seen,

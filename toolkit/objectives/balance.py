@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -137,7 +138,11 @@ class Balance:
         self._exchange()
         if not self._all:
             return [], 0.0
-        sums = {number: found.tolist() for number, found in self._all.items()}
+        sizes = [found.shape[1] for found in self._all.values()]
+        rows = iter(torch.cat([found.flatten() for found in self._all.values()]).tolist())  # the device is met once
+        sums = {
+            number: [list(islice(rows, size)) for _ in range(2)] for number, size in zip(self._all, sizes, strict=True)
+        }
         shares = {number: [x / max(1.0, sum(choices)) for x in choices] for number, (choices, _) in sums.items()}
         losses = [
             len(shares[number]) * self._chosen[number] * sum(f * p for f, p in zip(shares[number], probs, strict=True))

@@ -121,11 +121,15 @@ def _spread(
         sent = received = [num_tokens * top_k]
         own = chosen.flatten() % number
     else:
-        counts = torch.bincount(chosen.flatten(), minlength=number * group.size()).view(-1, number)
+        # Not by bincount or a repeat of unknown size, for which a GPU would be waited for: once a layer is enough.
+        counts = chosen.new_zeros(number * group.size()).index_add_(
+            0, chosen.flatten(), chosen.new_ones(chosen.numel())
+        )
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=group)
-        sent, received = torch.stack([counts.sum(dim=1), theirs.sum(dim=1)]).tolist()
-        own = torch.arange(number, device=chosen.device).repeat(group.size()).repeat_interleave(theirs.flatten())
+        sent, received = torch.stack([counts, theirs]).view(2, -1, number).sum(dim=2).tolist()
+        experts = torch.arange(number, device=chosen.device).repeat(group.size())
+        own = experts.repeat_interleave(theirs, output_size=sum(received))
     arrived = _exchanged(hidden[order // top_k], received, sent, group)
     outputs = _exchanged(_computed(compute, arrived, own), sent, received, group)
     of_tokens = outputs[order.argsort()].view(num_tokens, top_k, -1)
