@@ -90,7 +90,10 @@ def require_folder(name: str, field: str) -> None:
     path = Path(name).expanduser()
     if not is_hub_name(name) and not path.is_dir():
         found = "is a file" if path.is_file() else "does not exist"
-        raise BadInputError(f"{field}: the folder {name!r} {found}; name a model's folder or a hub name")
+        # Where a shipped recipe leaves its model, as another one's teacher.
+        maker = path.parent.name if path.match("outputs/*/export") else ""
+        mend = f"make it by `toolkit train {maker}`, or " if maker in shipped_files("recipes") else ""
+        raise BadInputError(f"{field}: the folder {name!r} {found}; {mend}name a model's folder or a hub name")
 
 
 SAMPLED_BYTES = 1024

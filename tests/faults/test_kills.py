@@ -10,7 +10,7 @@ import signal
 import time
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from safetensors.torch import load_file
 from stand_in import NUM_RANKS, attempt
 from tiny import recipe_values, save_llama
 from two_hosts import Host, two_hosts
+
+from toolkit.run.lease import LEASE, Lease
+from toolkit.run.status import FOLDER
 
 GRACE_SECONDS = 1.5
 STALL_SECONDS = 8.0
@@ -269,7 +272,10 @@ def test_killed_at_the_worst_moments(workshop: Path, point: str) -> None:
 
 
 def ended_three_times(folder: str) -> list[str]:
-    """A run that ends in its first step, one that ends while it is built, and one that is left alone."""
+    """A run that ends in its first step, one that ends while it is built, and one that is left alone.
+
+    And one that was killed behind its report, by what that leaves.
+    """
     from toolkit import Recipe, finetune
     from toolkit.run import run as runs
 
@@ -290,11 +296,16 @@ def ended_three_times(folder: str) -> list[str]:
     ranks.meet()
     (Path(recipe.training.output_dir) / ".report.html.1.tmp").touch()  # of a process that was killed as it wrote
     finetune(recipe)
-    return sorted(path.name for path in Path(recipe.training.output_dir).iterdir())
+    output_dir = Path(recipe.training.output_dir)
+    (output_dir / LEASE).write_text(json.dumps(asdict(Lease(born="1"))))
+    (output_dir / FOLDER).mkdir()
+    ranks.meet()
+    finetune(recipe)
+    return sorted(path.name for path in output_dir.iterdir())
 
 
 def test_ended_again_while_it_is_built(workshop: Path) -> None:
     """What the first run has left is known again by its recipe, which the second must not take away."""
     left = ranks.run_on_ranks(ended_three_times, 1, str(workshop))[0]
     assert {"recipe.yaml", "report.html", "export"} <= set(left)
-    assert not [name for name in left if name.endswith(".tmp")]
+    assert not [name for name in left if name.endswith(".tmp") or name in (LEASE, FOLDER)]

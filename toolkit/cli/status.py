@@ -22,11 +22,14 @@ STANDING_SECONDS = 30.0
 
 def status(run: RunFolder, as_json: AsJson = False) -> None:
     """Show where each rank of a run is that is under way, and who waits for whom. Exit code 1 if none is."""
-    from toolkit.run.status import COLUMNS, cells, read_statuses, verdict
+    from toolkit.pages.status import is_finished
+    from toolkit.run.status import COLUMNS, FINISHED, cells, read_statuses, verdict
 
     if not run.is_dir():
         raise BadInputError(f"{str(run)!r}: no such folder; name the training.output_dir of a run")
     ranks = read_statuses(run, time.time())
+    if is_finished(run / FINISHED) and min((rank.silent_seconds for rank in ranks), default=0.0) > GONE_SECONDS:
+        ranks = []  # killed behind its report: the run is done, and the next start clears these away
     gone = _gone(run, [rank.silent_seconds for rank in ranks])
     late = [rank.rank for rank in ranks if rank.is_late(STANDING_SECONDS)]
     told = verdict(ranks, STANDING_SECONDS) if late else None

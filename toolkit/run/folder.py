@@ -31,7 +31,7 @@ from toolkit.pages.data_page import DATA_PAGE, write_data_page
 from toolkit.pages.status import is_finished as is_whole
 from toolkit.places import atomic_write, clear_interrupted_writes, is_store
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.lease import unwritable
+from toolkit.run.lease import LEASE, let_go, unwritable
 from toolkit.run.status import FINISHED
 from toolkit.run.status import FOLDER as BEATS_FOLDER
 from toolkit.training.profile import FOLDER as PROFILE_FOLDER
@@ -192,6 +192,12 @@ def is_finished(output_dir: Path, recipe: Recipe) -> bool:
     except OSError:
         return False
     return is_whole(output_dir / FINISHED) and saved == recipe.to_yaml()
+
+
+def clear_killed(output_dir: Path) -> None:
+    """Removes what tells of the processes of a run that was killed behind its report; not while one of them lives."""
+    if let_go(output_dir / LEASE):
+        shutil.rmtree(output_dir / BEATS_FOLDER, ignore_errors=True)
 
 
 def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:

@@ -94,7 +94,7 @@ class Lease:
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Makes the folder and holds it until the block ends; a folder that was made and stays empty is taken back.
+    """Makes the folder and holds it until the block ends; folders that were made and stay empty are taken back.
 
     Raises:
         BadInputError: on every rank, where another run holds it, or where it cannot be made or written.
@@ -108,16 +108,17 @@ def owned(folder: Path) -> Iterator[None]:
             if holder is not None:
                 holder.release()
     finally:
-        if ranks.rank() == 0 and made:
+        if ranks.rank() == 0:
             with contextlib.suppress(OSError):  # it is not empty
-                folder.rmdir()
+                for each in made:
+                    each.rmdir()
 
 
-def make(folder: Path) -> bool:
-    """Makes the output folder; whether it was not there."""
+def make(folder: Path) -> list[Path]:
+    """Makes the output folder; what was not there, the innermost first."""
     if folder.exists() and not folder.is_dir():
         raise BadInputError(f"training.output_dir: {str(folder)!r} is a file; name a folder")
-    made = not folder.exists()
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -172,6 +173,14 @@ def read_lease(path: Path) -> tuple[Lease | None, int | None]:
         return Lease(**json.loads(text)), touched
     except (ValueError, TypeError, RecursionError):
         return None, touched
+
+
+def let_go(path: Path) -> bool:
+    """Removes the lease of a process that is gone; whether nobody holds the folder, as far as is seen from here."""
+    found, touched = read_lease(path)
+    if touched is not None and found is not None and found.is_over():
+        _take_away(path, found)
+    return read_lease(path)[1] is None
 
 
 def _create(path: Path, lease: Lease) -> bool:

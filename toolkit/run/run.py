@@ -41,6 +41,7 @@ from toolkit.run.doubts import uniform_guess
 from toolkit.run.facts import facts_of, introduce
 from toolkit.run.folder import (
     claimed,
+    clear_killed,
     is_finished,
     require_unfinished,
     require_writable,
@@ -99,6 +100,7 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
     with _started(recipe) as (accelerator, plugin, output_dir, console), ExitStack() as running:
         if ranks.on_first_rank(lambda: is_finished(output_dir, recipe)):
             console.print(f"this run is finished already, and nothing was trained: {output_dir}", markup=False)
+            ranks.on_first_rank(lambda: clear_killed(output_dir))
             before = ranks.on_first_rank(lambda: finished_before(output_dir))
             _push(recipe, before)
             return before

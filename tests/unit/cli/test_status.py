@@ -67,3 +67,12 @@ def test_a_run_that_was_killed_is_gone_and_its_report_says_so(tmp_path: Path) ->
     assert "the same command goes on" in str(shown(tmp_path).exception)
     assert state_of(page) == "killed"
     assert shown(tmp_path, "--json").exit_code == 1
+
+
+def test_a_run_that_was_killed_behind_its_report_is_done(tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", RunSummary("run", "", [], {}, [], {}, {}, None))
+    write(tmp_path, GOES, ago=30.0)
+    assert shown(tmp_path).exit_code == 0, "it may still push its export"
+    write(tmp_path, GOES, ago=90.0)
+    assert str(shown(tmp_path).exception).endswith("no run is under way")
+    assert json.loads(shown(tmp_path, "--json").output)["verdict"] is None

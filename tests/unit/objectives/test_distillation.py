@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from ledger import Ledger
 from tiny import llama, save_llama
 from transformers import AutoTokenizer
 
+from toolkit.data import tokenizer
 from toolkit.errors import BadInputError
 from toolkit.objectives import divergence as module
 from toolkit.objectives import head_loss
 from toolkit.objectives.distillation import Distillation
 from toolkit.objectives.divergence import Divergence, TeacherSide, summed_divergence
 from toolkit.objectives.head_loss import AfterHead
-from toolkit.objectives.teacher import require_same_tokens
+from toolkit.objectives.teacher import load_teacher, require_same_tokens
+from toolkit.recipe.recipe import Recipe
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its interface is not stable
@@ -190,6 +193,21 @@ def test_a_teacher_without_a_plain_head_is_refused() -> None:
     teacher.lm_head.forward = lambda hidden: hidden
     with pytest.raises(BadInputError, match=r"objective\.teacher: .*not a plain Linear"):
         Distillation(llama(), True, teacher, Divergence())
+
+
+@pytest.mark.parametrize("name", ["outputs/quickstart/export", "outputs/notes/export", "quickstart/export/"])
+def test_a_model_that_a_shipped_recipe_makes_is_told(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load("distill", [f"model.tokenizer={name}", f"objective.teacher={name}"])
+    mend = "make it by `toolkit train quickstart`, or " if name.startswith("outputs/quickstart") else ""
+    told = re.escape(f"the folder {name!r} does not exist; {mend}name a model's folder or a hub name")
+    with pytest.raises(BadInputError, match=f"^model.tokenizer: {told}"):
+        tokenizer.load(recipe.model, recipe.data)
+    with pytest.raises(BadInputError, match=f"^objective.teacher: {told}"):
+        load_teacher(recipe, None, "no")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tokenizers_are_compared(tmp_path: Path) -> None:

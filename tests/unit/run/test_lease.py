@@ -17,6 +17,7 @@ import pytest
 
 from toolkit.errors import BadInputError
 from toolkit.run import lease
+from toolkit.run.folder import clear_killed
 from toolkit.run.lease import LEASE, Lease, acquire, owned, read_lease
 
 ELSEWHERE = {"host": "other", "boot": "another boot", "pid": 1}
@@ -49,9 +50,9 @@ def test_a_second_start_is_refused_and_told_who_holds_it(path: Path) -> None:
 
 
 def test_a_folder_that_was_made_for_nothing_is_taken_back(path: Path) -> None:
-    with owned(path.parent / "new"):
-        assert (path.parent / "new" / LEASE).exists()
-    assert not (path.parent / "new").exists()
+    with owned(path.parent / "outputs" / "new"):
+        assert (path.parent / "outputs" / "new" / LEASE).exists()
+    assert list(path.parent.iterdir()) == []
     with owned(path.parent / "new"):
         (path.parent / "new" / "recipe.yaml").touch()
     assert [found.name for found in (path.parent / "new").iterdir()] == ["recipe.yaml"]
@@ -68,12 +69,28 @@ def test_a_killed_owner_holds_nothing(path: Path) -> None:
     with pytest.raises(BadInputError, match=f"process {process.pid} on"):
         acquire(path)
     process.send_signal(signal.SIGKILL)
-    time.sleep(0.1)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is gone, and stays unwaited for
     started = time.monotonic()
     mine = acquire(path)
     assert time.monotonic() - started < lease.STALE_SECONDS / 2
     assert read_lease(path)[0] == mine
     process.wait()
+
+
+def test_what_a_killed_run_leaves_is_cleared_and_a_living_ones_stays(path: Path) -> None:
+    beats = path.parent / ".beats"
+    for held in (Lease(), Lease(**ELSEWHERE)):
+        beats.mkdir(exist_ok=True)
+        put(path, held)
+        clear_killed(path.parent)
+        assert read_lease(path)[0] == held, "its process is there, or may be"
+        assert beats.exists()
+    put(path, Lease(born="1"))
+    clear_killed(path.parent)
+    assert list(path.parent.iterdir()) == []
+    beats.mkdir()
+    clear_killed(path.parent)
+    assert list(path.parent.iterdir()) == []
 
 
 def test_a_pid_that_is_used_again_is_another_process(path: Path) -> None:
