@@ -43,7 +43,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Name -> (the recipe's adapter, peft's own arguments)."""
 
-MODELS = {"experts": "experts-model"}
+CASES["spread"] = CASES["experts"]
+MODELS = {"experts": "experts-model", "spread": "experts-model"}
 """Case -> folder of its model; of the others it is `model`."""
 
 RUNS = {
@@ -54,6 +55,7 @@ RUNS = {
         ("rslora", "ddp", 1),
         ("dora", "zero3", 3),
         ("experts", "zero3", 1),
+        ("spread", "zero3", 3),
     ],
     4: [("plain", "zero3", 1), ("plain", "hybrid", 3), ("dora", "zero2", 1), ("plain", "ddp", 1)],
 }
@@ -116,10 +118,11 @@ def runs(folder: Path, ranks: int) -> dict[str, Any]:
             gradient_accumulation_steps=accumulation,
         )
         values["model"]["name_or_path"] = str(folder / MODELS.get(case, "model"))
-        if case == "experts":
+        if case in MODELS:
             values["objective"] = {"router_aux_coef": 0.0}  # the plain loop has no balance loss
         checkpointing = 1 if case == "plain" else None
         values["sharding"] = {"strategy": strategy, "activation_checkpointing": checkpointing, "sequence": sequence}
+        values["sharding"]["experts"] = 2 if case == "spread" else 1
         result = finetune(Recipe.from_mapping(values))
         found[name] = ([r["loss"] for r in result.metrics if r["split"] == "train"], result.logits_difference)
     return found

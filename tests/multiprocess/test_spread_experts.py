@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import peft
 import pytest
 import torch
 from moe import MODELS, mixture, plain_step, two_experts_alone
@@ -16,12 +18,15 @@ from moe_steps import sharded_step, windows_of
 from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
 from tiny import recipe_values, save_llama
+from torch import nn
 from traffic import Traffic
 from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
+from toolkit.model.adapters import add_adapter
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.time.traffic import traffic
+from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding import experts, plan_units
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 from toolkit.training.trainer import Trainer
@@ -36,13 +41,15 @@ SMALL: list[Spread] = [
     ("deepseek_v3", "zero2", 1, False, 2, TURN),
     ("olmoe", "zero3", 3, True, 2, BLOCK),
 ]
-REPLICAS: list[Spread] = [
-    ("mixtral", "hybrid", 3, False, 2, TURN),
-    ("qwen3_moe", "hybrid", 3, True, 2, BLOCK),
-]
-"""Two of them; in the first each expert is on one rank of a replica of two."""
 IDLE: Spread = ("gpt_oss", "zero3", 1, True, 2, TURN)
 """Its second rank's experts are chosen for no token."""
+
+ADAPTED: list[tuple[Spread, bool, dict[str, int]]] = [
+    (("mixtral", "zero3", 1, True, 2, TURN), False, {}),
+    (("qwen3_moe", "zero3", 3, True, 2, BLOCK), True, {}),
+    (("gpt_oss", "zero2", 1, False, 2, TURN), True, {"num_local_experts": 2}),  # one for each rank
+]
+"""With whether the experts have adapters, too, or attention alone, and fields of the configuration."""
 
 
 def step_of(spread: Spread, *change: Any) -> Any:
@@ -63,6 +70,69 @@ def small_steps() -> tuple[list[Any], dict[str, int]]:
         first = step_of(SMALL[0])
     steps = [first, *map(step_of, SMALL[1:]), step_of(IDLE, two_experts_alone)]
     return steps, {**found.bytes, "tokens": sum(tokens)}
+
+
+def first_value(name: str, shape: torch.Size) -> torch.Tensor:
+    """Of a parameter of an adapter, in peft's layout; no half is zero."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(name))) * 0.3
+
+
+def adapted(model: Any, whole: bool) -> Any:
+    """With the toolkit's adapters."""
+    section = AdapterSection(kind="lora", r=2, target_modules="all-linear" if whole else ["q_proj", "v_proj"])
+    base = add_adapter(model, section, None).get_base_model()
+    for name, parameter in list(base.named_parameters()):
+        if "lora_" in name:
+            owner, _, leaf = name.rpartition(".")
+            values = by_expert(name, parameter.shape, num_experts(base))
+            setattr(base.get_submodule(owner), leaf, nn.Parameter(values))
+    return base
+
+
+def num_experts(model: Any) -> int:
+    return model.model.layers[0].mlp.experts.num_experts
+
+
+def by_expert(name: str, shape: torch.Size, number: int) -> torch.Tensor:
+    """The first value of what the toolkit may hold by expert, (experts x outputs, rank), cut out of peft's."""
+    if not name.endswith(".stacked"):
+        return first_value(name, shape)
+    rows, rank = shape
+    of_peft = first_value(name.replace(".stacked", ".weight"), torch.Size([rows // number, rank * number]))
+    return torch.cat([of_peft[:, expert::number] for expert in range(number)])
+
+
+def adapted_by_hand(model: Any, whole: bool) -> Any:
+    """With peft's own."""
+    experts = ["experts.gate_up_proj", "experts.down_proj"] if whole else None
+    layers = ["q_proj", "v_proj", *(["k_proj", "o_proj"] if whole else [])]
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=layers, target_parameters=experts)
+    base = peft.get_peft_model(model, config).get_base_model()
+    for name, parameter in base.named_parameters():
+        if "lora_" in name:
+            parameter.data = first_value(name, parameter.shape)
+    return base
+
+
+def adapted_steps() -> list[Any]:
+    def change(_: Any, kind: str, whole: bool, fields: dict[str, int]) -> Any:
+        return adapted(mixture(kind, **fields), whole)
+
+    return [
+        step_of(spread, functools.partial(change, kind=spread[0], whole=whole, fields=fields))
+        for spread, whole, fields in ADAPTED
+    ]
+
+
+def test_a_step_of_adapters_is_that_of_pefts_own_in_a_plain_loop() -> None:
+    for (spread, whole, fields), found in zip(ADAPTED, run_on_ranks(adapted_steps, 2)[0], strict=True):
+        model = adapted_by_hand(mixture(spread[0], **fields), whole)
+        assert any(name.endswith(".stacked") for name in found["gradients"]) is whole
+        for name in [name for name in found["gradients"] if name.endswith(".stacked")]:
+            gradient = found["gradients"].pop(name)
+            experts = torch.stack(gradient.chunk(num_experts(model)))
+            found["gradients"][name.replace(".stacked", ".weight")] = experts.permute(1, 2, 0).flatten(1)
+        compare(spread, 2, found, model)
 
 
 def all_steps(spreads: list[Spread]) -> list[Any]:
@@ -106,17 +176,13 @@ def compare_bytes(spread: Spread, found: dict[str, int], tokens: int) -> None:
     assert tokens == 2 * accumulation * 2 * 6 * (2 * 12 * 2) * model.config.hidden_size * 4
 
 
-@pytest.mark.parametrize("num_ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_experts_are_spread_inside_each_replica(num_ranks: int) -> None:
-    for spread, found in zip(REPLICAS, run_on_ranks(all_steps, num_ranks, REPLICAS)[0], strict=True):
-        compare(spread, num_ranks, found)
-
-
 class CutError(Exception):
     """Power is gone."""
 
 
-def run(folder: Path, data: Path, accumulate: str, name: str, size: int, cut: bool = False) -> list[float]:
+def run(
+    folder: Path, data: Path, accumulate: str, name: str, size: int, cut: bool = False, adapted: bool = False
+) -> list[float]:
     """Losses of five steps; cut, it dies in the fourth, two steps behind its checkpoint."""
     train_step = Trainer.train_step
 
@@ -131,6 +197,8 @@ def run(folder: Path, data: Path, accumulate: str, name: str, size: int, cut: bo
         values["sharding"] |= {"accumulate": BLOCK, "activation_checkpointing": 1}
         values["training"]["gradient_accumulation_steps"] = 2
     values["checkpoint"] = {"every_steps": 2}
+    if adapted:
+        values |= {"adapter": {"kind": "lora", "r": 2}, "export": {"merge": True}}
     meet()
     if not cut:
         return [record["loss"] for record in finetune(Recipe.from_mapping(values)).metrics]
@@ -152,7 +220,13 @@ def runs(*where: Any) -> dict[str, list[float]]:
     if torch.distributed.get_rank() == 0:
         shutil.copytree(folder / "same", folder / "other")
     torch.distributed.barrier()
-    return found | {"same": run(*where, "same", 2), "other": run(*where, "other", 1)}
+    run(*where, "adapted-cut", 2, cut=True, adapted=True)
+    return found | {
+        "same": run(*where, "same", 2),
+        "other": run(*where, "other", 1),
+        "adapted": run(*where, "adapted", 2, adapted=True),
+        "adapted-cut": run(*where, "adapted-cut", 1, adapted=True),
+    }
 
 
 @pytest.mark.parametrize("accumulate", [TURN, pytest.param(BLOCK, marks=pytest.mark.slow)])
@@ -166,11 +240,13 @@ def test_a_run_goes_on_with_the_same_spread_bit_for_bit_and_without_one(
     assert losses["same"] == losses["spread"]
     assert losses["spread"] == pytest.approx(losses["gathered"], rel=1e-6)
     assert losses["other"] == pytest.approx(losses["gathered"], rel=1e-6)
+    assert losses["adapted-cut"] == pytest.approx(losses["adapted"], rel=1e-6)
     exported = {name: load_file(tmp_path / name / "export" / "model.safetensors") for name in losses}
     for name, weight in exported["gathered"].items():
         assert torch.equal(exported["same"][name], exported["spread"][name])
         for other in ("spread", "other"):
             torch.testing.assert_close(exported[other][name], weight, rtol=0, atol=1e-5, msg=name)
+        torch.testing.assert_close(exported["adapted-cut"][name], exported["adapted"][name], rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

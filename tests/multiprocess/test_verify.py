@@ -214,14 +214,15 @@ def experts(folder: Path) -> Path:
     return path
 
 
-def with_experts(folder: Path, experts: Path, strategy: str = "zero3") -> Report:
+def with_experts(folder: Path, experts: Path, *overrides: str) -> Report:
     losses = ["objective.router_aux_coef=0.1", "objective.router_z_coef=0.01", "objective.router_bias_rate=0.01"]
     shape = ["data.max_length=64", "training.micro_batch_size=1"]
-    return here(folder, strategy, f"model.name_or_path={experts}", *losses, *shape, steps=2)
+    return here(folder, "zero3", f"model.name_or_path={experts}", *losses, *shape, *overrides, steps=2)
 
 
-def test_a_mixture_of_experts_passes(folder: Path, experts: Path) -> None:
-    report = with_experts(folder, experts)
+@pytest.mark.parametrize("spread", [[], pytest.param(["sharding.experts=2"], marks=pytest.mark.slow)])
+def test_a_mixture_of_experts_passes(spread: list[str], folder: Path, experts: Path) -> None:
+    report = with_experts(folder, experts, *spread)
     assert report.verdict == OK, report
     assert [row.check for row in report.rows] == [*CHECKS, "expert load", "balance loss"]
 
@@ -245,6 +246,33 @@ def test_a_mixture_of_experts_that_is_wrong_is_told(
     report = with_experts(folder, experts)
     rows = {row.check: row for row in report.rows}
     assert rows["expert load"].verdict == rows["balance loss"].verdict == rows["gradients"].verdict == FAILED
+
+
+def test_adapters_of_spread_experts_on_a_quantised_base_pass(folder: Path, experts: Path) -> None:
+    report = with_experts(folder, experts, "sharding.experts=2", *QLORA, "objective.router_bias_rate=0")
+    assert report.verdict == OK, report
+    checks = [*CHECKS[:3], "frozen weights", *CHECKS[3:], "expert load", "balance loss"]
+    assert [row.check for row in report.rows] == checks
+
+
+@pytest.mark.slow
+def test_a_gradient_of_spread_experts_that_is_wrong_is_told(
+    folder: Path, experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is divided by the ranks that hold the expert, and not by all of them."""
+    break_ranks(
+        "from toolkit.sharding import apply\n"
+        "hold = apply.hold_as_part\n"
+        "def by_row(module, *given):\n"
+        "    hold(module, *given)\n"
+        "    module.set_gradient_divide_factor(1)\n"
+        "apply.hold_as_part = by_row\n",
+        tmp_path,
+        monkeypatch,
+    )
+    rows = {row.check: row for row in with_experts(folder, experts, "sharding.experts=2").rows}
+    assert rows["gradients"].verdict == rows["gradient norm"].verdict == FAILED
+    assert ".experts." in rows["gradients"].note
 
 
 def test_a_rank_that_dies_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

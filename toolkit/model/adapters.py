@@ -21,8 +21,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import BadInputError, first_line
+from toolkit.model.expert_adapters import as_peft_has_them, hold_by_expert
 from toolkit.model.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
-from toolkit.model.targets import Targets, is_classifier, layers_to_quantise, stacked_experts, targets_beside_experts
+from toolkit.model.targets import (
+    Targets,
+    is_classifier,
+    layers_to_quantise,
+    stacked_experts,
+    targets_beside_experts,
+    targets_of_pattern,
+)
 from toolkit.places import BASE_FILE
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.shards import state_once
@@ -92,6 +100,7 @@ def add_adapter(
             f"adapter.target_modules: {section.target_modules!r} cannot be adapted: {first_line(error)}. "
             f"Name some of {_linear_names(model)}"
         ) from error
+    hold_by_expert(adapted, NAME)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -113,14 +122,16 @@ def quantise(model: PreTrainedModel, section: AdapterSection | None) -> bool:
 
 
 def _targets(model: PreTrainedModel, section: AdapterSection) -> Targets | None:
-    """What `all-linear` means in a model with stacked experts; None: peft finds it.
+    """What `all-linear` or a pattern means in a model with stacked experts; None: peft finds it.
 
     Raises:
         BadInputError: for settings that peft does not have for experts.
     """
-    experts = stacked_experts(model) if section.target_modules == "all-linear" else []
-    if not experts:
+    experts = stacked_experts(model)
+    if not experts or isinstance(section.target_modules, list):
         return None
+    if section.target_modules != "all-linear":
+        return targets_of_pattern(model, section.target_modules, experts)
     for field in ("dropout", "use_dora"):
         if getattr(section, field):
             raise BadInputError(
@@ -325,7 +336,8 @@ def write_adapter(
     from peft import get_peft_model_state_dict
 
     trained = trained_names(model)
-    whole = {name: tensor.to("cpu") for name, tensor in tensors if tensor is not None and name in trained}
+    own = ((name, tensor) for name, tensor in tensors if name in trained)
+    whole = {name: tensor.to("cpu") for name, tensor in as_peft_has_them(model, own) if tensor is not None}
     if not whole:
         return
     # peft's default, auto, may ask the hub for the base's configuration.
@@ -349,7 +361,7 @@ def merged(
     """
     layer: dict[str, torch.Tensor | None] = {}
     current = ""
-    for name, tensor in tensors:
+    for name, tensor in as_peft_has_them(model, tensors):
         owner, _, part = _split(name)
         if owner != current and layer:
             yield from _merged_layer(model, current, layer)

@@ -7,6 +7,7 @@ experts wherever they stand, adapts routers, and leaves dense layers and shared 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,26 @@ def targets_beside_experts(model: PreTrainedModel, experts: list[str]) -> Target
     )
 
 
+def targets_of_pattern(model: PreTrainedModel, pattern: str, experts: list[str]) -> Targets | None:
+    """What a pattern of whole paths matches; None: nothing, or what is none, which peft tells.
+
+    Of some families peft itself takes but the last word of each path that it matches, and adapts all blocks.
+    """
+    try:
+        matched = [path for path, _ in model.named_modules() if re.fullmatch(pattern, path)]
+        parameters = [name for name in experts if re.fullmatch(pattern, name)]
+    except re.error:
+        return None
+    if not matched and not parameters:
+        return None
+    # With all others: peft takes no half of what it would fuse.
+    misread = _misread(model, [*_linear_layers(model), *matched])
+    return Targets(
+        modules=[path for path in matched if path not in misread],
+        parameters=parameters + [f"{path}.weight" for path in matched if path in misread],
+    )
+
+
 def is_classifier(model: nn.Module) -> bool:
     """Whether a model of transformers tells classes apart, of texts or of words."""
     return type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification"))
@@ -79,8 +100,11 @@ def layers_to_quantise(model: PreTrainedModel, section: AdapterSection) -> tuple
     The head, routers and what is trained in full stay, and layers that peft adapts as parameters: the product of an
     adapter is added to their weights themselves.
     """
-    adapts_experts = section.target_modules == "all-linear" and stacked_experts(model)
-    stay = _misread(model, list(_linear_layers(model))) if adapts_experts else set()
+    asked = section.target_modules
+    by_path = isinstance(asked, str) and stacked_experts(model)
+    stay = _misread(model, list(_linear_layers(model))) if by_path else set()
+    if by_path and asked != "all-linear":
+        stay = {path for path in stay if re.fullmatch(str(asked), path)}
     # Of a classifier, peft trains the head in full, which it knows by these names.
     whole = {*(section.modules_to_save or ()), *(("score", "classifier") if is_classifier(model) else ())}
     chosen = [

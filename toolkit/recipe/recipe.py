@@ -152,12 +152,11 @@ class Recipe(Section):
     def _check_experts(self) -> None:
         section = self.sharding
         others = {
-            f"sharding.strategy {section.strategy}": section.strategy == "ddp",
+            f"sharding.strategy {section.strategy}": section.strategy in ("ddp", "hybrid"),
             "sharding.sequence": section.sequence > 1,
             "sharding.chunk_tokens": section.chunk_tokens is not None,
             "sharding.offload: optimizer": section.offload == "optimizer",
             "training.compile": self.training.compile,
-            f"adapter.kind {self.adapter.kind}": self.adapter.kind != "none",
         }
         for other, is_asked in others.items():
             if is_asked:

@@ -4,8 +4,6 @@ Ranks form a grid (n, F / n). Those of a row hold the same E / n experts of ever
 among them alone. Those of a column are a group: before its experts a layer sends each token to the ranks that hold the
 experts it has chosen, and behind them it gets their outputs back (GShard, arXiv 2006.16668).
 
-Under `hybrid` each replica is such a grid, and its experts are reduced over the replicas as the rest is.
-
 Row by row, the ranks have the experts in order. Between forwards each rank therefore holds E / F experts, and they are
 the ones that it would hold without expert parallelism: optimizer, norm, checkpoints and exports see no difference.
 """
@@ -27,29 +25,18 @@ from toolkit.sharding.sequence import exchanges_are_planned, planned_exchange
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.units import stacked_experts
 
-REPLICAS, GROUP, SHARD = "replicas", "experts", "expert_shard"
-"""Axes of the grid: under `hybrid` replicas; ranks that exchange tokens; ranks that hold the same experts."""
+GROUP, SHARD = "experts", "expert_shard"
+"""Axes of the grid: of ranks that exchange tokens, and of ranks that hold the same experts."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of hidden states (N, D), the experts of each (N, k) and their weights (N, k): the weighted sums, (N, D)."""
 
 
 def expert_grid(mesh: DeviceMesh, size: int) -> DeviceMesh | None:
-    """The ranks of a mesh, those of each replica as a grid of `size` rows; None for one row. Collective.
-
-    Args:
-        mesh: 1-D (shard), or 2-D (replicate, shard).
-    """
+    """The ranks of a 1-D mesh as a grid of `size` rows; None for one row. Collective."""
     if size == 1:
         return None
-    *replicas, shard = mesh.shape
-    names = (REPLICAS, GROUP, SHARD)[-mesh.ndim - 1 :]
-    return init_device_mesh(mesh.device_type, (*replicas, size, shard // size), mesh_dim_names=names)
-
-
-def holders(grid: DeviceMesh) -> DeviceMesh:
-    """The ranks that hold the same experts, with those of other replicas as FSDP2 wants them."""
-    return grid[REPLICAS, SHARD] if grid.ndim > 2 else grid[SHARD]
+    return init_device_mesh(mesh.device_type, (size, mesh.size() // size), mesh_dim_names=(GROUP, SHARD))
 
 
 def require_spreadable(strategy: Strategy, others: Mapping[str, Any]) -> None:
@@ -59,14 +46,14 @@ def require_spreadable(strategy: Strategy, others: Mapping[str, Any]) -> None:
         others: by name; None: not asked for.
     """
     found = [name for name, value in others.items() if value is not None]
-    if not strategy.sharded:
+    if strategy.replicated or not strategy.sharded:
         found = [f"strategy {strategy.name}"]
     if found:
         raise BadInputError(f"sharding.experts is not possible with {found[0]}; remove one of them, or choose zero3")
 
 
 def require_experts(model: nn.Module, num_ranks: int) -> None:
-    """Raises BadInputError where there are no stacked experts, or they cannot be dealt to a replica's ranks."""
+    """Raises BadInputError where there are no stacked experts, or they cannot be dealt to so many ranks."""
     stacks = stacked_experts(model)
     if not stacks:
         raise BadInputError(
@@ -80,7 +67,7 @@ def require_experts(model: nn.Module, num_ranks: int) -> None:
 def _require_dealable(path: str, module: nn.Module, num_ranks: int) -> None:
     number = int(module.num_experts)  # type: ignore[arg-type]
     for name, parameter in module.named_parameters():
-        if "." in name or parameter.ndim < 2 or parameter.shape[0] != number:
+        if not _is_by_expert(name, parameter.shape, number):
             raise BadInputError(
                 f"sharding.experts: {path}.{name} of shape {tuple(parameter.shape)} has no row for each of the "
                 f"{number} experts; remove sharding.experts"
@@ -90,6 +77,14 @@ def _require_dealable(path: str, module: nn.Module, num_ranks: int) -> None:
             f"sharding.experts: the {number} experts of {path} are not a multiple of the {num_ranks} ranks, each of "
             "which holds as many; remove it, or start a number of ranks that divides them"
         )
+
+
+def _is_by_expert(name: str, shape: torch.Size, number: int) -> bool:
+    """Whether a parameter has a row for each expert, or the adapters of one have as many rows for each."""
+    if len(shape) < 2:
+        return False
+    inner = name.replace("base_layer.", "")
+    return shape[0] % number == 0 if inner.startswith("lora_") else "." not in inner and shape[0] == number
 
 
 @torch.no_grad()
@@ -103,10 +98,13 @@ def take_part(module: nn.Module, size: int, grid: DeviceMesh | None = None) -> N
     group = None if grid is None else grid.get_group(GROUP)
     position = 0 if grid is None else grid.get_local_rank(GROUP)
     number = int(module.num_experts) // size  # type: ignore[arg-type]
-    for name, parameter in list(module.named_parameters()):
-        part = parameter.data.narrow(0, position * number, number)
-        module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-    module.num_experts = number  # type: ignore[assignment]
+    for inner in module.modules():  # peft's wrappers, their adapters and the experts
+        for name, parameter in list(inner.named_parameters(recurse=False)):
+            rows = parameter.shape[0] // size
+            part = parameter.data.narrow(0, position * rows, rows)
+            inner.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        if hasattr(inner, "num_experts"):
+            inner.num_experts = number  # type: ignore[assignment]
     module.forward = functools.partial(_spread, module.forward, group, number)
 
 

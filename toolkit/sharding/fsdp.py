@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
@@ -178,23 +178,26 @@ def fill_missing_gradients(group: Any) -> list[DTensor]:
     return present
 
 
-def hold_as_part(module: nn.Module, mesh: DeviceMesh, shapes: Mapping[str, torch.Size]) -> None:
+def shapes_inside(module: nn.Module) -> dict[tuple[nn.Module, str], torch.Size]:
+    """Shapes of the parameters in a module, by their owner and their name there."""
+    return {(owner, name): p.shape for owner in module.modules() for name, p in owner.named_parameters(recurse=False)}
+
+
+def hold_as_part(module: nn.Module, mesh: DeviceMesh, shapes: Mapping[tuple[nn.Module, str], torch.Size]) -> None:
     """Shows the shards of a unit, which some ranks of a mesh hold, as rows of parameters that all its ranks hold.
 
     The unit gathers and reduces among its own ranks, and its gradients are averaged over all ranks of the mesh.
 
     Args:
-        mesh: 1-D (shard), or 2-D (replicate, shard).
-        shapes: of the whole parameters, by name in the module. The rows of rank r stand before those of rank r + 1.
+        shapes: of the whole parameters, as `shapes_inside` has them. The rows of a rank stand before those of the next.
     """
     assert isinstance(module, FSDPModule)
     (group,) = _own_groups(module)
     for parameter in group.fsdp_params:
-        shape = shapes[parameter._module_info.param_name]
+        shape = shapes[parameter._module_info.module, parameter._module_info.param_name]
         local = parameter.sharded_param.to_local()
         meta = TensorMeta(shape, make_contiguous_strides_for(shape), local.dtype)
-        placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-        parameter._sharding_spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+        parameter._sharding_spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
         parameter._sharding_spec_by_dtype = {}  # torch 2.15's copies of the old one, which gradients would have
         trains = parameter.sharded_param.requires_grad
         parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(local.detach()), requires_grad=trains)

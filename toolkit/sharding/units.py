@@ -66,8 +66,12 @@ def plan_units(model: nn.Module, unit_classes: Sequence[str] | None = None, expe
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """By path, the modules whose parameters have a row for each expert, as transformers marks them."""
-    return {path: module for path, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+    """By path, the modules whose parameters have a row for each expert, as transformers marks them.
+
+    Those with adapters stand in peft's wrappers, the outermost of which is meant.
+    """
+    marked = (path for path, module in model.named_modules() if hasattr(module, "_is_expert_parallel"))
+    return {path: model.get_submodule(path) for path in (path.partition(".base_layer")[0] for path in marked)}
 
 
 # The model as a tree of paths

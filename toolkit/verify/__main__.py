@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from toolkit.checkpoint.export import whole_tensors
 from toolkit.data.samples import Batch
 from toolkit.errors import BadInputError, ToolkitError
+from toolkit.model.expert_adapters import as_peft_has_them, peft_name
 from toolkit.model.quantised import dequantised
 from toolkit.optim.build import build_schedule
 from toolkit.places import atomic_write
@@ -80,7 +81,7 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     result = _train(accelerator, recipe, parts, steps, folder)
     result["facts"] = facts_of(accelerator, recipe, plugins["fsdp_plugin"], parts)
     # On every rank: gathering is collective, and rank 0 alone gets the tensors.
-    tensors = dequantised(model, whole_tensors(state_once(model)))
+    tensors = as_peft_has_them(model, dequantised(model, whole_tensors(state_once(model))))
     weights = {name: t.float().cpu().contiguous() for name, t in tensors if t is not None}
     if accelerator.is_main_process:
         save_file(weights, folder / "weights.safetensors")
@@ -95,7 +96,7 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
 def _train(accelerator: Accelerator, recipe: Recipe, parts: Parts, steps: int, folder: Path) -> dict[str, Any]:
     """The trainer's own steps. A parameter had a gradient where its first moment is not zero."""
     model = accelerator.unwrap_model(parts.model)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = {peft_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = inner_optimizer(parts.optimizer)
     schedule = build_schedule(optimizer, recipe.schedule, parts.num_steps)
     metrics = Metrics(accelerator, folder / "metrics.jsonl", recipe.logging, steps)

@@ -98,6 +98,22 @@ def test_the_share_of_the_weights_with_adapters_is_told() -> None:
     assert adapter_fact(adapt(build("mixtral"), target_modules=["q_proj"])).startswith("on 4.5%")
 
 
+def test_a_pattern_means_whole_paths() -> None:
+    """peft takes the last word of what a pattern matches in these families, and would adapt all blocks."""
+    for pattern, paths in {
+        r".*\.1\.self_attn\..*b_proj": {"self_attn.q_b_proj", "self_attn.kv_b_proj"},
+        r".*\.1\..*experts\.(gate_up|down|up)_proj": {
+            "mlp.experts.gate_up_proj",
+            "mlp.experts.down_proj",
+            "mlp.shared_experts.up_proj.weight",
+            "mlp.shared_experts.down_proj.weight",
+        },
+    }.items():
+        config = adapt(build("deepseek_v3"), target_modules=pattern).peft_config["default"]
+        found = {*(config.target_modules or ()), *(config.target_parameters or ())}
+        assert found == {f"model.layers.1.{path}" for path in paths}
+
+
 @pytest.mark.parametrize(("field", "value"), [("dropout", 0.1), ("use_dora", True)])
 def test_what_peft_cannot_do_with_experts_is_refused(field: str, value: Any) -> None:
     with pytest.raises(BadInputError, match=rf"adapter\.{field}: .* experts .*model\.layers\.0\.mlp\.experts"):

@@ -137,7 +137,7 @@ def traffic(
         host_to_device=to_device,
         device_to_host=to_host,
         whole=whole,
-        calls=_calls(sizes, strategy, gathers, reduce_passes, whole["all_reduce"]),
+        calls=_calls(moved or sizes, strategy, gathers, reduce_passes, whole["all_reduce"]),
         forward_all_gather=gathers.forward,
         gather_passes=gathers.passes,
         reduce_passes=reduce_passes,
@@ -185,6 +185,7 @@ class _SentUnit:
         num_shards: ranks among which it is sharded; one of a group gathers and reduces nothing.
     """
 
+    name: str
     kind: UnitKind
     gathered: int
     trainable: int
@@ -201,7 +202,7 @@ def _sized(unit: UnitShape, shard: int, compute_bytes: int | None) -> _SentUnit:
     gathered = sum(p.shard_numel(shard) * p.gathered(compute_bytes) for p in unit.parameters)
     ranks = unit.num_shards(shard)
     trainable = ranks * unit.trainable_numel(shard)
-    return _SentUnit(unit.kind, ranks * gathered, trainable, unit.reshard_after_forward, ranks)
+    return _SentUnit(unit.name, unit.kind, ranks * gathered, trainable, unit.reshard_after_forward, ranks)
 
 
 # All-gathers
@@ -247,14 +248,24 @@ def _gathered_in_backward(units: Sequence[_SentUnit]) -> list[_SentUnit]:
     order = _forward_order(units)
     # Backward ends at the first unit that is trained: with LoRA or frozen layers the ones before it are not gathered.
     first = next((i for i, unit in enumerate(order) if unit.trainable), len(order))
+    # What a block trains mostly lies before its experts, through which backward then has to go.
+    first -= 0 < first < len(order) and _is_inside(order[first - 1], order[first])
     return [unit for unit in order[max(0, first - 1) :] if unit.reshard_after_forward]
 
 
 def _forward_order(units: Sequence[_SentUnit]) -> list[_SentUnit]:
-    """Units as the forward uses them: a tied tail holds the embeddings; the root's own parameters come last."""
-    edge = _edge(units)
-    first = [unit for unit in edge if unit.kind != "root"]
-    return [*first, *(unit for unit in units if unit not in first)]
+    """Units as the forward ends them: a tied tail holds the embeddings; the root's own parameters come last."""
+    first = [unit for unit in _edge(units) if unit.kind != "root"]
+    inside = {each: unit for unit in units for each in units if _is_inside(each, unit)}
+    ordered = list(first)
+    for unit in units:
+        if unit not in first and unit not in inside:
+            ordered += [*(each for each in inside if inside[each] == unit), unit]
+    return ordered
+
+
+def _is_inside(experts: _SentUnit, block: _SentUnit) -> bool:
+    return experts.kind == "experts" and experts.name.startswith(f"{block.name}.")
 
 
 def _edge(units: Sequence[_SentUnit]) -> list[_SentUnit]:
@@ -269,13 +280,13 @@ def _edge(units: Sequence[_SentUnit]) -> list[_SentUnit]:
 def _calls(
     units: Sequence[_SentUnit], strategy: Strategy, gathers: _Gathers, reduce_passes: int, all_reduce: int
 ) -> dict[str, int]:
-    reduced = [unit for unit in units if unit.trainable]
+    reducing = sum(unit.trainable > 0 for unit in units)
     # DDP reduces by buckets, FSDP2 a replica group's shards by units.
     buckets = math.ceil(all_reduce / DDP_BUCKET_BYTES)
     return {
         "all_gather": gathers.calls,
-        "reduce_scatter": sum(unit.num_shards > 1 for unit in reduced) * reduce_passes,
-        "all_reduce": buckets if not strategy.sharded else len(reduced) if all_reduce else 0,
+        "reduce_scatter": reducing * reduce_passes,
+        "all_reduce": buckets if not strategy.sharded else reducing if all_reduce else 0,
     }
 
 

@@ -8,6 +8,7 @@ import pytest
 from planning_models import workload
 
 from toolkit.errors import BadInputError
+from toolkit.model.adapters import add_adapter
 from toolkit.planning.longest import longest_rows
 from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober
@@ -18,6 +19,7 @@ from toolkit.planning.table import plan
 from toolkit.planning.time.hardware import presets
 from toolkit.planning.time.traffic import traffic
 from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.fsdp import autograd_sums_gradients
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
@@ -32,15 +34,13 @@ LAYERS, WIDTH, CHOSEN, MESH = 3, 128, 2, MeshShape(1, 4)
         ("zero3", 4, 1, None, 160, False),
         ("zero1", 2, 1, None, 160, False),
         ("zero3", 2, 4, Checkpointing(1), 160, True),
-        ("hybrid", 2, 2, Checkpointing(1), 16, False),
     ],
 )
 def test_plans_hold_and_send_what_the_trace_does(
     strategy: str, experts: int, accumulation: int, checkpointing: Checkpointing | None, tokens: int, by_block: bool
 ) -> None:
     work = replace(workload("mixtral", tokens=tokens, layers=LAYERS), experts=experts)
-    mesh = MeshShape(2, MESH.shard) if strategy == "hybrid" else MESH
-    found = trace(work, STRATEGIES[strategy], mesh, 1, accumulation, checkpointing, by_block)
+    found = trace(work, STRATEGIES[strategy], MESH, 1, accumulation, checkpointing, by_block)
     prober = Prober(work)
     probe = prober.probe(1, checkpointing)
     units = unit_shapes(work.model, prober.plan, "bf16", experts=experts)
@@ -49,11 +49,34 @@ def test_plans_hold_and_send_what_the_trace_does(
     peak = max(moment.total - moment.optimizer for moment in moments)
     # torch 2.15 adds each gradient to the window's sums in place; the plan waits for all of a unit's, as 2.13 does.
     assert peak == pytest.approx(found.peak, rel=0.1 if by_block and autograd_sums_gradients() else 0.02)
-    sent = traffic(units, STRATEGIES[strategy], mesh, accumulation=1 if by_block else accumulation)
+    sent = traffic(units, STRATEGIES[strategy], MESH, accumulation=1 if by_block else accumulation)
     assert {kind: sent.whole[kind] for kind in found.traffic} == found.traffic
     # To the experts and back in each forward, the second one of checkpoints too, and the gradients the same way.
     ways = 6 if checkpointing else 4
     assert probe.forward.exchanged + probe.backward.exchanged == ways * LAYERS * tokens * CHOSEN * WIDTH * 2
+
+
+@pytest.mark.parametrize(
+    ("adapters", "accumulation", "checkpointing", "tokens"),
+    [
+        ("all-linear", 2, Checkpointing(1), 16),
+        (["q_proj", "v_proj"], 1, Checkpointing(1), 160),
+        (r".*layers\.1\.self_attn\.(q|o)_proj", 2, None, 16),  # backward comes to the last two blocks alone
+    ],
+)
+def test_plans_of_adapters_hold_and_send_what_the_trace_does(
+    adapters: str | list[str], accumulation: int, checkpointing: Checkpointing | None, tokens: int
+) -> None:
+    work = replace(workload("mixtral", tokens=tokens, layers=LAYERS), experts=2)
+    work = replace(work, model=add_adapter(work.model, AdapterSection(kind="lora", r=8, target_modules=adapters), None))
+    found = trace(work, STRATEGIES["zero3"], MESH, 1, accumulation, checkpointing)
+    prober = Prober(work)
+    units = unit_shapes(work.model, prober.plan, "bf16", experts=2)
+    layout = MemoryLayout(MESH.shard, 2, 4, optimizer=8)
+    moments = replay(units, prober.probe(1, checkpointing), STRATEGIES["zero3"], layout, accumulation)
+    assert max(moment.total - moment.optimizer for moment in moments) == pytest.approx(found.peak, rel=0.02)
+    sent = traffic(units, STRATEGIES["zero3"], MESH, accumulation=accumulation)
+    assert {kind: sent.whole[kind] for kind in found.traffic} == found.traffic
 
 
 def recipe(**sharding: object) -> Recipe:
@@ -72,10 +95,8 @@ def recipe(**sharding: object) -> Recipe:
 
 def test_a_table_has_what_spread_experts_can_run_with() -> None:
     found = plan(recipe(experts=4), presets()["h100_sxm"], 8)
-    assert {row.setup.strategy.name for row in found.rows} == {"zero1", "zero2", "zero3", "hybrid"}
+    assert {row.setup.strategy.name for row in found.rows} == {"zero1", "zero2", "zero3"}
     assert not any(row.setup.offload for row in found.rows)
-    # Of replicas of 2, 4 and 8 ranks those of 4 and more have groups of 4; all 8 ranks in one are zero3.
-    assert {row.setup.mesh for row in found.rows if row.setup.strategy.replicated} == {MeshShape(2, 4)}
     assert found.asked.traffic.group == 4
     gathered = plan(recipe(), presets()["h100_sxm"], 8).asked.traffic
     assert found.asked.traffic.all_gather < gathered.all_gather
