@@ -49,7 +49,12 @@ def sharded_step(
     checkpointing = Checkpointing(1) if checkpointed else None
     model = change(mixture(kind))
     sharded = strategy != "ddp"
-    plugins = sharding_kwargs(strategy, checkpointing=checkpointing if sharded else None, experts=experts)
+    plugins = sharding_kwargs(
+        strategy,
+        replicate_size=2 if strategy == "hybrid" else None,
+        checkpointing=checkpointing if sharded else None,
+        experts=experts,
+    )
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **plugins)
     balance = build_balance(ObjectiveSection(router_aux_coef=coef, router_z_coef=z), model)
     plan = plan_units(model)

@@ -41,6 +41,11 @@ SMALL: list[Spread] = [
     ("deepseek_v3", "zero2", 1, False, 2, TURN),
     ("olmoe", "zero3", 3, True, 2, BLOCK),
 ]
+REPLICAS: list[Spread] = [
+    ("mixtral", "hybrid", 3, False, 2, TURN),
+    ("qwen3_moe", "hybrid", 3, True, 2, BLOCK),
+]
+"""Two of them; in the first each expert is on one rank of a replica of two."""
 IDLE: Spread = ("gpt_oss", "zero3", 1, True, 2, TURN)
 """Its second rank's experts are chosen for no token."""
 
@@ -174,6 +179,12 @@ def compare_bytes(spread: Spread, found: dict[str, int], tokens: int) -> None:
     # Each rank has two rows of 12 tokens, each for two experts of a layer: there and back in both forwards, and once
     # the gradients. What one rank sends depends on their choices, what both send does not.
     assert tokens == 2 * accumulation * 2 * 6 * (2 * 12 * 2) * model.config.hidden_size * 4
+
+
+@pytest.mark.parametrize("num_ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_experts_are_spread_inside_each_replica(num_ranks: int) -> None:
+    for spread, found in zip(REPLICAS, run_on_ranks(all_steps, num_ranks, REPLICAS)[0], strict=True):
+        compare(spread, num_ranks, found)
 
 
 class CutError(Exception):

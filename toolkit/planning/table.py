@@ -20,6 +20,7 @@ from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.experts import require_experts, require_spreadable
 from toolkit.sharding.sequence import require_groups
 from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy
+from toolkit.sharding.units import stacked_experts
 
 SHARED_BY = (2, 4, 8)
 """Ranks that share a row, in a table of long rows."""
@@ -127,9 +128,16 @@ def _require_spreadable(planner: Planner, asked: Setup) -> None:
     """Raises BadInputError where experts cannot be spread over the ranks as the recipe asks."""
     size = planner.recipe.sharding.experts
     if size > 1:
-        require_groups("sharding.experts", size, asked.ranks)
+        require_groups("sharding.experts", size, asked.mesh.shard)
         require_spreadable(asked.strategy, {"offload": True if asked.offload else None})
-        require_experts(planner.workload.model, asked.ranks)
+        require_experts(planner.workload.model, asked.mesh.shard)
+
+
+def _is_spreadable(planner: Planner, strategy: Strategy, mesh: MeshShape) -> bool:
+    """Whether these ranks can spread experts as the recipe asks, if it does."""
+    size, stacks = planner.recipe.sharding.experts, stacked_experts(planner.workload.model).values()
+    is_dealt = mesh.shard % size == 0 and not any(int(stack.num_experts) % mesh.shard for stack in stacks)  # type: ignore[arg-type]
+    return size == 1 or (strategy.sharded and is_dealt)
 
 
 # The table
@@ -141,7 +149,7 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
     checkpointings = list(dict.fromkeys([None, Checkpointing(1), asked.checkpointing]))
     offloads = can_offload(recipe, planner.workload.mixed_precision) and not any(u.is_mixed for u in planner.units)
     for strategy, mesh in _strategies(ranks, asked):
-        if recipe.sharding.experts > 1 and (strategy.replicated or not strategy.sharded):
+        if not _is_spreadable(planner, strategy, mesh):
             continue
         for offload in (False, True) if strategy.sharded and offloads else (False,):
             if offload and strategy.replicated and mesh.shard < min(ranks, planner.hardware.devices_per_node):

@@ -152,7 +152,7 @@ class Recipe(Section):
     def _check_experts(self) -> None:
         section = self.sharding
         others = {
-            f"sharding.strategy {section.strategy}": section.strategy in ("ddp", "hybrid"),
+            f"sharding.strategy {section.strategy}": section.strategy == "ddp",
             "sharding.sequence": section.sequence > 1,
             "sharding.chunk_tokens": section.chunk_tokens is not None,
             "sharding.offload: optimizer": section.offload == "optimizer",

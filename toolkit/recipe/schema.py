@@ -521,7 +521,7 @@ class ShardingSection(Section):
     experts: PositiveInt = Field(
         1,
         description="Spread the experts of each layer over groups of N ranks, each with whole experts of its own, and "
-        "send tokens to them and back. N divides the ranks, and the ranks divide the experts.",
+        "send tokens to them and back. N divides the ranks (of a replica), and these divide the experts.",
     )
     prefetch: PositiveInt | None = Field(
         None,

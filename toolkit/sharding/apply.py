@@ -19,7 +19,7 @@ from toolkit.errors import BadInputError
 from toolkit.sharding.by_block import in_window
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
-from toolkit.sharding.experts import SHARD, require_experts, take_part
+from toolkit.sharding.experts import GROUP, holders, require_experts, take_part
 from toolkit.sharding.fsdp import gather_in_float32, hold_as_part, reshard_all, reshard_in_groups, shapes_inside
 from toolkit.sharding.gloo import communicate
 from toolkit.sharding.precision import hold_in_float32, kept_in_float32, round_buffers, types_of_authors
@@ -153,13 +153,13 @@ def _spread_experts(
     strategy: Strategy,
 ) -> None:
     """Makes each layer's experts a unit of the ranks that hold the same ones."""
-    require_experts(model, mesh.size())
+    require_experts(model, mesh.shape[-1])
     # Their block has cast what is to be cast; the weights of experts' outputs may be float32.
     uncast = replace(policy, cast_forward_inputs=False)
     for module in (model.get_submodule(unit.name) for unit in plan.units if unit.kind == "experts"):
         shapes = shapes_inside(module)
-        take_part(module, grid.size(0), grid)
-        _shard([module], grid[SHARD], uncast, strategy.reshard_each_micro_batch)
+        take_part(module, grid[GROUP].size(), grid)
+        _shard([module], holders(grid), uncast, strategy.reshard_each_micro_batch)
         hold_as_part(module, mesh, shapes)
 
 

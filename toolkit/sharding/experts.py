@@ -4,6 +4,8 @@ Ranks form a grid (n, F / n). Those of a row hold the same E / n experts of ever
 among them alone. Those of a column are a group: before its experts a layer sends each token to the ranks that hold the
 experts it has chosen, and behind them it gets their outputs back (GShard, arXiv 2006.16668).
 
+Under `hybrid` each replica is such a grid, and its experts are reduced over the replicas as the rest is.
+
 Row by row, the ranks have the experts in order. Between forwards each rank therefore holds E / F experts, and they are
 the ones that it would hold without expert parallelism: optimizer, norm, checkpoints and exports see no difference.
 """
@@ -25,18 +27,29 @@ from toolkit.sharding.sequence import exchanges_are_planned, planned_exchange
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.units import stacked_experts
 
-GROUP, SHARD = "experts", "expert_shard"
-"""Axes of the grid: of ranks that exchange tokens, and of ranks that hold the same experts."""
+REPLICAS, GROUP, SHARD = "replicas", "experts", "expert_shard"
+"""Axes of the grid: under `hybrid` replicas; ranks that exchange tokens; ranks that hold the same experts."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of hidden states (N, D), the experts of each (N, k) and their weights (N, k): the weighted sums, (N, D)."""
 
 
 def expert_grid(mesh: DeviceMesh, size: int) -> DeviceMesh | None:
-    """The ranks of a 1-D mesh as a grid of `size` rows; None for one row. Collective."""
+    """The ranks of a mesh, those of each replica as a grid of `size` rows; None for one row. Collective.
+
+    Args:
+        mesh: 1-D (shard), or 2-D (replicate, shard).
+    """
     if size == 1:
         return None
-    return init_device_mesh(mesh.device_type, (size, mesh.size() // size), mesh_dim_names=(GROUP, SHARD))
+    *replicas, shard = mesh.shape
+    names = (REPLICAS, GROUP, SHARD)[-mesh.ndim - 1 :]
+    return init_device_mesh(mesh.device_type, (*replicas, size, shard // size), mesh_dim_names=names)
+
+
+def holders(grid: DeviceMesh) -> DeviceMesh:
+    """The ranks that hold the same experts, with those of other replicas as FSDP2 wants them."""
+    return grid[REPLICAS, SHARD] if grid.ndim > 2 else grid[SHARD]
 
 
 def require_spreadable(strategy: Strategy, others: Mapping[str, Any]) -> None:
@@ -46,14 +59,14 @@ def require_spreadable(strategy: Strategy, others: Mapping[str, Any]) -> None:
         others: by name; None: not asked for.
     """
     found = [name for name, value in others.items() if value is not None]
-    if strategy.replicated or not strategy.sharded:
+    if not strategy.sharded:
         found = [f"strategy {strategy.name}"]
     if found:
         raise BadInputError(f"sharding.experts is not possible with {found[0]}; remove one of them, or choose zero3")
 
 
 def require_experts(model: nn.Module, num_ranks: int) -> None:
-    """Raises BadInputError where there are no stacked experts, or they cannot be dealt to so many ranks."""
+    """Raises BadInputError where there are no stacked experts, or they cannot be dealt to a replica's ranks."""
     stacks = stacked_experts(model)
     if not stacks:
         raise BadInputError(

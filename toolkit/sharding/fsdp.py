@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
@@ -189,6 +189,7 @@ def hold_as_part(module: nn.Module, mesh: DeviceMesh, shapes: Mapping[tuple[nn.M
     The unit gathers and reduces among its own ranks, and its gradients are averaged over all ranks of the mesh.
 
     Args:
+        mesh: 1-D (shard), or 2-D (replicate, shard).
         shapes: of the whole parameters, as `shapes_inside` has them. The rows of a rank stand before those of the next.
     """
     assert isinstance(module, FSDPModule)
@@ -197,7 +198,8 @@ def hold_as_part(module: nn.Module, mesh: DeviceMesh, shapes: Mapping[tuple[nn.M
         shape = shapes[parameter._module_info.module, parameter._module_info.param_name]
         local = parameter.sharded_param.to_local()
         meta = TensorMeta(shape, make_contiguous_strides_for(shape), local.dtype)
-        parameter._sharding_spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+        placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+        parameter._sharding_spec = DTensorSpec(mesh, placements, tensor_meta=meta)
         parameter._sharding_spec_by_dtype = {}  # torch 2.15's copies of the old one, which gradients would have
         trains = parameter.sharded_param.requires_grad
         parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(local.detach()), requires_grad=trains)

@@ -272,7 +272,7 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
             replicate=self.dp_replicate_size or configured_size("REPLICATE"),  # type: ignore[has-type]
             shard=self.dp_shard_size or configured_size("SHARD"),  # type: ignore[has-type]
         )
-        require_groups("sharding.experts", self.plugin.experts, world_size)
+        require_groups("sharding.experts", self.plugin.experts, shape.shard)
         with_node(shape, self.plugin.strategy, self.plugin.node, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         if self.plugin.offload is not None:
             _refuse_replicas_on_one_host(shape)

@@ -20,7 +20,7 @@ from toolkit.errors import BadInputError, first_line
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
 from toolkit.sharding.sequence import require_groups
-from toolkit.sharding.strategy import DEFAULT_STRATEGY, mesh_shape, parse_strategy
+from toolkit.sharding.strategy import DEFAULT_STRATEGY, MeshShape, mesh_shape, parse_strategy
 
 TWO_RANKS: dict[str, Any] = {
     "distributed_type": "FSDP",
@@ -60,20 +60,23 @@ def read_launch(path: Path | None, recipe: Recipe) -> Launch:
     num_processes = config.num_processes
     if num_processes is None:
         raise config.error("num_processes is not set; needs a number of at least 1")
-    _check_strategy(config, num_processes, recipe)
+    shape = _shape_of(config, num_processes, recipe)
     require_groups("sharding.sequence", recipe.sharding.sequence, num_processes)
-    require_groups("sharding.experts", recipe.sharding.experts, num_processes)
+    require_groups("sharding.experts", recipe.sharding.experts, shape.shard)
     on_cpu = bool(config.values.get("use_cpu")) or torch.cuda.device_count() < num_processes
     return Launch(config.values, config.origin, num_processes, on_cpu)
 
 
-def _check_strategy(config: AccelerateConfig, num_processes: int, recipe: Recipe) -> None:
-    """Raises BadInputError where the strategy is unknown or does not fit the number of processes."""
+def _shape_of(config: AccelerateConfig, num_processes: int, recipe: Recipe) -> MeshShape:
+    """The ranks as the strategy parts them.
+
+    Raises BadInputError where the strategy is unknown or does not fit the number of processes.
+    """
     word = config.strategy or recipe.sharding.strategy or DEFAULT_STRATEGY
     sizes = {"replicate": config.replicate_size, "shard": config.shard_size}
     try:
         strategy = parse_strategy(word, "fsdp_config.fsdp_sharding_strategy")
-        mesh_shape(strategy, num_processes, **sizes)
+        return mesh_shape(strategy, num_processes, **sizes)
     except BadInputError as error:
         raise config.error(str(error)) from error
 

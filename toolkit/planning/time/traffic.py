@@ -137,7 +137,7 @@ def traffic(
         host_to_device=to_device,
         device_to_host=to_host,
         whole=whole,
-        calls=_calls(moved or sizes, strategy, gathers, reduce_passes, whole["all_reduce"]),
+        calls=_calls(sizes, strategy, gathers, reduce_passes, whole["all_reduce"]),
         forward_all_gather=gathers.forward,
         gather_passes=gathers.passes,
         reduce_passes=reduce_passes,
@@ -280,13 +280,13 @@ def _edge(units: Sequence[_SentUnit]) -> list[_SentUnit]:
 def _calls(
     units: Sequence[_SentUnit], strategy: Strategy, gathers: _Gathers, reduce_passes: int, all_reduce: int
 ) -> dict[str, int]:
-    reducing = sum(unit.trainable > 0 for unit in units)
+    reduced = [unit for unit in units if unit.trainable]
     # DDP reduces by buckets, FSDP2 a replica group's shards by units.
     buckets = math.ceil(all_reduce / DDP_BUCKET_BYTES)
     return {
         "all_gather": gathers.calls,
-        "reduce_scatter": reducing * reduce_passes,
-        "all_reduce": buckets if not strategy.sharded else reducing if all_reduce else 0,
+        "reduce_scatter": sum(unit.num_shards > 1 for unit in reduced) * reduce_passes,
+        "all_reduce": buckets if not strategy.sharded else len(reduced) if all_reduce else 0,
     }
 
 

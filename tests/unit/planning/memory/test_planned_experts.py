@@ -34,13 +34,15 @@ LAYERS, WIDTH, CHOSEN, MESH = 3, 128, 2, MeshShape(1, 4)
         ("zero3", 4, 1, None, 160, False),
         ("zero1", 2, 1, None, 160, False),
         ("zero3", 2, 4, Checkpointing(1), 160, True),
+        ("hybrid", 2, 2, Checkpointing(1), 16, False),
     ],
 )
 def test_plans_hold_and_send_what_the_trace_does(
     strategy: str, experts: int, accumulation: int, checkpointing: Checkpointing | None, tokens: int, by_block: bool
 ) -> None:
     work = replace(workload("mixtral", tokens=tokens, layers=LAYERS), experts=experts)
-    found = trace(work, STRATEGIES[strategy], MESH, 1, accumulation, checkpointing, by_block)
+    mesh = MeshShape(2, MESH.shard) if strategy == "hybrid" else MESH
+    found = trace(work, STRATEGIES[strategy], mesh, 1, accumulation, checkpointing, by_block)
     prober = Prober(work)
     probe = prober.probe(1, checkpointing)
     units = unit_shapes(work.model, prober.plan, "bf16", experts=experts)
@@ -49,7 +51,7 @@ def test_plans_hold_and_send_what_the_trace_does(
     peak = max(moment.total - moment.optimizer for moment in moments)
     # torch 2.15 adds each gradient to the window's sums in place; the plan waits for all of a unit's, as 2.13 does.
     assert peak == pytest.approx(found.peak, rel=0.1 if by_block and autograd_sums_gradients() else 0.02)
-    sent = traffic(units, STRATEGIES[strategy], MESH, accumulation=1 if by_block else accumulation)
+    sent = traffic(units, STRATEGIES[strategy], mesh, accumulation=1 if by_block else accumulation)
     assert {kind: sent.whole[kind] for kind in found.traffic} == found.traffic
     # To the experts and back in each forward, the second one of checkpoints too, and the gradients the same way.
     ways = 6 if checkpointing else 4
@@ -95,8 +97,10 @@ def recipe(**sharding: object) -> Recipe:
 
 def test_a_table_has_what_spread_experts_can_run_with() -> None:
     found = plan(recipe(experts=4), presets()["h100_sxm"], 8)
-    assert {row.setup.strategy.name for row in found.rows} == {"zero1", "zero2", "zero3"}
+    assert {row.setup.strategy.name for row in found.rows} == {"zero1", "zero2", "zero3", "hybrid"}
     assert not any(row.setup.offload for row in found.rows)
+    # Of replicas of 2, 4 and 8 ranks those of 4 and more have groups of 4; all 8 ranks in one are zero3.
+    assert {row.setup.mesh for row in found.rows if row.setup.strategy.replicated} == {MeshShape(2, 4)}
     assert found.asked.traffic.group == 4
     gathered = plan(recipe(), presets()["h100_sxm"], 8).asked.traffic
     assert found.asked.traffic.all_gather < gathered.all_gather
