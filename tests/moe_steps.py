@@ -10,6 +10,8 @@ from accelerate import Accelerator
 from moe import micro_batches, mixture
 from torch.optim.lr_scheduler import LambdaLR
 
+from toolkit.data.cut import Part
+from toolkit.model.attention_by_heads import attend_by_heads
 from toolkit.objectives.balance import build_balance
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.schema import ObjectiveSection, TrainingSection
@@ -17,6 +19,7 @@ from toolkit.sharding import Checkpointing, plan_units, sharding_kwargs
 from toolkit.sharding.apply import prepare_blocks
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.plugin import reset_accelerate
+from toolkit.sharding.sequence import form_groups
 from toolkit.sharding.shards import whole_tensor
 from toolkit.training.trainer import Trainer
 
@@ -37,17 +40,22 @@ def sharded_step(
     max_norm: float | None = None,
     experts: int = 1,
     change: Callable[[Any], Any] = lambda model: model,
+    sequence: int = 1,
 ) -> Any:
     """One step of the trainer on this rank's micro-batches: figures and gradients, as the optimizer sees them.
 
     Args:
         experts: ranks of a group that spreads its experts.
         change: what is done to the model before it is sharded.
+        sequence: ranks that share a row.
     """
     kind, strategy, accumulation, checkpointed, accumulate = case
     reset_accelerate()
     checkpointing = Checkpointing(1) if checkpointed else None
     model = change(mixture(kind))
+    form_groups(sequence)
+    if sequence > 1:
+        attend_by_heads(model)
     sharded = strategy != "ddp"
     plugins = sharding_kwargs(
         strategy,
@@ -88,5 +96,7 @@ def sharded_step(
         by_block=by_block,
         balance=balance,
     )
-    step = trainer.train_step(windows_of(accelerator.num_processes, accumulation)[accelerator.process_index])
+    group, part = divmod(accelerator.process_index, sequence)
+    window = windows_of(accelerator.num_processes // sequence, accumulation)[group]
+    step = trainer.train_step([Part(part, sequence).of(batch) for batch in window])
     return {"loss": step.loss, "norm": step.grad_norm, "experts": step.experts, "gradients": found}

@@ -57,10 +57,10 @@ ADAPTED: list[tuple[Spread, bool, dict[str, int]]] = [
 """With whether the experts have adapters, too, or attention alone, and fields of the configuration."""
 
 
-def step_of(spread: Spread, *change: Any) -> Any:
+def step_of(spread: Spread, **more: Any) -> Any:
     *case, size, accumulate = spread
     meet()
-    return sharded_step((*case, accumulate), COEF, Z, None, size, *change)
+    return sharded_step((*case, accumulate), COEF, Z, None, size, **more)
 
 
 def small_steps() -> tuple[list[Any], dict[str, int]]:
@@ -73,7 +73,7 @@ def small_steps() -> tuple[list[Any], dict[str, int]]:
 
     with Traffic() as found, patch.object(experts, "_all_to_all", counted):
         first = step_of(SMALL[0])
-    steps = [first, *map(step_of, SMALL[1:]), step_of(IDLE, two_experts_alone)]
+    steps = [first, *map(step_of, SMALL[1:]), step_of(IDLE, change=two_experts_alone)]
     return steps, {**found.bytes, "tokens": sum(tokens)}
 
 
@@ -124,7 +124,7 @@ def adapted_steps() -> list[Any]:
         return adapted(mixture(kind, **fields), whole)
 
     return [
-        step_of(spread, functools.partial(change, kind=spread[0], whole=whole, fields=fields))
+        step_of(spread, change=functools.partial(change, kind=spread[0], whole=whole, fields=fields))
         for spread, whole, fields in ADAPTED
     ]
 
@@ -185,6 +185,18 @@ def compare_bytes(spread: Spread, found: dict[str, int], tokens: int) -> None:
 def test_experts_are_spread_inside_each_replica(num_ranks: int) -> None:
     for spread, found in zip(REPLICAS, run_on_ranks(all_steps, num_ranks, REPLICAS)[0], strict=True):
         compare(spread, num_ranks, found)
+
+
+def steps_on_shared_rows(spreads: list[Spread]) -> list[Any]:
+    return [step_of(spread, sequence=2) for spread in spreads]
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_tokens_of_shared_rows_are_sent_as_any_others(num_ranks: int) -> None:
+    sizes = [size for size in (2, 4) if num_ranks % size == 0]
+    spreads = [("qwen3_moe", "zero3", 3, True, size, way) for size in sizes for way in (TURN, BLOCK)]
+    for spread, found in zip(spreads, run_on_ranks(steps_on_shared_rows, num_ranks, spreads)[0], strict=True):
+        compare(spread, num_ranks // 2, found)
 
 
 class CutError(Exception):

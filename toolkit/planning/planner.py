@@ -303,10 +303,9 @@ class Planner:
             assert head is not None
             sent = with_teacher(sent, self.teacher_units, head, setup.mesh, setup.accumulation, layout.compute)
         probe, parts = self.probe(setup), self.workload.sequence
-        # Of each tensor a rank keeps its own part; of tokens that are sent to experts, as many as if all had the same.
-        group = max(parts, self.workload.experts)
-        whole = (probe.forward.exchanged + probe.backward.exchanged) * setup.accumulation
-        sent = replace(sent, exchanged=whole * (group - 1) // group, group=group, sequence=parts)
+        # Of tokens that are sent to experts, as many as if all had the same.
+        exchanged = (probe.forward.exchanged + probe.backward.exchanged) * setup.accumulation
+        sent = replace(sent, exchanged=exchanged, group=max(parts, self.workload.experts), sequence=parts)
         time = step_time(
             # One segment: which unit an operator belongs to makes no difference to a sum.
             [ModelSegment("model", probe.forward, probe.backward, setup.accumulation // setup.gathering_batches)],

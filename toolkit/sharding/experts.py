@@ -108,7 +108,7 @@ def take_part(module: nn.Module, size: int, grid: DeviceMesh | None = None) -> N
         size: rows of the grid.
         grid: None: there is none, for a plan.
     """
-    group = None if grid is None else grid.get_group(GROUP)
+    group = size if grid is None else grid.get_group(GROUP)
     position = 0 if grid is None else grid.get_local_rank(GROUP)
     number = int(module.num_experts) // size  # type: ignore[arg-type]
     for inner in module.modules():  # peft's wrappers, their adapters and the experts
@@ -123,7 +123,7 @@ def take_part(module: nn.Module, size: int, grid: DeviceMesh | None = None) -> N
 
 def _spread(
     compute: Compute,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | int,
     number: int,
     hidden: torch.Tensor,
     chosen: torch.Tensor,
@@ -133,6 +133,7 @@ def _spread(
 
     Args:
         compute: of this rank's experts, by their numbers among them.
+        group: of ranks that exchange tokens; for a plan, how many.
         number: of experts on each rank.
         hidden: (T, D).
         chosen: numbers of the experts of each token, (T, k).
@@ -140,7 +141,7 @@ def _spread(
     """
     num_tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
-    if exchanges_are_planned() or group is None:
+    if exchanges_are_planned() or isinstance(group, int):
         # As many tokens come as go.
         sent = received = [num_tokens * top_k]
         own = chosen.flatten() % number
@@ -172,7 +173,7 @@ def _computed(compute: Compute, arrived: torch.Tensor, own: torch.Tensor) -> tor
 
 
 def _exchanged(
-    rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | None
+    rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | int
 ) -> torch.Tensor:
     exchanged: torch.Tensor = _Exchange.apply(rows, received, sent, group)  # type: ignore[no-untyped-call]
     return exchanged
@@ -183,7 +184,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | None
+        ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | int
     ) -> torch.Tensor:
         ctx.received, ctx.sent, ctx.group = received, sent, group
         return _all_to_all(rows, received, sent, group)
@@ -194,10 +195,11 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(
-    rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | None
+    rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | int
 ) -> torch.Tensor:
-    if exchanges_are_planned() or group is None:
-        planned: torch.Tensor = planned_exchange(rows.contiguous())
+    if exchanges_are_planned() or isinstance(group, int):
+        ranks = group if isinstance(group, int) else group.size()
+        planned: torch.Tensor = planned_exchange(rows.contiguous(), ranks)
         return planned
     result = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)

@@ -159,7 +159,7 @@ def _all_to_all(by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch
     """Gives part i of a tensor (n, ...) to rank i of the group."""
     by_rank = by_rank.contiguous()
     if group is None:
-        planned: torch.Tensor = planned_exchange(by_rank)
+        planned: torch.Tensor = planned_exchange(by_rank, len(by_rank))
         return planned
     received = torch.empty_like(by_rank)
     dist.all_to_all_single(received, by_rank, group=group)
@@ -167,12 +167,12 @@ def _all_to_all(by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch
 
 
 @torch.library.custom_op("toolkit::planned_exchange", mutates_args=())
-def planned_exchange(by_rank: torch.Tensor) -> torch.Tensor:
-    """Stands for an exchange in a plan, which counts it; tensors have no values there."""
+def planned_exchange(by_rank: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Stands for an exchange among so many ranks in a plan, which counts it; tensors have no values there."""
     return torch.empty_like(by_rank)
 
 
-planned_exchange.register_fake(torch.empty_like)
+planned_exchange.register_fake(lambda by_rank, ranks: torch.empty_like(by_rank))
 
 
 def summed_over_group(part: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Work:
 
     @property
     def exchanged(self) -> int:
-        """Bytes of whole tensors that the ranks of a row exchange, tokens for heads."""
+        """Bytes that this rank sends to those that it shares rows or experts with."""
         return sum(size * count for (kind, _, size), count in self.operators.items() if kind == "exchange")
 
     def seconds(self, hardware: Hardware, dtype: str, quantile: Quantile = "mid") -> float:
@@ -104,8 +104,8 @@ def _rule(func: Any) -> _Rule | None:
     if not hasattr(func, "_schema"):
         return None  # a higher-order operator; what it calls is dispatched by itself
     namespace, _, name = func._schema.name.partition("::")
-    if name == "planned_exchange":  # of sharding.sequence; what FSDP2 sends is counted by toolkit.planning.time.traffic
-        return _Rule("exchange", _no_flops, _written)
+    if name == "planned_exchange":  # of tokens; what FSDP2 sends is counted by toolkit.planning.time.traffic
+        return _Rule("exchange", _no_flops, _sent)
     if namespace in SILENT_NAMESPACES or name in SILENT or _only_views(func):
         return None
     # torch 2.13 has no formula for it.
@@ -189,6 +189,12 @@ def _picked_loss(arguments: Arguments, out: Any) -> int:
 
 def _picked_loss_gradient(arguments: Arguments, out: Any) -> int:
     return _size(arguments["target"]) + _written(arguments, out)
+
+
+def _sent(arguments: Arguments, out: Any) -> int:
+    """Of equal parts for all ranks, its own among them."""
+    ranks: int = arguments["ranks"]
+    return _written(arguments, out) * (ranks - 1) // ranks
 
 
 TRAFFIC: dict[str, Count] = {

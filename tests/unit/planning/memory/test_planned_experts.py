@@ -55,7 +55,8 @@ def test_plans_hold_and_send_what_the_trace_does(
     assert {kind: sent.whole[kind] for kind in found.traffic} == found.traffic
     # To the experts and back in each forward, the second one of checkpoints too, and the gradients the same way.
     ways = 6 if checkpointing else 4
-    assert probe.forward.exchanged + probe.backward.exchanged == ways * LAYERS * tokens * CHOSEN * WIDTH * 2
+    whole = ways * LAYERS * tokens * CHOSEN * WIDTH * 2
+    assert probe.forward.exchanged + probe.backward.exchanged == whole * (experts - 1) // experts
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,14 @@ def test_a_table_has_what_spread_experts_can_run_with() -> None:
     gathered = plan(recipe(), presets()["h100_sxm"], 8).asked.traffic
     assert found.asked.traffic.all_gather < gathered.all_gather
     assert found.asked.traffic.trainable == gathered.trainable
+
+
+def test_tokens_go_to_experts_and_around_attention_where_rows_are_shared() -> None:
+    found = plan(recipe(experts=4, sequence=2), presets()["h100_sxm"], 8, with_levers=False).asked.traffic
+    tokens, width, layers = 2 * 64 // 2, 64, 2  # of a rank
+    attention = 2 * 4 * tokens * width // 2  # queries, keys, values and outputs, each to one of two ranks
+    sent_on = 4 * tokens * CHOSEN * width * 3 // 4
+    assert found.exchanged == layers * (attention + sent_on) * 2
 
 
 def test_the_longest_row_is_not_sought_with_spread_experts() -> None:
