@@ -41,6 +41,7 @@ def sharded_step(
     experts: int = 1,
     change: Callable[[Any], Any] = lambda model: model,
     sequence: int = 1,
+    chunk_tokens: int | None = None,
 ) -> Any:
     """One step of the trainer on this rank's micro-batches: figures and gradients, as the optimizer sees them.
 
@@ -48,10 +49,11 @@ def sharded_step(
         experts: ranks of a group that spreads its experts.
         change: what is done to the model before it is sharded.
         sequence: ranks that share a row.
+        chunk_tokens: of norms and MLPs of checkpointed blocks.
     """
     kind, strategy, accumulation, checkpointed, accumulate = case
     reset_accelerate()
-    checkpointing = Checkpointing(1) if checkpointed else None
+    checkpointing = Checkpointing(1, chunk_tokens=chunk_tokens) if checkpointed else None
     model = change(mixture(kind))
     form_groups(sequence)
     if sequence > 1:

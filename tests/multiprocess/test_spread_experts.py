@@ -46,6 +46,8 @@ REPLICAS: list[Spread] = [
     ("qwen3_moe", "hybrid", 3, True, 2, BLOCK),
 ]
 """Two of them; in the first each expert is on one rank of a replica of two."""
+CHUNKED: Spread = ("qwen3_moe", "zero3", 1, True, 2, TURN)
+"""The MLP of its first block, and all norms, run for a few tokens at a time."""
 IDLE: Spread = ("gpt_oss", "zero3", 1, True, 2, TURN)
 """Its second rank's experts are chosen for no token."""
 
@@ -63,6 +65,10 @@ def step_of(spread: Spread, **more: Any) -> Any:
     return sharded_step((*case, accumulate), COEF, Z, None, size, **more)
 
 
+def first_block_dense(_: Any) -> Any:
+    return mixture("qwen3_moe", mlp_only_layers=[0])
+
+
 def small_steps() -> tuple[list[Any], dict[str, int]]:
     """The steps, and the bytes that this rank hands to the first one's collectives."""
     tokens, exchange = [], experts._all_to_all
@@ -74,6 +80,7 @@ def small_steps() -> tuple[list[Any], dict[str, int]]:
     with Traffic() as found, patch.object(experts, "_all_to_all", counted):
         first = step_of(SMALL[0])
     steps = [first, *map(step_of, SMALL[1:]), step_of(IDLE, change=two_experts_alone)]
+    steps.append(step_of(CHUNKED, change=first_block_dense, chunk_tokens=5))
     return steps, {**found.bytes, "tokens": sum(tokens)}
 
 
@@ -159,12 +166,13 @@ def compare(spread: Spread, num_ranks: int, found: dict[str, Any], model: Any = 
 
 
 def test_a_step_is_that_of_a_plain_loop_also_where_a_rank_gets_no_tokens() -> None:
-    ((*found, idle), sent), (_, other) = run_on_ranks(small_steps, 2)
+    ((*found, idle, chunked), sent), (_, other) = run_on_ranks(small_steps, 2)
     for spread, step in zip(SMALL, found, strict=True):
         compare(spread, 2, step)
     model = two_experts_alone(mixture(IDLE[0]))
     assert idle["experts"]["dead_experts"] == 4  # of two layers
     compare(IDLE, 2, idle, model)
+    compare(CHUNKED, 2, chunked, first_block_dense(None))
     compare_bytes(SMALL[0], sent, sent["tokens"] + other["tokens"])
 
 

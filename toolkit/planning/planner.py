@@ -119,7 +119,7 @@ class Planner:
     @cached_property
     def can_chunk(self) -> bool:
         """Whether the blocks have what may run for a few tokens at a time."""
-        return self.workload.experts == 1 and num_in_chunks(self.workload.model, self._sharded.plan) > 0
+        return num_in_chunks(self.workload.model, self._sharded.plan) > 0
 
     def probe(self, setup: Setup) -> Probe:
         """Of one micro-batch."""
