@@ -41,7 +41,7 @@ class Shape:
 
 def unit(kind: UnitKind, numel: int, trainable: bool = True) -> UnitShape:
     """A unit of one parameter with a row for every element."""
-    parameters = (ParameterShape(numel, 1, trainable, held=4),) if numel else ()
+    parameters = (ParameterShape((numel,), trainable, held=4),) if numel else ()
     return UnitShape(kind, kind, kind in ("embeddings", "block"), parameters)
 
 

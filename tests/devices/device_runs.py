@@ -60,8 +60,8 @@ Batch = dict[str, torch.Tensor]
 class Zeros:
     """Weights as if they were read from files: on the host."""
 
-    def read(self, name: str, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-        return torch.zeros((rows.stop - rows.start, *tensor.shape[1:]), dtype=tensor.dtype)
+    def read(self, name: str, tensor: torch.Tensor, rows: tuple[slice, ...]) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)[rows]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from toolkit.model.adapters import (
 from toolkit.model.load import auto_class, load_stored
 from toolkit.model.quantised import dequantised, quantise_loaded
 from toolkit.places import BASE_FILE, GIB
-from toolkit.sharding.shards import shard_chunk, shard_group, state_once
+from toolkit.sharding.shards import shard_group, shard_shape, sharded_dim, state_once
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of logits after reloading, as a share of the largest logit, by exported type."""
@@ -166,16 +166,16 @@ def whole_tensors(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.T
 
 
 def gather_on_rank_zero(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The whole of a tensor on rank 0; None on the other ranks. Collective for DTensors sharded on rows."""
+    """The whole of a tensor on rank 0; None on the other ranks. Collective for DTensors."""
     if not isinstance(tensor, DTensor):
         return tensor if ranks.rank() == 0 else None
     group = shard_group(tensor)
-    size = dist.get_world_size(group)
+    size, dim = dist.get_world_size(group), sharded_dim(tensor)
     # With offload the shards are on the host, and NCCL gathers on the device.
     local = tensor.to_local().to(tensor.device_mesh.device_type)
     # The last shards can have fewer rows, and gather wants equal shapes.
-    padded = local.new_zeros((shard_chunk(tensor), *tensor.shape[1:]))
-    padded[: local.shape[0]] = local
+    padded = local.new_zeros(shard_shape(tensor))
+    padded.narrow(dim, 0, local.shape[dim]).copy_(local)
     # With replicas every shard group gathers; only the one of rank 0 is kept below.
     first = dist.get_rank(group) == 0
     parts = [torch.empty_like(padded) for _ in range(size)] if first else None
@@ -183,7 +183,7 @@ def gather_on_rank_zero(tensor: torch.Tensor) -> torch.Tensor | None:
     if ranks.rank() != 0:
         return None
     assert parts is not None
-    return torch.cat(parts)[: tensor.shape[0]]
+    return torch.cat(parts, dim).narrow(dim, 0, tensor.shape[dim])
 
 
 def write_weights(

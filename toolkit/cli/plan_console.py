@@ -69,6 +69,8 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
         + (f" ({asked.problem})" if asked.problem else ""),
         markup=False,
     )
+    if asked.dealing:
+        console.print(f"  experts: {asked.dealing}", markup=False)
     for lever in plan.levers:
         speed = lever.row.tokens_per_second[1] / asked.tokens_per_second[1]
         console.print(
@@ -260,6 +262,7 @@ def row_as_json(row: PlanRow) -> dict[str, Any]:
         "bound_by": row.time.bound_by,
         "verdict": row.verdict,
         "problem": row.problem,
+        "dealing": row.dealing,
     }
 
 

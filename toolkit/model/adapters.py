@@ -33,7 +33,7 @@ from toolkit.model.targets import (
 )
 from toolkit.places import BASE_FILE
 from toolkit.recipe.schema import AdapterSection
-from toolkit.sharding.shards import state_once
+from toolkit.sharding.shards import Rows, state_once
 
 if TYPE_CHECKING:
     import peft
@@ -263,7 +263,7 @@ class AdapterWeights:
         self._modules = dict(model.named_modules())
         self._seed = seed
 
-    def read(self, name: str, like: torch.Tensor, rows: slice) -> torch.Tensor:
+    def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
         """See `toolkit.model.weights.Weights`."""
         # Of embeddings peft makes A zero and draws B, the other way round than elsewhere.
         if ".lora_B." in name or ".lora_embedding_A." in name:
@@ -289,7 +289,7 @@ class AdapterWeights:
             of_rows: torch.Tensor = torch.linalg.vector_norm(layer.read_matrix(self._base, base_name(path)), dim=1)
             return of_rows
         like = self._parameters[f"{path}.weight"]
-        weight = self._base.read(base_name(f"{path}.weight"), like, slice(0, like.shape[0])).float()
+        weight = self._base.read(base_name(f"{path}.weight"), like, (slice(None),)).float()
         outputs_first = weight.shape[0] == self._parameters[name].shape[0]
         norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=1 if outputs_first else 0)
         return norms

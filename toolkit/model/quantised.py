@@ -25,9 +25,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import BadInputError, first_line
-from toolkit.model.weights import Weights
+from toolkit.model.weights import Weights, all_rows
 from toolkit.recipe.schema import AdapterSection
-from toolkit.sharding.shards import shard_chunk, shard_group
+from toolkit.sharding.shards import Rows, shard_chunk, shard_group
 
 BLOCK = 64
 """Weights that share a scale, one after another in a matrix's rows; bitsandbytes' default."""
@@ -128,7 +128,7 @@ class QuantisedLinear(nn.Linear):
         """The float32 matrix, read as a run reads it; the layer itself may be on the meta device or sharded."""
         likes = [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in self.bytes()]
         return self.matrix(
-            [weights.read(f"{path}.{n}", like, slice(0, like.shape[0])) for n, like in zip(PARTS, likes, strict=False)]
+            [weights.read(f"{path}.{n}", like, all_rows(like)) for n, like in zip(PARTS, likes, strict=False)]
         )
 
     def bytes(self) -> list[nn.Parameter]:
@@ -352,7 +352,7 @@ class QuantisedWeights:
         self._layers = dict(quantised_layers(model))
         self._ready: dict[str, torch.Tensor] = {}
 
-    def read(self, name: str, like: torch.Tensor, rows: slice) -> torch.Tensor:
+    def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
         """See `toolkit.model.weights.Weights`. The scales of a matrix are asked for after its weights."""
         path, _, part = name.rpartition(".")
         layer = self._layers.get(path)
@@ -370,15 +370,15 @@ class QuantisedWeights:
         return weight
 
     def _quantised(
-        self, path: str, layer: QuantisedLinear, like: torch.Tensor, rows: slice
+        self, path: str, layer: QuantisedLinear, like: torch.Tensor, rows: Rows
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the bytes, and of the scales that belong to them."""
         whole = torch.empty(layer.shape, dtype=self._dtype, device="meta")
         device = like.device_mesh.device_type if isinstance(like, DTensor) else "cpu"
-        first, last, _ = rows.indices(layer.weight.shape[0])
+        first, last, _ = rows[0].indices(layer.weight.shape[0])
 
         def read(begin: int, end: int) -> torch.Tensor:
-            found = self._base.read(f"{path}.weight", whole, slice(begin, end))
+            found = self._base.read(f"{path}.weight", whole, (slice(begin, end),))
             return found.to(device=device, dtype=self._dtype)
 
         if layer.quantisation.kind == "int8":

@@ -30,6 +30,7 @@ from toolkit.model.quantised import (
 )
 from toolkit.model.weights import SafetensorsWeights, places_of, readable
 from toolkit.recipe.schema import AdapterSection
+from toolkit.sharding.shards import Rows
 
 ITEM_BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}
 """Of safetensors' types in which bytes are stored; bitsandbytes calls it the storage of a quantised weight."""
@@ -115,17 +116,17 @@ class StoredNF4:
             self._require_sizes(source, {name: parameters[name] for name in plain if name in parameters})
         self._plain = SafetensorsWeights(self._files, look)
 
-    def read(self, name: str, like: torch.Tensor, rows: slice) -> torch.Tensor:
+    def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
         """See `toolkit.model.weights.Weights`."""
         path, _, part = name.rpartition(".")
         layer = self._layers.get(path)
         if layer is None or part == "bias":
             return self._plain.read(name, like, rows)
         if part == "weight":
-            return self._bytes(f"{path}.weight", rows, BLOCK // 2)
+            return self._bytes(f"{path}.weight", rows[0], BLOCK // 2)
         width = 1 if layer.quantisation.double else SCALE_BYTES
         if part == "weight_absmax":
-            return self._bytes(f"{path}.weight.absmax", rows, width)
+            return self._bytes(f"{path}.weight.absmax", rows[0], width)
         offset = torch.tensor([self._states[path]["nested_offset"]], dtype=torch.float32).view(-1, 1).view(torch.uint8)
         largest = self._bytes(f"{path}.weight.nested_absmax", slice(0, layer.weight_nested.shape[0] - 1), SCALE_BYTES)
         return torch.cat([offset, largest])[rows]

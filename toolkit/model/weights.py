@@ -27,10 +27,7 @@ from toolkit import ranks
 from toolkit.errors import BadInputError, in_words
 from toolkit.model.values import some
 from toolkit.sharding.apply import KeepsMasters
-from toolkit.sharding.shards import shard_rows
-
-Rows = slice
-"""Rows of a tensor's first dimension."""
+from toolkit.sharding.shards import Rows, shard_rows
 
 
 @dataclass
@@ -83,14 +80,14 @@ def materialize(model: nn.Module, weights: Weights, keep_master: KeepsMasters | 
     persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in persistent:
-            state[name] = weights.read(name, buffer, slice(0, _num_rows(buffer))).to(buffer)
+            state[name] = weights.read(name, buffer, all_rows(buffer)).to(buffer)
     model.load_state_dict(state, strict=False, assign=True)
     del model.materialize_weights
 
 
 def _made(name: str, parameter: nn.Parameter, weights: Weights, keep_master: KeepsMasters | None) -> nn.Parameter:
     if not isinstance(parameter, DTensor):
-        whole = weights.read(name, parameter, slice(0, _num_rows(parameter)))
+        whole = weights.read(name, parameter, all_rows(parameter))
         return nn.Parameter(_own(whole, parameter.dtype, torch.device("cpu")), requires_grad=parameter.requires_grad)
     if keep_master is not None and parameter.requires_grad:
         # Says which type is wanted: rank 0 would round what it sends to the type of compute.
@@ -118,8 +115,9 @@ def _own(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torc
     return tensor.to(device=device, dtype=dtype, copy=True)
 
 
-def _num_rows(tensor: torch.Tensor) -> int:
-    return tensor.shape[0] if tensor.ndim else 1
+def all_rows(tensor: torch.Tensor) -> Rows:
+    """All that a tensor has."""
+    return (slice(0, tensor.shape[0] if tensor.ndim else 1),)
 
 
 class SafetensorsWeights:

@@ -4,13 +4,13 @@ Newton-Schulz needs whole matrices. F matrices at a time are dealt to the F rank
 exchange makes each rank's matrix whole, each rank orthogonalises its own, and one exchange brings the rows
 back. So a rank computes 1 / F of the whole, and no rank holds more than one whole matrix.
 
-Experts' stacked matrices (experts, rows, columns) are sharded by experts: each rank has whole ones, and nothing is
-exchanged.
+Experts' stacked matrices (experts, rows, columns) are mostly sharded by experts: each rank has whole ones, and nothing
+is exchanged. Those that are sharded by rows are dealt as matrices are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.sharding.shards import local_tensor, row_counts, shard_group
+from toolkit.sharding.shards import local_tensor, row_counts, shard_group, sharded_dim
 
 
 class Muon(torch.optim.AdamW):
@@ -48,11 +48,11 @@ class Muon(torch.optim.AdamW):
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         present = [parameter for parameter in group["params"] if parameter.grad is not None]
-        matrices = [parameter for parameter in present if parameter.ndim == 2]
+        split = [parameter for parameter in present if not _has_whole_experts(parameter)]
         # AdamW, which steps next, passes over what has no gradient.
-        changes = (self._momentum_of(parameter) for parameter in matrices)
-        self._add(group, zip(matrices, orthogonalised(matrices, changes), strict=True))
-        stacks = (parameter for parameter in present if parameter.ndim == 3)
+        changes = (self._momentum_of(parameter) for parameter in split)
+        self._add(group, zip(split, orthogonalised(split, changes), strict=True))
+        stacks = (parameter for parameter in present if _has_whole_experts(parameter))
         self._add(group, ((stack, _each_orthogonalised(self._momentum_of(stack))) for stack in stacks))
 
     def _add(self, group: dict[str, Any], updates: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
@@ -75,29 +75,47 @@ class Muon(torch.optim.AdamW):
         return rows.lerp(mean, self.momentum)
 
 
+def _has_whole_experts(parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 3 and (not isinstance(parameter, DTensor) or sharded_dim(parameter) == 0)
+
+
 def orthogonalised(parameters: list[nn.Parameter], rows: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
     """This rank's rows of each parameter's update, to be added, at a learning rate of 1.
 
     Args:
-        rows: this rank's rows (rows of the shard, columns) of what is orthogonalised, for each parameter.
+        rows: this rank's rows ((experts,) rows of the shard, columns) of what is orthogonalised, for each parameter.
     """
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if not sharded:
         yield from (newton_schulz(whole) for whole in rows)
         return
-    group = shard_group(sharded[0])
+    # One after another, a stack's matrices as well.
+    matrices = [parameter for parameter in sharded for _ in range(_num_matrices(parameter))]
+    updates = _dealt(matrices, (matrix for part in rows for matrix in (part if part.ndim == 3 else part[None])))
+    for parameter in sharded:
+        found = [next(updates) for _ in range(_num_matrices(parameter))]
+        yield found[0] if parameter.ndim == 2 else torch.stack(found)
+
+
+def _num_matrices(parameter: DTensor) -> int:
+    return 1 if parameter.ndim == 2 else parameter.shape[0]
+
+
+def _dealt(matrices: Sequence[DTensor], rows: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """This rank's rows of the update of each matrix, which its parameter tells the shape of."""
+    group = shard_group(matrices[0])
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    for start in range(0, len(sharded), size):
-        dealt = sharded[start : start + size]
+    for start in range(0, len(matrices), size):
+        dealt = matrices[start : start + size]
         mine = [next(rows) for _ in dealt]
         # The last deal may be short: ranks without a matrix are sent nothing, but take part in both exchanges.
         there = [tensor.numel() for tensor in mine] + [0] * (size - len(dealt))
         here = [0] * size
         if rank < len(dealt):
-            here = [count * dealt[rank].shape[1] for count in row_counts(dealt[rank])]
+            here = [count * dealt[rank].shape[-1] for count in row_counts(dealt[rank])]
         flat = _exchanged(torch.cat([tensor.flatten() for tensor in mine]), there, here, group)
         if rank < len(dealt):
-            flat = newton_schulz(flat.view(dealt[rank].shape)).flatten()
+            flat = newton_schulz(flat.view(dealt[rank].shape[-2:])).flatten()
         back = _exchanged(flat, here, there, group)
         yield from (part.view_as(old) for part, old in zip(torch.split(back, there[: len(mine)]), mine, strict=True))
 

@@ -22,6 +22,7 @@ from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic, with_te
 from toolkit.planning.workload import Workload, shared_by, with_rows_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
+from toolkit.sharding.experts import dealing_of
 from toolkit.sharding.offload.executors import stream_bytes
 from toolkit.sharding.offload.host import plan_host
 from toolkit.sharding.offload.probe import STREAM_SHARE
@@ -58,6 +59,7 @@ class PlanRow:
         traffic: of one optimizer step.
         time: of one optimizer step.
         tokens: of one optimizer step of all ranks.
+        dealing: how ranks that do not divide a layer's experts share them; empty elsewhere.
         problem: why it does not fit; empty where it does.
     """
 
@@ -71,6 +73,7 @@ class PlanRow:
     tokens: int
     verdict: Verdict
     problem: str
+    dealing: str
 
     @property
     def tokens_per_second(self) -> tuple[float, float, float]:
@@ -320,7 +323,8 @@ class Planner:
         host = self.host_bytes(setup)
         verdict, need, problem = verdict_of(peak.total, host, self.hardware)
         tokens = setup.micro_batch_size * setup.accumulation * (setup.ranks // parts) * self.workload.tokens
-        return PlanRow(setup, peak, tuple(moments), need, host, sent, time, tokens, verdict, problem)
+        dealing = dealing_of(self.workload.model, setup.mesh.shard)
+        return PlanRow(setup, peak, tuple(moments), need, host, sent, time, tokens, verdict, problem, dealing)
 
 
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0625, "adamw_4bit": 1.0625, "adamw_fp8": 2.0156, "muon": 8.0}

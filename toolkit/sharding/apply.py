@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import BadInputError
 from toolkit.sharding.by_block import in_window
@@ -23,7 +23,7 @@ from toolkit.sharding.experts import GROUP, holders, require_experts, take_part
 from toolkit.sharding.fsdp import gather_in_float32, hold_as_part, reshard_all, reshard_in_groups, shapes_inside
 from toolkit.sharding.gloo import communicate
 from toolkit.sharding.precision import hold_in_float32, kept_in_float32, round_buffers, types_of_authors
-from toolkit.sharding.shards import shard_rows
+from toolkit.sharding.shards import shard_dim, shard_rows
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.unit_plan import UnitPlan
 
@@ -140,7 +140,14 @@ def apply(
 def _shard(modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshards: bool) -> None:
     """Makes modules one unit."""
     unit = modules if len(modules) > 1 else modules[0]
-    fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+    num_shards = mesh.size(mesh.ndim - 1)
+    fully_shard(
+        unit,
+        mesh=mesh,
+        mp_policy=policy,
+        reshard_after_forward=reshards,
+        shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, num_shards)),
+    )
     communicate(modules[0])
 
 

@@ -13,6 +13,7 @@ the ones that it would hold without expert parallelism: optimizer, norm, checkpo
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,10 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from toolkit.errors import BadInputError
 from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.sequence import exchanges_are_planned, planned_exchange
+from toolkit.sharding.shards import MAX_PADDING, shard_dim, shard_group
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.units import stacked_experts
 
@@ -98,6 +101,34 @@ def _is_by_expert(name: str, shape: torch.Size, number: int) -> bool:
         return False
     inner = name.replace("base_layer.", "")
     return shape[0] % number == 0 if inner.startswith("lora_") else "." not in inner and shape[0] == number
+
+
+def dealing_of(model: nn.Module, num_shards: int | None = None) -> str:
+    """How ranks that do not divide a layer's experts share them; empty where they do, or where nothing is stacked.
+
+    Args:
+        num_shards: ranks that share a copy of the model; None: as it is sharded.
+    """
+    for module in stacked_experts(model).values():
+        for stack in (parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3):
+            ranks = num_shards or (shard_group(stack).size() if isinstance(stack, DTensor) else 1)
+            if stack.shape[0] % ranks:
+                return _dealing(stack.shape, ranks)
+    return ""
+
+
+def _dealing(shape: torch.Size, num_shards: int) -> str:
+    number, rows = shape[0], -(-shape[0] // num_shards) * num_shards
+    if shard_dim(shape, num_shards):
+        return f"{number} of a layer are sharded along their matrices' rows, as {num_shards} ranks do not divide them"
+    told = (
+        f"{number} of a layer are padded to {rows} for {num_shards} ranks, {rows / number - 1:.0%} more of their bytes"
+    )
+    if rows - number <= MAX_PADDING * number:
+        return told
+    size = math.gcd(number, num_shards)
+    mend = f"hybrid with dp_shard_size {size}" if size > 1 else "a number of ranks that divides them"
+    return f"{told}; {mend} pads none"
 
 
 @torch.no_grad()

@@ -90,7 +90,33 @@ def reshard_in_groups(model: nn.Module, mesh: DeviceMesh) -> None:
         group.post_forward_mesh_info = info
         for parameter in group.fsdp_params:
             parameter.post_forward_mesh_info = info
+            own, parameter.fsdp_placement = parameter.fsdp_placement, Shard(0)
             parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
+            parameter.fsdp_placement = own
+            if own.dim:
+                _keep_flat(parameter, mesh.size(1))
+
+
+def _keep_flat(parameter: Any, num_ranks: int) -> None:
+    """Has a parameter that is not sharded by rows be put together as one that is, from what a group's ranks keep.
+
+    They keep equal parts of its elements in their order; FSDP2 would put them together along the parameter's own
+    dimension.
+    """
+    own = parameter.fsdp_placement
+    parameter.sharded_post_forward_size = torch.Size((parameter._orig_size.numel() // num_ranks,))
+    parameter.contiguous_sharded_post_forward_stride = (1,)
+
+    def then(act: Callable[[], None], placement: Shard) -> Callable[[], None]:
+        def act_and_place() -> None:
+            act()
+            parameter.fsdp_placement = placement
+
+        return act_and_place
+
+    parameter.to_sharded_post_forward = then(parameter.to_sharded_post_forward, Shard(0))
+    parameter.to_unsharded = then(parameter.to_unsharded, own)
+    parameter.to_sharded = then(parameter.to_sharded, own)
 
 
 @contextmanager

@@ -129,6 +129,14 @@ PRIVATE_NAMES = (
         f"{_FSDP}_fsdp_param:FSDPParam.to_unsharded",
         ("self._sharded_post_forward_param = None", "self._sharded_post_forward_param_data = None"),
     ),
+    PrivateName(
+        f"{_FSDP}_fsdp_param:FSDPParam.to_sharded_post_forward",
+        ("size=self.sharded_post_forward_size", "stride=self.contiguous_sharded_post_forward_stride"),
+    ),
+    PrivateName(f"{_FSDP}_fsdp_param:FSDPParam.to_sharded"),
+    PrivateName(f"{_FSDP}_fsdp_collectives", ("if fsdp_param.fsdp_placement.dim != 0:",)),
+    # planning: what is copied of parameters that are not sharded by rows.
+    PrivateName(f"{_FSDP}_fsdp_collectives", ("torch.empty_like(t)", "unsharded_grads[i] = torch.cat(chunks, dim=0)")),
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("self.post_forward_mesh_info = post_forward_mesh_info",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("def is_sharded_post_forward(self)",)),
     # fsdp.forget_forwards: what a backward prefetches.

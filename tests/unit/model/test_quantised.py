@@ -39,8 +39,10 @@ from toolkit.model.quantised import (
     require_bitsandbytes,
 )
 from toolkit.model.stored_quantised import take_quantisation
+from toolkit.model.weights import all_rows
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AdapterSection, ModelSection
+from toolkit.sharding.shards import Rows
 
 NF4 = AdapterSection(kind="lora", quantize="nf4")
 
@@ -51,7 +53,7 @@ class Recorded:
     def __init__(self, state: dict[str, torch.Tensor]) -> None:
         self.state, self.most = state, 0
 
-    def read(self, name: str, like: torch.Tensor, rows: slice) -> torch.Tensor:
+    def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
         self.most = max(self.most, self.state[name][rows].numel())
         return self.state[name][rows]
 
@@ -72,9 +74,9 @@ def test_the_bytes_are_those_of_bitsandbytes_whatever_rows_are_read(double: bool
     expected, state = quantize_4bit(linear.weight.detach(), quant_type="nf4", compress_statistics=double)
     weights = QuantisedWeights(source, model, torch.float32)
     layer: Any = model["layer"]
-    parts = [slice(0, 25), slice(25, 50), slice(50, 72), slice(72, 72)]
+    parts = [(slice(0, 25),), (slice(25, 50),), (slice(50, 72),), (slice(72, 72),)]
     if double:  # one process: the rows of others are not there to be gathered
-        parts = [slice(0, 72)]
+        parts = [(slice(0, 72),)]
     read = [(weights.read("layer.weight", layer.weight, part), _scales(weights, layer, part)) for part in parts]
     assert torch.equal(torch.cat([packed for packed, _ in read]).flatten(), expected.flatten())
     absmax = torch.cat([scales for _, scales in read]).contiguous()
@@ -84,10 +86,10 @@ def test_the_bytes_are_those_of_bitsandbytes_whatever_rows_are_read(double: bool
     assert torch.equal(layer.read_matrix(weights, "layer"), dequantize_4bit(expected, state))
 
 
-def _scales(weights: QuantisedWeights, layer: QuantisedLinear, rows: slice) -> torch.Tensor:
+def _scales(weights: QuantisedWeights, layer: QuantisedLinear, rows: Rows) -> torch.Tensor:
     found = weights.read("layer.weight_absmax", layer.weight_absmax, rows)
     if layer.quantisation.double:
-        weights.read("layer.weight_nested", layer.weight_nested, slice(0, layer.weight_nested.shape[0]))
+        weights.read("layer.weight_nested", layer.weight_nested, all_rows(layer.weight_nested))
     return found
 
 
@@ -95,7 +97,7 @@ def test_forward_and_backward_are_those_of_the_dequantised_matrix() -> None:
     model, source, _ = quantised(True)
     layer: Any = model["layer"]
     weights = QuantisedWeights(source, model, torch.float32)
-    rows = {name: slice(0, part.shape[0]) for name, part in layer.named_parameters()}
+    rows = {name: all_rows(part) for name, part in layer.named_parameters()}
     for name in rows:
         found = weights.read(f"layer.{name}", getattr(layer, name), rows[name])
         layer.register_parameter(name, nn.Parameter(found, requires_grad=False))

@@ -56,6 +56,10 @@ class HeldUnit:
         cast_gradient: the reduced gradient in the type of the shards, where that is another.
         optimizer: state on the device.
         copied: of what the ranks of a node keep of it from forward to backward; 0 where all ranks do.
+        assembled: temporaries of a gather, for stacks that are sharded along their matrices' rows.
+        turned: the largest of these stacks' gradients, which is copied before it is reduced (elements).
+        last_turned: the last one's, which the reduction keeps alive (elements).
+        gradient: of an element of a gradient as backward makes it.
         copying: the most of both while each parameter is copied and then freed.
         made_alike: the most of its whole gradients while those of two types are given that of the reduction; 0: of one.
     """
@@ -75,6 +79,10 @@ class HeldUnit:
     made_alike: int
     copied: int
     copying: int
+    assembled: int
+    turned: int
+    last_turned: int
+    gradient: int
     is_copied: bool = False
     is_gathered: bool = False
     is_prefetched: bool = False
@@ -99,6 +107,7 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
     # `foreach_reduce` frees its list of gradients, but the name of its loop still holds the last.
     outlives = trainable and f > 1 and not frees_all_gradients_before_reducing()
     last = trainable[-1].numel * (each or trainable[-1].held) if outlives else 0
+    turned = [p.numel for p in trainable if p.dim(layout.shard)]
     return HeldUnit(
         sharded=sum(
             rounded(p.shard_numel(layout.shard) * size) for p, size in zip(shape.parameters, kept, strict=True)
@@ -120,6 +129,10 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
         made_alike=_made_alike(trainable, layout) if is_mixed else 0,
         copied=sum(rounded(size / layout.node) for size in whole) if layout.node else 0,
         copying=_copying(whole, layout.node) if layout.node else 0,
+        assembled=sum(rounded(n) for p, n in zip(shape.parameters, whole, strict=True) if p.dim(layout.shard)),
+        turned=max(turned, default=0),
+        last_turned=turned[-1] if turned and outlives else 0,
+        gradient=each or max((p.held for p in trainable), default=0),
     )
 
 

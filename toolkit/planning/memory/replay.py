@@ -307,7 +307,10 @@ class _ShardedRank(_Rank):
             self._start_gather(event.unit, event.level)
             if in_forward and frees_gather_before_copying():
                 self._hold_forward_gather(0)
-            self.snap(what, event.level, gathered=unit.whole)  # before torch 2.15 a local name holds the last output
+            # What a node keeps is flat, and needs no copy to be put together.
+            assembled = 0 if unit.is_copied else unit.assembled
+            # Before torch 2.15 a local name holds the last output.
+            self.snap(what, event.level, gathered=unit.whole, communication=assembled)
             # The default stream may still copy out of it; FSDP2 keeps it until the next unit waits for that.
             if in_forward:
                 self._hold_forward_gather(unit.gather_output)
@@ -380,14 +383,18 @@ class _ShardedRank(_Rank):
             return
         whole = unit.whole_gradients or gradients
         last = unit.last_sum if unit.whole_gradients else unit.last_gradient
+        size = self.layout.reduce if unit.whole_gradients or gradients == unit.whole_sums else unit.gradient
         self._hold_whole_gradients(unit, 0)
         if not whole:
             return
         # FSDP2 waits for the reduction before this one and frees its input, then allocates its own.
         self._hold_reduce_input(0)
-        self.snap(what, level, gradients=whole, communication=unit.reduce_input)
+        # Stacks that are sharded along their matrices' rows are copied in the order of the ranks, one after another.
+        self.snap(what, level, gradients=whole, communication=size * unit.turned)
+        last_turned = size * unit.last_turned
+        self.snap(what, level, gradients=whole + last_turned, communication=unit.reduce_input)
         self._hold_reduce_input(unit.reduce_input)
-        self.snap(what, level, gradients=min(whole, last) + unit.reduce_output)
+        self.snap(what, level, gradients=min(whole, last) + last_turned + unit.reduce_output)
         self._keep(unit, what, level, is_last)
 
     def _keep(self, unit: HeldUnit, what: str, level: int, is_last: bool) -> None:

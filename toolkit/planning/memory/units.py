@@ -13,6 +13,7 @@ from torch import nn
 from toolkit.model.adapters import base_of
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.precision import kept_in_float32, types_of_authors
+from toolkit.sharding.shards import shard_dim
 from toolkit.sharding.unit_plan import UnitKind, UnitPlan
 from toolkit.sharding.units import owned_parameters
 
@@ -22,6 +23,7 @@ class ParameterShape:
     """One parameter.
 
     Attributes:
+        shape: whole; a scalar is one row.
         held: bytes of an element as the optimizer keeps it between steps.
         is_cast: it is gathered in the type of compute; what authors keep in float32 and the bytes of a quantised
             matrix are gathered as they are.
@@ -29,8 +31,7 @@ class ParameterShape:
         spread: ranks of a group, each with other experts: this is one's, which F / spread ranks shard.
     """
 
-    rows: int
-    row_numel: int
+    shape: tuple[int, ...]
     trainable: bool
     held: int
     is_cast: bool = True
@@ -39,7 +40,7 @@ class ParameterShape:
 
     @property
     def numel(self) -> int:
-        return self.rows * self.row_numel
+        return math.prod(self.shape)
 
     def gathered(self, compute: int | None) -> int:
         """Bytes of an element when it is gathered; `compute`: in the type of compute, None: in its own."""
@@ -47,7 +48,12 @@ class ParameterShape:
 
     def shard_numel(self, shard: int) -> int:
         """Elements of the first rank's shard, padding included: ceil(rows / F) rows."""
-        return math.ceil(self.rows / self.num_shards(shard)) * self.row_numel
+        ranks, rows = self.num_shards(shard), self.shape[self.dim(shard)]
+        return math.ceil(rows / ranks) * (self.numel // max(1, rows))
+
+    def dim(self, shard: int) -> int:
+        """The dimension along which F ranks shard it."""
+        return shard_dim(self.shape, self.num_shards(shard))
 
     def num_shards(self, shard: int) -> int:
         """Ranks that gather it from each other, of F that hold the model."""
@@ -135,12 +141,10 @@ def head_unit(model: nn.Module, plan: UnitPlan) -> int:
 
 
 def _shape(parameter: torch.Tensor, mixed_precision: str, is_kept: bool, spread: int) -> ParameterShape:
-    # FSDP2 shards along the first dimension; a scalar is one row.
-    rows = parameter.shape[0] if parameter.ndim else 1
-    row_numel = parameter.numel() // max(1, rows)
     # `apply` makes float32 masters of what is trained; what is frozen stays as it was loaded.
     is_low = parameter.dtype in (torch.bfloat16, torch.float16)
     is_master = mixed_precision != "no" and parameter.requires_grad and is_low
     held = 4 if is_master or is_kept else parameter.element_size()
     is_cast = parameter.is_floating_point() and not is_kept
-    return ParameterShape(rows // spread, row_numel, parameter.requires_grad, held, is_cast, spread=spread)
+    rows, *others = parameter.shape or (1,)
+    return ParameterShape((rows // spread, *others), parameter.requires_grad, held, is_cast, spread=spread)

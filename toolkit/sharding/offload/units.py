@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.sharding.fsdp import fsdp_units
-from toolkit.sharding.shards import local_tensor, shard_chunk
+from toolkit.sharding.shards import local_tensor, shard_shape
 
 
 @dataclass(eq=False)
@@ -112,7 +111,7 @@ def read_units(model: nn.Module) -> list[OffloadedUnit]:
                 local = local_tensor(parameter)
                 slots.append(Slot(names[id(parameter)], parameter, offset, local.shape))
                 # Padded: in the flat gradient every rank has ceil(rows / F) rows, also where it holds fewer.
-                offset += shard_chunk(parameter) * math.prod(parameter.shape[1:])
+                offset += shard_shape(parameter).numel()
         if slots:
             units.append(OffloadedUnit(slots[0].name.rpartition(".")[0], modules, slots, offset))
     return units

@@ -69,7 +69,7 @@ def test_bytes_over_the_host_link(executor: HostExecutor, num_ranks: int, to_hos
 
 def test_rows_are_padded_and_frozen_parameters_gathered_alone() -> None:
     """10 rows of 3 on 4 ranks are 12; without mixed precision each parameter is gathered as it is held."""
-    frozen, trained = ParameterShape(10, 3, False, held=2), ParameterShape(8, 3, True, held=4)
+    frozen, trained = ParameterShape((10, 3), False, held=2), ParameterShape((8, 3), True, held=4)
     units = [UnitShape("block", "block", True, (frozen, trained))]
     found = traffic(units, STRATEGIES["zero1"], MeshShape(1, 4))
     assert found.whole == {"all_gather": 2 * (36 + 24), "reduce_scatter": 4 * 24, "all_reduce": 0}

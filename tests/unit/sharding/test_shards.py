@@ -1,0 +1,41 @@
+"""The dimension along which a parameter is sharded, and what is said where ranks do not divide the experts."""
+
+from __future__ import annotations
+
+import pytest
+from moe import mixture
+from torch import nn
+
+from toolkit.sharding.experts import dealing_of
+from toolkit.sharding.shards import shard_dim
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [
+        ((8, 28672, 4096), 8, 0),
+        ((8, 28672, 4096), 16, 1),
+        ((32, 2880, 5760), 64, 1),
+        ((32, 2880, 5760), 128, 0),  # 2880 is not a multiple of them
+        ((60, 2816, 2048), 8, 0),  # 64 rows: little padding
+        ((3, 16, 16), 2, 1),
+        ((3, 16, 16), 1, 0),
+        ((5, 1, 4), 2, 0),  # a convolution's kernel
+        ((3, 16), 2, 0),
+        ((3,), 2, 0),
+        ((), 2, 0),
+    ],
+)
+def test_stacks_are_sharded_by_rows_where_much_would_be_padded(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+    assert shard_dim(shape, ranks) == dim
+
+
+def test_a_run_says_how_ranks_share_experts_that_they_do_not_divide() -> None:
+    model = mixture("mixtral", num_local_experts=6)
+    assert dealing_of(model, 3) == dealing_of(model) == dealing_of(nn.Linear(3, 3), 2) == ""
+    assert dealing_of(model, 4) == "6 of a layer are sharded along their matrices' rows, as 4 ranks do not divide them"
+    assert dealing_of(model, 5).endswith(
+        "padded to 10 for 5 ranks, 67% more of their bytes; a number of ranks that divides them pads none"
+    )
+    assert dealing_of(model, 9).endswith("50% more of their bytes; hybrid with dp_shard_size 3 pads none")
+    assert dealing_of(mixture("mixtral", num_local_experts=15), 8).endswith("to 16 for 8 ranks, 7% more of their bytes")
