@@ -51,12 +51,18 @@ CHUNKED: Spread = ("qwen3_moe", "zero3", 1, True, 2, TURN)
 IDLE: Spread = ("gpt_oss", "zero3", 1, True, 2, TURN)
 """Its second rank's experts are chosen for no token."""
 
-ADAPTED: list[tuple[Spread, bool, dict[str, int]]] = [
+Adapted = tuple[Spread, bool, dict[str, int]]
+"""With whether the experts have adapters, too, or attention alone, and fields of the configuration."""
+
+ADAPTED: list[Adapted] = [
     (("mixtral", "zero3", 1, True, 2, TURN), False, {}),
     (("qwen3_moe", "zero3", 3, True, 2, BLOCK), True, {}),
     (("gpt_oss", "zero2", 1, False, 2, TURN), True, {"num_local_experts": 2}),  # one for each rank
 ]
-"""With whether the experts have adapters, too, or attention alone, and fields of the configuration."""
+ON_FOUR: list[Adapted] = [
+    (("gpt_oss", "zero3", 1, True, 4, TURN), True, {}),
+    (("qwen3_moe", "hybrid", 3, True, 2, TURN), True, {}),
+]
 
 
 def step_of(spread: Spread, **more: Any) -> Any:
@@ -126,25 +132,26 @@ def adapted_by_hand(model: Any, whole: bool) -> Any:
     return base
 
 
-def adapted_steps() -> list[Any]:
+def adapted_steps(cases: list[Adapted]) -> list[Any]:
     def change(_: Any, kind: str, whole: bool, fields: dict[str, int]) -> Any:
         return adapted(mixture(kind, **fields), whole)
 
     return [
         step_of(spread, change=functools.partial(change, kind=spread[0], whole=whole, fields=fields))
-        for spread, whole, fields in ADAPTED
+        for spread, whole, fields in cases
     ]
 
 
-def test_a_step_of_adapters_is_that_of_pefts_own_in_a_plain_loop() -> None:
-    for (spread, whole, fields), found in zip(ADAPTED, run_on_ranks(adapted_steps, 2)[0], strict=True):
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, ADAPTED), pytest.param(4, ON_FOUR, marks=pytest.mark.slow)])
+def test_a_step_of_adapters_is_that_of_pefts_own_in_a_plain_loop(num_ranks: int, cases: list[Adapted]) -> None:
+    for (spread, whole, fields), found in zip(cases, run_on_ranks(adapted_steps, num_ranks, cases)[0], strict=True):
         model = adapted_by_hand(mixture(spread[0], **fields), whole)
         assert any(name.endswith(".stacked") for name in found["gradients"]) is whole
         for name in [name for name in found["gradients"] if name.endswith(".stacked")]:
             gradient = found["gradients"].pop(name)
             experts = torch.stack(gradient.chunk(num_experts(model)))
             found["gradients"][name.replace(".stacked", ".weight")] = experts.permute(1, 2, 0).flatten(1)
-        compare(spread, 2, found, model)
+        compare(spread, num_ranks, found, model)
 
 
 def all_steps(spreads: list[Spread]) -> list[Any]:
