@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -42,9 +42,10 @@ class Case:
     offload: bool = False
     device_state_gib: float = 0.0
     whole_logits: bool = True
+    experts: int = 1
 
     def workload(self, meta: bool) -> Workload:
-        return workload(
+        work = workload(
             self.kind,
             precision=self.precision,
             layers=3,
@@ -53,6 +54,7 @@ class Case:
             vocabulary=self.vocabulary,
             whole_logits=self.whole_logits,
         )
+        return replace(work, experts=self.experts)
 
     @property
     def checkpointed(self) -> Checkpointing | None:
@@ -67,6 +69,10 @@ TRACED += [Case("zero3", "bf16", 2, kind="qwen2", vocabulary=2048), Case("zero3"
 WHOLE = [Case("ddp", *shape) for shape in TWICE]
 OFFLOADED = [Case("zero3", *shape, offload=True) for shape in TWICE]
 OFFLOADED += [Case("zero3", "bf16", 1, 16, offload=True, device_state_gib=0.002)]
+OFFLOADED += [
+    Case(strategy, "bf16", accumulation, 16, "mixtral", 64, offload=True, experts=2)
+    for strategy, accumulation in (("zero3", 1), ("zero1", 2))
+]
 HEAD_LOSS = [Case(strategy, "bf16", vocabulary=2048, whole_logits=False) for strategy in ("zero3", "ddp")]
 CASES = [*TRACED, *WHOLE, *OFFLOADED, *HEAD_LOSS]
 
@@ -84,7 +90,7 @@ def prepared(case: Case, work: Workload) -> tuple[Any, Any, Any]:
     accelerator = Accelerator(
         mixed_precision=case.precision,
         gradient_accumulation_plugin=accumulation_plugin(case.accumulation),
-        **sharding_kwargs(case.strategy, offload=offload, checkpointing=case.checkpointed),
+        **sharding_kwargs(case.strategy, offload=offload, checkpointing=case.checkpointed, experts=case.experts),
     )
     optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-3, fused=True)
     return accelerator, *accelerator.prepare(work.model, optimizer)
@@ -161,7 +167,7 @@ def planned(case: Case) -> Memory:
     whole = case.strategy == "ddp"
     prober = Prober(work, whole)
     probe = prober.probe(ROWS, case.checkpointed)
-    units = unit_shapes(work.model, prober.plan, case.precision)
+    units = unit_shapes(work.model, prober.plan, case.precision, experts=case.experts)
     compute = 2 if case.precision == "bf16" else None
     layout = MemoryLayout(1 if whole else RANKS, compute, 4, optimizer=0, offload=case.offload)
     found = replay(units, probe, STRATEGIES[case.strategy], layout, case.accumulation)

@@ -219,7 +219,14 @@ class CutError(Exception):
 
 
 def run(
-    folder: Path, data: Path, accumulate: str, name: str, size: int, cut: bool = False, adapted: bool = False
+    folder: Path,
+    data: Path,
+    accumulate: str,
+    name: str,
+    size: int,
+    cut: bool = False,
+    offload: bool = False,
+    adapted: bool = False,
 ) -> list[float]:
     """Losses of five steps; cut, it dies in the fourth, two steps behind its checkpoint."""
     train_step = Trainer.train_step
@@ -234,6 +241,8 @@ def run(
     if accumulate == BLOCK:
         values["sharding"] |= {"accumulate": BLOCK, "activation_checkpointing": 1}
         values["training"]["gradient_accumulation_steps"] = 2
+    if offload:
+        values["sharding"] |= {"offload": "optimizer", "offload_executor": "cpu_torch"}
     values["checkpoint"] = {"every_steps": 2}
     if adapted:
         values |= {"adapter": {"kind": "lora", "r": 2}, "export": {"merge": True}}
@@ -250,20 +259,28 @@ def run(
 
 
 def runs(*where: Any) -> dict[str, list[float]]:
-    """Whole runs without and with spread experts, and one that is cut with them and goes on with and without."""
+    """Whole runs without and with spread experts, and two that are cut with them and go on with and without.
+
+    The second of them has its optimizer state offloaded where it is cut.
+    """
     folder = where[0]
     found = {"gathered": run(*where, "gathered", 1), "spread": run(*where, "spread", 2)}
+    found["offloaded"] = run(*where, "offloaded", 2, offload=True)
     run(*where, "same", 2, cut=True)
+    run(*where, "back", 2, cut=True, offload=True)
     meet()
     if torch.distributed.get_rank() == 0:
         shutil.copytree(folder / "same", folder / "other")
+        shutil.copytree(folder / "same", folder / "away")
     torch.distributed.barrier()
+    found |= {"same": run(*where, "same", 2), "other": run(*where, "other", 1)}
+    found["away"] = run(*where, "away", 2, offload=True)
+    found["back"] = run(*where, "back", 1, offload=True)
     run(*where, "adapted-cut", 2, cut=True, adapted=True)
     return found | {
-        "same": run(*where, "same", 2),
-        "other": run(*where, "other", 1),
         "adapted": run(*where, "adapted", 2, adapted=True),
         "adapted-cut": run(*where, "adapted-cut", 1, adapted=True),
+        "adapted-offloaded": run(*where, "adapted-offloaded", 2, offload=True, adapted=True),
     }
 
 
@@ -275,16 +292,20 @@ def test_a_run_goes_on_with_the_same_spread_bit_for_bit_and_without_one(
     folder = save_llama(tmp_path / "model", texts, tied=True)  # for its tokenizer
     mixture("mixtral", vocab_size=len(AutoTokenizer.from_pretrained(folder))).save_pretrained(folder)
     losses = run_on_ranks(runs, 2, tmp_path, text_file, accumulate)[0]
-    assert losses["same"] == losses["spread"]
+    assert losses["same"] == losses["spread"] == losses["offloaded"] == losses["away"]
     assert losses["spread"] == pytest.approx(losses["gathered"], rel=1e-6)
     assert losses["other"] == pytest.approx(losses["gathered"], rel=1e-6)
+    assert losses["back"] == pytest.approx(losses["gathered"], rel=1e-6)
     assert losses["adapted-cut"] == pytest.approx(losses["adapted"], rel=1e-6)
+    assert losses["adapted-offloaded"] == losses["adapted"]
     exported = {name: load_file(tmp_path / name / "export" / "model.safetensors") for name in losses}
     for name, weight in exported["gathered"].items():
-        assert torch.equal(exported["same"][name], exported["spread"][name])
-        for other in ("spread", "other"):
+        for same in ("same", "offloaded", "away"):
+            assert torch.equal(exported[same][name], exported["spread"][name])
+        for other in ("spread", "other", "back"):
             torch.testing.assert_close(exported[other][name], weight, rtol=0, atol=1e-5, msg=name)
         torch.testing.assert_close(exported["adapted-cut"][name], exported["adapted"][name], rtol=0, atol=1e-5)
+        assert torch.equal(exported["adapted-offloaded"][name], exported["adapted"][name])
 
 
 @pytest.mark.slow

@@ -199,8 +199,10 @@ class Planner:
         if not setup.offload or size is None or size == "auto":
             return frozenset()
         room, found = int(size * GIB), set()
-        # As the engine does: the units with no time to hide come first in the forward.
-        order = [len(self.units) - 1, *range(len(self.units) - 1)]
+        # As the engine does: the units with no time to hide come first in the forward, experts behind their block.
+        places = {path: place for place, (path, _) in enumerate(self.workload.model.named_modules())}
+        units = self._sharded.plan.units
+        order = sorted(range(len(units)), key=lambda index: min(places[path] for path in units[index].modules))
         for index in order:
             numel = self.units[index].trainable_numel(setup.mesh.shard)
             if not numel:

@@ -121,7 +121,7 @@ def can_offload(recipe: Recipe, mixed_precision: str) -> bool:
     """Whether optimizer state of this recipe can be offloaded."""
     # The engine refuses fp16, whose scaler wants to see all gradients, and has AdamW alone.
     is_plain = mixed_precision != "fp16" and recipe.optimizer.kind == "adamw"
-    return is_plain and recipe.sharding.offload != "none" and recipe.sharding.experts == 1
+    return is_plain and recipe.sharding.offload != "none"
 
 
 def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str, can_chunk: bool) -> Iterator[tuple[str, Setup]]:

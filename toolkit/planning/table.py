@@ -129,7 +129,7 @@ def _require_spreadable(planner: Planner, asked: Setup) -> None:
     size = planner.recipe.sharding.experts
     if size > 1:
         require_groups("sharding.experts", size, asked.mesh.shard)
-        require_spreadable(asked.strategy, {"offload": True if asked.offload else None})
+        require_spreadable(asked.strategy, {})
         require_experts(planner.workload.model, asked.mesh.shard)
 
 

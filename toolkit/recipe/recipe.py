@@ -153,7 +153,6 @@ class Recipe(Section):
         section = self.sharding
         others = {
             f"sharding.strategy {section.strategy}": section.strategy == "ddp",
-            "sharding.offload: optimizer": section.offload == "optimizer",
             "training.compile": self.training.compile,
         }
         for other, is_asked in others.items():

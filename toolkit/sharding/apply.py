@@ -19,9 +19,9 @@ from toolkit.errors import BadInputError
 from toolkit.sharding.by_block import in_window
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
-from toolkit.sharding.experts import GROUP, holders, require_experts, take_part
+from toolkit.sharding.experts import GROUP, SHARD, holders, require_experts, take_part
 from toolkit.sharding.fsdp import gather_in_float32, hold_as_part, reshard_all, reshard_in_groups, shapes_inside
-from toolkit.sharding.gloo import communicate
+from toolkit.sharding.gloo import average_over, communicate
 from toolkit.sharding.precision import hold_in_float32, kept_in_float32, round_buffers, types_of_authors
 from toolkit.sharding.shards import shard_dim, shard_rows
 from toolkit.sharding.strategy import Strategy
@@ -104,8 +104,7 @@ def apply(
         offload: called with the sharded model before it has weights; what it returns is given the
             masters, and trainable parameters are held in the type of compute.
         compilation: of the blocks; None: they run eagerly.
-        prefetch: blocks that are gathered ahead of the one that computes; None: FSDP2's own one, issued when
-            the block before has been.
+        prefetch: blocks that are gathered ahead; None: FSDP2's own one, issued when the block before has been.
         experts: the grid of ranks over which whole experts are spread; with one `plan` has units of experts.
         backward_mesh: of `groups_of`; None: backward gathers among all ranks of a shard group.
 
@@ -121,20 +120,22 @@ def apply(
     alone = offload is not None and mesh.size() == 1 and strategy.reduce_each_micro_batch
     unit_policy, root_policy = precision_policies(mixed_precision, None if alone else torch.float32, not kept)
     if experts is not None:
-        _spread_experts(model, plan, mesh, experts, unit_policy, strategy)
-    for unit in (unit for unit in plan.units if unit.kind != "experts"):
+        require_experts(model, mesh.shape[-1])
+    for unit in plan.units:
         modules = [model.get_submodule(path) for path in unit.modules]
         if offload is not None:
             originals |= _hold_in_compute_type(model, modules, PRECISIONS[mixed_precision])
-        policy = root_policy if unit.kind == "root" else unit_policy
-        _shard(modules, mesh, policy, strategy.reshard_each_micro_batch and unit.reshard_after_forward)
+        if unit.kind == "experts" and experts is not None:
+            _spread_experts(modules[0], mesh, experts, unit_policy, strategy)
+        else:
+            policy = root_policy if unit.kind == "root" else unit_policy
+            _shard(modules, mesh, policy, strategy.reshard_each_micro_batch and unit.reshard_after_forward)
     gather_in_float32(model, kept)
     # After all units are made: now each rank knows its rows, and reads no others.
     _give_weights(model, originals, offload(model) if offload is not None else None)
     round_buffers(model, types)
     _schedule(model, plan, strategy, is_last_micro_batch, prefetch, backward_mesh)
-    after = dict(model.named_parameters(remove_duplicate=False))
-    return {before[name]: after[name] for name in before}
+    return {before[name]: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _shard(modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshards: bool) -> None:
@@ -152,22 +153,16 @@ def _shard(modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPol
 
 
 def _spread_experts(
-    model: nn.Module,
-    plan: UnitPlan,
-    mesh: DeviceMesh,
-    grid: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-    strategy: Strategy,
+    module: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, policy: MixedPrecisionPolicy, strategy: Strategy
 ) -> None:
-    """Makes each layer's experts a unit of the ranks that hold the same ones."""
-    require_experts(model, mesh.shape[-1])
+    """Makes a layer's experts a unit of the ranks that hold the same ones."""
     # Their block has cast what is to be cast; the weights of experts' outputs may be float32.
     uncast = replace(policy, cast_forward_inputs=False)
-    for module in (model.get_submodule(unit.name) for unit in plan.units if unit.kind == "experts"):
-        shapes = shapes_inside(module)
-        take_part(module, grid[GROUP].size(), grid)
-        _shard([module], holders(grid), uncast, strategy.reshard_each_micro_batch)
-        hold_as_part(module, mesh, shapes)
+    shapes = shapes_inside(module)
+    take_part(module, grid[GROUP].size(), grid)
+    _shard([module], holders(grid), uncast, strategy.reshard_each_micro_batch)
+    hold_as_part(module, mesh, shapes)
+    average_over(module, grid[SHARD].size(), mesh.size())
 
 
 def hold_whole(model: nn.Module, mixed_precision: str) -> None:
@@ -215,10 +210,20 @@ def _prefetch(model: nn.Module, plan: UnitPlan, depth: int | None) -> None:
     if depth is None:
         return
     blocks: list[Any] = [model.get_submodule(unit.modules[0]) for unit in plan.blocks]
+    stacks = [unit.name for unit in plan.units if unit.kind == "experts"]
+    # Experts that are a unit of their own are used behind the rest of their block.
+    inside = [
+        [model.get_submodule(path) for path in stacks if path.startswith(f"{unit.name}.")] for unit in plan.blocks
+    ]
     for number, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + depth])
+        ahead = range(number + 1, min(number + 1 + depth, len(blocks)))
         # Reversed: backward needs the nearest one first.
-        block.set_modules_to_backward_prefetch(blocks[max(0, number - depth) : number][::-1])
+        behind = range(max(0, number - depth), number)[::-1]
+        for ask, others in (
+            (block.set_modules_to_forward_prefetch, ahead),
+            (block.set_modules_to_backward_prefetch, behind),
+        ):
+            ask([*inside[number], *(module for other in others for module in (blocks[other], *inside[other]))])
 
 
 def _hold_masters_in_float32(model: nn.Module) -> None:

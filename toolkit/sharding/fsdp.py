@@ -212,7 +212,7 @@ def shapes_inside(module: nn.Module) -> dict[tuple[nn.Module, str], torch.Size]:
 def hold_as_part(module: nn.Module, mesh: DeviceMesh, shapes: Mapping[tuple[nn.Module, str], torch.Size]) -> None:
     """Shows the shards of a unit, which some ranks of a mesh hold, as rows of parameters that all its ranks hold.
 
-    The unit gathers and reduces among its own ranks, and its gradients are averaged over all ranks of the mesh.
+    The unit gathers and reduces among its own ranks.
 
     Args:
         mesh: 1-D (shard), or 2-D (replicate, shard).
@@ -230,10 +230,6 @@ def hold_as_part(module: nn.Module, mesh: DeviceMesh, shapes: Mapping[tuple[nn.M
         trains = parameter.sharded_param.requires_grad
         parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(local.detach()), requires_grad=trains)
         parameter._setattr_on_modules(parameter.sharded_param)
-    module.set_gradient_divide_factor(mesh.size())
-    # A sum that is divided: one scaled before it is summed is known to NCCL alone. FSDP2 divides the gradients of a
-    # unit on one rank, which sums nothing, in another place, and would do it twice.
-    module.set_force_sum_reduction_for_comms(group._all_gather_process_group.size() > 1)
 
 
 def gather_in_float32(model: nn.Module, names: Iterable[str]) -> None:

@@ -91,7 +91,10 @@ class _AllGather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP2's, but over gloo from each rank to each."""
+    """FSDP2's, but over gloo from each rank to each; may divide the sum."""
+
+    def __init__(self, divisor: int = 1) -> None:
+        self._divisor = divisor
 
     def __call__(
         self,
@@ -100,6 +103,14 @@ class _ReduceScatter(DefaultReduceScatter):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
+    ) -> Any:
+        work = self._reduce(output_tensor, input_tensor, group, op, async_op)
+        if self._divisor != 1:
+            output_tensor.div_(self._divisor)
+        return work
+
+    def _reduce(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool
     ) -> Any:
         if not _over_gloo(output_tensor, group) or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
@@ -118,6 +129,25 @@ def communicate(module: nn.Module) -> None:
     assert isinstance(module, FSDPModule)
     module.set_custom_all_gather(_AllGather())
     module.set_custom_reduce_scatter(_ReduceScatter())
+
+
+def average_over(module: nn.Module, num_own: int, num_ranks: int) -> None:
+    """Has a unit that few ranks sum average its gradients over more of them, as soon as they are summed.
+
+    FSDP2 would divide behind the hook in which offload takes the sum. One that is scaled before it is summed is known
+    to NCCL alone.
+
+    Args:
+        num_own: ranks that reduce it.
+        num_ranks: by which their sum is divided.
+    """
+    assert isinstance(module, FSDPModule)
+    module.set_custom_reduce_scatter(_ReduceScatter(num_ranks))
+    # One rank calls no reduce-scatter: there FSDP2 itself divides, before the hook, and once more behind it where it is
+    # told to sum.
+    is_alone = num_own == 1
+    module.set_gradient_divide_factor(num_ranks if is_alone else 1)
+    module.set_force_sum_reduction_for_comms(not is_alone)
 
 
 def before_reading_shards(module: FSDPModule, wait: Callable[[], None]) -> None:

@@ -150,7 +150,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
                 "set sharding.activation_checkpointing in a recipe, or choose zero3"
             )
         if experts > 1:
-            require_spreadable(self.strategy, {"offload": self.offload, "compilation": compilation})
+            require_spreadable(self.strategy, {"compilation": compilation})
         if compilation is not None and not self.strategy.sharded:
             raise BadInputError(
                 "compilation: with strategy ddp the backend does not touch the model; call toolkit.sharding."

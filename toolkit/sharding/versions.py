@@ -107,7 +107,7 @@ PRIVATE_NAMES = (
     # fsdp.gather_in_float32: types are a parameter's own, gathered as bytes where they differ.
     PrivateName(f"{_FSDP}_fsdp_param:FSDPParam.init_dtype_attrs", ("mp_policy", "self.reduce_dtype = reduce_dtype")),
     PrivateName(f"{_COLLECTIVES}foreach_all_gather", ("dtype == torch.uint8",)),
-    # fsdp.hold_as_part: what the shards of a unit are shown as, and how its gradients are divided.
+    # fsdp.hold_as_part: what the shards of a unit are shown as; gloo.average_over: how its gradients are divided.
     PrivateName(
         f"{_FSDP}_fsdp_param:FSDPParam.reset_sharded_param", ("self._sharding_spec = self.sharded_param._spec",)
     ),

@@ -193,7 +193,6 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
         (["objective.labels=[a, b]"], "objective.labels has no effect with objective.kind causal_lm"),
         (["objective={kind: sequence_classification, labels: [a, a]}"], "needs two names or more, all different"),
         (["sharding={experts: 2, strategy: ddp}"], "sharding.experts is not possible with sharding.strategy ddp"),
-        (["sharding={experts: 2, offload: optimizer}"], "with sharding.offload: optimizer"),
         (["sharding.experts=2", "training.compile=true"], "sharding.experts is not possible with training.compile"),
         (["objective.kind=sequence_classification", "data.packing=true"], "data.packing is not possible"),
         (["objective.kind=sequence_classification", "data.targets=all"], "data.targets has no effect"),

@@ -51,6 +51,7 @@ class HeldUnit:
         cast_alone: a cast copy of one parameter, where one rank casts them one by one.
         reduce_input: of the reduce-scatter.
         reduce_output: this rank's part of it.
+        quotient: of the gradients of experts that one rank alone holds, which FSDP2 divides into a new tensor.
         last_gradient: which the reduction's loop variable keeps alive; `last_sum`: where micro-batches were summed.
         whole_sums: gradients summed over micro-batches, in the type of the reduction.
         cast_gradient: the reduced gradient in the type of the shards, where that is another.
@@ -71,6 +72,7 @@ class HeldUnit:
     cast_alone: int
     reduce_input: int
     reduce_output: int
+    quotient: int
     last_gradient: int
     last_sum: int
     whole_sums: int
@@ -119,6 +121,7 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
         cast_alone=rounded(max(casts, default=0)),
         reduce_input=rounded(layout.reduce * own * f),
         reduce_output=rounded(layout.reduce * own),
+        quotient=rounded(layout.reduce * own) if f == 1 < layout.shard else 0,
         last_gradient=rounded(last),
         last_sum=rounded(trainable[-1].numel * layout.reduce) if outlives else 0,
         # FSDP2 sums whole gradients of several micro-batches in the type of the reduction, not of compute.

@@ -394,7 +394,7 @@ class _ShardedRank(_Rank):
         last_turned = size * unit.last_turned
         self.snap(what, level, gradients=whole + last_turned, communication=unit.reduce_input)
         self._hold_reduce_input(unit.reduce_input)
-        self.snap(what, level, gradients=min(whole, last) + last_turned + unit.reduce_output)
+        self.snap(what, level, gradients=min(whole, last) + last_turned + unit.reduce_output + unit.quotient)
         self._keep(unit, what, level, is_last)
 
     def _keep(self, unit: HeldUnit, what: str, level: int, is_last: bool) -> None:

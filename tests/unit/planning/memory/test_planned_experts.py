@@ -2,45 +2,65 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from planning_models import workload
+from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import add_adapter
+from toolkit.places import GIB
 from toolkit.planning.longest import longest_rows
+from toolkit.planning.memory.fake import fake_ranks
 from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
+from toolkit.planning.planner import Planner
+from toolkit.planning.setup import asked_setup
 from toolkit.planning.table import plan
 from toolkit.planning.time.hardware import presets
 from toolkit.planning.time.traffic import traffic
+from toolkit.planning.workload import workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AdapterSection
+from toolkit.sharding import plan_units
+from toolkit.sharding.apply import apply
 from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.experts import expert_grid
 from toolkit.sharding.fsdp import autograd_sums_gradients
+from toolkit.sharding.offload.host import plan_host
+from toolkit.sharding.offload.units import read_units
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 LAYERS, WIDTH, CHOSEN, MESH = 3, 128, 2, MeshShape(1, 4)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "experts", "accumulation", "checkpointing", "tokens", "by_block"),
+    ("strategy", "experts", "accumulation", "checkpointing", "tokens", "vocabulary", "by_block"),
     [
-        ("zero3", 2, 2, Checkpointing(1), 16, False),
-        ("zero3", 4, 1, None, 160, False),
-        ("zero1", 2, 1, None, 160, False),
-        ("zero3", 2, 4, Checkpointing(1), 160, True),
-        ("hybrid", 2, 2, Checkpointing(1), 16, False),
+        ("zero3", 2, 2, Checkpointing(1), 16, 2048, False),
+        ("zero3", 4, 1, None, 160, 2048, False),
+        ("zero1", 2, 1, None, 160, 2048, False),
+        # With a small head and few tokens the peak is the division of gradients that one rank alone holds.
+        ("zero3", 4, 2, None, 16, 64, False),
+        ("zero3", 2, 4, Checkpointing(1), 160, 2048, True),
+        ("hybrid", 2, 2, Checkpointing(1), 16, 2048, False),
     ],
 )
 def test_plans_hold_and_send_what_the_trace_does(
-    strategy: str, experts: int, accumulation: int, checkpointing: Checkpointing | None, tokens: int, by_block: bool
+    strategy: str,
+    experts: int,
+    accumulation: int,
+    checkpointing: Checkpointing | None,
+    tokens: int,
+    vocabulary: int,
+    by_block: bool,
 ) -> None:
-    work = replace(workload("mixtral", tokens=tokens, layers=LAYERS), experts=experts)
+    work = replace(workload("mixtral", tokens=tokens, layers=LAYERS, vocabulary=vocabulary), experts=experts)
     mesh = MeshShape(2, MESH.shard) if strategy == "hybrid" else MESH
     found = trace(work, STRATEGIES[strategy], mesh, 1, accumulation, checkpointing, by_block)
     prober = Prober(work)
@@ -99,7 +119,7 @@ def recipe(**sharding: object) -> Recipe:
 def test_a_table_has_what_spread_experts_can_run_with() -> None:
     found = plan(recipe(experts=4), presets()["h100_sxm"], 8)
     assert {row.setup.strategy.name for row in found.rows} == {"zero1", "zero2", "zero3", "hybrid"}
-    assert not any(row.setup.offload for row in found.rows)
+    assert any(row.setup.offload for row in found.rows)
     # Of replicas of 2, 4 and 8 ranks those of 4 and more have groups of 4; all 8 ranks in one are zero3.
     assert {row.setup.mesh for row in found.rows if row.setup.strategy.replicated} == {MeshShape(2, 4)}
     assert found.asked.traffic.group == 4
@@ -119,6 +139,27 @@ def test_tokens_go_to_experts_and_around_attention_where_rows_are_shared() -> No
 def test_the_longest_row_is_not_sought_with_spread_experts() -> None:
     with pytest.raises(BadInputError, match=r"--longest-row: not possible with sharding.experts 2; set .*=1"):
         longest_rows(recipe(experts=2), presets()["h100_sxm"], 8, "bf16")
+
+
+def test_units_whose_state_is_offloaded_are_those_of_the_engine() -> None:
+    """Among ranks that are not there; with room on the device for the root, a block and its experts, and no more."""
+    room = 0.0006
+    own = recipe(strategy="zero3", experts=2, offload="optimizer", device_state_gib=room)
+    hardware = presets()["h100_sxm"]
+    planner = Planner(own, workload_of(own, "bf16"), hardware)
+    setup = asked_setup(own, 4, hardware, None, False, None)
+    model = planner.workload.model_copy()
+    with fake_ranks(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+        units, zero3 = plan_units(model, experts=True), STRATEGIES["zero3"]
+        offload, grid = (lambda _: lambda name, rows: None), expert_grid(mesh, 2)
+        apply(model, units, zero3, mesh, "bf16", lambda: True, offload=offload, experts=grid)
+        sizes = [unit.numel for unit in read_units(model)]
+    held = list(itertools.takewhile(lambda total: 16 * total <= room * GIB, itertools.accumulate(sizes)))
+    residents = planner.residents(setup)
+    assert 2 < len(held) < len(sizes)
+    assert sorted(planner.units[i].trainable_numel(4) for i in residents) == sorted(sizes[: len(held)])
+    assert planner.rank_host_bytes(setup) == plan_host(sizes[len(held) :], 2, 4, 2 * 2).total
 
 
 @pytest.mark.parametrize(
