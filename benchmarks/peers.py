@@ -71,8 +71,12 @@ FULL = {
 TINY = {**FULL, "vocab_size": 512, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
-def write_rows(job: Job, count: int) -> None:
-    """Rows of Zipf-distributed tokens, as text for the toolkit, which tokenises, and as tokens for its peers."""
+def write_rows(job: Job, count: int, full: bool = False) -> None:
+    """Rows of Zipf-distributed tokens, as text for the toolkit, which tokenises, and as tokens for its peers.
+
+    Args:
+        full: all of `max_length`.
+    """
     import numpy as np
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -81,6 +85,8 @@ def write_rows(job: Job, count: int) -> None:
     vocabulary = job.config["vocab_size"]
     share = 1.0 / np.arange(1, vocabulary) ** 1.1
     lengths = np.clip(draw.lognormal(np.log(MEDIAN), SIGMA, count), SHORTEST, job.max_length).astype(int)
+    if full:
+        lengths[:] = job.max_length
     rows = [(1 + draw.choice(vocabulary - 1, length, p=share / share.sum())).tolist() for length in lengths]
     Path(job.folder, "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     texts = (json.dumps({"text": " ".join(f"t{token}" for token in row)}) for row in rows)
@@ -257,7 +263,7 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: An
                 if not gate():
                     raise OverError
                 step = super().train_step(window)
-                gate.saw(step.loss, sum(targets_of(batch["labels"]) for batch in window))
+                gate.saw(step.loss, sum(map(parts.objective.count_targets, window)))
                 return step
 
         with Metrics(accelerator, output / "metrics.jsonl", recipe.logging, parts.num_steps) as metrics:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import tempfile
 import traceback
@@ -44,12 +43,7 @@ DOUBLE = {"adapter.quantize": "nf4", "adapter.double_quantization": True}
 def write_job(folder: str, config: dict[str, int]) -> peers.Job:
     """The base in bf16, its tokenizer, rows of T tokens, and the recipe of LoRA."""
     job = peers.Job(folder, config, T, 1, STEPS_A_TURN)
-    peers.write_rows(job, ROWS)
-    draw = torch.Generator().manual_seed(0)
-    rows = torch.randint(1, config["vocab_size"], (ROWS, T), generator=draw).tolist()
-    texts = (json.dumps({"text": " ".join(f"t{token}" for token in row)}) for row in rows)
-    Path(folder, "rows.json").write_text(json.dumps(rows), encoding="utf-8")
-    Path(folder, "rows.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    peers.write_rows(job, ROWS, full=True)
     peers.whole_model(job).bfloat16().save_pretrained(Path(folder, "base"))
     peers.write_recipe(job)
     recipe = yaml.safe_load(Path(folder, "recipe.yaml").read_text(encoding="utf-8"))

@@ -115,6 +115,18 @@ def test_the_benchmark_of_qlora(tmp_path: Path) -> None:
         assert record["cpu"]["ratio"] > 0
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_shared_rows(tmp_path: Path) -> None:
+    arguments = ["benchmarks/sequence.py", "--tiny", "--lengths", "64", "--rounds", "2"]
+    [record] = run(arguments, tmp_path / "sequence.jsonl")
+    alone, shared = record["losses"].values()
+    assert alone == pytest.approx(shared, rel=1e-5), "the same rows, in the same order"
+    assert len(alone) == 2
+    assert record["tokens"] == 64
+    assert record["cpu"]["ratio"] > 0
+    assert record["wall"]["ratio"] > 0
+
+
 def test_rows_of_the_peers_are_those_of_the_toolkit(tmp_path: Path, modules: None) -> None:
     """Packed, they meet other rows in a batch, but the same ones in all."""
     import peers

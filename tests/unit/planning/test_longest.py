@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,31 @@ def test_offloaded_checkpoints_of_all_blocks_are_on_the_host() -> None:
     setup = Setup(STRATEGIES["zero3"], MeshShape(1, 2), False, Checkpointing(1, True), 1, 1)
     # The input of each block in bf16; positions, the embeddings of positions and such are small.
     assert planner.probe(setup).host_peak == pytest.approx(7 * 512 * 256 * 2, rel=0.2)
+
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+LORA = {"adapter.kind": "lora", "export.merge": True, "model.dtype": "bfloat16"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks"), [("full fine-tune", 1), ("LoRA", 1), ("full fine-tune", 8)])
+def test_the_page_has_the_longest_rows_of_llama_8b(kind: str, ranks: int) -> None:
+    page = (Path(__file__).parents[3] / "docs/long_rows.md").read_text()
+    [told] = re.findall(rf"^\| {kind}, {ranks} GPUs? \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) GiB \|$", page, re.MULTILINE)
+    recipe = Recipe.load("pretrain", {"model.config": LLAMA_8B, **(LORA if kind == "LoRA" else {})})
+    found = longest_rows(recipe, presets()["h100_sxm"], ranks, "bf16")
+    host = found["tight"].row.host_bytes / GIB
+    assert [f"{found['fits'].tokens:,}", f"{found['tight'].tokens:,}", f"{host:,.0f}"] == list(told)
 
 
 OTHERS = {
