@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    Ernie4_5_MoeConfig,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
@@ -43,6 +44,14 @@ def config_of(kind: str, layers: int, vocabulary: int = 2048, width: int = 128, 
         "qwen2": lambda: Qwen2Config(**gated, tie_word_embeddings=True),
         "qwen3": lambda: Qwen3Config(**gated, head_dim=32),
         "mixtral": lambda: MixtralConfig(**{**gated, "intermediate_size": width}, num_local_experts=4),
+        "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(  # keeps its routers in float32
+            **{**gated, "intermediate_size": width},
+            moe_intermediate_size=width // 2,
+            moe_num_experts=64,
+            moe_k=2,
+            moe_num_shared_experts=0,
+            moe_layer_start_index=0,
+        ),
         "gpt2": lambda: GPT2Config(
             vocab_size=vocabulary,
             n_embd=width,
@@ -115,7 +124,7 @@ def of_whole_logits(model: nn.Module) -> CausalLM:
 
 
 def objective_of(kind: str, whole_logits: bool = False) -> Callable[[nn.Module], Any]:
-    if kind in DECODERS and whole_logits:
+    if kind in (*DECODERS, "ernie4_5_moe") and whole_logits:
         return of_whole_logits
     if kind == "t5":
         return lambda _model: TextToText()

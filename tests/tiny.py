@@ -48,10 +48,88 @@ SIZES = {
 """Of models of every family; each family has some of these fields."""
 
 
+_SIDES = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+_SIDES |= {"encoder_layers": 2, "decoder_layers": 2, "d_model": 16}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8}
+OF_KIND: dict[str, dict[str, Any]] = {
+    "bamba": _MAMBA,
+    "blenderbot": _SIDES,
+    "codegen": {"num_attention_heads": 4, "hidden_size": 32, "rotary_dim": 4, "n_ctx": 64},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+        "n_heads": 2,
+        "n_layers": 2,
+        "d_model": 16,
+    },
+    "dots1": {"n_shared_experts": 1},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [24] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+    },
+    "gemma4_text": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": _MAMBA,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1, "state_size": 16},
+    "mimo_v2_flash": {"num_attention_heads": 4},
+    "plbart": _SIDES,
+    "prophetnet": {
+        "num_encoder_attention_heads": 2,
+        "num_decoder_attention_heads": 2,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24,
+        "ngram": 2,
+        "num_buckets": 8,
+    },
+    "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
+    "whisper": _SIDES,
+    "xlnet": {"d_head": 8, "d_inner": 24},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "layer_types": ["mamba", "hybrid"] * 2,
+        "mamba_dt_rank": 4,
+        "n_mamba_heads": 2,
+    },
+    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "mamba", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What else the families need, by their names in transformers."""
+
+_UNSET = {
+    "falcon": {"head_dim"},
+    "prophetnet": {"num_hidden_layers"},
+    "xlnet": {"max_position_embeddings"},
+    "xlstm": {"qk_head_dim", "v_head_dim"},
+}
+
+
 def tiny_config(kind: str) -> PretrainedConfig:
     """The configuration of a small model of any family, by its name in transformers."""
     own = AutoConfig.for_model(kind)
-    return type(own)(**{name: value for name, value in SIZES.items() if hasattr(own, name)})  # type: ignore[no-any-return]
+    fields = {name: value for name, value in SIZES.items() if _has(own, name) and name not in _UNSET.get(kind, ())}
+    return type(own)(**(fields | OF_KIND.get(kind, {})))  # type: ignore[no-any-return]
+
+
+def _has(config: PretrainedConfig, field: str) -> bool:
+    try:
+        return hasattr(config, field)
+    except RuntimeError:  # gemma4's, which may differ from layer to layer
+        return False
 
 
 def llama(attention: str | None = None, *, seed: int = 0, **fields: Any) -> LlamaForCausalLM:

@@ -73,6 +73,7 @@ OFFLOADED += [
     Case(strategy, "bf16", accumulation, 16, "mixtral", 64, offload=True, experts=2)
     for strategy, accumulation in (("zero3", 1), ("zero1", 2))
 ]
+OFFLOADED += [Case("zero3", "bf16", 1, 16, "ernie4_5_moe", offload=True)]
 HEAD_LOSS = [Case(strategy, "bf16", vocabulary=2048, whole_logits=False) for strategy in ("zero3", "ddp")]
 CASES = [*TRACED, *WHOLE, *OFFLOADED, *HEAD_LOSS]
 

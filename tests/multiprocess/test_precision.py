@@ -11,17 +11,24 @@ import torch
 from accelerate import Accelerator
 from bf16_models import loaded, output_types, save_tiny
 from ranks import meet, run_on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import CONFIG_MAPPING
 
 from toolkit.errors import BadInputError
-from toolkit.sharding import Checkpointing, sharding_kwargs
+from toolkit.sharding import Checkpointing, OffloadSettings, apply, sharding_kwargs
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.fsdp import autograd_sums_gradients
 from toolkit.sharding.plugin import reset_accelerate
+from toolkit.sharding.precision import types_of_authors
 from toolkit.sharding.shards import whole_tensor
+from toolkit.sharding.strategy import STRATEGIES
+from toolkit.sharding.units import plan_units
 
 KINDS = ["ernie4_5_moe", "minimax", "openai-gpt", "inkling2_text"]
 MORE = ["deepseek_v4", "hy_v4", "inkling_text", "olmo_hybrid", "flint", "beam", "bailing_hybrid", "nemotron_h"]
+REORDERED = ("inkling2_text", "inkling_text", "xlm")
+"""Whose blocks hand what they got to the next, or add it behind themselves."""
+
 Case = tuple[str, str, int, bool, str]
 """Model, strategy, micro-batches a step, whether blocks are checkpointed, how they accumulate."""
 
@@ -102,6 +109,7 @@ def all_sharded(cases: list[tuple[str, Case]]) -> list[Any]:
 
 
 def refused(folder: str) -> str:
+    apply.autograd_sums_gradients = lambda: True  # as with torch 2.15; in a process of its own
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", **sharding_kwargs("zero3", offload="optimizer"))
     model = loaded(folder, torch.float32)
     with pytest.raises(BadInputError) as told:
@@ -109,10 +117,90 @@ def refused(folder: str) -> str:
     return str(told.value)
 
 
-def test_offload_refuses_by_name_what_stays_in_float32(tmp_path: Path) -> None:
+def test_offload_refuses_by_name_what_stays_in_float32_with_torch_2_15(tmp_path: Path) -> None:
     save_tiny("ernie4_5_moe", tmp_path)
     (told,) = run_on_ranks(refused, 1, str(tmp_path))
     assert re.search(r"offload: the model keeps 2 parameters in float32 \(model\.layers\.1\.mlp\.gate\.weight\)", told)
+
+
+def trained(folder: str, strategy: str, accumulation: int, offload: OffloadSettings | None) -> tuple[Any, ...]:
+    """Losses and norms of three steps, the weights then, and the types of the shards that are trained."""
+    meet()
+    reset_accelerate()
+    plugins = sharding_kwargs(strategy, offload=offload)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=accumulation, **plugins)
+    model = loaded(folder, torch.float32)
+    for name, parameter in model.named_parameters():
+        # No forward uses it. Clipping without offload counts it with a norm of zero, which moves the sum's last bit.
+        parameter.requires_grad_(not name.endswith("e_score_correction_bias"))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    own = rows(accelerator.num_processes * accumulation)[accelerator.process_index :: accelerator.num_processes]
+    told = []
+    for ids in own * 3:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, ids)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                told.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(float(loss.detach()))
+    weights = {name: whole_tensor(value).clone() for name, value in model.state_dict().items()}
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    plugins["fsdp_plugin"].close()
+    return told, weights, kinds
+
+
+def offloaded(folder: str, cases: list[tuple[str, int, str]]) -> list[tuple[Any, Any]]:
+    plain = {case[:2]: trained(folder, *case[:2], None) for case in cases}
+    return [(plain[case[:2]], trained(folder, *case[:2], OffloadSettings(executor=case[2]))) for case in cases]
+
+
+OFFLOADED = [("zero3", 1, "cpu_fused"), ("zero3", 1, "device_stream"), ("zero1", 2, "cpu_torch")]
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_offload_of_what_stays_in_float32_is_the_run_without_it(num_ranks: int, tmp_path: Path) -> None:
+    save_tiny("ernie4_5_moe", tmp_path)
+    both = {torch.float32, torch.bfloat16}
+    for case, (plain, found) in zip(
+        OFFLOADED, run_on_ranks(offloaded, num_ranks, str(tmp_path), OFFLOADED)[0], strict=True
+    ):
+        assert (plain[2], found[2]) == ({torch.float32}, both), case
+        assert found[0] == plain[0], case
+        for name, value in plain[1].items():
+            torch.testing.assert_close(found[1][name], value, rtol=0, atol=0, msg=f"{case}: {name}")
+
+
+def in_float16(folders: list[str]) -> list[tuple[Any, ...]]:
+    """Types of parameters and buffers as transformers loads and as the backend computes, and the logits of both."""
+    found = []
+    ids = rows(1)[0]
+    for folder in folders:
+        plain, model = loaded(folder, torch.float16), loaded(folder, torch.float32)
+        types = types_of_authors(model, torch.float16)
+        named = (*plain.named_parameters(), *plain.named_buffers())
+        wanted = {name: tensor.dtype for name, tensor in named if tensor.is_floating_point()}
+        # Not by Accelerate, which has no fp16 on CPU ranks.
+        mesh = init_device_mesh("cpu", (2,))
+        apply.apply(model, plan_units(model), STRATEGIES["zero3"], mesh, "fp16", is_last_micro_batch=lambda: True)
+        with torch.no_grad():
+            logits = [each(input_ids=ids).logits.float() for each in (plain, model)]
+        loss_of(model, ids).backward()
+        gradients = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
+        found.append(({name: types[name] for name in wanted}, wanted, *logits, gradients))
+    return found
+
+
+def test_float16_is_as_transformers_loads_it(tmp_path: Path) -> None:
+    kinds = ["ernie4_5_moe", "minimax", "openai-gpt", "granitemoehybrid", "gpt_oss"]
+    for kind in kinds:
+        save_tiny(kind, tmp_path / kind)
+    on_ranks = run_on_ranks(in_float16, 2, [str(tmp_path / kind) for kind in kinds])
+    for kind, (types, wanted, plain, logits, gradients) in zip(kinds, on_ranks[0], strict=True):
+        assert types == wanted, kind
+        torch.testing.assert_close(logits, plain, rtol=0, atol=0, msg=kind)
+        assert gradients == {torch.float32}, kind  # which the gradient scaler divides
 
 
 def compare(case: Case, found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -123,9 +211,8 @@ def compare(case: Case, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert not any(found["gradients"][name].any() for name in unused)  # zeros until the step drops them
     assert found["gradients"].keys() >= wanted["gradients"].keys()
     for name, gradient in wanted["gradients"].items():
-        # Checkpointed blocks, and blocks that hand what they got to the next, add the gradients of their inputs up in
-        # another order, which bfloat16 rounds otherwise.
-        is_reordered = case[3] or case[0] in ("inkling2_text", "inkling_text")
+        # The gradients of a block's inputs are then added up in another order, which bfloat16 rounds otherwise.
+        is_reordered = case[3] or case[0] in REORDERED
         # Of a weight that embeds and predicts, torch 2.15 adds both gradients in float32, the plain loop in bfloat16.
         is_reordered |= autograd_sums_gradients() and name.endswith("embed_tokens.weight")
         allowed = (2e-2 if is_reordered else 2e-6) * max(float(gradient.abs().max()), 1e-3)

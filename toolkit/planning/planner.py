@@ -181,7 +181,7 @@ class Planner:
     def layout(self, setup: Setup) -> MemoryLayout:
         compute = COMPUTE_BYTES[self.workload.mixed_precision] if setup.strategy.sharded else None
         # One rank reduces nothing: the capture takes the gradient as backward made it.
-        alone = setup.offload and setup.ranks == 1 and setup.strategy.reduce_each_micro_batch
+        alone = setup.offload and setup.ranks == 1 and setup.strategy.reduce_each_micro_batch and self._is_of_one_type
         return MemoryLayout(
             shard=setup.mesh.shard,
             compute=compute,
@@ -217,7 +217,12 @@ class Planner:
     def _landing_bytes(self, setup: Setup) -> int:
         """Of a gradient that lands on the host: one backward of one rank is not summed with anything."""
         compute = COMPUTE_BYTES[self.workload.mixed_precision]
-        return compute if compute is not None and setup.ranks == 1 and setup.accumulation == 1 else 4
+        is_exact = setup.ranks == 1 and setup.accumulation == 1 and self._is_of_one_type
+        return compute if compute is not None and is_exact else 4
+
+    @property
+    def _is_of_one_type(self) -> bool:
+        return not any(unit.trains_float32 for unit in self.units)
 
     def host_bytes(self, setup: Setup) -> int:
         """What the ranks of one node hold in host memory beside their devices; on CPU ranks there is no such."""

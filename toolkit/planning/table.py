@@ -18,6 +18,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import CLASSIFIERS, AdapterSection
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.experts import require_experts, require_spreadable
+from toolkit.sharding.fsdp import autograd_sums_gradients
 from toolkit.sharding.sequence import require_groups
 from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy
 from toolkit.sharding.units import stacked_experts
@@ -147,7 +148,9 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
     """Every strategy with and without offload, every checkpointing, several micro-batches of the same step."""
     # `dict.fromkeys` and not a set: rows that tie keep this order.
     checkpointings = list(dict.fromkeys([None, Checkpointing(1), asked.checkpointing]))
-    offloads = can_offload(recipe, planner.workload.mixed_precision) and not any(u.is_mixed for u in planner.units)
+    offloads = can_offload(recipe, planner.workload.mixed_precision)
+    # As `toolkit.sharding.apply` refuses it.
+    offloads &= not (autograd_sums_gradients() and any(unit.trains_float32 for unit in planner.units))
     for strategy, mesh in _strategies(ranks, asked):
         if not _is_spreadable(planner, strategy, mesh):
             continue

@@ -20,7 +20,14 @@ from toolkit.sharding.by_block import in_window
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
 from toolkit.sharding.experts import GROUP, SHARD, holders, require_experts, take_part
-from toolkit.sharding.fsdp import gather_in_float32, hold_as_part, reshard_all, reshard_in_groups, shapes_inside
+from toolkit.sharding.fsdp import (
+    autograd_sums_gradients,
+    gather_in_float32,
+    hold_as_part,
+    reshard_all,
+    reshard_in_groups,
+    shapes_inside,
+)
 from toolkit.sharding.gloo import average_over, communicate
 from toolkit.sharding.precision import hold_in_float32, kept_in_float32, round_buffers, types_of_authors
 from toolkit.sharding.shards import shard_dim, shard_rows
@@ -46,8 +53,8 @@ def precision_policies(
 
     Args:
         reduce_dtype: None: the type of compute, for one rank, where nothing is summed.
-        casts_inputs: of units; not where parameters stay in float32: what they make does, too, and the authors' own
-            casts say where it is rounded.
+        casts_inputs: of units; not those of a library's model, whose authors' own casts say what is rounded where:
+            what they make in float32 for the blocks (rotary tables, outputs of routers) stays so.
     """
     if mixed_precision not in PRECISIONS:
         raise BadInputError(f"mixed_precision: found {mixed_precision!r}; allowed: {', '.join(PRECISIONS)}")
@@ -111,26 +118,26 @@ def apply(
     Returns:
         Every parameter as it was -> as it is now.
     """
-    types, kept = _give_types(model, mixed_precision, offload is not None)
+    types, kept = _give_types(model, mixed_precision, offload is not None, experts is not None)
     # First: `fully_shard` then hooks the modules around forwards that are compiled and checkpointed already.
     prepare_blocks(model, plan, checkpointing, compilation)
     before = dict(model.named_parameters(remove_duplicate=False))
     originals: dict[str, torch.Tensor] = {}
-    # One rank reduces nothing: gradients travel in the type of compute, but for zero1, which sums windows.
-    alone = offload is not None and mesh.size() == 1 and strategy.reduce_each_micro_batch
-    unit_policy, root_policy = precision_policies(mixed_precision, None if alone else torch.float32, not kept)
+    # One rank reduces nothing: gradients travel in the type of compute, if all have it; zero1 sums windows.
+    alone = offload is not None and mesh.size() == 1 and strategy.reduce_each_micro_batch and not _trained(model, kept)
+    unit_policy, root_policy = precision_policies(mixed_precision, None if alone else torch.float32, not types)
     if experts is not None:
         require_experts(model, mesh.shape[-1])
     for unit in plan.units:
         modules = [model.get_submodule(path) for path in unit.modules]
         if offload is not None:
-            originals |= _hold_in_compute_type(model, modules, PRECISIONS[mixed_precision])
+            originals |= _hold_in_compute_type(model, modules, PRECISIONS[mixed_precision], kept)
         if unit.kind == "experts" and experts is not None:
             _spread_experts(modules[0], mesh, experts, unit_policy, strategy)
         else:
             policy = root_policy if unit.kind == "root" else unit_policy
             _shard(modules, mesh, policy, strategy.reshard_each_micro_batch and unit.reshard_after_forward)
-    gather_in_float32(model, kept)
+    gather_in_float32(model, kept, beside_rounded=offload is not None)
     # After all units are made: now each rank knows its rows, and reads no others.
     _give_weights(model, originals, offload(model) if offload is not None else None)
     round_buffers(model, types)
@@ -172,13 +179,15 @@ def hold_whole(model: nn.Module, mixed_precision: str) -> None:
     round_buffers(model, types)
 
 
-def _give_types(model: nn.Module, mixed_precision: str, is_offloaded: bool) -> tuple[dict[str, torch.dtype], list[str]]:
+def _give_types(
+    model: nn.Module, mixed_precision: str, is_offloaded: bool, is_spread: bool = False
+) -> tuple[dict[str, torch.dtype], list[str]]:
     """Makes parameters float32 that are held so; types in compute by name, and the names of what is float32 there."""
     dtype = PRECISIONS[mixed_precision]
     types = {} if dtype is None else types_of_authors(model, dtype)
     kept = kept_in_float32(model, types)
     if is_offloaded:
-        _require_rounded(model, kept)
+        _require_one_type(model, kept, is_spread)
     elif dtype is not None:
         _hold_masters_in_float32(model)
     hold_in_float32(model, kept)
@@ -232,20 +241,27 @@ def _hold_masters_in_float32(model: nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def _require_rounded(model: nn.Module, kept: Sequence[str]) -> None:
-    """Raises BadInputError for trainable parameters that stay in float32: offload sends all in the type of compute."""
-    trained = [name for name in kept if model.get_parameter(name).requires_grad]
-    if trained:
+def _require_one_type(model: nn.Module, kept: Sequence[str], is_spread: bool) -> None:
+    """Raises BadInputError for trainable parameters that stay in float32 where that was not tried.
+
+    That is torch 2.15, which reduces several types itself, and experts that are spread.
+    """
+    trained = _trained(model, kept)
+    if trained and (is_spread or autograd_sums_gradients()):
         raise BadInputError(
-            f"offload: the model keeps {len(trained)} parameters in float32 ({trained[0]}), and offload sends all in "
-            "the type of compute; choose a strategy without offload, or set mixed_precision to no"
+            f"offload: the model keeps {len(trained)} parameters in float32 ({trained[0]}), which is not supported "
+            "with torch 2.15, nor with sharding.experts; choose a strategy without offload, or mixed_precision no"
         )
 
 
+def _trained(model: nn.Module, names: Sequence[str]) -> list[str]:
+    return [name for name in names if model.get_parameter(name).requires_grad]
+
+
 def _hold_in_compute_type(
-    model: nn.Module, modules: Sequence[nn.Module], dtype: torch.dtype | None
+    model: nn.Module, modules: Sequence[nn.Module], dtype: torch.dtype | None, kept: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Rounds a unit's trainable parameters to `dtype`, if any; what they were, by their first names."""
+    """Rounds a unit's trainable parameters to `dtype`, if any, but those kept; what they were, by their first names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     originals: dict[str, torch.Tensor] = {}
     for module in modules:
@@ -254,7 +270,8 @@ def _hold_in_compute_type(
             # What is a DTensor belongs to an earlier unit; the root contains them all.
             if parameter.requires_grad and not isinstance(parameter, DTensor) and name not in originals:
                 originals[name] = parameter.data
-                parameter.data = parameter.data.to(dtype or parameter.dtype)
+                if dtype is not None and name not in kept:
+                    parameter.data = parameter.data.to(dtype)
     return originals
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,13 +61,22 @@ def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpoin
         if chunks is not None:
             for child in chunked_modules(block):
                 in_chunks(child, chunks)
-        block.forward = _checkpointed(block.forward, checkpointing.offload)
+        block.forward = _checkpointed(block, checkpointing.offload)
     if chunks is not None:
         for module in _norms_behind(model, plan):
             in_chunks(module, chunks)
     config: Any = getattr(model, "config", None)
     if config is not None:
         config.use_cache = False  # the second forward would append to the cache again
+
+
+def _require_no_cache(block: nn.Module, given: Iterable[Any]) -> None:
+    """Raises BadInputError where a model fills a cache that nobody asked for: the second forward would append to it."""
+    if any(hasattr(value, "get_seq_length") for value in given):
+        raise BadInputError(
+            f"activation checkpointing: {class_name(block)} fills a cache although use_cache is off, and its second "
+            "forward would append to it again; set sharding.activation_checkpointing to null"
+        )
 
 
 def _norms_behind(model: nn.Module, plan: UnitPlan) -> Iterator[nn.Module]:
@@ -79,11 +88,14 @@ def _norms_behind(model: nn.Module, plan: UnitPlan) -> Iterator[nn.Module]:
                 yield module
 
 
-def _checkpointed(forward: Callable[..., Any], offload: bool) -> Callable[..., Any]:
+def _checkpointed(block: nn.Module, offload: bool) -> Callable[..., Any]:
+    forward = block.forward
+
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        _require_no_cache(block, (*args, *kwargs.values()))
         pin = torch.cuda.is_available()
         with torch.autograd.graph.save_on_cpu(pin_memory=pin) if offload else contextlib.nullcontext():
             # Reentrant checkpoints give no gradients where no input needs one, as behind frozen embeddings. Accelerate

@@ -232,23 +232,33 @@ def hold_as_part(module: nn.Module, mesh: DeviceMesh, shapes: Mapping[tuple[nn.M
         parameter._setattr_on_modules(parameter.sharded_param)
 
 
-def gather_in_float32(model: nn.Module, names: Iterable[str]) -> None:
+def gather_in_float32(model: nn.Module, names: Iterable[str], beside_rounded: bool = False) -> None:
     """Has units gather some of their parameters in float32, whatever their type of compute.
 
     FSDP2 gathers several types in one exchange, but before torch 2.15 reduces one alone: such a unit's gradients are
     made float32 first.
+
+    Args:
+        beside_rounded: the shards of the others are held in the type of compute.
     """
+    initialise = _init_beside_rounded if beside_rounded else _init_uncast
     kept = {id(model.get_parameter(name)) for name in names}
     for group in fsdp_groups(model):
         own = [parameter for parameter in group.fsdp_params if id(parameter.sharded_param) in kept]
         for parameter in own:
-            parameter.init_dtype_attrs = functools.partial(_init_uncast, parameter)
+            parameter.init_dtype_attrs = functools.partial(initialise, parameter)
         if own and not autograd_sums_gradients():
             before_reduction(group, _make_gradients_float32)
 
 
 def _init_uncast(parameter: Any, policy: MixedPrecisionPolicy) -> None:
     type(parameter).init_dtype_attrs(parameter, dataclasses.replace(policy, param_dtype=None))
+
+
+def _init_beside_rounded(parameter: Any, policy: MixedPrecisionPolicy) -> None:
+    _init_uncast(parameter, policy)
+    # FSDP2 wants one type of all shards of a unit, to which it rounds their gradients, and gathers in the other.
+    parameter.param_dtype, parameter.orig_dtype = parameter.orig_dtype, policy.param_dtype or parameter.orig_dtype
 
 
 @torch.no_grad()

@@ -226,7 +226,7 @@ def give_parameters(model: nn.Module, dtype: torch.dtype | None) -> bool:
     """Gives a model on the meta device parameters as FSDP2 gathers them; whether its units cast their inputs.
 
     What is cast has the type of compute; the float32 shards are the replay's. As in `toolkit.sharding.apply`, the root
-    alone casts where the model's authors keep parameters in float32.
+    alone casts the inputs of a library's model.
     """
     types = {} if dtype is None else types_of_authors(model, dtype)
     kept = kept_in_float32(model, types)
@@ -240,7 +240,7 @@ def give_parameters(model: nn.Module, dtype: torch.dtype | None) -> bool:
         state[name] = made[id(parameter)]
     model.load_state_dict(state, strict=False, assign=True)
     round_buffers(model, types)
-    return not kept
+    return not types
 
 
 def autocast(forward: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:

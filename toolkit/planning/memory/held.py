@@ -100,7 +100,8 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
     whole = [p.shard_numel(layout.shard) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
     cast_whole = sum(size for p, size in zip(shape.parameters, whole, strict=True) if p.is_cast)
     own = shape.trainable_numel(layout.shard)
-    cast = sum(p.shard_numel(layout.shard) * _held(p, layout) for p in trainable)
+    # With offload, to the type of compute also what stays in float32.
+    cast = sum(p.shard_numel(layout.shard) * ((layout.offload and layout.compute) or p.held) for p in trainable)
     # One rank gathers nothing: FSDP2 casts parameter after parameter, so one copy is alive beside its source.
     casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
     # Otherwise FSDP2 reduces two types as they are.
@@ -152,7 +153,7 @@ def _made_alike(trainable: Sequence[ParameterShape], layout: MemoryLayout) -> in
 
 def _held(parameter: ParameterShape, layout: MemoryLayout) -> int:
     """Bytes of an element between steps."""
-    return (layout.compute or parameter.held) if layout.offload and parameter.trainable else parameter.held
+    return parameter.gathered(layout.compute) if layout.offload and parameter.trainable else parameter.held
 
 
 def optimizer_bytes(trainable: Sequence[ParameterShape], layout: MemoryLayout, resident: bool) -> int:

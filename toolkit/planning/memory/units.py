@@ -83,6 +83,11 @@ class UnitShape:
         return self.parameters[0].num_shards(shard) if self.parameters else shard
 
     @property
+    def trains_float32(self) -> bool:
+        """Whether it has trainable parameters that stay in float32 under mixed precision."""
+        return any(not parameter.is_cast for parameter in self.trainable)
+
+    @property
     def is_mixed(self) -> bool:
         """Whether its gradients come in float32 and in the type of compute."""
         return len({parameter.is_cast for parameter in self.trainable}) > 1

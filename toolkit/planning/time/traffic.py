@@ -129,7 +129,9 @@ def traffic(
     }
     is_reduced = shard * replicate > 1
     # After a reduction, or summed over micro-batches, a gradient is float32; alone it is as backward made it.
-    to_device, to_host = _host_link(own, compute_bytes or 4, is_reduced or accumulation > 1, offload)
+    is_summed = is_reduced or accumulation > 1 or any(unit.trains_float32 for unit in units)
+    weights = sum(p.shard_numel(shard) * p.gathered(compute_bytes) for unit in units for p in unit.trainable)
+    to_device, to_host = _host_link(own, weights, 4 if is_summed else compute_bytes or 4, offload)
     return Traffic(
         all_gather=gathers.sent,
         reduce_scatter=reduce_bytes * sum(unit.sent(unit.trainable, shard) for unit in moved) * reduce_passes,
@@ -290,12 +292,17 @@ def _calls(
     }
 
 
-def _host_link(trainable: int, compute_bytes: int, is_summed: bool, offload: OffloadPlan | None) -> tuple[int, int]:
-    """Bytes to and from the device. A gradient that nothing is added to travels in the type of compute."""
+def _host_link(trainable: int, weights: int, gradient: int, offload: OffloadPlan | None) -> tuple[int, int]:
+    """Bytes to and from the device.
+
+    Args:
+        weights: bytes of all trainable elements as they are sent to the device.
+        gradient: bytes of an element's: one that nothing is added to travels in the type of compute.
+    """
     if offload is None:
         return 0, 0
-    gradient = 4 if is_summed else compute_bytes
-    hosted = round(trainable * (1 - offload.device_share))
+    on_host = 1 - offload.device_share
+    hosted = round(trainable * on_host)
     if offload.executor == "device_stream":
         return (STATE_BYTES + gradient) * hosted, (STATE_BYTES + gradient) * hosted
-    return compute_bytes * hosted, gradient * hosted
+    return round(weights * on_host), gradient * hosted

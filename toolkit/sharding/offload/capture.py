@@ -60,7 +60,8 @@ class Capture:
                 act(parameter)
 
         for slot in unit.slots:
-            # FSDP2 makes a rounded `.grad` all the same, which nobody needs.
+            # FSDP2 makes a rounded `.grad` all the same, which nobody needs; of a float32 parameter, too.
+            slot.parameter.grad_dtype = None
             slot.parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()

@@ -92,8 +92,9 @@ class OffloadEngine:
         self.executor, self.reason = choose(
             settings.executor, optimizer, self._device, self.threads, max(unit.numel for unit in units)
         )
-        # One rank reduces nothing: what lands is the gradient of one backward in the type of compute.
-        exact = units[0].dtype if ranks.world_size() == 1 and not accumulates else torch.float32
+        # One rank reduces nothing: what lands is the gradient of one backward in the type of compute, if all have it.
+        types = {slot.parameter.dtype for unit in units for slot in unit.slots}
+        exact = next(iter(types)) if len(types) == 1 and ranks.world_size() == 1 and not accumulates else torch.float32
         self.state = OffloadedState(
             units, state_names(optimizer), self._device, settings.device_state_gib, exact, self.executor
         )
@@ -386,13 +387,17 @@ class _Clip:
 
 
 def _send(step: UnitStep, begin: int, weights: torch.Tensor) -> None:
-    """Copies new weights into the shards, rounded to their type: those from element `begin` of the unit on."""
+    """Copies new weights into the shards, rounded to their type: those from element `begin` of the unit on.
+
+    What an executor has rounded already goes as its master to the shards that stay in float32.
+    """
     for slot in step.slots:
         first = max(slot.offset, begin)
         last = min(slot.offset + slot.numel, begin + weights.numel())
         if first < last:
             shard = local_tensor(slot.parameter).view(-1)
-            new = weights[first - begin : last - begin]
+            is_rounded = weights.dtype.itemsize < shard.dtype.itemsize
+            new = step.unit.master[first:last] if is_rounded else weights[first - begin : last - begin]
             shard[first - slot.offset : last - slot.offset].copy_(new, non_blocking=True)
 
 

@@ -114,9 +114,15 @@ class OffloadedState:
         return max((unit.numel for unit in self.hosted), default=0)
 
     @property
+    def _compute_dtype(self) -> torch.dtype:
+        # That of most parameters; those that stay in float32 are sent from their masters.
+        types = {slot.parameter.dtype for unit in self.units for slot in unit.slots}
+        return min(types, key=lambda dtype: dtype.itemsize)
+
+    @property
     def _staged_bytes(self) -> int:
         # Streamed state makes its weights on the device: none have to travel there.
-        return 0 if self._executor == "device_stream" else STAGING_BUFFERS * self.units[0].dtype.itemsize
+        return 0 if self._executor == "device_stream" else STAGING_BUFFERS * self._compute_dtype.itemsize
 
     @property
     def _needs_scratch(self) -> bool:
@@ -138,7 +144,7 @@ class OffloadedState:
         for unit in self.residents:
             self._place_on_device(unit)
         if self._staged_bytes:
-            self.staging = list(self.slabs.cut([self._longest] * STAGING_BUFFERS, self.units[0].dtype, pin))
+            self.staging = list(self.slabs.cut([self._longest] * STAGING_BUFFERS, self._compute_dtype, pin))
         if self._needs_scratch:
             (self.scratch,) = self.slabs.cut([self._longest], torch.float32, pin=False)
 

@@ -22,7 +22,7 @@ class Slot:
     parameters one after the other. Masters and moments have that layout too.
 
     Attributes:
-        parameter: the sharded parameter, a DTensor in the type of compute.
+        parameter: the sharded parameter, a DTensor in the type of compute, or in float32 if its authors keep it so.
         offset: of this rank's first element in the flat tensors.
         shape: of this rank's rows, without padding.
         group: index in `optimizer.param_groups`; None: no optimizer steps this parameter.
@@ -89,10 +89,6 @@ class OffloadedUnit:
         self.published = threading.Event()
         # Before the first step nothing is under way, and the first forward waits for nothing.
         self.published.set()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.slots[0].parameter.dtype
 
     def forget_gradient(self) -> None:
         self.gradient = self.norms = self.accumulated = None
