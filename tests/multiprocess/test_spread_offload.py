@@ -27,8 +27,9 @@ from toolkit.sharding import OffloadSettings, sharding_kwargs
 from toolkit.sharding.offload import executors
 from toolkit.sharding.plugin import reset_accelerate
 from toolkit.sharding.shards import whole_tensor
+from toolkit.sharding.units import stacked_experts
 
-STEPS, MAX_NORM = 3, 0.3  # which every step's norm is above
+STEPS, MAX_NORM = 3, 0.1  # which every step's norm is above
 OVERFLOW = 1
 CLIPPED = Case(max_norm=MAX_NORM)
 FLOAT32 = replace(CLIPPED, precision="no", optimizer="sgd")
@@ -57,9 +58,13 @@ class Spread:
 
 
 def make(spread: Spread) -> Any:
-    """A mixture; no forward uses one of its experts' parameters, which AdamW must then leave alone."""
+    """A mixture; without clipping, no forward uses one of its experts' parameters, which AdamW must then leave alone.
+
+    Clipping without offload counts zeros for it, which are summed in another order: a last bit of the norm.
+    """
     model = mixture(spread.kind, vocab_size=VOCABULARY)
-    model.model.layers[1].mlp.experts.unused = nn.Parameter(torch.ones(4, 3, 5))
+    if spread.case.max_norm is None:
+        list(stacked_experts(model).values())[-1].unused = nn.Parameter(torch.ones(4, 3, 5))
     return model
 
 
@@ -150,7 +155,9 @@ def check(spread: Spread, of_ranks: list[tuple[Found, list[str], list[int]]]) ->
         assert different == [], spread
         assert all(ulps <= 1 for ulps in far), (spread, far)
     weights = of_ranks[0][0].weights
-    assert torch.equal(weights["model.layers.1.mlp.experts.unused"], torch.ones(4, 3, 5))
+    unused = [weight for name, weight in weights.items() if name.endswith("experts.unused")]
+    assert len(unused) == (spread.case.max_norm is None)
+    assert all(torch.equal(weight, torch.ones(4, 3, 5)) for weight in unused)
     if spread.case.precision != "no":
         return
     losses, norms, expected = plain(spread, len(of_ranks))
@@ -201,7 +208,7 @@ def test_every_model_and_schedule(num_ranks: int) -> None:
     for size, (strategy, accumulation, checkpointing) in itertools.product((2, 4), SCHEDULES):
         change = {"strategy": strategy, "accumulation": accumulation, "checkpointing": checkpointing}
         spreads += [Spread(replace(FLOAT32, **change), kind, size) for kind in MODELS]
-        # In bf16 the kernel of experts asks for rows of 16 bytes, and offload for routers that are not in float32.
+        # In bf16 the kernel of experts asks for rows of 16 bytes.
         spreads += [Spread(replace(CLIPPED, **change), kind, size, others=ALL) for kind in ("mixtral", "olmoe")]
     spreads = [spread for spread in spreads if num_ranks % spread.size == 0]
     found = run_on_ranks(compare, num_ranks, spreads, seconds=1800)
