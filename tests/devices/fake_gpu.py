@@ -59,6 +59,9 @@ class Stream:
     def record_event(self, event: Any = None) -> Event:
         return event or Event()
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 class Event:
     def __init__(self, *_: Any, **__: Any) -> None:

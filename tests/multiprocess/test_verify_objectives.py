@@ -103,6 +103,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         result = _run_sharded(recipe, steps, folder)
         return ranks._merged([result], load_file(folder / "weights.safetensors"))
 
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)  # what another test left behind
     monkeypatch.setattr("toolkit.verify.run_ranks", run)
 
 
