@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
-from moe import micro_batches, mixture
+from moe import Step, micro_batches, mixture
 from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit.data.cut import Part
@@ -102,3 +103,16 @@ def sharded_step(
     window = windows_of(accelerator.num_processes // sequence, accumulation)[group]
     step = trainer.train_step([Part(part, sequence).of(batch) for batch in window])
     return {"loss": step.loss, "norm": step.grad_norm, "experts": step.experts, "gradients": found}
+
+
+def compare_step(found: dict[str, Any], plain: Step) -> None:
+    """Holds what `sharded_step` returned against the plain loop's step, within 1e-6."""
+    assert found["loss"] == pytest.approx(plain.loss, rel=1e-6)
+    assert found["experts"]["balance_loss"] == pytest.approx(plain.balance, rel=1e-6)
+    torch.testing.assert_close(torch.tensor(found["experts"]["expert_load"]), plain.shares, rtol=0, atol=6e-5)
+    norm = torch.stack([gradient.square().sum() for gradient in plain.gradients.values()]).sum().sqrt()
+    assert found["norm"] == pytest.approx(float(norm), rel=1e-6)
+    assert found["gradients"].keys() == plain.gradients.keys()
+    for name, gradient in plain.gradients.items():
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(found["gradients"][name], gradient, rtol=0, atol=1e-6 * max(1.0, largest), msg=name)

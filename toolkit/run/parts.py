@@ -50,9 +50,7 @@ from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
 from toolkit.sharding.chunks import CHUNK_TOKENS
 from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.fsdp import class_name
-from toolkit.sharding.plugin import (
-    ShardingPlugin,
-)
+from toolkit.sharding.plugin import ShardingPlugin
 from toolkit.sharding.strategy import MeshShape
 from toolkit.sharding.units import plan_units
 from toolkit.sharding.unused import has_branches
