@@ -24,8 +24,7 @@ def runs(folder: Path) -> dict[str, Any]:
     from toolkit.run import live
     from toolkit.training.trainer import Trainer
 
-    live.EVERY_SECONDS = live.COST_SHARE = 1e-9
-    live.COST_SHARE = 1e9
+    live.FIRST_SECONDS, live.EVERY_SECONDS, live.COST_SHARE = 0.0, 1e-9, 1e9
     pages: list[str] = []
     found: dict[str, Any] = {"pages": pages}
     write_report, train_step = live.write_report, Trainer.train_step
@@ -44,7 +43,7 @@ def runs(folder: Path) -> dict[str, Any]:
     def run(name: str, error: type[Exception] | None = None, **sections: Any) -> None:
         meet()
         values = recipe_values(folder / "model", folder / "texts.jsonl", folder / name, folder / "cache", max_steps=4)
-        values["data"]["validation"] = str(folder / "texts.jsonl")
+        values["data"] |= {"validation": str(folder / "texts.jsonl"), "max_validation_samples": 8}
         values["export"] = {"enabled": False}
         for section, fields in sections.items():
             values[section] = {**values.get(section, {}), **fields}

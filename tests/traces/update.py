@@ -27,7 +27,7 @@ RECIPES = sorted((FOLDER.parents[1] / "recipes").rglob("*.yaml"))
 RANKS = (1, 2)
 FIGURES = ("loss", "grad_norm")
 OVERRIDES = (
-    "training.max_steps=12",
+    "training.max_steps=6",
     "training.num_epochs=null",
     "training.eval_every_steps=null",
     "training.mixed_precision='no'",
@@ -37,7 +37,7 @@ OVERRIDES = (
     # AVX-512 and SSE; with 1e-4 by 3e-7.
     "optimizer.eps=1e-4",
 )
-"""Shorten a recipe: a dozen steps, evaluated at the start and the end."""
+"""Shorten a recipe: a few steps, evaluated at the start and the end."""
 
 OVERRIDES_OF = {
     # Its loss is a small difference of large sums, times beta: 2e-6 between AVX-512 and SSE with the recipe's 0.1.

@@ -15,6 +15,9 @@ from toolkit.errors import StoppedError, first_line, is_lost_peer
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, mark_ended, state_of
 
+FIRST_SECONDS = 3.0
+"""Before the first writing: a run that is over by then writes its report once."""
+
 EVERY_SECONDS = 30.0
 """Least time between two writings."""
 
@@ -37,9 +40,9 @@ class LiveReport:
         self._summary_of = summary_of
         self._num_steps = num_steps
         self._records: list[dict[str, Any]] = []
-        self._due = -math.inf
         self._every = EVERY_SECONDS
         self._recorded = time.monotonic()
+        self._due = self._recorded + FIRST_SECONDS
         self._slowest = 0.0
 
     def record(self, records: list[dict[str, Any]], seconds_left: float | None) -> None:
