@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
@@ -23,6 +24,9 @@ PROBED = (16 * 1024, 32 * 1024)
 
 STEP = 1024
 """Lengths are multiples of so many tokens a rank."""
+
+SPARED = 0.005
+"""Share of a device's memory that may stay free where the two numbers have told too long a row."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,13 @@ def _with_rows(recipe: Recipe, tokens: int, parts: int) -> Recipe:
     return recipe.model_copy(update={"data": data, "sharding": recipe.sharding.model_copy(update={"sequence": parts})})
 
 
+class _Line(NamedTuple):
+    """What two lengths tell of all: tokens of a rank at which the first memory is full, and its room without any."""
+
+    limit: float
+    room: float
+
+
 class _Search:
     def __init__(self, recipe: Recipe, hardware: Hardware, precision: str, parts: int) -> None:
         self.recipe, self.hardware, self.precision, self.parts = recipe, hardware, precision, parts
@@ -94,20 +105,26 @@ class _Search:
     def longest(self, verdict: Verdict, ranks: int) -> LongestRow | None:
         """Of all setups; None where no row fits."""
         setups = list(_setups(self.recipe, ranks, self.precision, self.planner(PROBED[0]).can_chunk))
-        setup = max(setups, key=lambda setup: self._limit(setup, verdict))
-        local = int(self._limit(setup, verdict)) // STEP * STEP
-        while local >= STEP:
-            row = self.planner(local).row(setup)
-            if max(self._excess(row, verdict)) <= 0:
-                return LongestRow(local * self.parts, tuple(_settings(setup, self.parts)), row)
-            local = int(local * 0.99) // STEP * STEP
-        return None
+        lines = {setup: self._line(setup, verdict) for setup in setups}
+        setup = max(setups, key=lambda setup: lines[setup].limit)
+        local, row, shorter, longer = _rounded(lines[setup].limit), None, (0, -lines[setup].room), None
+        while local > shorter[0]:
+            tried = self.planner(local).row(setup)
+            excess = max(self._excess(tried, verdict))
+            if excess > 0:
+                longer = (local, excess)
+            else:
+                row, shorter = tried, (local, excess)
+            if longer is None or (row is not None and -shorter[1] < SPARED * self.hardware.memory_bytes):
+                break
+            local = min(_between(shorter, longer), longer[0] - STEP)
+        return None if row is None else LongestRow(shorter[0] * self.parts, tuple(_settings(setup, self.parts)), row)
 
-    def _limit(self, setup: Setup, verdict: Verdict) -> float:
-        """Tokens of a rank at which the first memory is full."""
+    def _line(self, setup: Setup, verdict: Verdict) -> _Line:
         (few, many) = (self._excess(self.planner(local).row(setup), verdict) for local in PROBED)
         slopes = [(b - a) / (PROBED[1] - PROBED[0]) for a, b in zip(few, many, strict=True)]
-        return min(PROBED[0] - a / slope for a, slope in zip(few, slopes, strict=True) if slope > 0)
+        limit = min(PROBED[0] - a / slope for a, slope in zip(few, slopes, strict=True) if slope > 0)
+        return _Line(limit, min(slope * PROBED[0] - a for a, slope in zip(few, slopes, strict=True)))
 
     def _excess(self, row: PlanRow, verdict: Verdict) -> list[float]:
         """Bytes more than the device has, and than the host has."""
@@ -122,6 +139,16 @@ class _Search:
             workload = replace(workload_of(recipe, self.precision), attention=UNMASKED)
             self._planners[local] = Planner(recipe, workload, self.hardware)
         return self._planners[local]
+
+
+def _between(shorter: tuple[int, float], longer: tuple[int, float]) -> int:
+    """Tokens at which the line through two lengths, each with the bytes that it lacks, crosses zero."""
+    (low, room), (high, excess) = (shorter[0], -shorter[1]), longer
+    return _rounded(low + (high - low) * room / (room + excess))
+
+
+def _rounded(tokens: float) -> int:
+    return int(tokens) // STEP * STEP
 
 
 def _setups(recipe: Recipe, ranks: int, precision: str, can_chunk: bool) -> Iterator[Setup]:
