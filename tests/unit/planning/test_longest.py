@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +69,7 @@ LORA = {"adapter.kind": "lora", "export.merge": True, "model.dtype": "bfloat16"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "ranks"), [("full fine-tune", 1), ("LoRA", 1), ("full fine-tune", 8)])
+@pytest.mark.parametrize(("kind", "ranks"), itertools.product(("full fine-tune", "LoRA"), (1, 8)))
 def test_the_page_has_the_longest_rows_of_llama_8b(kind: str, ranks: int) -> None:
     page = (Path(__file__).parents[3] / "docs/long_rows.md").read_text()
     [told] = re.findall(rf"^\| {kind}, {ranks} GPUs? \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) GiB \|$", page, re.MULTILINE)
