@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-STEPS = 20
+STEPS = 12
 ROWS_PER_STEP = 12
 T = 32
 LEARNING_RATE, WARMUP, DECAY, MAX_NORM = 2e-3, 4, 0.1, 0.5
@@ -129,6 +129,7 @@ def toolkit_runs(folder: Path, data: Path) -> dict[str, Any]:
             folder / "cache",
             micro_batch_size=ROWS_PER_STEP // world_size // accumulation,
             gradient_accumulation_steps=accumulation,
+            max_steps=STEPS,
         )
         word, _, in_nodes = strategy.partition(" ")
         values["sharding"] = {"strategy": word, "reshard_after_forward": 2 if in_nodes else None}

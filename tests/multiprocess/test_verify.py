@@ -220,7 +220,7 @@ def with_experts(folder: Path, experts: Path, *overrides: str) -> Report:
     return here(folder, "zero3", f"model.name_or_path={experts}", *losses, *shape, *overrides, steps=2)
 
 
-@pytest.mark.parametrize("spread", [[], pytest.param(["sharding.experts=2"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spread", [pytest.param([], marks=pytest.mark.slow), ["sharding.experts=2"]])
 def test_a_mixture_of_experts_passes(spread: list[str], folder: Path, experts: Path) -> None:
     report = with_experts(folder, experts, *spread)
     assert report.verdict == OK, report
@@ -248,6 +248,7 @@ def test_a_mixture_of_experts_that_is_wrong_is_told(
     assert rows["expert load"].verdict == rows["balance loss"].verdict == rows["gradients"].verdict == FAILED
 
 
+@pytest.mark.slow
 def test_adapters_of_spread_experts_on_a_quantised_base_pass(folder: Path, experts: Path) -> None:
     report = with_experts(folder, experts, "sharding.experts=2", *QLORA, "objective.router_bias_rate=0")
     assert report.verdict == OK, report
