@@ -71,6 +71,9 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
     )
     if asked.dealing:
         console.print(f"  experts: {asked.dealing}", markup=False)
+    if plan.uneven_peak is not None:
+        told = f"peak {gib(plan.uneven_peak.total)} GiB on a rank whose experts get twice their even share of tokens"
+        console.print(f"  experts: {told}", markup=False)
     for lever in plan.levers:
         speed = lever.row.tokens_per_second[1] / asked.tokens_per_second[1]
         console.print(
@@ -232,6 +235,7 @@ def as_json(plan: Plan, launch: LaunchCommand | None) -> dict[str, Any]:
         "mixed_precision": plan.mixed_precision,
         "rows": [row_as_json(row) for row in plan.rows],
         "asked": row_as_json(plan.asked),
+        "uneven_peak": None if plan.uneven_peak is None else plan.uneven_peak.total,
         "recommended": None if plan.recommended is None else row_as_json(plan.recommended),
         "reason": plan.reason,
         "levers": [{"change": lever.change, **row_as_json(lever.row)} for lever in plan.levers],

@@ -178,6 +178,12 @@ class Planner:
         """The moment in which a rank holds most."""
         return max(self.moments(setup), key=lambda moment: moment.total)
 
+    def uneven_peak(self, setup: Setup) -> Memory | None:
+        """On a rank whose experts get twice their even share of tokens; None where experts are not spread."""
+        if self.workload.experts == 1:
+            return None
+        return Planner(self.recipe, replace(self.workload, skew=2), self.hardware).peak(setup)
+
     def layout(self, setup: Setup) -> MemoryLayout:
         compute = COMPUTE_BYTES[self.workload.mixed_precision] if setup.strategy.sharded else None
         # One rank reduces nothing: the capture takes the gradient as backward made it.

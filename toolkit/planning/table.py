@@ -10,6 +10,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import trainable_share
 from toolkit.places import GIB
 from toolkit.planning.accumulation import settle
+from toolkit.planning.memory.replay import Memory
 from toolkit.planning.planner import AS_FAST, Planner, PlanRow
 from toolkit.planning.setup import Setup, asked_setup, can_offload, factors, mesh_of, require_ranks, smaller_setups
 from toolkit.planning.time.hardware import Hardware
@@ -48,6 +49,7 @@ class Plan:
     Attributes:
         rows: fitting ones first, the fastest first.
         asked: the recipe as it stands.
+        uneven_peak: of it, on a rank whose experts get twice their even share of tokens; None where none are spread.
         recommended: the row to pick; None where none fits.
         reason: why this one, or what is missing.
         levers: what makes the recipe as it stands hold less, one change each, the fastest first.
@@ -60,6 +62,7 @@ class Plan:
     mixed_precision: str
     rows: tuple[PlanRow, ...]
     asked: PlanRow
+    uneven_peak: Memory | None
     recommended: PlanRow | None
     reason: str
     levers: tuple[Lever, ...]
@@ -112,6 +115,7 @@ def plan(
         precision,
         tuple(rows),
         asked_row,
+        planner.uneven_peak(asked),
         recommended,
         reason,
         levers,

@@ -57,6 +57,7 @@ class Workload:
         attention: given to copies of the model; None: its own.
         teacher: on the meta device, if the objective has one.
         experts: ranks of a group, each with whole experts of its own.
+        skew: how many times their even share of tokens a rank's experts get.
     """
 
     model: nn.Module
@@ -69,6 +70,7 @@ class Workload:
     attention: str | None = None
     teacher: nn.Module | None = None
     experts: int = 1
+    skew: int = 1
 
     def model_copy(self) -> nn.Module:
         """A model of its own for who hooks into it, in training mode."""

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import BadInputError
 from toolkit.sharding.fsdp import class_name
-from toolkit.sharding.sequence import exchanges_are_planned, planned_exchange
+from toolkit.sharding.sequence import exchanges_are_planned, planned_exchange, planned_skew
 from toolkit.sharding.shards import MAX_PADDING, shard_dim, shard_group
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.units import stacked_experts
@@ -173,9 +173,9 @@ def _spread(
     num_tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
     if exchanges_are_planned() or isinstance(group, int):
-        # As many tokens come as go.
-        sent = received = [num_tokens * top_k]
-        own = chosen.flatten() % number
+        sent = [num_tokens * top_k]
+        received = [num_tokens * top_k * planned_skew()]
+        own = (chosen.flatten() % number).repeat(planned_skew())
     else:
         # Not by bincount or a repeat of unknown size, for which a GPU would be waited for: once a layer is enough.
         counts = chosen.new_zeros(number * group.size()).index_add_(
@@ -230,7 +230,7 @@ def _all_to_all(
 ) -> torch.Tensor:
     if exchanges_are_planned() or isinstance(group, int):
         ranks = group if isinstance(group, int) else group.size()
-        planned: torch.Tensor = planned_exchange(rows.contiguous(), ranks)
+        planned: torch.Tensor = planned_exchange(rows.contiguous(), ranks, sum(received))
         return planned
     result = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)

@@ -44,10 +44,15 @@ class _Here(threading.local):
 
 @dataclass
 class _Process:
-    """The group of this process that shares rows, and whether exchanges are planned alone."""
+    """The group of this process that shares rows, and whether exchanges are planned alone.
+
+    Attributes:
+        skew: see `without_ranks`.
+    """
 
     group: dist.ProcessGroup | None = None
     plans: bool = False
+    skew: int = 1
 
 
 _here = _Here()
@@ -80,19 +85,28 @@ def own_part() -> int:
 
 
 @contextmanager
-def without_ranks() -> Iterator[None]:
-    """Inside, exchanges are planned and not made."""
-    before = _process.group, _process.plans
-    _process.group, _process.plans = None, True
+def without_ranks(skew: int = 1) -> Iterator[None]:
+    """Inside, exchanges are planned and not made.
+
+    Args:
+        skew: how many times as many tokens come to this rank's experts as it sends to all of them.
+    """
+    before = _process.group, _process.plans, _process.skew
+    _process.group, _process.plans, _process.skew = None, True, skew
     try:
         yield
     finally:
-        _process.group, _process.plans = before
+        _process.group, _process.plans, _process.skew = before
 
 
 def exchanges_are_planned() -> bool:
     """Whether this is a plan, whose tensors have no values."""
     return _process.plans
+
+
+def planned_skew() -> int:
+    """That of `without_ranks`."""
+    return _process.skew
 
 
 @contextmanager
@@ -159,7 +173,7 @@ def _all_to_all(by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch
     """Gives part i of a tensor (n, ...) to rank i of the group."""
     by_rank = by_rank.contiguous()
     if group is None:
-        planned: torch.Tensor = planned_exchange(by_rank, len(by_rank))
+        planned: torch.Tensor = planned_exchange(by_rank, len(by_rank), len(by_rank))
         return planned
     received = torch.empty_like(by_rank)
     dist.all_to_all_single(received, by_rank, group=group)
@@ -167,12 +181,12 @@ def _all_to_all(by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch
 
 
 @torch.library.custom_op("toolkit::planned_exchange", mutates_args=())
-def planned_exchange(by_rank: torch.Tensor, ranks: int) -> torch.Tensor:
+def planned_exchange(rows: torch.Tensor, ranks: int, received: int) -> torch.Tensor:
     """Stands for an exchange among so many ranks in a plan, which counts it; tensors have no values there."""
-    return torch.empty_like(by_rank)
+    return rows.new_empty(received, *rows.shape[1:])
 
 
-planned_exchange.register_fake(lambda by_rank, ranks: torch.empty_like(by_rank))
+planned_exchange.register_fake(lambda rows, ranks, received: rows.new_empty(received, *rows.shape[1:]))
 
 
 def summed_over_group(part: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,7 @@ class Prober:
             stack.enter_context(self._mode)
             # The process is on a CPU; what is counted is a GPU's.
             stack.enter_context(cuda_dropout())
-            stack.enter_context(without_ranks())
+            stack.enter_context(without_ranks(self._workload.skew))
             stack.enter_context(host_copies(run.ledger))
             stack.enter_context(self._checkpointed(checkpointing))
             stack.enter_context(one_for_all_alike(run.count_as))

@@ -83,7 +83,12 @@ def trace(
         shard = functools.partial(apply, experts=grid, backward_mesh=groups_of(mesh, shape.node))
         model, teacher = workload.model_copy(), workload.teacher_copy()
         models = [model] if teacher is None else [model, teacher]
-        with FakeTensorMode(allow_non_fake_inputs=True), cuda_dropout(), host_copies(ledger), without_ranks():
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            cuda_dropout(),
+            host_copies(ledger),
+            without_ranks(workload.skew),
+        ):
             shard(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
             # After `apply`: each rank makes its own shards alone.
             model.to_empty(device="cpu")

@@ -102,6 +102,27 @@ def test_plans_of_adapters_hold_and_send_what_the_trace_does(
     assert {kind: sent.whole[kind] for kind in found.traffic} == found.traffic
 
 
+@pytest.mark.parametrize("checkpointing", [None, Checkpointing(1)])
+@pytest.mark.parametrize("skew", [2, 4])
+def test_plans_of_uneven_loads_hold_what_the_trace_does(skew: int, checkpointing: Checkpointing | None) -> None:
+    """And that is what docs/experts.md says: rows that come besides are kept until backward, which has more."""
+    peaks = {}
+    for each in (1, skew):
+        sized = workload("mixtral", tokens=640, layers=LAYERS, vocabulary=64)
+        work = replace(sized, experts=4, skew=each)
+        found = trace(work, STRATEGIES["zero3"], MESH, 1, 1, checkpointing)
+        prober = Prober(work)
+        units = unit_shapes(work.model, prober.plan, "bf16", experts=4)
+        layout = MemoryLayout(MESH.shard, 2, 4, optimizer=8)
+        moments = replay(units, prober.probe(1, checkpointing), STRATEGIES["zero3"], layout, 1)
+        peaks[each] = max(moment.total - moment.optimizer for moment in moments)
+        assert peaks[each] == pytest.approx(found.peak, rel=0.02)
+    config = work.model.config
+    of_layer = (skew - 1) * 640 * CHOSEN * (2 * config.hidden_size + 8 * config.intermediate_size)
+    kept = of_layer * (1 if checkpointing else LAYERS)
+    assert kept < peaks[skew] - peaks[1] < kept + of_layer
+
+
 def recipe(**sharding: object) -> Recipe:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {"model_type": "mixtral", **sizes, "num_key_value_heads": 2, "num_local_experts": 8}
@@ -123,7 +144,11 @@ def test_a_table_has_what_spread_experts_can_run_with() -> None:
     # Of replicas of 2, 4 and 8 ranks those of 4 and more have groups of 4; all 8 ranks in one are zero3.
     assert {row.setup.mesh for row in found.rows if row.setup.strategy.replicated} == {MeshShape(2, 4)}
     assert found.asked.traffic.group == 4
-    gathered = plan(recipe(), presets()["h100_sxm"], 8).asked.traffic
+    assert found.uneven_peak is not None
+    assert found.uneven_peak.total > found.asked.peak.total
+    whole = plan(recipe(), presets()["h100_sxm"], 8)
+    assert whole.uneven_peak is None
+    gathered = whole.asked.traffic
     assert found.asked.traffic.all_gather < gathered.all_gather
     assert found.asked.traffic.trainable == gathered.trainable
 
