@@ -98,7 +98,7 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
     computed = [p.gathered(layout.compute) for p in shape.parameters]
     kept = [_held(p, layout) for p in shape.parameters]
     whole = [p.shard_numel(layout.shard) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
-    cast_whole = sum(size for p, size in zip(shape.parameters, whole, strict=True) if p.is_cast)
+    cast_whole = sum(size for size, c, k in zip(whole, computed, kept, strict=True) if c != k)
     own = shape.trainable_numel(layout.shard)
     # With offload, to the type of compute also what stays in float32.
     cast = sum(p.shard_numel(layout.shard) * ((layout.offload and layout.compute) or p.held) for p in trainable)
@@ -116,8 +116,8 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
             rounded(p.shard_numel(layout.shard) * size) for p, size in zip(shape.parameters, kept, strict=True)
         ),
         whole=sum(map(rounded, whole)),
-        # Without mixed precision the shards are gathered from where they are.
-        gather_input=rounded(cast_whole / f) if layout.compute is not None else 0,
+        # Shards that are held in the type of compute are gathered from where they are.
+        gather_input=rounded(cast_whole / f),
         gather_output=rounded(sum(whole)) if f > 1 else 0,
         cast_alone=rounded(max(casts, default=0)),
         reduce_input=rounded(layout.reduce * own * f),
