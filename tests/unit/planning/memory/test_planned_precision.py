@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
-from planning_models import batch_of, build, of_whole_logits
+from planning_models import batch_of, build, config_of, of_whole_logits
 from transformers import Ernie4_5_MoeConfig
 
-from toolkit.planning.memory.held import MemoryLayout
+from toolkit.planning.memory.held import MemoryLayout, held_unit, rounded
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload
+from toolkit.sharding import plan_units
 from toolkit.sharding.fsdp import autograd_sums_gradients
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
@@ -47,3 +49,14 @@ def test_the_plan_is_the_trace(name: str, ranks: int, accumulation: int) -> None
     traced = trace(mixture(), strategy, mesh, 1, accumulation)
     # torch 2.15 adds each gradient to a window's sums in place, and holds a little less than planned.
     assert planned == pytest.approx(traced.peak, rel=0.03 if autograd_sums_gradients() else 0.02)
+
+
+@pytest.mark.parametrize(("offload", "held", "cast"), [(False, 4, True), (True, 4, False), (False, 2, False)])
+def test_shards_in_the_type_of_compute_are_gathered_from_where_they_are(offload: bool, held: int, cast: bool) -> None:
+    model = build(config_of("llama", 1, 64))
+    block = unit_shapes(model, plan_units(model), "bf16")[0]
+    parameters = tuple(replace(parameter, held=held) for parameter in block.parameters)
+    layout = MemoryLayout(4, 2, 4, optimizer=8, offload=offload)
+    found = held_unit(replace(block, parameters=parameters), layout, False)
+    shard = sum(parameter.shard_numel(4) for parameter in parameters)
+    assert found.gather_input == (rounded(2 * shard) if cast else 0)
