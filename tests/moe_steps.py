@@ -43,6 +43,7 @@ def sharded_step(
     change: Callable[[Any], Any] = lambda model: model,
     sequence: int = 1,
     chunk_tokens: int | None = None,
+    mixed_precision: str = "no",
 ) -> Any:
     """One step of the trainer on this rank's micro-batches: figures and gradients, as the optimizer sees them.
 
@@ -66,7 +67,9 @@ def sharded_step(
         checkpointing=checkpointing if sharded else None,
         experts=experts,
     )
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **plugins)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=accumulation, mixed_precision=mixed_precision, **plugins
+    )
     balance = build_balance(ObjectiveSection(router_aux_coef=coef, router_z_coef=z), model)
     plan = plan_units(model)
     if not sharded:
