@@ -69,6 +69,17 @@ class SpecialTokens(Protocol):
     def __len__(self) -> int: ...
 
 
+class NoTokens:
+    """Of a pretrained model, whose configuration says it all."""
+
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __len__(self) -> int:
+        return 0
+
+
 def load(
     model: ModelSection,
     tokenizer: PreTrainedTokenizerBase,
@@ -139,6 +150,13 @@ def load_without_weights(
     if adapter is not None and adapter.kind == "lora":
         return add_adapter(built, adapter, model.name_or_path, model.revision)
     return built
+
+
+def is_encoder_decoder(model: ModelSection) -> bool:
+    """Of a model at a name or path. Raises BadInputError where there is none."""
+    assert model.name_or_path is not None
+    require_folder(model.name_or_path, "model.name_or_path")
+    return bool(_configuration(model, NoTokens()).is_encoder_decoder)
 
 
 def load_stored(

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data import tokenizer
 from toolkit.data.samples import Batch
 from toolkit.errors import BadInputError
-from toolkit.model.load import fingerprint, load, load_without_weights
+from toolkit.model.load import NoTokens, fingerprint, load, load_without_weights
 from toolkit.objectives.causal_lm import CausalLM, rows_of
 from toolkit.objectives.divergence import TeacherSide
 from toolkit.objectives.head_loss import HeadLoss
@@ -107,7 +107,7 @@ def load_teacher(recipe: Recipe, tokens: PreTrainedTokenizerBase | None, mixed_p
     section = teacher_section(recipe, mixed_precision)
     with told_of_teacher():
         if tokens is None:
-            model: Any = load_without_weights(section, _NoTokens())
+            model: Any = load_without_weights(section, NoTokens())
             return model.requires_grad_(False)  # type: ignore[no-any-return]
         require_same_tokens(tokens, tokenizer.load(section, DataSection(train=[SourceSection(path="-")], max_length=8)))
         model = load(section, tokens, recipe.training.seed)
@@ -123,17 +123,6 @@ def told_of_teacher() -> Iterator[None]:
     except BadInputError as error:
         told = str(error).replace("model.name_or_path", "objective.teacher")
         raise BadInputError(told.replace("model.revision", "objective.teacher_revision")) from error
-
-
-class _NoTokens:
-    """A pretrained model's configuration says it all."""
-
-    bos_token_id: int | None = None
-    eos_token_id: int | None = None
-    pad_token_id: int | None = None
-
-    def __len__(self) -> int:
-        return 0
 
 
 def require_same_tokens(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:

@@ -65,6 +65,11 @@ trains GPT-2 in another language."""
 _SUPERVISED = tuple(LAYOUTS_OF["causal_lm"])
 _PAIRS = ("chosen and rejected",)
 
+_CLASSIFIER_RATES = (
+    Rate(1e9, 2e-5, "BERT, arXiv 1810.04805, appendix A.3"),
+    Rate(ANY_SIZE, 1e-5, "RoBERTa, arXiv 1907.11692, table 10"),
+)
+
 _DPO_RATES = (
     Rate(3e9, 1e-6, "alignment-handbook, smollm2 dpo"),
     Rate(20e9, 5e-7, "alignment-handbook, zephyr-7b-beta dpo; Tulu 3 8B, arXiv 2411.15124"),
@@ -174,25 +179,45 @@ METHODS = {
             "every parameter on labelled texts",
             "sequence_classification",
             ("text and label",),
-            (
-                Rate(1e9, 2e-5, "BERT, arXiv 1810.04805, appendix A.3"),
-                Rate(ANY_SIZE, 1e-5, "RoBERTa, arXiv 1907.11692, table 10"),
-            ),
+            _CLASSIFIER_RATES,
             rows_per_step=32,
+            epochs=3,
+        ),
+        Method(
+            "tag",
+            "every parameter on tagged words",
+            "token_classification",
+            ("tokens and tags",),
+            _CLASSIFIER_RATES,
+            rows_per_step=32,
+            epochs=3,
+        ),
+        Method(
+            "seq2seq",
+            "every parameter of an encoder-decoder on sources and targets",
+            "seq2seq",
+            ("source and target",),
+            (Rate(ANY_SIZE, 1e-4, "transformers' page of T5: 1e-4 to 3e-4 with AdamW; BART was given 3e-5"),),
+            rows_per_step=128,
             epochs=3,
         ),
     )
 }
 
-BY_LAYOUT = ("dpo", "classify", "pretrain", "full")
+BY_LAYOUT = ("dpo", "classify", "tag", "pretrain", "full")
 """The methods among which the layout of the rows decides where none is named, in order."""
+
+OF_ENCODER_DECODERS = ("classify", "seq2seq")
+"""Likewise, of a model with an encoder and a decoder."""
 
 SMALLER = {"full": "lora", "pretrain": "lora", "dpo": "lora-dpo", "lora": "qlora", "lora-dpo": "qlora-dpo"}
 """Method -> the one that learns from the same rows in less memory."""
 
 
-def method_of(name: str | None, source: Source, columns: ColumnsSection) -> tuple[Method, Layout]:
-    """The method of that name, or the one that fits the rows, and the layout of the rows.
+def method_of(
+    name: str | None, source: Source, columns: ColumnsSection, encoder_decoder: bool = False
+) -> tuple[Method, Layout]:
+    """The method of that name, or the one that fits the rows and the kind of model, and the layout of the rows.
 
     Raises:
         BadInputError: an unknown name, no known layout, or one that the method does not learn from.
@@ -203,7 +228,8 @@ def method_of(name: str | None, source: Source, columns: ColumnsSection) -> tupl
         )
     # `lora` and `qlora` take pairs too: their siblings do.
     pairs = {"lora": ("lora-dpo", "lora"), "qlora": ("qlora-dpo", "qlora")}
-    names = BY_LAYOUT if name is None else pairs.get(name, (name,))
+    by_layout = OF_ENCODER_DECODERS if encoder_decoder else BY_LAYOUT
+    names = by_layout if name is None else pairs.get(name, (name,))
     candidates = [METHODS[candidate] for candidate in names]
     layout = recognise(source, columns, *dict.fromkeys(method.objective for method in candidates))
     for method in candidates:

@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data import tokenizer as tokenizers
+from toolkit.data.packing import Ints
 from toolkit.data.sources import open_source
 from toolkit.errors import BadInputError
+from toolkit.model.load import is_encoder_decoder
 from toolkit.places import GIB, is_file_source
 from toolkit.planning.planner import PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.planning.table import plan, recommend
 from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import ObjectiveSection, steps_of_run
+from toolkit.recipe.schema import CLASSIFIERS, PADDED, DataSection, ModelSection, ObjectiveSection, steps_of_run
 from toolkit.suggest.draft import Draft
 from toolkit.suggest.methods import METHODS, SMALLER, TOKENS_PER_STEP, Method, method_of
-from toolkit.suggest.survey import Model, Rows, first_words, look_at, measure, template_for
+from toolkit.suggest.survey import Model, Rows, covering, first_words, look_at, measure, template_for
 
 COVERED = 0.99
 """Share of the rows that fit `data.max_length`: the longest ones cost memory that the others have no use for, and a run
@@ -32,6 +34,9 @@ TEXT_LENGTH = 2048
 
 ROUND_TO = 64
 """Lengths are multiples of it, as tiles of matrix units are."""
+
+ROUND_TARGETS_TO = 16
+"""Likewise of targets, which are shorter."""
 
 FEWEST_STEPS = 100
 """A step is made of fewer rows where a run would have fewer steps than this: a schedule needs room to act."""
@@ -174,27 +179,40 @@ def _surveyed(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tu
     draft.set("optimizer.learning_rate", 1.0)
     draft.set("training.output_dir", f"outputs/{_name(draft.get('data.train'))}")
     draft.set("training.num_epochs", 1)
-    source = open_source(_sections(draft).data.train[0], "data.train")
-    method, layout = method_of(name, source, _sections(draft).data.columns)
-    tokens = tokenizers.load(_sections(draft).model, _sections(draft).data, method.objective)
-    writes_text = method.objective not in ("sequence_classification", "reward")
-    is_classifier = method.objective == "sequence_classification"
-    template = None if is_classifier else template_for(tokens, source, layout)
+    reads_sources = name == "seq2seq" or (name is None and is_encoder_decoder(_model_section(draft)))
+    data = _data_section(draft, "seq2seq" if reads_sources else "causal_lm")
+    source = open_source(data.train[0], "data.train")
+    method, layout = method_of(name, source, data.columns, reads_sources)
+    data, model = _data_section(draft, method.objective), _model_section(draft)
+    tokens = tokenizers.load(model, data, method.objective)
+    template = None if method.objective in PADDED else template_for(tokens, source, layout)
     if template is not None:
         draft.set("data.chat_template", template, "The tokenizer has no chat template of its own.")
-        tokens = tokenizers.load(_sections(draft).model, _sections(draft).data, method.objective)
+        data = _data_section(draft, method.objective)
+        tokens = tokenizers.load(model, data, method.objective)
     tell(f"reading {source.name}: {layout.kind}")
-    objective = ObjectiveSection(kind=method.objective)  # type: ignore[arg-type]
-    rows = measure(_sections(draft).data, tokens, objective)
-    prompt = first_words(source, layout) if writes_text else ""
-    return method, layout.kind, rows, look_at(_sections(draft).model, tokens, rows.labels), prompt
+    rows = measure(data, tokens, ObjectiveSection(kind=method.objective))  # type: ignore[arg-type]
+    prompt = first_words(source, layout) if method.objective not in (*CLASSIFIERS, "reward") else ""
+    prompt = f"{data.source_prefix or ''}{prompt}" if prompt else ""
+    return method, layout.kind, rows, look_at(model, tokens, rows.labels, method.objective), prompt
 
 
-def _sections(draft: Draft) -> Recipe:
-    """The model and the data as they stand, checked; what is given elsewhere may need values that are not there yet."""
-    nested = draft.nested()
-    needed = {"training": {"output_dir": "outputs", "num_epochs": 1}, "optimizer": {"learning_rate": 1.0}}
-    return Recipe.from_mapping({"model": nested["model"], "data": nested["data"], **needed})
+NEEDED = {"training": {"output_dir": "outputs", "num_epochs": 1}, "optimizer": {"learning_rate": 1.0}}
+"""What a recipe cannot do without, while only a section of it is wanted."""
+
+
+def _model_section(draft: Draft) -> ModelSection:
+    """As it stands, checked."""
+    data = {"train": draft.get("data.train"), "max_length": ROUND_TO}
+    return Recipe.from_mapping({"model": draft.section("model"), "data": data, **NEEDED}).model
+
+
+def _data_section(draft: Draft, objective: str) -> DataSection:
+    """As it stands, checked; what is given elsewhere may need values that are not there yet."""
+    # Of the others, with which data may say less, the rows have to tell which it is.
+    kind = objective if objective == "seq2seq" else "causal_lm"
+    sections = {"model": draft.section("model"), "data": draft.section("data"), "objective": {"kind": kind}}
+    return Recipe.from_mapping({**sections, **NEEDED}).data
 
 
 def _planned(draft: Draft, method: Method, rows: Rows, model: Model, machine: Machine) -> PlanRow | None:
@@ -245,7 +263,7 @@ def _set_method(draft: Draft, method: Method, model: Model, machine: Machine) ->
 
 def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None:
     """The length of a sample, and what becomes of longer rows."""
-    most = rows.covering(COVERED)
+    most = covering(rows.lengths, COVERED)
     told = f"{COVERED:.0%} of the {len(rows.lengths):,} rows have at most {most:,} tokens."
     is_text = method.name == "pretrain"
     wanted = min(TEXT_LENGTH, max(ROUND_TO, rows.num_tokens // FEWEST_STEPS)) if is_text else most
@@ -256,17 +274,25 @@ def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None
     if is_text:
         told += " Documents share samples, and longer ones are split."
     draft.set("data.max_length", length, told)
-    longer = rows.longer_than(draft.get("data.max_length"))
+    if rows.target_lengths is not None:
+        _set_target_length(draft, rows.target_lengths, model)
+    longer = rows.longer_than(draft.get("data.max_length"), draft.get("data.max_target_length"))
     if longer and not is_text:
         # A text can be classified by its beginning. An answer cut short would teach the model to stop early.
-        cut = method.objective == "sequence_classification"
+        cut = method.objective in CLASSIFIERS
         policy, what = ("truncate", "cut") if cut else ("drop", "left out")
         draft.set("data.long_rows", policy, f"{longer:,} of {len(rows.lengths):,} rows are longer and are {what}.")
-    if method.objective != "sequence_classification":
+    if method.objective not in PADDED:
         why = "Short rows share a sample without padding, unless the run's first check finds that they see each other."
         without = "This model takes no position_ids, so rows that share a sample would see each other."
         # Null and not true, which would end the run where that check fails.
         draft.set("data.packing", *((None, why) if model.takes_positions else (False, without)))
+
+
+def _set_target_length(draft: Draft, lengths: Ints, model: Model) -> None:
+    most = covering(lengths, COVERED)
+    length = min(-(-most // ROUND_TARGETS_TO) * ROUND_TARGETS_TO, model.positions or most + ROUND_TARGETS_TO)
+    draft.set("data.max_target_length", length, f"{COVERED:.0%} of the targets have at most {most:,} tokens.")
 
 
 def _num_samples(draft: Draft, method: Method, rows: Rows) -> int:

@@ -12,18 +12,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import build
-from toolkit.data.examples import Answer, Conversation, Example, Judged, Pair, Text
+from toolkit.data.examples import Answer, Conversation, Example, Judged, Pair, SourceTarget, Text
 from toolkit.data.layouts import Layout
 from toolkit.data.packing import Ints
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import read
-from toolkit.data.samples import LabelledSamples, PairSamples, TextSamples
+from toolkit.data.samples import LabelledSamples, PairSamples, SourceTargetSamples, TextSamples
 from toolkit.data.samples import Rows as TokenisedRows
 from toolkit.data.sources import Source
 from toolkit.data.templates import MARKERS
 from toolkit.model.load import load_without_weights
 from toolkit.model.positions import first_position, takes_positions
-from toolkit.recipe.schema import DataSection, ModelSection, ObjectiveSection
+from toolkit.recipe.schema import PADDED, DataSection, ModelSection, ObjectiveSection
 
 ROWS_LOOKED_AT = 100
 """Rows among which conversations are looked for."""
@@ -40,23 +40,26 @@ class Rows:
     """The rows that can be used.
 
     Attributes:
-        lengths: tokens of each, as the tokenizer and the chat template make them; of a pair, both completions.
+        lengths: tokens of each, as the tokenizer and the chat template make them; of a pair, both completions; of a
+            source and its target, the source.
         labels: names of the classes; None: no classification.
+        target_lengths: tokens of targets; None: they have no row of their own.
     """
 
     lengths: Ints
     labels: list[str] | None
+    target_lengths: Ints | None = None
 
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
-    def covering(self, share: float) -> int:
-        """The smallest length that at least this share of the rows does not exceed."""
-        return int(np.sort(self.lengths)[math.ceil(share * len(self.lengths)) - 1])
-
-    def longer_than(self, length: int) -> int:
-        return int((self.lengths > length).sum())
+    def longer_than(self, length: int, target_length: int | None = None) -> int:
+        """Rows that are, or whose target is."""
+        longer = self.lengths > length
+        if self.target_lengths is not None and target_length is not None:
+            longer |= self.target_lengths > target_length
+        return int(longer.sum())
 
 
 @dataclass(frozen=True)
@@ -73,33 +76,41 @@ class Model:
     takes_positions: bool
 
 
+def covering(lengths: Ints, share: float) -> int:
+    """The smallest length that at least this share of them does not exceed."""
+    return int(np.sort(lengths)[math.ceil(share * len(lengths)) - 1])
+
+
 def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: ObjectiveSection) -> Rows:
     """Tokenises the rows; a run with the same data and tokenizer finds that done.
 
     Raises:
         DataError: rows that cannot be read, or too many that cannot be used.
     """
-    is_classifier = objective.kind == "sequence_classification"
     whole = data.model_copy(
         update={
             "max_length": UNCUT,
-            "packing": None if is_classifier else False,
+            "max_target_length": UNCUT if objective.kind == "seq2seq" else None,
+            "packing": None if objective.kind in PADDED else False,
             "long_rows": None,
             "streaming": False,
             **dict.fromkeys(("validation", "validation_fraction", "max_validation_samples")),
         }
     )
     found = build.build(whole, tokenizer, 0, objective)
-    assert isinstance(found.train, TextSamples | PairSamples | LabelledSamples)
+    assert isinstance(found.train, TextSamples | PairSamples | LabelledSamples | SourceTargetSamples)
     rows = found.train.rows
     assert isinstance(rows, TokenisedRows), "nothing is streamed"
-    lengths = rows.column("length").astype(np.int64)
+    lengths, targets = (rows.column(name).astype(np.int64) for name in ("length", "num_targets"))
+    if objective.kind == "seq2seq":
+        usable = lengths > targets
+        return Rows((lengths - targets)[usable], None, targets[usable])
     return Rows(lengths[lengths > 0], found.label_names)
 
 
-def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None) -> Model:
+def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None, objective: str) -> Model:
     """Builds the model on the meta device, from its configuration. Raises BadInputError where there is none."""
-    built = load_without_weights(model, tokenizer, labels)
+    built = load_without_weights(model, tokenizer, labels, objective=objective)
     positions = getattr(built.config, "max_position_embeddings", None)
     return Model(
         num_parameters=sum(parameter.numel() for parameter in built.parameters()),
@@ -149,5 +160,7 @@ def _asked(example: Any) -> str:
         return next((str(m["content"] or "") for m in example.messages if m["role"] == "user"), "")
     if isinstance(example, Answer):
         return example.prompt
+    if isinstance(example, SourceTarget):
+        return example.source
     assert isinstance(example, Text)
     return example.text

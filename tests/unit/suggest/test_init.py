@@ -14,7 +14,7 @@ import pytest
 import yaml
 from conftest import make_texts
 from tiny import save_llama
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, T5Config
 from typer.testing import CliRunner, Result
 
 from toolkit.cli.app import app
@@ -36,8 +36,20 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "pairs": [{"prompt": text[:9], "chosen": text[9:30], "rejected": text[:20] + " b"} for text in TEXTS],
     "labels": [{"text": text[:40], "label": "ab"[number % 2]} for number, text in enumerate(TEXTS)],
+    "summaries": [{"article": text, "highlights": text[: 5 + number % 9]} for number, text in enumerate(TEXTS)],
+    "names": [{"tokens": text.split()[:9], "ner_tags": ["O", "B-X", "O"] * 3} for text in TEXTS if text.count(" ") > 8],
     "strange": [{"body": text, "stars": 3} for text in TEXTS],
 }
+
+
+def save_t5(folder: Path) -> None:
+    """Of a T5 what `toolkit init` reads: its configuration, and the other model's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "t5")
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    T5Config(vocab_size=len(tokenizer), architectures=["T5ForConditionalGeneration"], **sizes).save_pretrained(
+        folder / "t5"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +57,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model, one without, and files of rows."""
     folder = tmp_path_factory.mktemp("init")
     save_llama(folder / "model", TEXTS, tied=True, layers=1)
+    save_t5(folder)
     (folder / "empty").mkdir()
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -81,6 +94,7 @@ def written(name: str, *arguments: str) -> dict[str, Any]:
         ("pairs", None, "preference", "dpo", None, 1e-6),
         ("pairs", "reward", "reward", None, None, 9e-6),
         ("labels", None, "sequence_classification", None, None, 2e-5),
+        ("names", None, "token_classification", None, None, 2e-5),
     ],
 )
 def test_the_rows_decide_the_method(
@@ -110,6 +124,33 @@ def test_lora_takes_answers_text_and_pairs() -> None:
     assert METHODS["simpo"].loss == "simpo"
     source = open_source(SourceSection(path="pairs.jsonl"), "data.train")
     assert method_of("qlora", source, ColumnsSection())[0].name == "qlora-dpo"
+
+
+def test_an_encoder_decoder_learns_targets_from_sources(place: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(place / "t5")
+    prefix, rows = "shorter: ", ROWS["summaries"]
+    sources, targets = (
+        sorted(len(tokenizer(text)["input_ids"]) + more for text in texts)
+        for texts, more in (([prefix + row["article"] for row in rows], 0), ([row["highlights"] for row in rows], 1))
+    )
+    given = [f"data.source_prefix={prefix!r}", "training.output_dir=out"]
+    found = suggest("t5", "summaries.jsonl", Machine(hardware_of("cpu"), 1), overrides=given)
+    recipe = found.recipe
+    assert (found.method.name, recipe.objective.kind, recipe.optimizer.learning_rate) == ("seq2seq", "seq2seq", 1e-4)
+    # 99 % of 120 rows are 119: the second longest.
+    assert recipe.data.max_length == -(-sources[-2] // 64) * 64
+    assert recipe.data.max_target_length == -(-targets[-2] // 16) * 16
+    assert f"99% of the targets have at most {targets[-2]} tokens." in found.text()
+    assert found.commands("x.yaml")[2] == shlex.join(
+        ["toolkit", "generate", "out", "--prompt", f"{prefix}{' '.join(TEXTS[0].split()[:8])}"]
+    )
+    Path("summaries.yaml").write_text(found.text(), encoding="utf-8")
+    validated = CliRunner().invoke(app, ["validate", "summaries.yaml"])
+    assert validated.exit_code == 0, validated.output
+    source = open_source(SourceSection(path="labels.jsonl"), "data.train")
+    assert method_of(None, source, ColumnsSection(), encoder_decoder=True)[0].name == "classify"
+    with pytest.raises(ToolkitError, match=r"data\.columns\.source"):
+        suggest("t5", "text.jsonl", Machine(hardware_of("cpu"), 1))
 
 
 def test_lengths_steps_and_held_out_rows_follow_from_the_data(place: Path) -> None:
@@ -198,7 +239,7 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
     [
         (["model", "nowhere.jsonl"], "data.train: there is no file 'nowhere.jsonl'"),
         (["./nowhere", "chat.jsonl"], "model.name_or_path: the folder './nowhere' does not exist"),
-        (["empty", "chat.jsonl"], "model.name_or_path: no tokenizer can be loaded from 'empty'"),
+        (["empty", "chat.jsonl"], "model.name_or_path: no model can be built from 'empty'"),
         (["model", "strange.jsonl"], "data.columns."),
         (["model", "chat.jsonl", "--method", "dpo"], "needed: chosen + rejected"),
         (
