@@ -26,9 +26,10 @@ Overrides = Annotated[
 MethodName = Annotated[
     str | None,
     typer.Option(
-        help="Training method: full, lora, qlora, pretrain, dpo, ipo, simpo, orpo, lora-dpo, qlora-dpo, reward, kto or "
-        "classify. By default the rows decide: full for answers, pretrain for plain text, dpo for pairs, classify for "
-        "labels; lora where that does not fit, and qlora where lora does not.",
+        help="Training method: full, lora, qlora, pretrain, dpo, ipo, simpo, orpo, lora-dpo, qlora-dpo, reward, kto, "
+        "classify, tag or seq2seq. By default the rows decide: full for answers, pretrain for plain text, dpo for "
+        "pairs, classify for labels, tag for words with tags; lora where that does not fit, and qlora where lora does "
+        "not. An encoder-decoder learns targets from sources: seq2seq.",
         show_default=False,
     ),
 ]
