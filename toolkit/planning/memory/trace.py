@@ -81,14 +81,9 @@ def trace(
         mesh = _mesh(strategy, shape)
         grid = expert_grid(mesh, workload.experts)
         shard = functools.partial(apply, experts=grid, backward_mesh=groups_of(mesh, shape.node))
-        model, teacher = workload.model_copy(), workload.teacher_copy()
+        model, teacher, planned = workload.model_copy(), workload.teacher_copy(), without_ranks(workload.skew)
         models = [model] if teacher is None else [model, teacher]
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            cuda_dropout(),
-            host_copies(ledger),
-            without_ranks(workload.skew),
-        ):
+        with FakeTensorMode(allow_non_fake_inputs=True), cuda_dropout(), host_copies(ledger), planned:
             shard(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
             # After `apply`: each rank makes its own shards alone.
             model.to_empty(device="cpu")
