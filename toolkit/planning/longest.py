@@ -20,7 +20,8 @@ from toolkit.sharding.chunks import CHUNK_TOKENS
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 PROBED = (16 * 1024, 32 * 1024)
-"""Tokens of a rank: what it holds is a sum and a multiple of them, so that two numbers tell it for all."""
+"""Tokens of a rank: at any moment it holds a sum and a multiple of them. Two numbers tell it for all lengths whose peak
+is at the same moment."""
 
 STEP = 1024
 """Lengths are multiples of so many tokens a rank."""
