@@ -69,6 +69,7 @@ def test_the_readmes_first_command(overrides: list[str], fall: float, tmp_path: 
     assert "sample:" in done.stderr
     assert f"run: {out}" in done.stdout.splitlines(), "what programs read"
     assert "ranks: 2 on" in done.stderr
+    assert not re.search("torchao|_pytree", done.stderr), "what is installed beside says nothing"
     assert "model.layers.0..3" in done.stderr
     model = AutoModelForCausalLM.from_pretrained(out / "export")
     tokenizer = AutoTokenizer.from_pretrained(out / "export")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import signal
@@ -26,6 +27,17 @@ WORD = 45
 
 PATIENCE_WHEN_STOPPED = 2.0
 """The same where all ranks end for one reason at one time."""
+
+
+NOISY = ("torchao", "torch.utils._pytree")
+"""Loggers whose warnings say nothing to who runs a command: transformers imports torchao where it is installed, which
+tells of each kernel that does not suit this machine, and of its own enumerations. The toolkit uses none of them."""
+
+
+def quiet_imports() -> None:
+    """Before torch is imported: leaves out warnings of `NOISY`, but not errors."""
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def print_error(error: ToolkitError) -> int:
