@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import signal
 import time
 import traceback
@@ -21,6 +22,10 @@ MORE_MEMORY = (
     "lower training.micro_batch_size or data.max_length, set sharding.activation_checkpointing=1, or see what fits "
     "with `toolkit plan`"
 )
+
+ONE_TYPE = "if the model does not compute in 16 bits, set training.mixed_precision=no"
+
+_TWO_TYPES = re.compile(r"expected scalar type|(have|has) the same dtype")
 
 WORD = 45
 """Columns; what is longer than the longest key of a recipe is a path or a list, and may be folded."""
@@ -74,7 +79,8 @@ def print_failure(error: Exception) -> int:
         what = f"ran out of memory{when}: {first_line(error)}; {MORE_MEMORY}"
     else:
         console.print("".join(traceback.format_exception(error)), markup=False, end="")
-        what = f"failed{when}: {type(error).__name__}: {first_line(error)}"
+        mend = f"; {ONE_TYPE}" if _TWO_TYPES.search(str(error)) else ""
+        what = f"failed{when}: {type(error).__name__}: {first_line(error)}{mend}"
     console.fail(f"{where} {what}")
     return 1
 

@@ -704,6 +704,12 @@ class TrainingSection(Section):
         "Ranks that wait for others to start end after as long, and a minute at least.",
     )
 
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _no_is_a_word(cls, value: Any) -> Any:
+        """YAML reads a `no` without quotes as false."""
+        return "no" if value is False else value
+
     @model_validator(mode="after")
     def _one_length(self) -> TrainingSection:
         _require_one(self, "max_steps", "num_epochs", "training")

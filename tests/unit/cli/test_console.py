@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from rich.console import Console
 
 from toolkit.cli import console as consoles
 from toolkit.cli.checkpoints import _cell
-from toolkit.cli.console import print_table
+from toolkit.cli.console import print_failure, print_table
 
 COLUMNS = ["key", "value", "from"]
 ROWS = [
@@ -42,3 +43,22 @@ def test_checkpoints_have_sizes_for_people() -> None:
     assert _cell("bytes", 3 * 2**30) == "3.00 GiB"
     assert _cell("date", "2026-11-22T19:00:01+0000") == "2026-11-22 19:00"
     assert (_cell("step", 4000), _cell("problem", None), _cell("eval_loss", None)) == ("4,000", "whole", "")
+
+
+def test_a_model_that_does_not_compute_in_16_bits_is_told_what_to_set(capsys: pytest.CaptureFixture[str]) -> None:
+    failures: list[Exception] = []
+    for kind in (torch.bfloat16, torch.float64):
+        try:
+            torch.einsum("ab,bc->ac", torch.ones(2, 2, dtype=kind), torch.ones(2, 2))
+        except RuntimeError as error:
+            failures.append(error)
+    try:
+        torch.nn.Linear(2, 2)(torch.ones(1, 2, dtype=torch.bfloat16))
+    except RuntimeError as error:
+        failures.append(error)
+    for failure in failures:
+        assert print_failure(failure) == 1
+        assert "set training.mixed_precision=no" in " ".join(capsys.readouterr().err.split()), failure
+    assert len(failures) == 3
+    print_failure(RuntimeError("anything else"))
+    assert "mixed_precision" not in capsys.readouterr().err

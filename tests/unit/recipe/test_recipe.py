@@ -41,6 +41,13 @@ def test_a_minimal_recipe_gets_defaults(tmp_path: Path) -> None:
     assert recipe.origins()["training.micro_batch_size"] == (1, "default")
 
 
+def test_a_no_without_quotes_is_no_mixed_precision(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.yaml", MINIMAL)
+    recipe = Recipe.load(path, ["training.mixed_precision=no"])
+    assert recipe.training.mixed_precision == "no"
+    assert Recipe.load(write(tmp_path / "again.yaml", recipe.to_yaml())).training.mixed_precision == "no"
+
+
 def test_overrides_replace_and_are_named_as_origin(tmp_path: Path) -> None:
     path = write(tmp_path / "r.yaml", MINIMAL)
     recipe = Recipe.load(path, ["training.max_steps=null", "training.num_epochs=2", "optimizer.learning_rate=3e-4"])
