@@ -25,6 +25,7 @@ from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload
 from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.fsdp import autograd_sums_gradients
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 RANKS, ROWS, STEPS = 2, 2, 2
@@ -73,7 +74,8 @@ OFFLOADED += [
     Case(strategy, "bf16", accumulation, 16, "mixtral", 64, offload=True, experts=2)
     for strategy, accumulation in (("zero3", 1), ("zero1", 2))
 ]
-OFFLOADED += [Case("zero3", "bf16", 1, 16, "ernie4_5_moe", offload=True)]
+if not autograd_sums_gradients():  # torch 2.15, where offload refuses what stays in float32
+    OFFLOADED += [Case("zero3", "bf16", 1, 16, "ernie4_5_moe", offload=True)]
 HEAD_LOSS = [Case(strategy, "bf16", vocabulary=2048, whole_logits=False) for strategy in ("zero3", "ddp")]
 CASES = [*TRACED, *WHOLE, *OFFLOADED, *HEAD_LOSS]
 

@@ -159,6 +159,7 @@ def offloaded(folder: str, cases: list[tuple[str, int, str]]) -> list[tuple[Any,
 OFFLOADED = [("zero3", 1, "cpu_fused"), ("zero3", 1, "device_stream"), ("zero1", 2, "cpu_torch")]
 
 
+@pytest.mark.skipif(autograd_sums_gradients(), reason="refused by name with torch 2.15")
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_offload_of_what_stays_in_float32_is_the_run_without_it(num_ranks: int, tmp_path: Path) -> None:
     save_tiny("ernie4_5_moe", tmp_path)
