@@ -194,11 +194,11 @@ def _step_by_block(loop: Loop, runner: ByBlock, step: int) -> None:
     stream.wait_stream(torch.cpu.current_stream())
     with torch.cpu.stream(stream):
         forwards = [functools.partial(loss_of, loop.model, case, step, micro) for micro in range(case.accumulation)]
-        runner.evaluate(forwards)
         accelerator.gradient_state._set_sync_gradients(True)  # as `accumulate` at the end of a window
         runner.run(forwards, accelerator.backward)
         if case.max_norm is not None:
             loop.norms.append(accelerator.clip_grad_norm_(loop.model.parameters(), case.max_norm))
+        runner.evaluate(forwards)
         optimizer.step()
         optimizer.zero_grad()
     torch.cpu.current_stream().wait_stream(stream)

@@ -149,6 +149,7 @@ MUTATIONS = [
         CONTROLS["no offload, by block"],
         Mutation("by_block._MicroBatch._run", "with self._handle.stream(self._stream):", "if True:"),
     ),
+    (CONTROLS["no offload, by block"], Mutation("by_block.ByBlock._forward", "begin_forward(self._root)")),
     (
         WAYS["by block"],
         Mutation("engine.OffloadEngine._wait", "self._handle.current_stream().wait_event(unit.arrived)"),

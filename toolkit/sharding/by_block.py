@@ -22,6 +22,7 @@ from toolkit.errors import BadInputError, TrainingError
 from toolkit.ranks import on_this_device
 from toolkit.sharding.cuts import Pass, bypasses, cut, cut_written
 from toolkit.sharding.fsdp import (
+    begin_forward,
     class_name,
     end_backward,
     end_pass,
@@ -214,6 +215,7 @@ class ByBlock:
         Returns:
             The units in their order, each with a pass for each micro-batch.
         """
+        begin_forward(self._root)
         rounds: list[tuple[Any, list[Pass]]] = []
         handle = getattr(torch, next(self._root.parameters()).device.type)
         batches = [_MicroBatch(forward, handle) for forward in forwards]

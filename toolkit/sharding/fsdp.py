@@ -276,6 +276,15 @@ def end_backward(root: Any) -> None:
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
+def begin_forward(root: Any) -> None:
+    """Says that no forward is under way, so that the gathers of the next one wait for what comes before it.
+
+    Where several forwards go through the model together and one has ended, FSDP2 takes the next unit of another for a
+    root. torch 2.11 keeps it for good, others until a backward ends: gathers would not wait for the optimizer's step.
+    """
+    root._get_fsdp_state()._state_ctx.iter_forward_root = None
+
+
 @contextmanager
 def looking_alone(root: Any) -> Iterator[None]:
     """Has FSDP2 not look at all units whenever a backward ends; `end_pass` looks at those that were in it.

@@ -122,6 +122,11 @@ PRIVATE_NAMES = (
         f"{_STATE}:FSDPState._register_root_post_backward_final_callback",
         ("if self._state_ctx.post_backward_final_callback_queued:",),
     ),
+    # fsdp.begin_forward: which forward waits for the optimizer.
+    PrivateName(
+        f"{_STATE}:FSDPState._root_pre_forward",
+        ("if self._state_ctx.iter_forward_root is not None:", "self._state_ctx.iter_forward_root = self"),
+    ),
     # fsdp.reshard_in_groups, fsdp.reshard_all: what a unit keeps from forward to backward, and among whom.
     PrivateName(f"{_FSDP}_fsdp_common:HSDPMeshInfo"),
     PrivateName(f"{_FSDP}_fsdp_param:FSDPParam._init_sharded_post_forward_param_metadata", ("param",)),
