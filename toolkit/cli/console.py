@@ -26,6 +26,7 @@ MORE_MEMORY = (
 ONE_TYPE = "if the model does not compute in 16 bits, set training.mixed_precision=no"
 
 _TWO_TYPES = re.compile(r"expected scalar type|(have|has) the same dtype")
+"""What torch says of a product of two types."""
 
 WORD = 45
 """Columns; what is longer than the longest key of a recipe is a path or a list, and may be folded."""

@@ -291,7 +291,9 @@ def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None
 
 def _set_target_length(draft: Draft, lengths: Ints, model: Model) -> None:
     most = covering(lengths, COVERED)
-    length = min(-(-most // ROUND_TARGETS_TO) * ROUND_TARGETS_TO, model.positions or most + ROUND_TARGETS_TO)
+    length = -(-most // ROUND_TARGETS_TO) * ROUND_TARGETS_TO
+    if model.positions is not None:
+        length = min(length, model.positions)
     draft.set("data.max_target_length", length, f"{COVERED:.0%} of the targets have at most {most:,} tokens.")
 
 
