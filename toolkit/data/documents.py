@@ -6,12 +6,15 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypedDict
 
 import datasets
+import multiprocess
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -120,15 +123,17 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
         raise DataError(f"{source.field}: {source.name!r} holds no rows; name another file")
     # Somebody at a terminal waits for this; a log needs no bars.
     (datasets.enable_progress_bars if sys.stderr.isatty() else datasets.disable_progress_bars)()
-    made = datasets.Dataset.from_generator(
-        partial(_rows, layout=layout, encoder=encoder),
-        features=FEATURES,
-        cache_dir=str(work),
-        gen_kwargs={"shards": list(enumerate(source.shards))},
-        num_proc=min(num_proc, len(source.shards)) if num_proc > 1 else None,
-        # Otherwise `datasets` hashes the generator with all its arguments, the tokenizer included.
-        fingerprint=digest(str(folder)),
-    )
+    processes = min(num_proc, len(source.shards))
+    with _spawned() if processes > 1 else nullcontext():
+        made = datasets.Dataset.from_generator(
+            partial(_rows, layout=layout, encoder=encoder),
+            features=FEATURES,
+            cache_dir=str(work),
+            gen_kwargs={"shards": list(enumerate(source.shards))},
+            num_proc=processes if processes > 1 else None,
+            # Otherwise `datasets` hashes the generator with all its arguments, the tokenizer included.
+            fingerprint=digest(str(folder)),
+        )
     datasets.disable_progress_bars()
     fatal = [text for text in made.data.column("problem").unique().to_pylist() if (text or "").startswith(_FATAL)]
     if fatal:
@@ -143,6 +148,31 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
         "label_names": list(layout.label_names),
     }
     (folder / "source.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+@contextmanager
+def _spawned() -> Iterator[None]:
+    """Has `datasets` start processes afresh. It forks, and a lock that another thread holds then stays locked for good.
+
+    They do not run the caller's script again, which therefore needs no `if __name__ == "__main__"`.
+
+    Raises:
+        DataError: where one of them is killed.
+    """
+    method, main = multiprocess.get_start_method(allow_none=True), sys.modules["__main__"]
+    multiprocess.set_start_method("spawn", force=True)
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    except RuntimeError as error:
+        if "abruptly died" not in str(error):
+            raise
+        raise DataError(
+            "data.num_proc: a process that tokenises was killed, as happens where memory runs out; set a smaller number"
+        ) from error
+    finally:
+        sys.modules["__main__"] = main
+        multiprocess.set_start_method(method, force=True)
 
 
 def read_documents(cache: Path, named: Named, weight: float | None) -> Documents:

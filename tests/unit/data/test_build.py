@@ -13,11 +13,11 @@ import datasets
 import pytest
 import torch
 
-from toolkit.data import build, sources, tokenizer
+from toolkit.data import build, tokenizer
 from toolkit.data.cache import kept
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.errors import DataError
-from toolkit.recipe.schema import DataSection, ObjectiveSection, SourceSection
+from toolkit.recipe.schema import DataSection, ObjectiveSection
 
 TEXTS = [f"line number {i} of the story about a fox and a king" for i in range(40)]
 
@@ -80,29 +80,6 @@ def test_all_file_kinds_give_the_same_samples(tmp_path: Path, byte_pairs: Any) -
     found = [rows_of(build.build(section(tmp_path, tmp_path / name), byte_pairs, seed=0).train) for name in names]
     assert all(other == found[0] for other in found)
     assert len(found[0]) > 10
-
-
-def test_tokenised_in_several_processes_the_rows_are_the_same(
-    tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sources, "SHARD_BYTES", 700)
-    lines = [json.dumps({"text": text}) for text in TEXTS]
-    lines[7] = lines[30] = "no row"
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    found = []
-    for number, num_proc in enumerate((1, 3)):
-        data = section(tmp_path, tmp_path / "a.jsonl", num_proc=num_proc)
-        data = data.model_copy(update={"cache_dir": str(tmp_path / f"cache-{number}")})
-        built = build.build(data, byte_pairs, seed=0)
-        dropped = built.report.to_dict()["train"]["dropped"]
-        assert dropped == {"not JSON": {"count": 2, "rows": ["a.jsonl:8", "a.jsonl:31"]}}
-        found.append(rows_of(built.train))
-    assert found[0] == found[1]
-    assert len(open_shards(tmp_path / "a.jsonl")) > 3
-
-
-def open_shards(path: Path) -> list[Any]:
-    return sources.open_source(SourceSection(path=str(path)), "data.train").shards
 
 
 def test_a_text_file_is_one_document(tmp_path: Path, byte_pairs: Any) -> None:
