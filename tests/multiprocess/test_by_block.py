@@ -17,6 +17,7 @@ from conftest import make_texts
 from ranks import meet, run_on_ranks
 from tiny import llama, recipe_values, save_llama
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from traffic import Traffic
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -135,6 +136,8 @@ def window() -> dict[str, Any]:
         runner.evaluate(forwards)  # whose order of gathers the backward must not take for its own
         with Traffic() as traffic:
             losses = runner.run(forwards, torch.Tensor.backward)
+    runner.evaluate(forwards)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "nothing stays gathered"
     gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
     threads = threading.active_count()

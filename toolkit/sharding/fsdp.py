@@ -67,7 +67,11 @@ def forget_uncalled_modules(module: FSDPModule) -> None:
 def reshard_all(model: nn.Module) -> None:
     """Frees what a forward without gradients gathered and no backward will free."""
     for unit in sharded_modules(model):
-        copied = [each for group in _own_groups(unit) if group.is_sharded_post_forward for each in group.fsdp_params]
+        groups = _own_groups(unit)
+        copied = [each for group in groups if group.is_sharded_post_forward for each in group.fsdp_params]
+        for group in groups:
+            # On torch 2.11 a unit with an uncalled module is still in its forward, after which it may stay gathered.
+            group._training_state = type(group._training_state).IDLE
         unit.reshard()
         for parameter in copied:  # a group's, which FSDP2 frees when backward has gathered them
             parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
