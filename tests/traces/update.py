@@ -105,6 +105,7 @@ def _losses(recipes: list[Path]) -> dict[str, Trace]:
     from ranks import meet
 
     from toolkit import Recipe, finetune
+    from toolkit.model.fake_tensors import lacks_products
 
     traces = {}
     for path in sorted(recipes, key=lambda path: path.stem == LEARNS):
@@ -116,7 +117,8 @@ def _losses(recipes: list[Path]) -> dict[str, Trace]:
             teacher = path.with_name(f"{TEACHES}-{os.environ['WORLD_SIZE']}") / "export"
             chosen += [f"objective.teacher={teacher}", f"model.tokenizer={teacher}"]
         records = finetune(Recipe.load(path, chosen)).metrics
-        assert all(line["planned_peak_bytes"] for line in records if line["split"] == "train"), "the run has a plan"
+        planned = all(line["planned_peak_bytes"] for line in records if line["split"] == "train")
+        assert planned or (path.stem == "moe" and lacks_products()), "the run has a plan"
         kept = ("split", "step", *FIGURES)
         traces[path.stem] = [{key: line[key] for key in kept if key in line} for line in records]
     meet()

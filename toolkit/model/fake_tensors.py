@@ -13,7 +13,14 @@ import torch
 import transformers.integrations.moe as experts
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-__all__ = ["FakeTensorMode", "grouped_products", "has_values", "unset_fake_temporarily", "without_logs"]
+__all__ = [
+    "FakeTensorMode",
+    "grouped_products",
+    "has_values",
+    "lacks_products",
+    "unset_fake_temporarily",
+    "without_logs",
+]
 
 
 @contextmanager
@@ -41,6 +48,11 @@ def grouped_products() -> Iterator[None]:
         yield
     finally:
         experts._can_use_grouped_mm = can_use
+
+
+def lacks_products() -> bool:
+    """Whether `grouped_products` has no backward: before transformers 5.23 it looks at the numbers of tokens."""
+    return not hasattr(experts, "_grouped_mm_fallback_backward_fake")
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from toolkit.errors import BadInputError, UnplannableError, in_words
-from toolkit.model.fake_tensors import grouped_products, without_logs
+from toolkit.model.fake_tensors import grouped_products, lacks_products, without_logs
 from toolkit.objectives.teacher import teacher_units
 from toolkit.optim.build import block_matrices
 from toolkit.places import CHECKPOINT_FILE_BYTES, GIB
@@ -135,9 +135,10 @@ class Planner:
             except BadInputError:
                 raise
             except Exception as error:  # a model may do anything
+                cure = "; experts in float32 are planned with transformers 5.23 or later" if lacks_products() else ""
                 raise UnplannableError(
                     f"{type(self.workload.model).__name__} cannot run on tensors without values, so it cannot be "
-                    f"planned: {in_words(error)}"
+                    f"planned: {in_words(error)}{cure}"
                 ) from error
         return self._probes[key]
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import add_adapter
+from toolkit.model.fake_tensors import lacks_products
 from toolkit.places import GIB
 from toolkit.planning.longest import longest_rows
 from toolkit.planning.memory.fake import fake_ranks
@@ -137,6 +138,7 @@ def recipe(**sharding: object) -> Recipe:
     )
 
 
+@pytest.mark.skipif(lacks_products(), reason="experts in float32 are planned with transformers 5.23 or later")
 def test_a_table_has_what_spread_experts_can_run_with() -> None:
     found = plan(recipe(experts=4), presets()["h100_sxm"], 8)
     assert {row.setup.strategy.name for row in found.rows} == {"zero1", "zero2", "zero3", "hybrid"}
