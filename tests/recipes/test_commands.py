@@ -170,13 +170,11 @@ def test_bad_input_under_a_launcher(tmp_path: Path, cache: Path) -> None:
 def test_bad_input_under_toolkit_train(tmp_path: Path, cache: Path) -> None:
     """One paragraph after the line that is launched, and the ranks' own exit code."""
     out = f"training.output_dir={tmp_path / 'run'}"
-    done = start(["toolkit", "train", "quickstart", "data.train=nowhere.jsonl", out, "--cpu", "2"], cache)
+    done = start(["toolkit", "train", "quickstart", "data.columns.text=nothing", out, "--cpu", "2"], cache)
     assert done.returncode == 2, done.stderr
     launched, *rest = [line for line in done.stderr.splitlines() if "torch" not in line]
     assert launched.startswith("ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/cpu_2.yaml")
-    assert rest == [
-        "error: data.train: there is no file 'nowhere.jsonl'; correct the path, or name a data set of the hub"
-    ]
+    assert rest == ["error: data.train: 'plays.jsonl' has no column 'nothing' (data.columns.text); it has text, title"]
 
 
 def test_the_notebook(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,9 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.configs import find_config
 from toolkit.cli.retries import require_useful, with_retries
+from toolkit.data.files import paths_of
 from toolkit.errors import BadInputError
-from toolkit.places import shipped_folder, shown_path
+from toolkit.places import require_folder, shipped_folder, shown_path
 from toolkit.recipe.recipe import Recipe
 
 ON_CPU = "ACCELERATE_USE_CPU"
@@ -67,6 +68,7 @@ def train(
     """
     loaded = load_recipe(arguments, recipe)  # a wrong recipe is told before any rank starts
     require_useful(loaded, retries, dry_run)
+    _require_inputs(loaded)
     name, overrides = split_arguments(arguments, recipe)
     options = launcher_options(loaded, gpus, cpu, strategy, config)
     script = shown_path(shipped_folder("recipes") / "finetune.py")
@@ -84,6 +86,18 @@ def train(
     if as_json:
         print(json.dumps({"command": command, "exit_code": code, **({} if dry_run else _outcome(folder))}, indent=1))
     raise typer.Exit(code)
+
+
+def _require_inputs(recipe: Recipe) -> None:
+    """Raises BadInputError for a file or folder that is not there, for which ranks have to import everything first."""
+    for field, name in (
+        ("model.name_or_path", recipe.model.name_or_path),
+        ("model.tokenizer", recipe.model.tokenizer),
+        ("objective.teacher", recipe.objective.teacher),
+    ):
+        if name is not None:
+            require_folder(name, field)
+    paths_of(recipe.data)
 
 
 @contextmanager

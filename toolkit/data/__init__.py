@@ -1,4 +1,4 @@
 """From files or a hub name to micro-batches.
 
-sources -> readers -> layouts -> encode -> documents -> selection -> packing -> samples -> loader, or stream.
+files -> sources -> readers -> layouts -> encode -> documents -> selection -> packing -> samples -> loader, or stream.
 """

@@ -17,6 +17,7 @@ from toolkit.data import report as reports
 from toolkit.data.cache import cache_folder, digest, kept
 from toolkit.data.documents import FEATURES, Named, read_documents, write_documents
 from toolkit.data.encode import Encoder
+from toolkit.data.files import paths_of
 from toolkit.data.layouts import CLASSES, JUDGED, recognise
 from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
 from toolkit.data.report import DataReport, Found, SplitReport
@@ -31,7 +32,7 @@ from toolkit.data.samples import (
     TextSamples,
 )
 from toolkit.data.selection import Selection, cut, hold_out, nothing_left, one_pass, problems_of, select
-from toolkit.data.sources import Source, glimpse, identify, open_source, paths_of, short_names
+from toolkit.data.sources import Source, glimpse, identify, open_source, short_names
 from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.tokenizer import bos_of, identity, languages, pad_id
 from toolkit.errors import DataError

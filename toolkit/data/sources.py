@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import itertools
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,17 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from fsspec.utils import infer_compression
 
+from toolkit.data.files import TABLES, expand_files, is_saved_dataset, local_path, suffix_of
 from toolkit.data.json_list import WRAPPERS
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row, Shard, opened, read, unreadable
 from toolkit.errors import DataError
-from toolkit.places import COMPRESSIONS, DATA_SUFFIXES, is_file_source
+from toolkit.places import COMPRESSIONS, is_file_source
 from toolkit.recipe.schema import DataSection, SourceSection
-
-TABLES = (".parquet", ".arrow")
-"""Files that `datasets` reads."""
 
 LINES = (".jsonl", ".ndjson")
 """Files with a row on each line."""
@@ -77,7 +73,7 @@ def open_source(section: SourceSection, field: str, streaming: bool = False) -> 
     """
     if not is_file_source(section.path):
         shards, table = _hub_shards(section, field, streaming)
-    elif _is_saved_dataset(_path(section.path)):
+    elif is_saved_dataset(local_path(section.path)):
         shards, table = _saved_shards(section, field)
     else:
         shards, table = _file_shards(section.path, field), None
@@ -90,17 +86,17 @@ def open_source(section: SourceSection, field: str, streaming: bool = False) -> 
 
 def identify(section: SourceSection, field: str) -> list[Any]:
     """All that decides which rows a source has: a file counts by its content."""
-    path = _path(section.path)
+    path = local_path(section.path)
     if not is_file_source(section.path):
         return [section.path, section.config, section.split]
-    files = sorted(path.rglob("*.arrow")) if _is_saved_dataset(path) else expand_files(section.path, field)
+    files = sorted(path.rglob("*.arrow")) if is_saved_dataset(path) else expand_files(section.path, field)
     # By content, not by place: a run goes on with files that were moved.
     return [[file.name, _sha256(file, field)] for file in files]
 
 
 def glimpse(section: SourceSection, field: str) -> list[Any]:
     """What tells a source apart without reading it, where it is too large for that."""
-    if not is_file_source(section.path) or _is_saved_dataset(_path(section.path)):
+    if not is_file_source(section.path) or is_saved_dataset(local_path(section.path)):
         return [section.path, section.config, section.split]
     return [[file.name, file.stat().st_size] for file in expand_files(section.path, field)]
 
@@ -110,56 +106,12 @@ def identify_rows(data: DataSection) -> list[Any]:
     return [[identify(source, "data.train") for source in data.train], data.columns.model_dump()]
 
 
-def expand_files(source: str, field: str) -> list[Path]:
-    """The files of a path or glob, sorted. Raises DataError where there is none."""
-    named = _path(source)  # a name may hold the signs of a glob, for example brackets
-    paths = (
-        [named] if os.path.exists(named) else [Path(match) for match in sorted(glob.glob(str(named), recursive=True))]
-    )
-    if not paths:
-        raise DataError(f"{field}: there is no file {source!r}; correct the path, or name a data set of the hub")
-    for path in paths:
-        if not path.exists():
-            raise DataError(f"{field}: {str(path)!r} is a link to a file that does not exist; name another")
-        if path.is_dir():
-            raise DataError(f"{field}: {source!r} is a folder; name files, for example {source.rstrip('/')}/*.jsonl")
-        if path.stat().st_size == 0:
-            raise DataError(f"{field}: {str(path)!r} is empty; remove it from {field}, or write rows to it")
-        _suffix(path, field)
-    return paths
-
-
-def _path(source: str) -> Path:
-    """With `~` as the user's home; that of a user who does not exist stays as it is."""
-    return Path(os.path.expanduser(source))
-
-
-def _suffix(path: Path, field: str) -> str:
-    compression = path.suffix if path.suffix in COMPRESSIONS else ""
-    name = path.name.removesuffix(compression)
-    suffix = next((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), None)
-    if suffix is None:
-        raise DataError(
-            f"{field}: {str(path)!r} is of an unknown file type; allowed endings: {', '.join(DATA_SUFFIXES)}"
-        )
-    if compression and suffix in TABLES:
-        raise DataError(f"{field}: {str(path)!r} is a compressed {suffix} file; decompress it first")
-    if compression and infer_compression(path.name) is None:
-        package = "zstandard" if compression == ".zst" else "a package that reads it"
-        raise DataError(f"{field}: {str(path)!r} cannot be decompressed here; install {package}, or decompress it")
-    return suffix
-
-
 def _sha256(path: Path, field: str) -> str:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise unreadable(field, str(path), error) from error
-
-
-def _is_saved_dataset(path: Path) -> bool:
-    return any(os.path.isfile(path / name) for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def _columns(shards: list[Shard], field: str, name: str) -> list[str]:
@@ -202,16 +154,6 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def paths_of(data: DataSection) -> list[str]:
-    """Every file that a recipe reads, by its path; what is no file stands for itself."""
-    found = []
-    for field, sections in (("data.train", data.train), ("data.validation", data.validation or [])):
-        for section in sections:
-            is_file = is_file_source(section.path) and not _is_saved_dataset(_path(section.path))
-            found += [str(path) for path in expand_files(section.path, field)] if is_file else [section.path]
-    return found
-
-
 def _label_names(table: Any) -> dict[str, list[str]]:
     features = getattr(table, "features", None) or {}
     kinds = {name: kind.feature if isinstance(kind, datasets.List) else kind for name, kind in features.items()}
@@ -224,7 +166,7 @@ def _label_names(table: Any) -> dict[str, list[str]]:
 def _file_shards(source: str, field: str) -> list[Shard]:
     shards = []
     for path in expand_files(source, field):
-        suffix = _suffix(path, field)
+        suffix = suffix_of(path, field)
         if suffix in TABLES:
             # `datasets` takes paths for patterns. Streamed, it reads the file as it lies there and makes no copy of it.
             files = [glob.escape(str(path))]
@@ -261,7 +203,7 @@ def _line_shards(path: Path) -> list[Shard]:
 
 def _saved_shards(section: SourceSection, field: str) -> tuple[list[Shard], datasets.Dataset]:
     try:
-        table = datasets.load_from_disk(str(_path(section.path)))
+        table = datasets.load_from_disk(str(local_path(section.path)))
     except IndexError as error:  # saved without a row, it has no file
         raise DataError(f"{field}: {section.path!r} holds no rows; name another folder") from error
     except Exception as error:

@@ -74,7 +74,7 @@ class AccelerateConfig:
 
 
 def read_accelerate_config(path: Path) -> AccelerateConfig:
-    """Raises BadInputError where there is no file, or where it holds no mapping."""
+    """Raises BadInputError where there is no file, or where it holds no mapping, or a recipe."""
     if not path.is_file():
         raise BadInputError(f"--config: there is no file {str(path)!r}")
     try:
@@ -86,4 +86,6 @@ def read_accelerate_config(path: Path) -> AccelerateConfig:
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
         raise BadInputError(f"--config: {path} holds no mapping but {found}; run `accelerate config` for one")
+    if "data" in values and "distributed_type" not in values:
+        raise BadInputError(f"--config: {path} is a recipe; leave --config out before it, or name an Accelerate config")
     return AccelerateConfig(values, str(path))

@@ -18,7 +18,7 @@ from typing import Any
 import datasets
 import pytest
 
-from toolkit.data import build, documents, readers, sources, tokenizer
+from toolkit.data import build, documents, files, readers, sources, tokenizer
 from toolkit.data.templates import use_template
 from toolkit.errors import BadInputError
 from toolkit.recipe.schema import ColumnsSection, DataSection, ObjectiveSection, SourceSection
@@ -940,7 +940,7 @@ def test_the_file_of_an_unknown_user(tmp_path: Path, chatml: Any) -> None:
 def test_a_compression_that_nothing_installed_reads(
     tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "infer_compression", lambda name: None)
+    monkeypatch.setattr(files, "infer_compression", lambda name: None)
     (tmp_path / "a.jsonl.zst").write_bytes(b"(\xb5/\xfd")
     assert "cannot be decompressed here; install zstandard" in refusal(tmp_path, "a.jsonl.zst", chatml)
 

@@ -1,0 +1,72 @@
+"""The files that a recipe's sources stand for. Imports nothing heavy: `toolkit train` asks before it starts ranks."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+
+from fsspec.utils import infer_compression
+
+from toolkit.errors import DataError
+from toolkit.places import COMPRESSIONS, DATA_SUFFIXES, is_file_source
+from toolkit.recipe.schema import DataSection
+
+TABLES = (".parquet", ".arrow")
+"""Files that `datasets` reads."""
+
+
+def paths_of(data: DataSection) -> list[str]:
+    """Every file that a recipe reads, by its path; what is no file stands for itself."""
+    found = []
+    for field, sections in (("data.train", data.train), ("data.validation", data.validation or [])):
+        for section in sections:
+            is_file = is_file_source(section.path) and not is_saved_dataset(local_path(section.path))
+            found += [str(path) for path in expand_files(section.path, field)] if is_file else [section.path]
+    return found
+
+
+def expand_files(source: str, field: str) -> list[Path]:
+    """The files of a path or glob, sorted. Raises DataError where there is none."""
+    named = local_path(source)  # a name may hold the signs of a glob, for example brackets
+    paths = (
+        [named] if os.path.exists(named) else [Path(match) for match in sorted(glob.glob(str(named), recursive=True))]
+    )
+    if not paths:
+        raise DataError(f"{field}: there is no file {source!r}; correct the path, or name a data set of the hub")
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"{field}: {str(path)!r} is a link to a file that does not exist; name another")
+        if path.is_dir():
+            raise DataError(f"{field}: {source!r} is a folder; name files, for example {source.rstrip('/')}/*.jsonl")
+        if path.stat().st_size == 0:
+            raise DataError(f"{field}: {str(path)!r} is empty; remove it from {field}, or write rows to it")
+        suffix_of(path, field)
+    return paths
+
+
+def local_path(source: str) -> Path:
+    """With `~` as the user's home; that of a user who does not exist stays as it is."""
+    return Path(os.path.expanduser(source))
+
+
+def suffix_of(path: Path, field: str) -> str:
+    """What kind of file it is. Raises DataError where it is none that can be read."""
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    name = path.name.removesuffix(compression)
+    suffix = next((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), None)
+    if suffix is None:
+        raise DataError(
+            f"{field}: {str(path)!r} is of an unknown file type; allowed endings: {', '.join(DATA_SUFFIXES)}"
+        )
+    if compression and suffix in TABLES:
+        raise DataError(f"{field}: {str(path)!r} is a compressed {suffix} file; decompress it first")
+    if compression and infer_compression(path.name) is None:
+        package = "zstandard" if compression == ".zst" else "a package that reads it"
+        raise DataError(f"{field}: {str(path)!r} cannot be decompressed here; install {package}, or decompress it")
+    return suffix
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether `datasets` has saved it, as a folder."""
+    return any(os.path.isfile(path / name) for name in ("dataset_info.json", "dataset_dict.json"))
