@@ -147,7 +147,7 @@ def _duration(seconds: float) -> str:
     for size, name in ((3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {name}"
-    return f"{max(1.0, seconds):.0f} seconds"
+    return f"{seconds:.0f} seconds" if seconds >= 10 else "a few seconds"
 
 
 def _as_json(found: Suggestion, file: Path) -> dict[str, Any]:

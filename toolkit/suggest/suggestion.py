@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from toolkit.data import tokenizer as tokenizers
-from toolkit.data.packing import Ints
+from toolkit.data.packing import Ints, best_fit, split
 from toolkit.data.sources import open_source
 from toolkit.errors import BadInputError
 from toolkit.model.load import is_encoder_decoder
@@ -43,6 +45,9 @@ FEWEST_STEPS = 100
 
 EVALUATIONS = 5
 """In a run, beside the one before the first step."""
+
+MOST_ROWS_PACKED = 100_000
+"""Rows whose packing is tried; of more, a part is."""
 
 FEWEST_ROWS_TO_HOLD_OUT, MOST_ROWS_HELD_OUT = 20, 1000
 """Below the first nothing is held out; above the second a loss becomes no surer, only slower."""
@@ -303,7 +308,11 @@ def _num_samples(draft: Draft, method: Method, rows: Rows) -> int:
     if draft.get("data.packing", False) is False:
         return len(rows.lengths)
     used = rows.lengths if method.name == "pretrain" else rows.lengths[rows.lengths <= length]
-    return max(1, -(-int(used.sum()) // length))
+    tried = used[:: -(-len(used) // MOST_ROWS_PACKED) or 1]
+    if not len(tried):
+        return 1
+    pieces = split(np.arange(len(tried)), tried, length).lengths()
+    return max(1, round((int(best_fit(pieces, length).max()) + 1) * len(used) / len(tried)))
 
 
 def _samples_of_a_rank(draft: Draft, method: Method, rows: Rows, machine: Machine) -> int:

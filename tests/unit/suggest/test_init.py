@@ -166,8 +166,13 @@ def test_lengths_steps_and_held_out_rows_follow_from_the_data(place: Path) -> No
     assert recipe["data"]["max_length"] == min(64, -(-sorted(lengths)[-2] // 64) * 64)
     assert recipe["data"]["packing"] is None, "packed where the model keeps rows apart"
     assert recipe["data"]["validation_fraction"] == 0.1
-    kept = sum(length for length in lengths if length <= 64)
-    steps = -(-round(2 * round(-(-kept // 64) * 0.9)) // 2)  # two epochs, two ranks of one sample
+    rooms: list[int] = []  # of samples; a row goes where the least is left over
+    for length in sorted((length for length in lengths if length <= 64), reverse=True):
+        room = min((room for room in rooms if room >= length), default=64)
+        if room in rooms:
+            rooms.remove(room)
+        rooms.append(room - length)
+    steps = -(-round(2 * round(len(rooms) * 0.9)) // 2)  # two epochs, two ranks of one sample
     assert recipe["training"]["micro_batch_size"] * recipe["training"]["gradient_accumulation_steps"] == 1
     assert recipe["training"]["eval_every_steps"] == recipe["checkpoint"]["every_steps"] == steps // 5
     longer = sum(length > 64 for length in lengths)
