@@ -51,7 +51,8 @@ def _section(name: str, section: type[Section]) -> str:
     lines += ["| field | default | values | what it does |", "|---|---|---|---|"]
     for key, field in section.model_fields.items():
         values = ", ".join(allowed_values(field.annotation, field.metadata)).replace("|", "or")
-        lines.append(f"| `{name}.{key}` | {_default(field)} | {values} | {field.description} |")
+        about = (field.description or "").replace("|", r"\|")  # a bare one would begin another column
+        lines.append(f"| `{name}.{key}` | {_default(field)} | {values} | {about} |")
     return "\n".join(lines) + "\n"
 
 

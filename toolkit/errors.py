@@ -1,6 +1,6 @@
 """The toolkit's exceptions.
 
-Exit codes: 1 failed, 2 bad input, 3 stopped on request, 4 a rank stood still (`ToolkitError.exit_code`).
+Exit codes: 1 failed, 2 bad input, 3 stopped on request, 4 a rank stalled (`ToolkitError.exit_code`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StoppedError(ToolkitError):
 
 
 class StalledError(ToolkitError):
-    """A rank stood still for longer than `training.stall_minutes`."""
+    """A rank made no progress for longer than `training.stall_minutes`."""
 
     exit_code = 4
 

@@ -50,7 +50,7 @@ RecipeOption = Annotated[
     typer.Option("--recipe", help="Another way to give RECIPE.", show_default=False, autocompletion=complete_recipe),
 ]
 GpusOption = Annotated[
-    int | None, typer.Option(min=1, help="Number of GPUs. By default all of this machine.", show_default=False)
+    int | None, typer.Option(min=1, help="Number of GPUs. By default all GPUs of this machine.", show_default=False)
 ]
 CpuOption = Annotated[
     int | None, typer.Option(min=1, help="Train on the CPU with this many processes.", show_default=False)

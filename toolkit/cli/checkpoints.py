@@ -24,7 +24,7 @@ def checkpoints(
     check: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List a run's checkpoints. Exit code 1 if a finished one is damaged, or is of a model that is not finite."""
+    """List a run's checkpoints. Exit code 1 if a finished one is damaged or holds non-finite weights."""
     from toolkit.checkpoint.manifest import list_checkpoints, place_of
 
     place = place_of(run)

@@ -53,7 +53,7 @@ def doctor(
     hub: Annotated[bool, typer.Option("--hub", help="Also check that the hub can be reached.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine: versions, GPUs, memory, disk, limits, and whether ranks can meet. Exit code 1 if not."""
+    """Check this machine: versions, GPUs, memory, disk, limits, whether ranks can meet. Exit code 1 if one fails."""
     findings = [*_software(), *_devices(), *_room(), *_meetings(), *(_hub() if hub else [])]
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
@@ -86,7 +86,7 @@ def _devices() -> Iterator[Finding]:
 
     count = torch.cuda.device_count()
     if count == 0:
-        yield Finding("GPUs", OK, "none; runs take the CPU")
+        yield Finding("GPUs", OK, "none; runs use the CPU")
         return
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)

@@ -33,7 +33,7 @@ def export(
     ] = MAX_SHARD_GIB,
     average: Annotated[
         bool,
-        typer.Option("--average/--no-average", help="Export the averaged weights (training.ema) where there are some."),
+        typer.Option("--average/--no-average", help="Export the averaged weights (training.ema) if there are any."),
     ] = True,
     as_json: AsJson = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`toolkit generate`: write with a model."""
+"""`toolkit generate`: generate text with a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Evaluation = Annotated[
     ),
 ]
 Output = Annotated[
-    Path | None, typer.Option(help="Write the answers to --file here. By default: standard output.", show_default=False)
+    Path | None,
+    typer.Option(help="Write the answers for --file to this file. By default: standard output.", show_default=False),
 ]
 Extract = Annotated[
     str | None,
@@ -42,12 +43,14 @@ def generate(
         str, typer.Argument(help="Folder of a run, of an export or of an adapter, or a hub name.", show_default=False)
     ],
     prompt: Prompt = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Hold a conversation; /reset forgets it, /quit ends.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Hold a conversation; /reset clears it, /quit ends.")] = False,
     file: PromptFile = None,
     evaluation: Evaluation = None,
     output: Output = None,
     raw: Annotated[bool, typer.Option("--raw", help="Take prompts as plain text, without the chat template.")] = False,
-    system: Annotated[str | None, typer.Option(help="System prompt of the conversation.", show_default=False)] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System prompt for messages that have none.", show_default=False)
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="With --eval: compare case and whitespace, too.")] = False,
     extract: Extract = None,
     numeric: Numeric = False,
@@ -58,7 +61,7 @@ def generate(
         typer.Option(help="Sampling temperature. 0: always take the most likely token.", show_default="0.7"),
     ] = None,
     top_p: TopP = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.", show_default="0")] = None,
+    seed: Annotated[int | None, typer.Option(help="Sampling seed.", show_default="0")] = None,
     batch_size: BatchSize = None,
     dtype: Annotated[
         str,
@@ -68,7 +71,7 @@ def generate(
     ] = "auto",
     device: Annotated[str, typer.Option(help="Run on this device: auto, cpu or cuda.")] = "auto",
 ) -> None:
-    """Generate text with a model: give one of --prompt, --chat, --file, --eval."""
+    """Generate text with a model: give one of --prompt, --chat, --file and --eval."""
     from toolkit.generation.command import run
     from toolkit.generation.options import Options
 

@@ -41,16 +41,16 @@ def settle_hub(recipe: Recipe) -> None:
         if not _is_cached(name, recipe.model.revision if field == "model.name_or_path" else None):
             raise BadInputError(
                 f"{field}: {name!r} is neither a folder here nor in the hub's cache, and {endpoint} cannot be reached "
-                f"({why}). To work offline, run `hf download {name}` where there is a network, copy the folder that it "
-                f"prints, and name that; behind a proxy set HTTPS_PROXY, with a mirror {ENDPOINT}"
+                f"({why}). To work offline, run `hf download {name}` on a machine with network access, copy the "
+                f"folder that it prints, and name that; behind a proxy set HTTPS_PROXY, with a mirror {ENDPOINT}"
             )
-    console.warn(f"{endpoint} cannot be reached ({why}); what is in the cache is used, as with {OFFLINE}=1")
+    console.warn(f"{endpoint} cannot be reached ({why}); the cache is used instead, as with {OFFLINE}=1")
 
 
 def _unreachable(endpoint: str) -> str | None:
     """Why there is no answer; None: there is one, whatever it says. Proxies are used as the environment says."""
     if not endpoint.startswith(("http://", "https://")):
-        return f"{ENDPOINT} is no address of the web"
+        return f"{ENDPOINT} is not a web address"
     asked = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310 - the line above
     try:
         with urllib.request.urlopen(asked, timeout=ANSWER_SECONDS):  # noqa: S310

@@ -21,7 +21,9 @@ CPU_RANKS = 2
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[section.key=value]...", help="Values of the recipe that you choose.", show_default=False),
+    typer.Argument(
+        metavar="[section.key=value]...", help="Recipe values to keep as you give them.", show_default=False
+    ),
 ]
 MethodName = Annotated[
     str | None,
@@ -29,7 +31,7 @@ MethodName = Annotated[
         help="Training method: full, lora, qlora, pretrain, dpo, ipo, simpo, orpo, lora-dpo, qlora-dpo, reward, kto, "
         "classify, tag or seq2seq. By default the rows decide: full for answers, pretrain for plain text, dpo for "
         "pairs, classify for labels, tag for words with tags; lora where that does not fit, and qlora where lora does "
-        "not. An encoder-decoder learns targets from sources: seq2seq.",
+        "not; seq2seq for an encoder-decoder.",
         show_default=False,
     ),
 ]
@@ -121,7 +123,7 @@ def _machine(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine
     device = preset or hardware_of(hardware or ("cpu" if cpu is not None else "h100_sxm"))
     if (device.device_type == "cpu") != (cpu is not None):
         right = "--gpus N" if cpu is not None else "--cpu N"
-        raise BadInputError(f"--hardware {device.name}: it is of type {device.device_type}; give {right} with it")
+        raise BadInputError(f"--hardware {device.name}: its type is {device.device_type}; give {right} with it")
     return Machine(device, next(number for number in (cpu, gpus, here or 1) if number is not None), hardware)
 
 

@@ -60,8 +60,8 @@ DramSpeed = Annotated[
     float | None, typer.Option(help="Bandwidth of host memory (GB/s per node).", show_default="preset's")
 ]
 EveryRow = Annotated[bool, typer.Option("--all", help="Show every row.")]
-Explain = Annotated[bool, typer.Option("--explain", help="Show the formulas with their numbers.")]
-Trace = Annotated[bool, typer.Option("--trace", help="Check the peak by running FSDP2 on tensors without memory.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Show the formulas with the numbers filled in.")]
+Trace = Annotated[bool, typer.Option("--trace", help="Check the peak by running FSDP2 on fake tensors.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the memory of each row to this file.", show_default=False)]
 LongestRow = Annotated[
     bool, typer.Option("--longest-row", help="Print the longest row that fits, and the settings that reach it.")
@@ -231,8 +231,8 @@ def _trace(found: Plan, row: PlanRow) -> dict[str, Any]:
 
     if not row.setup.strategy.sharded or row.setup.offload:
         raise BadInputError(
-            f"--trace: {row.setup.name} cannot be traced: torch's DDP and the offload engine need ranks that are "
-            "there; it traces zero1, zero2, zero3 and hybrid"
+            f"--trace: {row.setup.name} cannot be traced: torch's DDP and the offload engine need real ranks; "
+            "zero1, zero2, zero3 and hybrid without offload can be traced"
         )
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         recipe = shared_by(found.recipe, row.traffic.sequence)

@@ -188,7 +188,7 @@ def explain(console: Console, plan: Plan, row: PlanRow) -> None:
         + (f", on the host of a node {gib(row.host_bytes)} GiB" if row.host_bytes else ""),
         f"gradients    4 bytes x P_t / F as they come, and the running unit's whole = {gib(row.peak.gradients)} GiB",
         f"gathered     compute type x the units that are whole at that moment = {gib(row.peak.gathered)} GiB",
-        f"activations  counted operator by operator on a model without memory = {gib(row.peak.activations)} GiB",
+        f"activations  counted operator by operator on fake tensors = {gib(row.peak.activations)} GiB",
         f"logits       of the head and the loss, counted likewise = {gib(row.peak.logits)} GiB",
         f"comm         gather outputs and reduction inputs in flight = {gib(row.peak.communication)} GiB",
         f"peak         {gib(row.peak.total)} GiB, in {row.peak.moment}",

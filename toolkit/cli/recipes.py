@@ -45,7 +45,7 @@ def copy_recipe(
     name: Annotated[str, typer.Argument(help="Name of a shipped recipe.")],
     path: NewFile,
 ) -> None:
-    """Copy a shipped recipe, to make it yours; files that it names keep being found."""
+    """Copy a shipped recipe to edit it. Paths of data files are made absolute."""
     source = find_recipe(name)
     target = new_yaml(path, source)
     target.write_text(_with_absolute_files(source), encoding="utf-8")

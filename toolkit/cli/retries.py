@@ -1,4 +1,4 @@
-"""`toolkit train --retries`: starts ranks again after a loss, as long as that leads anywhere."""
+"""`toolkit train --retries`: starts ranks again after a loss, as long as they make progress."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def require_useful(recipe: Recipe, retries: int, dry_run: bool) -> None:
         raise BadInputError("--retries has no effect with --dry-run; leave one of them out")
     if retries and recipe.checkpoint.every_steps is None:
         raise BadInputError(
-            "--retries needs checkpoints to go on from, and checkpoint.every_steps is not set; "
+            "--retries needs checkpoints to resume from, and checkpoint.every_steps is not set; "
             "set it, for example checkpoint.every_steps=200"
         )
     if retries and recipe.checkpoint.resume == "never":
@@ -52,8 +52,8 @@ def with_retries(
         if number == retries or fruitless == FRUITLESS:
             break
         seconds = min(LONGEST_PAUSE, SHORTEST_PAUSE * 2**fruitless)
-        where = f"after step {step}" if step >= 0 else "at the first step"
-        _tell(f"{lost or 'a rank stood still'}; restart {number + 1} of {retries} in {seconds:.0f} s goes on {where}")
+        where = f"resumes after step {step}" if step >= 0 else "begins at the first step"
+        _tell(f"{lost or 'a rank stalled'}; restart {number + 1} of {retries} in {seconds:.0f} s {where}")
         pause(seconds)
     if fruitless == FRUITLESS:
         _tell(f"no more restarts: {FRUITLESS} in a row ended without a new checkpoint")

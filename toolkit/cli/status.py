@@ -1,4 +1,4 @@
-"""`toolkit status`: where the ranks of a run are that is under way."""
+"""`toolkit status`: where the ranks of a live run are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STANDING_SECONDS = 30.0
 
 
 def status(run: RunFolder, as_json: AsJson = False) -> None:
-    """Show where each rank of a run is that is under way, and who waits for whom. Exit code 1 if none is."""
+    """Show where each rank of a live run is, and who waits for whom. Exit code 1 if the run is not live."""
     from toolkit.pages.status import is_finished
     from toolkit.run.status import COLUMNS, FINISHED, cells, read_statuses, verdict
 
@@ -41,7 +41,7 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
         raise ToolkitError(f"{str(run)!r}: {gone}")
     if not ranks:
         last = run / "stall.txt"
-        hint = f"; the last one stood still: {last}" if last.exists() else ""
+        hint = f"; the last one stalled: {last}" if last.exists() else ""
         raise ToolkitError(f"{str(run)!r}: no run is under way{hint}")
     print_table(list(COLUMNS), cells(ranks))
     if told is not None:
@@ -56,6 +56,6 @@ def _gone(run: Path, silent: list[float]) -> str | None:
     if not silent or min(silent) <= GONE_SECONDS:
         return None
     since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() - min(silent)))
-    told = f"nothing was heard of any rank since {since}"
+    told = f"nothing was heard from any rank since {since}"
     mark_ended(run / FINISHED, "killed", f"{told[0].upper()}{told[1:]}.")
-    return f"{told}: the run was killed; the same command goes on from its last checkpoint"
+    return f"{told}: the run was killed; the same command resumes from its last checkpoint"

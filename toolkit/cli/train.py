@@ -44,8 +44,8 @@ def train(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="Sharding strategy: ddp, zero1, zero2, zero3, or one of them with +offload. By default the recipe's, "
-            "or else the config's.",
+            help="Sharding strategy: ddp, zero1, zero2, zero3 or hybrid; each but ddp also with +offload. By default "
+            "the recipe's, or else the config's.",
             show_default=False,
         ),
     ] = None,
@@ -57,14 +57,14 @@ def train(
         int,
         typer.Option(
             min=0,
-            help="Start again up to N times, from the last checkpoint, where a signal ended a rank or one stood still.",
+            help="Restart up to N times, from the last checkpoint, if a signal ends a rank or a rank stalls.",
         ),
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe, and print the `accelerate launch` command that does the same.
 
-    Exit codes: 0 done, 1 failed, 2 bad input, 3 stopped on request with its state saved, 4 a rank stood still.
+    Exit codes: 0 done, 1 failed, 2 bad input, 3 stopped on request with its state saved, 4 a rank stalled.
     """
     loaded = load_recipe(arguments, recipe)  # a wrong recipe is told before any rank starts
     require_useful(loaded, retries, dry_run)
@@ -161,7 +161,7 @@ def launcher_options(
     machines = _checked(path).get("num_machines", 1)
     if isinstance(machines, int) and machines > 1:
         raise BadInputError(
-            f"--config {config}: it is for {machines} machines, and toolkit train starts the ranks of one; "
+            f"--config {config}: it is for {machines} machines, but toolkit train starts the ranks of one; "
             f"run accelerate launch on each machine, as docs/multi_node.md shows"
         )
     options = ["--config_file", shown_path(path)]

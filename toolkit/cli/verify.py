@@ -33,12 +33,12 @@ def verify(
     time_limit: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 1800.0,
     as_json: AsJson = False,
 ) -> None:
-    """Train a few steps on one process and sharded, and compare losses, gradients and weights.
+    """Train a few steps plainly on one process, then sharded, and compare losses, gradients and weights.
 
-    The ranks run on this machine, on the CPU where it has too few GPUs; dropout is off, and no output
-    folder is touched. Without --config: what `accelerate config` has made, or else two ranks under zero3.
+    The ranks run on this machine, on the CPU if it has too few GPUs. Dropout is off, and the output folder
+    stays untouched. Without --config: the file that `accelerate config` made, or else two ranks with zero3.
 
-    Exit codes: 0 all checks hold, 1 one failed, 2 bad input.
+    Exit codes: 0 all checks pass, 1 one failed, 2 bad input.
     """
     loaded = load_recipe(arguments, recipe)
     settle_hub(loaded)

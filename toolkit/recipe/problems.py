@@ -130,15 +130,15 @@ def allowed_values(annotation: Any, bounds: Sequence[Any] = ()) -> list[str]:
         (item,) = get_args(annotation)
         if section_of(item) is not None:
             return ["a path", "a mapping", "a list of them"]
-        some = "one item or more" if any(getattr(bound, "min_length", 0) == 1 for bound in bounds) else "items"
-        return [f"a list with {some} that are {' or '.join(allowed_values(item))}"]
+        some = "a non-empty list" if any(getattr(bound, "min_length", 0) == 1 for bound in bounds) else "a list"
+        return [f"{some} (each item {' or '.join(allowed_values(item))})"]
     kind = annotation if isinstance(annotation, type) else get_origin(annotation)
     name = TYPE_WORDS.get(kind, "a mapping")
     limits = [
         f"{words} {_plain(getattr(bound, key))}" for bound in bounds for key, words in BOUNDS if hasattr(bound, key)
     ]
     if kind is str and any(getattr(bound, "min_length", 0) for bound in bounds):
-        return [f"{name} that is not empty"]
+        return [f"non-empty {name}"]
     return [" and ".join([f"{name} {limits[0]}", *limits[1:]]) if limits and kind in (int, float) else name]
 
 

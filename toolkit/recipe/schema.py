@@ -75,14 +75,14 @@ class ModelSection(Section):
     )
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "auto",
-        description="Choose the attention implementation. auto: flash attention where it is installed, on a GPU in 16 "
-        "bits; on a CPU each document alone; else sdpa.",
+        description="Choose the attention implementation. auto: on a GPU in 16 bits flash attention, if it is "
+        "installed; on a CPU each packed document by itself; else sdpa.",
     )
     allow_new_weights: list[str] | None = Field(
         None,
         min_length=1,
-        description="Accept weights with these names (`*` stands for anything) that the files lack, and draw them "
-        "at random, or that the model has no place for; null: none, but for the head of a classifier.",
+        description="Allow the files to lack weights with these names (`*` matches anything), which are then drawn at "
+        "random, or to hold ones that the model has no place for; null: none, except the head of a classifier.",
     )
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     tokenizer: str | None = Field(
@@ -101,7 +101,7 @@ class ModelSection(Section):
     def _one_origin(self) -> ModelSection:
         _require_one(self, "name_or_path", "config", "model")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
-            raise contradiction("model.config.model_type: missing, or no text; needs a name, for example llama")
+            raise contradiction("model.config.model_type: missing or not text; needs a name, for example llama")
         if self.config is not None and self.revision is not None:
             raise contradiction("model.revision has no effect with model.config; remove one of them")
         _forbid_both(self, "tokenizer", "train_tokenizer_vocab_size", "model")
@@ -115,7 +115,7 @@ class ModelSection(Section):
 
 
 class SourceSection(Section):
-    """One source of rows; its bare `path` stands for it where nothing else is set."""
+    """One source of rows. A bare path is short for a mapping with `path` alone."""
 
     path: str = Field(min_length=1, description="Read this file, glob, folder saved by `datasets`, or hub data set.")
     weight: PositiveFloat | None = Field(
@@ -132,7 +132,7 @@ class SourceSection(Section):
 
 
 class ColumnsSection(Section):
-    """Names of the columns to read, where they are not the usual ones. Setting some chooses the layout."""
+    """Names of the columns to read, where they are not the usual ones. Those that are set choose the layout."""
 
     messages: str | None = Field(
         None, description="Conversation: a list of role and content, or from and value. Null: `messages`."
@@ -189,18 +189,18 @@ class DataSection(Section):
         None, description="Format conversations with one of our templates instead of the tokenizer's own."
     )
     targets: Literal["assistant", "last_turn", "all"] | None = Field(
-        None, description="Learn these parts of a conversation or of a prompt's answer; null: assistant."
+        None, description="Learn these parts of a conversation, or of a prompt and its answer; null: assistant."
     )
     # The longest contexts that models promise are of 10 million tokens; a batch of a billion would be 8 GB a tensor.
-    max_length: int = Field(ge=8, le=2**24, description="Cut or pack rows into samples of this many tokens.")
+    max_length: int = Field(ge=8, le=2**24, description="Limit samples to this many tokens. Rows are packed or padded.")
     max_target_length: int | None = Field(
         None,
         ge=2,
         le=2**24,
-        description="Allow targets of this many tokens, and sources of data.max_length (seq2seq); null: the same.",
+        description="Limit targets to this many tokens, and sources to data.max_length (seq2seq); null: the same.",
     )
     source_prefix: str | None = Field(
-        None, min_length=1, description="Put this text before each source, as T5's `summarize: ` (seq2seq)."
+        None, min_length=1, description="Put this text before each source, such as T5's `summarize: ` (seq2seq)."
     )
     add_bos: bool | None = Field(
         None,
@@ -216,8 +216,8 @@ class DataSection(Section):
     )
     packing: bool | None = Field(
         None,
-        description="Put several rows into one sample, where they cannot see each other. false: pad each row. Null: "
-        "true, but false for classification, seq2seq and models that cannot keep rows apart.",
+        description="Pack several rows into one sample, where they do not attend to each other. false: pad each row. "
+        "null: true, except for classification, seq2seq and models that cannot keep rows apart.",
     )
     streaming: bool = Field(
         False, description="Read rows while training, for data larger than the disk. Every rank reads all of it."
@@ -264,7 +264,7 @@ class DataSection(Section):
     def _check_streaming(self) -> None:
         if self.streaming and self.validation_fraction is not None:
             raise contradiction(
-                "data.validation_fraction is not possible with data.streaming, whose rows are not known before; "
+                "data.validation_fraction is not possible with data.streaming, whose rows are not known in advance; "
                 "name held-out rows in data.validation"
             )
         if self.streaming and self.num_proc > 1:
@@ -295,7 +295,7 @@ ObjectiveKind = Literal[
 ]
 
 CLASSIFIERS = ("sequence_classification", "token_classification")
-"""Objectives that tell classes apart, of texts or of words."""
+"""Objectives that predict classes, of texts or of words."""
 
 PADDED = (*CLASSIFIERS, "seq2seq")
 """Objectives whose rows are padded, and get the tokenizer's own special tokens."""
@@ -321,12 +321,12 @@ class ObjectiveSection(Section):
 
     kind: ObjectiveKind = Field(
         "causal_lm",
-        description="Choose the objective. causal_lm: next-token cross-entropy. seq2seq: that of a target, given its "
-        "source, by an encoder-decoder. sequence_classification: cross-entropy of a text's class. "
-        "token_classification: cross-entropy of each word's tag, as of named entities. preference: prefer chosen "
-        "completions to rejected ones. reward: score chosen completions above rejected ones (Bradley-Terry). kto: "
-        "learn from completions that are judged true or false one by one. distillation: give "
-        "each next token the probabilities that a frozen teacher gives it.",
+        description="Choose the objective. causal_lm: next-token cross-entropy. seq2seq: cross-entropy of a target "
+        "given its source, in an encoder-decoder. sequence_classification: cross-entropy of a text's class. "
+        "token_classification: cross-entropy of each word's tag, for example of named entities. preference: prefer "
+        "chosen completions to rejected ones. reward: score chosen completions above rejected ones (Bradley-Terry). "
+        "kto: learn from completions that are judged true or false one by one. distillation: match the next-token "
+        "probabilities of a frozen teacher.",
     )
     loss: Literal["dpo", "ipo", "simpo", "orpo"] | None = Field(
         None,
@@ -365,12 +365,12 @@ class ObjectiveSection(Section):
     teacher_revision: str | None = Field(None, description="Use this branch, tag or commit of the teacher on the hub.")
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = Field(
         None,
-        description="Choose the distance from the teacher. forward_kl: KL(teacher || student). reverse_kl: KL(student "
-        "|| teacher). jsd: generalised Jensen-Shannon divergence (arXiv 2306.13649). null: forward_kl.",
+        description="Choose the divergence from the teacher. forward_kl: KL(teacher || student). reverse_kl: "
+        "KL(student || teacher). jsd: generalised Jensen-Shannon divergence (arXiv 2306.13649). null: forward_kl.",
     )
     temperature: PositiveFloat | None = Field(
         None,
-        description="Divide the logits of both by this for the divergence, which is then multiplied by its square "
+        description="Divide both models' logits by this in the divergence, and multiply the divergence by its square "
         "(arXiv 1503.02531); null: 1.",
     )
     kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
@@ -454,7 +454,9 @@ class AdapterSection(Section):
     alpha: PositiveFloat | None = Field(
         None, description="Scale the adapters' product by alpha / r, with rsLoRA by alpha / sqrt(r); null: 2 r."
     )
-    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="Drop this share of the adapters' inputs.")
+    dropout: float = Field(
+        0.0, ge=0.0, lt=1.0, description="Apply dropout with this probability to the adapters' inputs."
+    )
     target_modules: str | list[str] = Field(
         "all-linear",
         min_length=1,
@@ -492,7 +494,7 @@ OFFLOAD_DETAILS = ("offload_executor", "device_state_gib", "offload_threads")
 
 
 class ShardingSection(Section):
-    """How the model is sharded. The strategy may stand in the Accelerate config instead."""
+    """How the model is sharded. The strategy can be set in the Accelerate config instead."""
 
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "hybrid"] | None = Field(
         None,
@@ -500,7 +502,9 @@ class ShardingSection(Section):
         "agree.",
     )
     unit_classes: list[str] | None = Field(
-        None, min_length=1, description="Make each module of these classes a unit, instead of those that are found."
+        None,
+        min_length=1,
+        description="Make each module of these classes a unit, instead of the blocks that are found.",
     )
     activation_checkpointing: PositiveInt | Literal["auto"] | None = Field(
         None,
@@ -515,13 +519,13 @@ class ShardingSection(Section):
     )
     sequence: PositiveInt = Field(
         1,
-        description="Share each row among N neighbouring ranks, which hold 1 / N of its tokens and, in attention, of "
-        "its heads. N divides the ranks and the attention heads.",
+        description="Share each row among N neighbouring ranks (sequence parallelism). Each holds 1 / N of its tokens "
+        "and, in attention, of its heads. N must divide the ranks and the attention heads.",
     )
     experts: PositiveInt = Field(
         1,
-        description="Spread the experts of each layer over groups of N ranks, each with whole experts of its own, and "
-        "send tokens to them and back. N divides the ranks (of a replica), and these divide the experts.",
+        description="Spread the experts of each layer over groups of N ranks (expert parallelism): tokens travel to "
+        "their experts and back. N must divide the ranks (of a replica), and these must divide the experts.",
     )
     prefetch: PositiveInt | None = Field(
         None,
@@ -536,8 +540,8 @@ class ShardingSection(Section):
     offload_checkpoints: bool = Field(False, description="Keep the inputs of checkpointed blocks in host memory.")
     chunk_tokens: PositiveInt | None = Field(
         None,
-        description="Run norms and MLPs of checkpointed blocks for N tokens at a time, so that they keep their inputs "
-        "alone. null: all tokens at once; with activation_checkpointing=auto, as the planned memory needs.",
+        description="Run norms and MLPs of checkpointed blocks for N tokens at a time, so that they keep only their "
+        "inputs. null: all tokens at once; with activation_checkpointing=auto, as the planned memory needs.",
     )
     offload: Literal["none", "optimizer"] | None = Field(
         None,
@@ -548,10 +552,14 @@ class ShardingSection(Section):
         None, description="Choose what updates the offloaded state. auto or null: measure and pick the fastest."
     )
     device_state_gib: Annotated[float, Field(ge=0.0)] | Literal["auto"] | None = Field(
-        None, description="Keep this much optimizer state of the first units on each device (GiB); null: none."
+        None,
+        description="Keep this much optimizer state of the first units on each device (GiB). auto: as much as the "
+        "first two steps leave free. null: none.",
     )
     offload_threads: PositiveInt | None = Field(
-        None, description="Update the offloaded state with N threads; null: the rank's share of the cores, less two."
+        None,
+        description="Update the offloaded state with N threads; null: the rank's share of the cores, less two, or half "
+        "of it on CPU ranks.",
     )
 
     @model_validator(mode="after")
@@ -571,8 +579,8 @@ class ShardingSection(Section):
             )
         if self.accumulate == "by_block" and self.activation_checkpointing != 1:
             raise contradiction(
-                "sharding.accumulate=by_block keeps the inputs of all blocks for all micro-batches of a step, and "
-                "nothing else; set sharding.activation_checkpointing=1"
+                "sharding.accumulate=by_block needs every block checkpointed, as it keeps nothing of them but their "
+                "inputs; set sharding.activation_checkpointing=1"
             )
         if self.reshard_after_forward is not None and self.experts > 1:
             raise contradiction(
@@ -603,13 +611,13 @@ class OptimizerSection(Section):
     learning_rate: float = Field(gt=0.0, description="Set the peak learning rate.")
     weight_decay: float = Field(0.01, ge=0.0, description="Decay matrices by this factor, decoupled from the gradient.")
     beta1: Beta = Field(
-        0.9, description="Decay rate of the first moment; with muon, for the parameters that AdamW updates."
+        0.9, description="Set the decay rate of the first moment; with muon, for the parameters that AdamW updates."
     )
-    beta2: Beta = Field(0.999, description="Decay rate of the second moment.")
-    eps: float = Field(1e-8, gt=0.0, description="Add this to the denominator.")
-    momentum: Beta | None = Field(None, description="Momentum of Muon's matrices; null: 0.95.")
+    beta2: Beta = Field(0.999, description="Set the decay rate of the second moment.")
+    eps: float = Field(1e-8, gt=0.0, description="Add this to the denominator of the update.")
+    momentum: Beta | None = Field(None, description="Set the momentum of Muon's matrices; null: 0.95.")
     router_learning_rate: float | None = Field(
-        None, ge=0.0, description="Set the routers' own peak learning rate; 0 holds them; null: learning_rate."
+        None, ge=0.0, description="Set the routers' own peak learning rate; 0 freezes them; null: learning_rate."
     )
     router_weight_decay: float | None = Field(
         None, ge=0.0, description="Decay the routers' matrices by this factor; null: weight_decay."
@@ -643,7 +651,7 @@ class ScheduleSection(Section):
         if self.kind == "constant" and self.min_factor != 0.0:
             raise contradiction("schedule.min_factor has no effect with schedule.kind constant; remove it")
         if (self.warmup_fraction or 0.0) + (self.decay_fraction or 0.0) > 1.0:
-            raise contradiction("schedule.warmup_fraction and schedule.decay_fraction exceed 1 together; lower one")
+            raise contradiction("schedule.warmup_fraction and schedule.decay_fraction together exceed 1; lower one")
         return self
 
 
@@ -699,9 +707,9 @@ class TrainingSection(Section):
     )
     stall_minutes: PositiveFloat | None = Field(
         10.0,
-        description="End the run with exit code 4, and say which rank is behind, where one stands still for this many "
-        "minutes; null: never. Starting may take 36, restoring and exporting 6, saving 3 times as long. "
-        "Ranks that wait for others to start end after as long, and a minute at least.",
+        description="End the run with exit code 4, and say which rank is behind, if one makes no progress for this "
+        "many minutes; null: never. Starting may take 36 times as long, restoring and exporting 6 times, saving 3 "
+        "times. Ranks give up waiting for others to start after this time, but not within the first minute.",
     )
 
     @field_validator("mixed_precision", mode="before")
@@ -732,7 +740,7 @@ class TrainingSection(Section):
 
 
 class CheckpointSection(Section):
-    """When the run's state is saved, what is kept, and what a run goes on from.
+    """When the run's state is saved, what is kept, and what a run resumes from.
 
     A run that is asked to stop (Ctrl-C, SIGTERM, `time_limit_minutes`) saves its state in any case.
     """
@@ -745,7 +753,9 @@ class CheckpointSection(Section):
         None, description="Also keep, for good, checkpoints whose step is a multiple of N."
     )
     keep_best: bool = Field(False, description="Also keep the checkpoint with the lowest held-out loss.")
-    asynchronous: bool = Field(True, description="Copy the state to the host and go on training while it is written.")
+    asynchronous: bool = Field(
+        True, description="Copy the state to the host and continue training while it is written."
+    )
     resume: str = Field(
         "auto",
         description="Choose where to start. auto: the last whole checkpoint of training.output_dir, if any. never: the "
@@ -753,8 +763,9 @@ class CheckpointSection(Section):
     )
     to: str | None = Field(
         None,
-        description="Keep the checkpoints in this folder of a store, beside training: s3://bucket/runs/first, gs://, "
-        "memory:// or file://. The ranks need no shared disk then. null: in training.output_dir.",
+        description="Keep the checkpoints in this folder of a store, copied while training continues: "
+        "s3://bucket/runs/first, gs://, memory:// or file://. The ranks then need no shared disk. null: keep them in "
+        "training.output_dir.",
     )
     time_limit_minutes: PositiveFloat | None = Field(
         None, description="Save a checkpoint and exit with code 3 after this many minutes."
@@ -799,7 +810,7 @@ def _require_store(field: str, url: str) -> None:
 class LoggingSection(Section):
     """What is shown and where it goes."""
 
-    every_steps: PositiveInt = Field(10, description="Print a line every N steps where the output is no terminal.")
+    every_steps: PositiveInt = Field(10, description="Print a line every N steps if the output is not a terminal.")
     trackers: list[Tracker] = Field(
         default_factory=list, description="Send every metric to these Accelerate trackers, which must be installed."
     )
@@ -807,7 +818,7 @@ class LoggingSection(Section):
     sample_prompt: str | None = Field(None, description="Print a continuation of this prompt at the end; null: none.")
     sample_max_new_tokens: PositiveInt = Field(80, description="Stop that continuation after N tokens.")
     held_out_samples: int = Field(
-        0, ge=0, description="Show in the report what the model writes behind N held-out prompts before and after."
+        0, ge=0, description="Show in the report how the model continues N held-out prompts, before and after training."
     )
 
     @model_validator(mode="after")

@@ -64,7 +64,7 @@ def test_the_command_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(train.ON_CPU, "")
     done = CliRunner().invoke(app, ["train", "sft", "--cpu", "2", "--retries", "2", "checkpoint.every_steps=5"])
     assert (done.exit_code, codes) == (0, []), done.output
-    assert "a rank stood still; restart 1 of 2 in 5 s goes on at the first step" in done.stderr
+    assert "a rank stalled; restart 1 of 2 in 5 s begins at the first step" in done.stderr
 
 
 @pytest.mark.parametrize(

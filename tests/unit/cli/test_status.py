@@ -50,7 +50,7 @@ def test_nothing_is_under_way(tmp_path: Path) -> None:
     result = shown(tmp_path)
     assert isinstance(result.exception, ToolkitError)
     assert result.exception.exit_code == 1
-    assert "no run is under way; the last one stood still" in str(result.exception)
+    assert "no run is under way; the last one stalled" in str(result.exception)
     assert shown(tmp_path, "--json").exit_code == 1
 
 
@@ -63,8 +63,8 @@ def test_a_run_that_was_killed_is_gone_and_its_report_says_so(tmp_path: Path) ->
     assert state_of(page) == "running"
     write(tmp_path, GOES, replace(GOES, rank=1, silent_seconds=20.0), ago=90.0)
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - 91))
-    assert f"nothing was heard of any rank since {since}" in str(shown(tmp_path).exception)
-    assert "the same command goes on" in str(shown(tmp_path).exception)
+    assert f"nothing was heard from any rank since {since}" in str(shown(tmp_path).exception)
+    assert "the same command resumes" in str(shown(tmp_path).exception)
     assert state_of(page) == "killed"
     assert shown(tmp_path, "--json").exit_code == 1
 

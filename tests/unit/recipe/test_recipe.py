@@ -65,11 +65,11 @@ def test_overrides_replace_and_are_named_as_origin(tmp_path: Path) -> None:
         ("data.train=3", "found 3 (int); allowed: a path, a mapping, a list of them"),
         (
             "logging.trackers=wandb",
-            "found 'wandb' (text); allowed: a list with items that are aim or clearml or comet_ml or dvclive or mlflow "
-            "or swanlab or tensorboard or trackio or wandb",
+            "found 'wandb' (text); allowed: a list (each item aim or clearml or comet_ml or dvclive or mlflow "
+            "or swanlab or tensorboard or trackio or wandb)",
         ),
         ("data.shuffle=maybe", "found 'maybe' (text); allowed: true or false"),
-        ("training.output_dir=null", "found null; allowed: text that is not empty"),
+        ("training.output_dir=null", "found null; allowed: non-empty text"),
     ],
 )
 def test_an_error_lists_values_types_and_ranges(tmp_path: Path, override: str, message: str) -> None:

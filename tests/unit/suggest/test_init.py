@@ -258,7 +258,7 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
         ),
         (["model", "chat.jsonl", "--output", "mine.txt"], "ends in .yaml or .yml"),
         (["model", "chat.jsonl", "--gpus", "2"], "--gpus and --cpu exclude each other"),
-        (["model", "chat.jsonl", "--hardware", "rtx4090"], "--hardware rtx4090: it is of type cuda; give --gpus N"),
+        (["model", "chat.jsonl", "--hardware", "rtx4090"], "--hardware rtx4090: its type is cuda; give --gpus N"),
         (["model", "chat.jsonl", "data.max_lenght=8"], "data.max_lenght: unknown key; did you mean 'max_length'?"),
     ],
 )
