@@ -134,7 +134,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     if world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, value, group=group or _patient_group())
+    dist.all_gather_object(gathered, value, group=group or patient_group())
     return gathered
 
 
@@ -171,7 +171,7 @@ def host_group() -> dist.ProcessGroup:
     return world if dist.get_backend(world) == dist.Backend.GLOO else _gloo_group(None)
 
 
-def _patient_group() -> dist.ProcessGroup:
+def patient_group() -> dist.ProcessGroup:
     """A host-side group with a long timeout."""
     return _gloo_group(PATIENCE)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from bf16_models import loaded, output_types, save_tiny
+from offload_loops import slow_down
 from ranks import meet, run_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import CONFIG_MAPPING
@@ -134,6 +135,8 @@ def trained(folder: str, strategy: str, accumulation: int, offload: OffloadSetti
         # No forward uses it. Clipping without offload counts it with a norm of zero, which moves the sum's last bit.
         parameter.requires_grad_(not name.endswith("e_score_correction_bias"))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    if offload is not None:
+        slow_down(model, 0.05)  # so that a gather that does not wait finds old weights
     own = rows(accelerator.num_processes * accumulation)[accelerator.process_index :: accelerator.num_processes]
     told = []
     for ids in own * 3:

@@ -180,6 +180,9 @@ def gather_on_rank_zero(tensor: torch.Tensor) -> torch.Tensor | None:
     first = dist.get_rank(group) == 0
     parts = [torch.empty_like(padded) for _ in range(size)] if first else None
     dist.gather(padded, parts, group=group, group_dst=0)
+    if not first and padded.device.type != "cpu":
+        # NCCL returns at once, and counts ten minutes from then: no more than one waits while rank 0 writes a file.
+        torch.get_device_module(padded.device).current_stream().synchronize()
     if ranks.rank() != 0:
         return None
     assert parts is not None

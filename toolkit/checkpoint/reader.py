@@ -88,7 +88,10 @@ def load_tensors(
     if problem is not None:
         raise BadInputError(f"{str(folder)!r} is the checkpoint of another model or optimizer: {problem}")
     try:
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=ranks.world_size() == 1)
+        # Over the hosts: inside a collective of NCCL the first rank would give up on the last after ten minutes.
+        group = ranks.patient_group() if ranks.world_size() > 1 else None
+        reader = HuggingFaceStorageReader(str(folder))
+        load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise BadInputError(f"{str(folder)!r} cannot be read: {first_failure(error)}") from error
     put_back(model, optimizer, tensors)

@@ -94,7 +94,8 @@ class RunCheckpoints:
             return self._checkpointer.wait() and (not wait or self._is_copied())
         self._saved_step = trainer.global_step
         scaler = self._accelerator.scaler
-        losses = [record["loss"] for record in self._metrics.records if record["split"] == "eval"]
+        step = trainer.global_step
+        losses = [r["loss"] for r in self._metrics.records if r["split"] == "eval" and r["step"] == step]
         samples = trainer.windows.samples_at(trainer.global_step)
         manifest = Manifest(
             step=trainer.global_step,

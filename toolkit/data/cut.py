@@ -23,7 +23,8 @@ class Part:
         What a token predicts may be in the next part, and who it sees in any other: so there are `targets` (B, T / n),
         shifted before the cut, and `whole_positions` (B, T). What belongs to documents or rows and not to tokens stays
         whole, with the number of this `part`: preferences keep their `labels` and `segments`, and have `owners`
-        (B, T / n), too; classification has `whole_ids` (B, T), and the labels of rows in the first part alone.
+        (B, T / n), too; classification and rewards have `whole_ids` (B, T), and the labels of rows are in the first
+        part alone.
         """
         if self.count == 1:
             return batch
@@ -53,6 +54,8 @@ class Part:
             return cut
         cut["owners"] = _padded(owners, self.count, -1)[:, mine]
         cut["part"] = torch.tensor(self.index)
+        if "margin" in batch:
+            cut["whole_ids"] = ids
         return {**batch, **cut}
 
     def _classified(self, batch: Batch, mine: slice) -> Batch:

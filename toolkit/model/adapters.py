@@ -170,19 +170,6 @@ def _child_names(model: nn.Module) -> str:
     return ", ".join(sorted(own))
 
 
-def require_mergeable(model: nn.Module) -> None:
-    """Raises BadInputError where merging would change more than what was trained."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    base = base_of(model)
-    embedding = base.get_input_embeddings()
-    if isinstance(embedding, BaseTunerLayer) and base.config.get_text_config().tie_word_embeddings:
-        raise BadInputError(
-            "export.merge: the adapter of the input embeddings cannot be merged, as the head shares their weights and "
-            "has no adapter; set export.merge=false, or leave the embeddings out of adapter.target_modules"
-        )
-
-
 @contextmanager
 def adapters_off(model: peft.PeftModel) -> Iterator[None]:
     """The base's forward, for a reference.
@@ -283,15 +270,15 @@ class AdapterWeights:
         return torch.Generator().manual_seed(int.from_bytes(mixed) >> 1)
 
     def _norms(self, name: str) -> torch.Tensor:
-        path = name.partition(".lora_magnitude_vector.")[0] + ".base_layer"
+        owner = name.partition(".lora_magnitude_vector.")[0]
+        path = f"{owner}.base_layer"
         layer = self._modules[path]
         if isinstance(layer, QuantisedLinear):
             of_rows: torch.Tensor = torch.linalg.vector_norm(layer.read_matrix(self._base, base_name(path)), dim=1)
             return of_rows
         like = self._parameters[f"{path}.weight"]
         weight = self._base.read(base_name(f"{path}.weight"), like, (slice(None),)).float()
-        outputs_first = weight.shape[0] == self._parameters[name].shape[0]
-        norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=1 if outputs_first else 0)
+        norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=0 if _inputs_first(self._modules[owner]) else 1)
         return norms
 
 
@@ -401,8 +388,7 @@ def _merged_layer(
             inputs_first = getattr(layer.get_base_layer(), "is_transposed", False)
             yield name, _merged_experts(tensor, a, b, layer.scaling[NAME], inputs_first)
             continue
-        inputs_first = isinstance(layer.get_base_layer(), nn.Embedding) or getattr(layer, "fan_in_fan_out", False)
-        yield name, _merged_weight(tensor, a, b, parts.get(_MAGNITUDE), layer.scaling[NAME], inputs_first)
+        yield name, _merged_weight(tensor, a, b, parts.get(_MAGNITUDE), layer.scaling[NAME], _inputs_first(layer))
 
 
 def _factor(parts: dict[str, torch.Tensor | None], prefix: str, half: str) -> torch.Tensor:
@@ -444,6 +430,11 @@ def _merged_experts(
     of_b = b.float().reshape(b.shape[0], -1, experts).permute(2, 0, 1)
     product = scaling * (of_b @ of_a)
     return (weight.float() + (product.mT if inputs_first else product)).to(weight.dtype)
+
+
+def _inputs_first(layer: Any) -> bool:
+    """Whether the weight that a LoRA layer wraps is (inputs, outputs); the shape of a square one does not tell."""
+    return isinstance(layer.get_base_layer(), nn.Embedding) or bool(getattr(layer, "fan_in_fan_out", False))
 
 
 def _merged_weight(

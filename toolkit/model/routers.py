@@ -88,7 +88,9 @@ def _recorded(base: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
         for recorder in told if isinstance(told, list) else [told]:
             kind, index, layer = _spelled_out(recorder)
             for path, module in owner.named_modules():
-                if isinstance(module, kind) and (layer is None or layer in path):
+                # An adapter that trains a router whole keeps the one of before, which no longer runs.
+                replaced = path.endswith(".original_module")
+                if isinstance(module, kind) and (layer is None or layer in path) and not replaced:
                     yield names[id(module)], module, index
 
 

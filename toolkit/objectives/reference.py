@@ -15,14 +15,17 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from toolkit import ranks
 from toolkit.data.cache import digest
 from toolkit.data.cut import WHOLE, Part
 from toolkit.data.samples import JudgedSamples, PairSamples
+from toolkit.model.adapters import base_of
+from toolkit.model.load import fingerprint
 from toolkit.objectives.kto import Kto
 from toolkit.objectives.preference import Preference
-from toolkit.recipe.schema import ModelSection
+from toolkit.recipe.recipe import Recipe
 
 FILE = "reference.npy"
 
@@ -112,11 +115,12 @@ def _compute(
     model.train(was_training)
 
 
-def identity_of(model: ModelSection, mixed_precision: str, data: str, seed: int, split: str) -> list[Any]:
-    """All that decides a reference: the model and its files, the precision, the rows."""
-    files = []
-    if model.name_or_path is not None and (folder := Path(model.name_or_path).expanduser()).is_dir():
-        files = [
-            [file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(folder.glob("*.safetensors"))
-        ]
-    return [model.model_dump(), files, mixed_precision, data, seed, split]
+def identity_of(recipe: Recipe, model: nn.Module, mixed_precision: str, data: str, split: str) -> list[Any]:
+    """All that decides a reference: the model, its weights and configuration, the precision, the rows. Collective.
+
+    A name of the hub stands for other weights once its branch has moved.
+    """
+    base = base_of(model.module if isinstance(model, DistributedDataParallel) else model)
+    told = base.config.to_json_string(use_diff=False)
+    section = recipe.model
+    return [section.model_dump(), fingerprint(section), told, mixed_precision, data, recipe.training.seed, split]

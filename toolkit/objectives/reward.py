@@ -33,7 +33,8 @@ def bradley_terry(
 class Reward:
     """The Bradley-Terry loss, summed over the pairs, on a decoder with a linear head of one score.
 
-    A completion's reward is the score of its last token, as transformers' sequence classifiers have it.
+    A completion's reward is the score of its last token that is no padding, as transformers' sequence classifiers have
+    it: where texts are padded with the token that ends them, the token before that one.
     """
 
     unit = "pairs"
@@ -47,16 +48,19 @@ class Reward:
                 "none; name a causal language model in model.name_or_path"
             )
         self._coefficient = center_rewards_coefficient
+        pad_id = base.config.get_text_config().pad_token_id
+        self._pad_id = -1 if pad_id is None else pad_id
         # The completions of a pair share a row, whether pairs share one or not.
         self._causal = CausalLM(model, packed=True)
 
     def count_targets(self, batch: Batch) -> int:
         """Pairs; those that only fill up a held-out batch have no labels, and shared ones count on one rank."""
-        return int(_places(batch)["learned"].sum())
+        return int(_learned(batch).sum())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """As `CausalLM` does, and with `_places`."""
-        return {**self._causal.on_host(batch), **_places(batch)}
+        known = {name: value for name, value in self._causal.on_host(batch).items() if name != "whole_ids"}
+        return {**known, **self._places(batch)}
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
         """As they are."""
@@ -79,13 +83,28 @@ class Reward:
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         if "ends" not in batch:
-            batch = {**batch, **_places(batch)}
+            batch = {**batch, **self._places(batch)}
         chosen, rejected = self.rewards(model, batch).unbind(dim=1)
         losses = bradley_terry(chosen, rejected, batch["margin"], self._coefficient)
         # Filled, not multiplied by 0, which would let a NaN through.
         others = ~batch["learned"]
         figures = _figures(chosen.detach(), rejected.detach()).masked_fill(others, 0.0)
         return losses.masked_fill(others, 0.0).sum(), figures.sum(dim=1)
+
+    def _places(self, batch: Batch) -> Batch:
+        """Where each completion's reward is, (2 P,), see `places_of`; and the pairs that are learned, (P,), bool."""
+        segments, count = batch["segments"], 2 * len(batch["margin"])
+        learned = {"learned": _learned(batch)}
+        if not has_values(segments):
+            return {**any_places(count, batch), **learned}
+        ids, segments = batch.get("whole_ids", batch["input_ids"]).flatten(), segments.flatten()
+        places = torch.arange(len(ids), device=ids.device)
+        lasts = torch.full((count,), -1, device=ids.device)
+        for chosen in (segments >= 0) & (ids != self._pad_id), segments >= 0:
+            found = torch.full_like(lasts, -1).scatter_reduce(0, segments[chosen], places[chosen], "amax")
+            lasts = torch.where(lasts < 0, found, lasts)  # the second time for completions of padding alone
+        length = batch["segments"].shape[1]
+        return {**places_of(lasts // length, lasts % length, batch), **learned}
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss, the pairs, and `figures`."""
@@ -105,14 +124,12 @@ def _figures(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     return torch.stack([(margins > 0).float(), margins, chosen, rejected])
 
 
-def _places(batch: Batch) -> Batch:
-    """Where each completion's last token is, (2 P,), see `places_of`; and the pairs that are learned, (P,), bool."""
+def _learned(batch: Batch) -> torch.Tensor:
+    """The pairs that are learned, (P,), bool."""
     segments, margin = batch["segments"], batch["margin"]
     if not has_values(segments):  # in a trace nobody can know
-        return {**any_places(2 * len(margin), batch), "learned": torch.ones_like(margin, dtype=torch.bool)}
-    lasts = (segments != F.pad(segments[:, 1:], (0, 1), value=-1)) & (segments >= 0)
+        return torch.ones_like(margin, dtype=torch.bool)
     learned = torch.zeros_like(margin, dtype=torch.bool)
     if counts_here(batch):
         learned[segments[batch["labels"] != IGNORED] // 2] = True
-    rows, tokens = lasts.nonzero(as_tuple=True)
-    return {**places_of(rows, tokens, batch), "learned": learned}
+    return learned

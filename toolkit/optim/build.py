@@ -90,7 +90,19 @@ def block_matrices(model: nn.Module, plan: UnitPlan) -> list[nn.Parameter]:
     experts = stacked_experts(base) if hasattr(base, "config") else []
     stacks = {id(base.get_parameter(name)) for name in experts}
     blocks = [model.get_submodule(path) for unit in plan.blocks for path in unit.modules]
-    return [p for block in blocks for p in block.parameters() if p.ndim == 2 or id(p) in stacks]
+    decaying = matrices(model)
+    found = [p for block in blocks for p in block.parameters() if id(p) in decaying]
+    return [p for p in found if p.ndim == 2 or id(p) in stacks]
+
+
+def matrices(model: nn.Module) -> set[int]:
+    """Ids of the parameters of two dimensions and more, without the biases and norms that experts and heads stack."""
+    return {
+        id(parameter)
+        for owner in model.modules()
+        for name, parameter in owner.named_parameters(recurse=False)
+        if parameter.ndim >= 2 and not name.endswith("bias") and "Norm" not in type(owner).__name__
+    }
 
 
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
@@ -113,12 +125,12 @@ def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[s
             f"optimizer.router_{field}: {value} has no effect: no router of the model is trained; remove it"
         )
     rate = {"lr": own["learning_rate"]} if "learning_rate" in own else {}
-    decay = own.get("weight_decay", section.weight_decay)
+    decay, decaying = own.get("weight_decay", section.weight_decay), matrices(model)
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
-        {"params": [p for p in routers if p.ndim >= 2], "weight_decay": decay, **rate},
-        {"params": [p for p in routers if p.ndim < 2], "weight_decay": 0.0, **rate},
+        {"params": [p for p in rest if id(p) in decaying], "weight_decay": section.weight_decay},
+        {"params": [p for p in rest if id(p) not in decaying], "weight_decay": 0.0},
+        {"params": [p for p in routers if id(p) in decaying], "weight_decay": decay, **rate},
+        {"params": [p for p in routers if id(p) not in decaying], "weight_decay": 0.0, **rate},
     ]
     return [group for group in groups if group["params"]]
 

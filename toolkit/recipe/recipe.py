@@ -68,6 +68,8 @@ class Recipe(Section):
                 "training.patience has no effect without training.eval_every_steps: the run is evaluated at its start "
                 "and its end alone; set that, for example training.eval_every_steps=100"
             )
+        if self.checkpoint.keep_best:
+            self._check_keep_best()
         if self.logging.held_out_samples and not self.data.has_validation:
             raise contradiction(
                 "logging.held_out_samples has no effect without data.validation or data.validation_fraction; remove it"
@@ -124,13 +126,23 @@ class Recipe(Section):
         if self.data.targets is not None:
             raise contradiction(f"data.targets has no effect {what}: completions are compared; remove it")
 
+    def _check_keep_best(self) -> None:
+        saved, evaluated = self.checkpoint.every_steps, self.training.eval_every_steps
+        assert saved is not None
+        if evaluated is None or saved % evaluated:
+            found = "is not set" if evaluated is None else f"is {evaluated}"
+            raise contradiction(
+                f"checkpoint.keep_best needs an evaluation of each checkpoint, every {saved} steps, and "
+                f"training.eval_every_steps {found}; set it to {saved}"
+            )
+
     def _check_adapter(self) -> None:
         if self.adapter.kind == "none" and self.export.merge:
             raise contradiction("export.merge has no effect without adapters; remove it, or set adapter.kind=lora")
         if self.adapter.kind != "none" and self.model.add_tokens is not None and not self.export.merge:
             raise contradiction(
                 "model.add_tokens: an adapter fits the embeddings of its base, which have no rows for them; "
-                "set export.merge=true, and adapter.modules_to_save to the embeddings"
+                "set export.merge=true, and adapter.modules_to_save to the embeddings and the head"
             )
         exports_adapter = self.adapter.kind != "none" and self.export.enabled and not self.export.merge
         if exports_adapter and self.model.config is not None:

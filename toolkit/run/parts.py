@@ -21,7 +21,8 @@ from toolkit.data.loader import EpochOrder, TrainLoader, evaluation_batches
 from toolkit.data.samples import Batch, JudgedSamples, LabelledSamples, PairSamples, TextSamples
 from toolkit.data.stream import StreamLoader
 from toolkit.errors import BadInputError, first_line
-from toolkit.model.adapters import base_of, require_mergeable
+from toolkit.model.adapter_checks import require_kept, require_mergeable, require_one_type
+from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of, settle_attention
 from toolkit.model.load import load, load_without_weights
 from toolkit.model.positions import first_position, takes_positions
@@ -123,15 +124,11 @@ class Parts:
 def build_parts(
     accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, resumed: Manifest | None = None
 ) -> Parts:
-    """Tokenizer, data, model, optimizer, in this order; the model is sharded and has its first weights.
-
-    Args:
-        resumed: of the checkpoint that the run goes on from.
-    """
+    """Tokenizer, data, model, optimizer; the model is sharded and has its weights. `resumed`: of the checkpoint."""
     training = recipe.training
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
-    model = _loaded(recipe, tokens, data)
+    model = _loaded(accelerator, recipe, tokens, data)
     data, padded = fitting(recipe, tokens, data, model)
     # The model is on the meta device still: what cannot work ends here, before any weight is read.
     require_room(model, tokens, recipe)
@@ -146,6 +143,7 @@ def build_parts(
     compilation = _prepared(accelerator, model, recipe, plugin)
     optimizer = build_optimizer(model, recipe.optimizer, recipe.sharding.unit_classes)
     model, optimizer = accelerator.prepare(model, optimizer)
+    require_kept(accelerator.unwrap_model(model), recipe.export)
     place_teacher(accelerator, recipe, teacher, plugin)
     # After `prepare`: the model is checked as it is trained, with its kernels and its precision.
     leaks, leak = _check_leaks(accelerator, recipe, model, objective, data, in_16_bits)
@@ -182,10 +180,13 @@ def build_parts(
     )
 
 
-def _loaded(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData) -> nn.Module:
-    """The model on the meta device. Raises BadInputError where there is none, or its export could not be made."""
+def _loaded(
+    accelerator: Accelerator, recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData
+) -> nn.Module:
+    """The model on the meta device. Raises BadInputError where there is none, or it cannot be trained or exported."""
     kind = recipe.objective.kind
     model: nn.Module = load(recipe.model, tokens, recipe.training.seed, data.label_names, recipe.adapter, kind)
+    require_one_type(model, recipe.model.dtype, accelerator.mixed_precision)
     if recipe.export.merge:
         require_mergeable(model)
     if recipe.training.compile and any(quantised_layers(model)):
@@ -262,17 +263,15 @@ def _with_references(
 ) -> TokenisedData:
     """The data with the log-probabilities of the model before its first step, as far as the run's `last` position."""
     tell = Pass(Terminal(quiet=not accelerator.is_main_process), "log-probabilities of the reference")
-    limit = recipe.data.max_validation_samples
     found: dict[str, Any] = {}
     for split, samples in (("train", data.train), ("validation", data.validation)):
         if isinstance(samples, PairSamples | JudgedSamples):
-            precision, seed = accelerator.mixed_precision, recipe.training.seed
-            identity = identity_of(recipe.model, precision, data.fingerprint, seed, split)
+            identity = identity_of(recipe, model, accelerator.mixed_precision, data.fingerprint, split)
             size, cache = recipe.training.micro_batch_size, cache_folder(recipe.data)
             if split == "train":
-                reached = EpochOrder(len(samples), seed, recipe.data.shuffle).first(last)
+                reached = EpochOrder(len(samples), recipe.training.seed, recipe.data.shuffle).first(last)
             else:
-                reached = list(range(len(samples) if limit is None else min(limit, len(samples))))
+                reached = list(range(len(samples))[: recipe.data.max_validation_samples])
             told = (cache, identity, tell, part_of(accelerator, recipe)[2])
             found[split] = with_reference(accelerator, model, objective, samples, reached, size, *told)
     return replace(data, **found)

@@ -261,8 +261,9 @@ def _init_uncast(parameter: Any, policy: MixedPrecisionPolicy) -> None:
 
 def _init_beside_rounded(parameter: Any, policy: MixedPrecisionPolicy) -> None:
     _init_uncast(parameter, policy)
-    # FSDP2 wants one type of all shards of a unit, to which it rounds their gradients, and gathers in the other.
-    parameter.param_dtype, parameter.orig_dtype = parameter.orig_dtype, policy.param_dtype or parameter.orig_dtype
+    # FSDP2 wants one type of all shards of a unit, to which it rounds their gradients. `param_dtype` stays None: what
+    # it casts it copies before it allocates the gather's memory, which is where `before_reading_shards` waits.
+    parameter.orig_dtype = policy.param_dtype or parameter.orig_dtype
 
 
 @torch.no_grad()

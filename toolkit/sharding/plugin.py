@@ -283,8 +283,7 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         """Called by `Accelerator.__init__` once the process state exists."""
         assert self.plugin is not None
         self._require_all_processes()
-        if device_type == "cpu":
-            _let_gloo_finish()
+        _let_gloo_finish(device_type)
         # Here, as `Accelerator.__init__` decides about autocast and gradient scaler next, by the distributed type.
         _enter_state(self.plugin)
         mesh: DeviceMesh | None = self.device_mesh  # type: ignore[has-type]
@@ -384,15 +383,18 @@ def _require_process_group(device_type: str) -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
-def _let_gloo_finish() -> None:
+def _let_gloo_finish(device_type: str | None) -> None:
     """Gives gloo's threads the time to drop the last collective before Python ends, and before the group does.
+
+    GPU ranks have groups of gloo, too, for what the hosts tell each other.
 
     They take the GIL for it. Once Python is finalizing, that aborts the process: "terminate called without an
     active exception" (pytorch/pytorch#190489). With torch 2.13, 10 of 25 pairs of ranks whose last call was a
     barrier died so, and none with this pause. And DDP's reducer, if it is the last to hold the group, ends its
     threads while it holds the GIL, and both wait forever; so the group is held here.
     """
-    _last_group[:] = [dist.group.WORLD]
+    if device_type == "cpu":
+        _last_group[:] = [dist.group.WORLD]
     _pause_at_exit()
 
 

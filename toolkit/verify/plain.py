@@ -21,7 +21,7 @@ from toolkit.model.routers import find_routers
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.teacher import load_teacher
-from toolkit.optim.build import learning_rate_factor
+from toolkit.optim.build import learning_rate_factor, matrices
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.leaks import LeakError, check_leaks
@@ -89,9 +89,10 @@ def plain_loop(
     """AdamW as anybody would write it: one step per window, at the learning rates given."""
     section, limit = recipe.optimizer, recipe.training.max_grad_norm
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decaying = matrices(model)
     groups = [
-        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in named.values() if id(p) in decaying], "weight_decay": section.weight_decay},
+        {"params": [p for p in named.values() if id(p) not in decaying], "weight_decay": 0.0},
     ]
     # Not fused, as the sharded side's is: the two go different ways inside torch.
     optimizer = torch.optim.AdamW(groups, betas=(section.beta1, section.beta2), eps=section.eps, foreach=False)

@@ -14,7 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.errors import BadInputError
-from toolkit.model.adapters import adapter_fact, add_adapter, merged, require_mergeable, state_in_layers, write_adapter
+from toolkit.model.adapter_checks import require_mergeable
+from toolkit.model.adapters import adapter_fact, add_adapter, merged, state_in_layers, write_adapter
 from toolkit.recipe.schema import AdapterSection
 
 ATTENTION = {f"self_attn.{letter}_proj" for letter in "qkvo"}

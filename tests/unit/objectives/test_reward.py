@@ -98,6 +98,23 @@ def test_equals_trl(trainer: Any, coefficient: float | None, with_margin: bool) 
     assert record == pytest.approx({"loss": theirs.item(), "pairs": 6, **found}, rel=1e-4, abs=1e-6)
 
 
+def test_rewards_are_those_that_transformers_gives_where_texts_are_padded_with_their_end(trainer: Any) -> None:
+    """It looks for the last token that is no padding, which then is not the last of a text."""
+    own, config = trainer.model.config.pad_token_id, trainer.model.config
+    ends = [[5, 6, 7, 2], [8, 2, 9], [10, 11, 2, 2], [2, 2]]
+    config.pad_token_id = 2
+    try:
+        batch = batch_of([dict(zip(("chosen_ids", "rejected_ids"), ends[i : i + 2], strict=True)) for i in (0, 2)] * 12)
+        objective = Reward(trainer.model)
+        with torch.no_grad():
+            found = objective.rewards(trainer.model, objective.on_host(batch)).flatten()[:4]
+            expected = [trainer.model(input_ids=torch.tensor([ids])).logits.item() for ids in ends[:3]]
+    finally:
+        config.pad_token_id = own
+    assert found[:3].tolist() == pytest.approx(expected, rel=1e-5)
+    assert found[3].isfinite(), "of padding alone the last token"
+
+
 def test_the_loss_is_its_formula() -> None:
     chosen, rejected, margin = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 3.0]), torch.tensor([0.25, 0.0])
     expected = [math.log(1 + math.exp(-0.25)) + 0.1 * 1.5**2, math.log(1 + math.exp(5.0)) + 0.1]

@@ -12,7 +12,12 @@ import torch
 from moe import mixture
 from tiny import llama
 from torch import nn
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
 
 from toolkit.errors import BadInputError
 from toolkit.optim.build import QUANTISED, build_optimizer, build_schedule, learning_rate_factor, parameter_groups
@@ -170,3 +175,28 @@ def test_a_gradient_scaler_skips_the_whole_step_of_muon() -> None:
     muon = build_optimizer(model, OptimizerSection(kind="muon", learning_rate=1.0))
     assert muon._step_supports_amp_scaling is False
     assert '"_step_supports_amp_scaling"' in inspect.getsource(torch.amp.GradScaler.step)
+
+
+def test_biases_and_norms_of_two_dimensions_are_no_matrices() -> None:
+    """GPT-OSS stacks the biases of its experts, Cohere the norms of its heads."""
+    gpt_oss = mixture("gpt_oss")
+    cohere = CohereForCausalLM(
+        CohereConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_qk_norm=True,
+            pad_token_id=0,
+        )
+    )
+    for model, odd in (gpt_oss, "proj_bias"), (cohere, "_norm.weight"):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        assert any(odd in names[id(p)] and p.ndim == 2 for p in model.parameters())
+        for kind in ("adamw", "muon"):
+            section = OptimizerSection(kind=kind, learning_rate=0.1, weight_decay=0.1)
+            for group in build_optimizer(model, section).param_groups:
+                decayed = group["weight_decay"] > 0 or group.get("muon", False)
+                assert {odd in names[id(p)] for p in group["params"]} <= ({False} if decayed else {True, False})

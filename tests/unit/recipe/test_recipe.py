@@ -181,6 +181,16 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
         (["data.train={path: a.jsonl, split: train}"], "no effect on the files"),
         (["export.enabled=false", "export.dtype=float16"], "no effect with export.enabled: false"),
         (["checkpoint.keep_best=true"], "checkpoint.keep_best"),
+        (["checkpoint.keep_best=true", "checkpoint.every_steps=4"], "eval_every_steps is not set; set it to 4"),
+        (
+            [
+                "checkpoint.keep_best=true",
+                "checkpoint.every_steps=3",
+                "data.validation_fraction=0.1",
+                "training.eval_every_steps=2",
+            ],
+            "eval_every_steps is 2; set it to 3",
+        ),
         (
             ["checkpoint.every_steps=5", "checkpoint.keep_last=null", "checkpoint.keep_every=10"],
             "checkpoint.keep_every",

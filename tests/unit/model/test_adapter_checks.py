@@ -1,0 +1,80 @@
+"""What adapters would do wrong: refused before a run trains, or mended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_expert_adapters import adapt
+from tiny import llama
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from toolkit.errors import BadInputError
+from toolkit.model.adapter_checks import require_kept, require_mergeable, require_one_type
+from toolkit.model.adapters import adapters_off
+from toolkit.model.load import NoTokens, load
+from toolkit.model.routers import find_routers
+from toolkit.recipe.schema import AdapterSection, ExportSection, ModelSection
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "modules_to_save"),
+    ],
+)
+def test_shared_weights_of_which_one_user_is_trained_are_not_merged(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadInputError, match=rf"export\.merge: .*adapter\.{field}"):
+        require_mergeable(adapt(llama(tie_word_embeddings=True), **fields))
+    require_mergeable(adapt(llama(tie_word_embeddings=False), **fields))
+    both = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    require_mergeable(adapt(llama(tie_word_embeddings=True), **both))
+
+
+def test_modules_that_are_trained_whole_need_one_type() -> None:
+    adapted = adapt(llama(), target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with pytest.raises(BadInputError, match=r"lm_head is trained in float32 .*training\.mixed_precision=bf16"):
+        require_one_type(adapted, "bfloat16", "no")
+    require_one_type(adapted, "bfloat16", "bf16")
+    require_one_type(adapted, "float32", "no")
+    require_one_type(adapt(llama(), target_modules=["q_proj"]), "bfloat16", "no")
+
+
+def test_weights_that_are_drawn_have_to_be_in_the_adapter() -> None:
+    adapted = adapt(llama(), target_modules=["q_proj"], modules_to_save=["lm_head"])
+    adapted.get_base_model().fit = SimpleNamespace(drawn=["lm_head.weight"])
+    require_kept(adapted, ExportSection())
+    adapted.get_base_model().fit = SimpleNamespace(drawn=["bert.pooler.dense.weight", "model.norm.weight"])
+    with pytest.raises(BadInputError, match=r"drawn at random.*adapter\.modules_to_save=\[norm, pooler\]"):
+        require_kept(adapted, ExportSection())
+    require_kept(adapted, ExportSection(merge=True))
+
+
+def test_dora_begins_at_the_base_where_a_transposed_weight_is_square(tmp_path: Any) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(tmp_path)
+    adapter = AdapterSection(kind="lora", target_modules=["c_proj"], use_dora=True)
+    model: Any = load(ModelSection(name_or_path=str(tmp_path)), NoTokens(), 0, None, adapter)
+    model.materialize_weights()
+    model.eval()
+    ids = torch.arange(1, 17)[None]
+    with torch.no_grad():
+        adapted = model(input_ids=ids).logits
+        with adapters_off(model):
+            plain = model(input_ids=ids).logits
+    torch.testing.assert_close(adapted, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_router_that_is_trained_whole_is_one_router() -> None:
+    from moe import mixture
+
+    plain = mixture("qwen3_moe")
+    count = len(find_routers(plain))
+    adapted = adapt(plain, target_modules=["q_proj"], modules_to_save=["gate"])
+    routers = find_routers(adapted)
+    assert len(routers) == count > 0
+    assert all(isinstance(router.module, nn.Module) and ".original_module" not in router.path for router in routers)

@@ -1,0 +1,63 @@
+"""What adapters cannot be trained, exported or merged with, told before a run trains."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from toolkit import ranks
+from toolkit.errors import BadInputError
+from toolkit.model.adapters import base_name, base_of, has_adapter, trained_names
+from toolkit.model.values import some
+from toolkit.recipe.schema import ExportSection
+
+
+def require_mergeable(model: nn.Module) -> None:
+    """Raises BadInputError where merging would change more than what was trained."""
+    if not has_adapter(model):
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    base = base_of(model)
+    if not base.config.get_text_config().tie_word_embeddings:
+        return
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    for one, other, name in (embedding, "the head", "the input embeddings"), (head, "the input embeddings", "the head"):
+        if isinstance(one, BaseTunerLayer):
+            raise BadInputError(
+                f"export.merge: the adapter of {name} cannot be merged, as {other} shares their weights and has no "
+                f"adapter; set export.merge=false, or leave {name} out of adapter.target_modules"
+            )
+    if isinstance(embedding, AuxiliaryTrainingWrapper) and not isinstance(head, AuxiliaryTrainingWrapper):
+        raise BadInputError(
+            "export.merge: the input embeddings are trained whole and the head, which shares their weights, is not; "
+            "name both in adapter.modules_to_save, for example [embed_tokens, lm_head]"
+        )
+
+
+def require_one_type(model: nn.Module, dtype: str, mixed_precision: str) -> None:
+    """Raises BadInputError where modules that are trained whole, in float32, would meet the base's 16 bits."""
+    if not has_adapter(model):
+        return
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    whole = [name for name, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+    if whole and dtype != "float32" and mixed_precision == "no":
+        raise BadInputError(
+            f"training.mixed_precision: {base_name(whole[0])} is trained in float32 beside a base in 16 bits; set "
+            "training.mixed_precision=bf16, or model.dtype=float32"
+        )
+
+
+def require_kept(model: nn.Module, export: ExportSection) -> None:
+    """Raises BadInputError where an adapter would not hold all that was drawn at random. Collective."""
+    if not has_adapter(model) or not export.enabled or export.merge:
+        return
+    drawn = ranks.on_first_rank(lambda: base_of(model).fit.drawn)
+    lost = [name for name in drawn if name not in {base_name(kept) for kept in trained_names(model)}]
+    if lost:
+        modules = sorted({"pooler" if ".pooler." in f".{name}" else name.split(".")[-2] for name in lost})
+        raise BadInputError(
+            f"adapter.modules_to_save: {some(lost)} of the base are drawn at random, and an adapter alone would not "
+            f"hold them; set adapter.modules_to_save=[{', '.join(modules)}], or export.merge=true"
+        )
