@@ -222,6 +222,9 @@ def test_the_checkpoint_holds_what_was_saved(others: dict[str, Any], folder: Pat
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     assert model.peft_config["default"].use_dora
+    for place in (tmp_path / "adapter", folder / "whole/export"):
+        told = json.loads((place / "adapter_config.json").read_text())
+        assert told["base_model_name_or_path"] == str(folder / "model"), "where the base's weights are"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

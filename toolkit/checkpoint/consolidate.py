@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import tempfile
 import uuid
@@ -118,11 +119,16 @@ def _put(unfinished: Path, to: Path) -> None:
 
 @dataclass(frozen=True)
 class Exported:
-    """An export of a checkpoint: its folder, the step, and the difference of logits, if it was looked for."""
+    """An export of a checkpoint: its folder, the step, and the difference of logits, if it was looked for.
+
+    Attributes:
+        is_adapter: it is not a whole model.
+    """
 
     folder: Path
     step: int
     logits_difference: float | None
+    is_adapter: bool = False
 
 
 def export_run(
@@ -160,7 +166,8 @@ def export_run(
     folder = _last(run) if checkpoint is None else step_folder(run, checkpoint)
     manifest = read_checkpoint(folder)
     settings = ExportSettings(getattr(torch, dtype), int(max_shard_gib * GIB), average=average)
-    return Exported(to, manifest.step, export_checkpoint(run, folder, manifest, to, settings, verify))
+    difference = export_checkpoint(run, folder, manifest, to, settings, verify)
+    return Exported(to, manifest.step, difference, manifest.recipe["adapter"]["kind"] != "none")
 
 
 def _export_stored(
@@ -170,7 +177,8 @@ def _export_stored(
     last = latest(store) if step is None else look_at(step_folder(store, step))
     if last is None or last.manifest is None or last.problem is not None:
         found = "it has none" if last is None else f"{last.folder.name}: {last.problem}"
-        raise BadInputError(f"{str(store)!r} has no such whole checkpoint ({found}); see toolkit checkpoints {store}")
+        shown = shlex.quote(str(store))
+        raise BadInputError(f"{str(store)!r} has no such whole checkpoint ({found}); see toolkit checkpoints {shown}")
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as folder:
         run = Path(folder)
@@ -189,7 +197,9 @@ def _last(run: Path) -> Path:
     """The folder of the last whole checkpoint."""
     last = latest(run)
     if last is None:
-        raise BadInputError(f"{str(run)!r} has no whole checkpoint; see toolkit checkpoints {run}")
+        if not run.is_dir():
+            raise BadInputError(f"there is no folder {str(run)!r}; name that of a run")
+        raise BadInputError(f"{str(run)!r} has no whole checkpoint; see toolkit checkpoints {shlex.quote(str(run))}")
     return step_folder(run, last.step)
 
 

@@ -37,7 +37,7 @@ def require_same_run(saved: dict[str, Any], now: dict[str, Any], place: str) -> 
     """Raises BadInputError, listing the differences, where a recipe differs in what matters."""
     old, new = _flat(saved), _flat(now)
     differences = [
-        f"  - {key}: {old.get(key, 'unset')!r} there, {new.get(key, 'unset')!r} now"
+        f"  - {key}: {_shown(old.get(key, 'unset'))} there, {_shown(new.get(key, 'unset'))} now"
         for key in sorted(old.keys() | new.keys())
         if _matters(key) and old.get(key) != new.get(key)
     ]
@@ -45,8 +45,13 @@ def require_same_run(saved: dict[str, Any], now: dict[str, Any], place: str) -> 
         listed = "\n".join(differences)
         raise BadInputError(
             f"checkpoint.resume: {place} is of another run:\n{listed}\n"
-            "undo these changes, or start anew with another training.output_dir or checkpoint.resume=never"
+            "undo these changes, or start anew with another training.output_dir"
         )
+
+
+def _shown(value: Any) -> str:
+    """As YAML has it."""
+    return value if value == "unset" else json.dumps(value, ensure_ascii=False)
 
 
 def same_run(saved: Path, now: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,4 +77,4 @@ def copy_config(
     """Copy a shipped Accelerate config to edit it."""
     target = new_yaml(path, find_config(name))
     shutil.copyfile(find_config(name), target)
-    print(f"{target}: a copy of {name}. Use it: toolkit train RECIPE --config {target}")
+    print(f"{target}: a copy of {name}. Use it: toolkit train RECIPE --config {shlex.quote(str(target))}")

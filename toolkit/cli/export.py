@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.arguments import AsJson, RunPlace, parse_dtype
+from toolkit.errors import BadInputError
 from toolkit.recipe.schema import ExportSection
 
 MAX_SHARD_GIB = ExportSection().max_shard_gib
@@ -39,6 +40,8 @@ def export(
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder, in one process, with one of its files in memory at a time."""
     type_name = parse_dtype(dtype)
+    if not max_shard_gib > 0:
+        raise BadInputError(f"--max-shard-gib: found {max_shard_gib:g}; allowed: a number greater than 0")
     from toolkit.checkpoint.consolidate import export_run
 
     done = export_run(run, to, checkpoint, type_name, check, max_shard_gib, average)
@@ -46,5 +49,6 @@ def export(
         print(json.dumps({**dataclasses.asdict(done), "folder": str(done.folder), "dtype": type_name}, indent=1))
         return
     difference = done.logits_difference
-    checked = "" if difference is None else f"; logits differ by {difference:.1e} of the largest"
+    compared = f"; logits differ by {difference:.1e} of the largest" if difference is not None else ""
+    checked = "; an adapter, whose logits were not compared" if done.is_adapter and check else compared
     print(f"{to}: step {done.step} in {type_name}{checked}")

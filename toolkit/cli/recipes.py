@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +50,7 @@ def copy_recipe(
     source = find_recipe(name)
     target = new_yaml(path, source)
     target.write_text(_with_absolute_files(source), encoding="utf-8")
-    print(f"{target}: a copy of {name}. Train it: toolkit train {target}")
+    print(f"{target}: a copy of {name}. Train it: toolkit train {shlex.quote(str(target))}")
 
 
 def new_yaml(path: Path, source: Path) -> Path:

@@ -156,7 +156,8 @@ class Layout:
             if str(row.get(column)).lower() in ("true", "false"):
                 raise DataError(
                     f"data: rows are judged good or bad one by one ({column}: {row[column]}), as for KTO; set "
-                    f"objective.kind=kto, or keep only the good rows and remove the column {column}"
+                    "objective.kind=kto (toolkit init: --method kto), or keep only the good rows and remove the "
+                    f"column {column}"
                 )
 
     def _labelled(self, values: dict[str, Any]) -> Labelled:

@@ -137,7 +137,7 @@ def too_many_long(field: str, lengths: Any, num_rows: int, num_long: int, max_le
     return (
         f"{field}: {num_long:,} of {num_rows:,} rows ({share:.1%}) are longer than data.max_length, {max_length} "
         f"tokens; the longest has {int(lengths.max()):,}, and 99 % have at most {p99:,}. Raise data.max_length, or "
-        "choose what happens to them: data.long_rows=drop, truncate or split"
+        "choose what happens to them: data.long_rows=drop, or truncate or split where the objective allows it"
     )
 
 

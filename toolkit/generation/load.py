@@ -6,6 +6,7 @@ torch and transformers are imported once the source is known to hold a model.
 from __future__ import annotations
 
 import json
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ def find_model(source: str) -> Place:
     if any((folder / name).exists() for name in ("recipe.yaml", "checkpoints", "metrics.jsonl")):
         raise BadInputError(
             f"{source!r}: the run has no export; make one of its last checkpoint: "
-            f"toolkit export {source} --to {folder / 'export'}"
+            f"{shlex.join(['toolkit', 'export', source, '--to', str(folder / 'export')])}"
         )
     raise BadInputError(
         f"{source!r} holds neither a model (config.json), nor an adapter (adapter_config.json), nor a run "

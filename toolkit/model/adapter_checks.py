@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from toolkit import ranks
@@ -49,11 +51,11 @@ def require_one_type(model: nn.Module, dtype: str, mixed_precision: str) -> None
         )
 
 
-def require_kept(model: nn.Module, export: ExportSection) -> None:
+def require_kept(model: Any, export: ExportSection) -> None:
     """Raises BadInputError where an adapter would not hold all that was drawn at random. Collective."""
     if not has_adapter(model) or not export.enabled or export.merge:
         return
-    drawn = ranks.on_first_rank(lambda: base_of(model).fit.drawn)
+    drawn: list[str] = ranks.on_first_rank(lambda: model.fit.drawn)
     lost = [name for name in drawn if name not in {base_name(kept) for kept in trained_names(model)}]
     if lost:
         modules = sorted({"pooler" if ".pooler." in f".{name}" else name.split(".")[-2] for name in lost})

@@ -100,6 +100,7 @@ def add_adapter(
             f"adapter.target_modules: {section.target_modules!r} cannot be adapted: {first_line(error)}. "
             f"Name some of {_linear_names(model)}"
         ) from error
+    adapted.peft_config[NAME].base_model_name_or_path = base  # peft takes the place of its configuration
     hold_by_expert(adapted, NAME)
     for parameter in adapted.parameters():
         if parameter.requires_grad:

@@ -183,6 +183,10 @@ def _settings(
     """Auto class, configuration, settings of its constructor, and the rows that its embeddings need."""
     if model.name_or_path is not None:
         require_folder(model.name_or_path, "model.name_or_path")
+        if model.revision is not None and Path(model.name_or_path).expanduser().is_dir():
+            raise BadInputError(
+                f"model.revision: {model.revision!r} has no effect on the folder {model.name_or_path!r}; remove it"
+            )
     config = _configuration(model, tokenizer)
     if label_names is not None:
         _name_labels(config, label_names, tokenizer)

@@ -90,6 +90,34 @@ def check_leaks(
     return found
 
 
+@torch.no_grad()
+def check_causal(
+    model: nn.Module, inner: nn.Module, objective: Objective, device: torch.device, in_16_bits: bool
+) -> None:
+    """Tries whether a token's logits depend on later ones, where the configuration leaves that open. All ranks call it.
+
+    Those of encoders do unless `is_decoder` is set: the loss would be taken of tokens that the model sees.
+
+    Raises:
+        BadInputError: where they do.
+    """
+    config = base_of(inner).config.get_text_config()
+    if getattr(config, "is_decoder", True):
+        return  # no encoder can be told from it, or it is set
+    was_training = model.training
+    model.eval()
+    ids = torch.arange(1, 17, device=device)[None] % config.vocab_size
+    other = ids.clone()
+    other[0, -1] = (ids[0, -1] + 1) % config.vocab_size
+    one, two = (objective.logits(model, {"input_ids": each})[0, :-1].float() for each in (ids, other))
+    model.train(was_training)
+    if relative_difference(two, one) > TOLERANCE[in_16_bits][0]:
+        raise BadInputError(
+            f"model.name_or_path: in {class_name(base_of(inner))} the logits of a token depend on later tokens, so it "
+            "would see what it is to predict; set is_decoder to true in its config.json, or name a decoder"
+        )
+
+
 def _numbers(samples: TextSamples, micro_batch_size: int) -> list[int] | None:
     """A micro-batch whose first sample holds several documents, the last of them as long as there is."""
     looked_at = range(min(SAMPLES, len(samples)))

@@ -43,7 +43,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import NEXT_TOKEN, steps_of_run
 from toolkit.run.accelerator import checkpointing_of, compilation_of
 from toolkit.run.by_block import Accumulation, accumulation_of
-from toolkit.run.leaks import LeakError, check_leaks
+from toolkit.run.leaks import LeakError, check_causal, check_leaks
 from toolkit.run.sequence import check_parts, part_of, share_rows
 from toolkit.run.teacher import asked_teacher, check_teacher, place_teacher
 from toolkit.sharding.apply import prepare_blocks
@@ -411,6 +411,8 @@ def _check_leaks(
 
     Raises BadInputError where they leak and the recipe asks for them.
     """
+    if recipe.objective.kind in (*NEXT_TOKEN, "preference", "kto") and recipe.sharding.sequence == 1:
+        check_causal(model, accelerator.unwrap_model(model), objective, accelerator.device, in_16_bits)
     if not isinstance(data.train, TextSamples) or not data.train.packed:
         return None, None
     found, leak = None, None

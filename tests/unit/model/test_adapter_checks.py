@@ -46,9 +46,9 @@ def test_modules_that_are_trained_whole_need_one_type() -> None:
 
 def test_weights_that_are_drawn_have_to_be_in_the_adapter() -> None:
     adapted = adapt(llama(), target_modules=["q_proj"], modules_to_save=["lm_head"])
-    adapted.get_base_model().fit = SimpleNamespace(drawn=["lm_head.weight"])
+    adapted.fit = SimpleNamespace(drawn=["lm_head.weight"])
     require_kept(adapted, ExportSection())
-    adapted.get_base_model().fit = SimpleNamespace(drawn=["bert.pooler.dense.weight", "model.norm.weight"])
+    adapted.fit = SimpleNamespace(drawn=["bert.pooler.dense.weight", "model.norm.weight"])
     with pytest.raises(BadInputError, match=r"drawn at random.*adapter\.modules_to_save=\[norm, pooler\]"):
         require_kept(adapted, ExportSection())
     require_kept(adapted, ExportSection(merge=True))
@@ -67,6 +67,13 @@ def test_dora_begins_at_the_base_where_a_transposed_weight_is_square(tmp_path: A
         with adapters_off(model):
             plain = model(input_ids=ids).logits
     torch.testing.assert_close(adapted, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_folder_has_no_revisions(tmp_path: Any) -> None:
+    llama().save_pretrained(tmp_path)
+    section = ModelSection(name_or_path=str(tmp_path), revision="main")
+    with pytest.raises(BadInputError, match=r"model\.revision: 'main' has no effect on the folder"):
+        load(section, NoTokens(), 0)
 
 
 def test_a_router_that_is_trained_whole_is_one_router() -> None:

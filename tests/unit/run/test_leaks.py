@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from toolkit.data.samples import TextSamples
 from toolkit.errors import BadInputError
 from toolkit.model.document_attention import BY_DOCUMENT, register_by_document
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.run.leaks import check_leaks
+from toolkit.run.leaks import check_causal, check_leaks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -161,3 +162,20 @@ def test_padded_rows_have_the_gradients_of_the_rows_alone() -> None:
     objective = CausalLM(model, packed=False)
     found = torch.stack([objective.loss_sum(model, samples.batch([i, i + 1])) for i in (0, 2, 4)]).sum()
     assert found.item() == pytest.approx(alone(model, rows).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_an_encoder_is_no_causal_model(is_decoder: bool) -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    config = RobertaConfig(**sizes, vocab_size=91, max_position_embeddings=64, is_decoder=is_decoder, pad_token_id=1)
+    model = RobertaForCausalLM(config)
+    with nullcontext() if is_decoder else pytest.raises(BadInputError, match=r"depend on later tokens.*is_decoder"):
+        check_causal(model, model, CausalLM(model, packed=False), torch.device("cpu"), in_16_bits=False)
+    assert model.training
+    other = llama()  # whose configuration knows no such word
+    check_causal(other, other, CausalLM(other, packed=False), torch.device("cpu"), in_16_bits=False)
