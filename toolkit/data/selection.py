@@ -114,7 +114,7 @@ def problems_of(rows: Rows) -> dict[int, str]:
 def _without_class(rows: Rows, label_names: list[str], dropped: dict[int, str]) -> dict[int, str]:
     known = set(label_names)
     return {
-        row: "the label is not one of the classes"
+        row: NO_CLASS
         for row, (label, tags) in enumerate(zip(rows.labels(), rows.tags(), strict=True))
         if row not in dropped and not known.issuperset(tags or [label])
     }
@@ -141,11 +141,15 @@ def too_many_long(field: str, lengths: Any, num_rows: int, num_long: int, max_le
     )
 
 
+NO_CLASS = "the label is not one of the classes"
+
+
 def nothing_left(field: str, rows: Rows, dropped: dict[int, str]) -> str:
     """The error's text where no row is left: the reasons, and the first rows of each."""
+    names = "the names in objective.labels, " if NO_CLASS in dropped.values() else ""
     return (
         f"{field}: none of its {len(rows):,} rows can be trained on. {reasons_in_words(_listed(rows, dropped))}. "
-        "Correct them, or name other columns in data.columns"
+        f"Correct them, {names}or name other columns in data.columns"
     )
 
 

@@ -141,14 +141,15 @@ def apply_overrides(
 def _parsed(texts: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str]]:
     """Key and value of each `section.key=value`; and a line for each text that is none."""
     pairs, problems = [], []
-    for text in texts:
+    for text in [texts] if isinstance(texts, str) else texts:
         key, equals, raw = text.partition("=")
         key = key.strip()
         if not equals or not key:
             problems.append(f"override {text!r}: expected key.sub=value, for example training.max_steps=50")
             continue
         try:
-            pairs.append((key, _yaml_value(raw)))
+            # A glob; for YAML it would be an alias, of which one value has none.
+            pairs.append((key, raw if raw.startswith("*") else _yaml_value(raw)))
         except NOT_YAML as error:
             problems.append(f"override {text!r}: the value is not readable as YAML: {error}. {YAML_HINT}")
     return pairs, problems

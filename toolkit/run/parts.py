@@ -412,7 +412,7 @@ def _check_leaks(
     Raises BadInputError where they leak and the recipe asks for them.
     """
     if recipe.objective.kind in (*NEXT_TOKEN, "preference", "kto") and recipe.sharding.sequence == 1:
-        check_causal(model, accelerator.unwrap_model(model), objective, accelerator.device, in_16_bits)
+        check_causal(model, accelerator.unwrap_model(model), objective, accelerator.device)
     if not isinstance(data.train, TextSamples) or not data.train.packed:
         return None, None
     found, leak = None, None

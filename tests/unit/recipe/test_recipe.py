@@ -53,6 +53,9 @@ def test_overrides_replace_and_are_named_as_origin(tmp_path: Path) -> None:
     recipe = Recipe.load(path, ["training.max_steps=null", "training.num_epochs=2", "optimizer.learning_rate=3e-4"])
     assert (recipe.training.max_steps, recipe.training.num_epochs) == (None, 2.0)
     assert recipe.origins()["optimizer.learning_rate"] == (3e-4, "override")
+    assert Recipe.load(path, "training.max_steps=7").training.max_steps == 7, "a single one"
+    globbed = Recipe.load(path, ["data.train=*.jsonl"])
+    assert [source.path for source in globbed.data.train] == ["*.jsonl"], "no alias"
 
 
 @pytest.mark.parametrize(

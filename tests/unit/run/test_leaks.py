@@ -175,7 +175,7 @@ def test_an_encoder_is_no_causal_model(is_decoder: bool) -> None:
     config = RobertaConfig(**sizes, vocab_size=91, max_position_embeddings=64, is_decoder=is_decoder, pad_token_id=1)
     model = RobertaForCausalLM(config)
     with nullcontext() if is_decoder else pytest.raises(BadInputError, match=r"depend on later tokens.*is_decoder"):
-        check_causal(model, model, CausalLM(model, packed=False), torch.device("cpu"), in_16_bits=False)
+        check_causal(model, model, CausalLM(model, packed=False), torch.device("cpu"))
     assert model.training
     other = llama()  # whose configuration knows no such word
-    check_causal(other, other, CausalLM(other, packed=False), torch.device("cpu"), in_16_bits=False)
+    check_causal(other, other, CausalLM(other, packed=False), torch.device("cpu"))
