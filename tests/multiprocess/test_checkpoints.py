@@ -305,6 +305,8 @@ def test_export_of_a_checkpoint_is_the_runs_own(finished_run: Path, tmp_path: Pa
     assert all(torch.equal(exported[name], own[name]) for name in own)
     assert AutoTokenizer.from_pretrained(tmp_path / "last").vocab_size > 0
 
+    refused = call("export", finished_run, "--to", tmp_path / "none", "--max-shard-gib", 0)
+    assert "--max-shard-gib: found 0; allowed" in str(refused.exception)
     done = call("export", finished_run, "--checkpoint", 3, "--dtype", "bf16", "--to", tmp_path / "third", "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)

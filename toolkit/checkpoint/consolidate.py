@@ -122,13 +122,13 @@ class Exported:
     """An export of a checkpoint: its folder, the step, and the difference of logits, if it was looked for.
 
     Attributes:
-        is_adapter: it is not a whole model.
+        is_adapter: without its base, and then its logits are not compared.
     """
 
     folder: Path
     step: int
     logits_difference: float | None
-    is_adapter: bool = False
+    is_adapter: bool
 
 
 def export_run(
@@ -154,10 +154,12 @@ def export_run(
         average: export the averaged weights (`training.ema`) where the checkpoint has them; otherwise the last ones.
 
     Raises:
-        BadInputError: no such checkpoint, one that is damaged, or a folder that exists.
+        BadInputError: no such checkpoint, one that is damaged, files of no size, or a folder that exists.
         ExportError: where the export gives other logits.
     """
     to = Path(to)
+    if not max_shard_gib > 0:
+        raise BadInputError(f"--max-shard-gib: found {max_shard_gib:g}; allowed: a number greater than 0")
     if is_store(str(run)):
         return _export_stored(StorePath(str(run)), to, checkpoint, dtype, verify, max_shard_gib, average)
     run = Path(run)

@@ -169,18 +169,17 @@ class RunCheckpoints:
         if manifest.data != self._data:
             raise BadInputError(
                 f"{str(folder)!r}: the content of data.train, or the tokenizer, has changed since, or another version "
-                "of the toolkit reads the rows otherwise; undo that, or start anew with another training.output_dir or "
-                "checkpoint.resume=never"
+                "of the toolkit reads the rows otherwise; undo that, or start anew with another training.output_dir"
             )
         if manifest.base is not None and manifest.base != base_fingerprint(self._model):
             raise BadInputError(
                 f"{str(folder)!r}: the adapters were trained on other weights than those of model.name_or_path as they "
-                "are now; name that base, or start anew with another training.output_dir or checkpoint.resume=never"
+                "are now; name that base, or start anew with another training.output_dir"
             )
         if manifest.teacher != self._teacher:
             raise BadInputError(
                 f"{str(folder)!r}: its run learned from other weights than those of objective.teacher as they are now; "
-                "name that teacher, or start anew with another training.output_dir or checkpoint.resume=never"
+                "name that teacher, or start anew with another training.output_dir"
             )
         try:
             self._restore(folder, manifest, trainer, schedule, num_positions)

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.arguments import AsJson, RunPlace, parse_dtype
-from toolkit.errors import BadInputError
 from toolkit.recipe.schema import ExportSection
 
 MAX_SHARD_GIB = ExportSection().max_shard_gib
@@ -40,15 +39,15 @@ def export(
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder, in one process, with one of its files in memory at a time."""
     type_name = parse_dtype(dtype)
-    if not max_shard_gib > 0:
-        raise BadInputError(f"--max-shard-gib: found {max_shard_gib:g}; allowed: a number greater than 0")
     from toolkit.checkpoint.consolidate import export_run
 
     done = export_run(run, to, checkpoint, type_name, check, max_shard_gib, average)
     if as_json:
         print(json.dumps({**dataclasses.asdict(done), "folder": str(done.folder), "dtype": type_name}, indent=1))
         return
-    difference = done.logits_difference
-    compared = f"; logits differ by {difference:.1e} of the largest" if difference is not None else ""
-    checked = "; an adapter, whose logits were not compared" if done.is_adapter and check else compared
+    checked = ""
+    if done.logits_difference is not None:
+        checked = f"; logits differ by {done.logits_difference:.1e} of the largest"
+    elif check and done.is_adapter:
+        checked = "; an adapter, whose logits were not compared"
     print(f"{to}: step {done.step} in {type_name}{checked}")

@@ -89,7 +89,7 @@ def train(
 
 
 def _require_inputs(recipe: Recipe) -> None:
-    """Raises BadInputError for a file or folder that is not there, for which ranks have to import everything first."""
+    """Raises BadInputError for a missing file or folder: ranks would find that only after ten seconds of imports."""
     for field, name in (
         ("model.name_or_path", recipe.model.name_or_path),
         ("model.tokenizer", recipe.model.tokenizer),

@@ -17,7 +17,11 @@ TABLES = (".parquet", ".arrow")
 
 
 def paths_of(data: DataSection) -> list[str]:
-    """Every file that a recipe reads, by its path; what is no file stands for itself."""
+    """Every file that a recipe reads, by its path; what is no file stands for itself.
+
+    Raises:
+        DataError: where one is missing, empty or of no known kind.
+    """
     found = []
     for field, sections in (("data.train", data.train), ("data.validation", data.validation or [])):
         for section in sections:

@@ -1,4 +1,4 @@
-"""What adapters cannot be trained, exported or merged with, told before a run trains."""
+"""Adapters that a run could not train, export or merge correctly, refused before it trains."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from toolkit.recipe.schema import ExportSection
 
 def require_mergeable(model: nn.Module) -> None:
     """Raises BadInputError where merging would change more than what was trained."""
-    if not has_adapter(model):
-        return
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -39,12 +37,12 @@ def require_mergeable(model: nn.Module) -> None:
 
 def require_one_type(model: nn.Module, dtype: str, mixed_precision: str) -> None:
     """Raises BadInputError where modules that are trained whole, in float32, would meet the base's 16 bits."""
-    if not has_adapter(model):
+    if not has_adapter(model) or dtype == "float32" or mixed_precision != "no":
         return
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     whole = [name for name, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)]
-    if whole and dtype != "float32" and mixed_precision == "no":
+    if whole:
         raise BadInputError(
             f"training.mixed_precision: {base_name(whole[0])} is trained in float32 beside a base in 16 bits; set "
             "training.mixed_precision=bf16, or model.dtype=float32"
@@ -56,7 +54,8 @@ def require_kept(model: Any, export: ExportSection) -> None:
     if not has_adapter(model) or not export.enabled or export.merge:
         return
     drawn: list[str] = ranks.on_first_rank(lambda: model.fit.drawn)
-    lost = [name for name in drawn if name not in {base_name(kept) for kept in trained_names(model)}]
+    held = {base_name(name) for name in trained_names(model)}
+    lost = [name for name in drawn if name not in held]
     if lost:
         modules = sorted({"pooler" if ".pooler." in f".{name}" else name.split(".")[-2] for name in lost})
         raise BadInputError(

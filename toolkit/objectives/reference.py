@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from toolkit import ranks
 from toolkit.data.cache import digest
@@ -119,8 +118,10 @@ def identity_of(recipe: Recipe, model: nn.Module, mixed_precision: str, data: st
     """All that decides a reference: the model, its weights and configuration, the precision, the rows. Collective.
 
     A name of the hub stands for other weights once its branch has moved.
+
+    Args:
+        model: without what wraps it.
     """
-    base = base_of(model.module if isinstance(model, DistributedDataParallel) else model)
-    told = base.config.to_json_string(use_diff=False)
+    told = base_of(model).config.to_json_string(use_diff=False)
     section = recipe.model
     return [section.model_dump(), fingerprint(section), told, mixed_precision, data, recipe.training.seed, split]

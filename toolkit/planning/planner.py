@@ -27,6 +27,7 @@ from toolkit.sharding.offload.executors import stream_bytes
 from toolkit.sharding.offload.host import plan_host
 from toolkit.sharding.offload.probe import STREAM_SHARE
 from toolkit.sharding.offload.state import STAGING_BUFFERS
+from toolkit.sharding.units import stacked_experts
 
 Verdict = Literal["fits", "tight", "no"]
 
@@ -135,7 +136,8 @@ class Planner:
             except BadInputError:
                 raise
             except Exception as error:  # a model may do anything
-                cure = "; experts in float32 are planned with transformers 5.23 or later" if lacks_products() else ""
+                hampered = lacks_products() and stacked_experts(self.workload.model)
+                cure = "; experts in float32 are planned with transformers 5.23 or later" if hampered else ""
                 raise UnplannableError(
                     f"{type(self.workload.model).__name__} cannot run on tensors without values, so it cannot be "
                     f"planned: {in_words(error)}{cure}"

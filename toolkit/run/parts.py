@@ -124,7 +124,7 @@ class Parts:
 def build_parts(
     accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, resumed: Manifest | None = None
 ) -> Parts:
-    """Tokenizer, data, model, optimizer; the model is sharded and has its weights. `resumed`: of the checkpoint."""
+    """Tokenizer, data, sharded model and optimizer of a run. `resumed`: of the checkpoint that it resumes from."""
     training = recipe.training
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
@@ -266,7 +266,8 @@ def _with_references(
     found: dict[str, Any] = {}
     for split, samples in (("train", data.train), ("validation", data.validation)):
         if isinstance(samples, PairSamples | JudgedSamples):
-            identity = identity_of(recipe, model, accelerator.mixed_precision, data.fingerprint, split)
+            inner, precision = accelerator.unwrap_model(model), accelerator.mixed_precision
+            identity = identity_of(recipe, inner, precision, data.fingerprint, split)
             size, cache = recipe.training.micro_batch_size, cache_folder(recipe.data)
             if split == "train":
                 reached = EpochOrder(len(samples), recipe.training.seed, recipe.data.shuffle).first(last)

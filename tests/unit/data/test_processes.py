@@ -64,7 +64,7 @@ def test_a_script_without_a_guard_can_tokenise_in_several_processes(tmp_path: Pa
 
 
 SCRIPT = f"""
-from toolkit.data import build, documents, sources, tokenizer
+from toolkit.data import build, sources, tokenizer
 from toolkit.recipe.schema import DataSection
 
 print("runs")
