@@ -305,11 +305,10 @@ def test_steps_of_a_run() -> None:
 
 def test_importing_the_package_or_a_recipe_imports_no_torch() -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); import toolkit; seconds = time.perf_counter() - start\n"
+        "import sys, toolkit\n"
         "from toolkit.recipe.recipe import Recipe; Recipe.load('quickstart')\n"
         "import toolkit.cli.app\n"
         "assert not {'torch', 'transformers', 'accelerate'} & set(sys.modules), 'heavy imports'\n"
-        "assert seconds < 0.2, seconds\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

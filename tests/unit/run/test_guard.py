@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,13 +49,21 @@ def test_a_guard_ends_with_its_rank_even_where_a_child_keeps_the_pipe(tmp_path: 
         with guarded(tmp_path, tmp_path, 60.0, 0.1):
             if os.fork():
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(5.0)  # holds the other end of the guard's standard input
+            wait_for((tmp_path / "over").exists)  # holds the other end of the guard's standard input
         os._exit(0)
     os.waitpid(pid, 0)
-    until = time.monotonic() + 4.0
-    while _guards(tmp_path):
-        assert time.monotonic() < until
+    try:
+        assert wait_for(lambda: not _guards(tmp_path))
+    finally:
+        (tmp_path / "over").touch()
+
+
+def wait_for(holds: Callable[[], bool]) -> bool:
+    """Whether it holds within half a minute."""
+    until = time.monotonic() + 30.0
+    while not holds() and time.monotonic() < until:
         time.sleep(0.05)
+    return holds()
 
 
 def _guards(folder: Path) -> list[str]:

@@ -58,7 +58,7 @@ def test_a_folder_that_was_made_for_nothing_is_taken_back(path: Path) -> None:
     assert [found.name for found in (path.parent / "new").iterdir()] == ["recipe.yaml"]
 
 
-def test_a_killed_owner_holds_nothing(path: Path) -> None:
+def test_a_killed_owner_holds_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where nobody has waited for the process, and its pid is not free."""
     code = f"import time; from toolkit.run.lease import *; acquire(Path({str(path)!r})); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code])
@@ -70,6 +70,7 @@ def test_a_killed_owner_holds_nothing(path: Path) -> None:
         acquire(path)
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is gone, and stays unwaited for
+    monkeypatch.setattr(lease, "STALE_SECONDS", 20.0)
     started = time.monotonic()
     mine = acquire(path)
     assert time.monotonic() - started < lease.STALE_SECONDS / 2
