@@ -150,7 +150,8 @@ def by_toolkit(variant: str, work: Work, rank: int) -> Callable[[int], None]:
 
     from toolkit import sharding_kwargs
     from toolkit.objectives.causal_lm import CausalLM
-    from toolkit.optim.build import build_optimizer, build_schedule
+    from toolkit.optim.build import build_optimizer
+    from toolkit.optim.schedule import build_schedule
     from toolkit.recipe.schema import OptimizerSection, ScheduleSection, TrainingSection
     from toolkit.sharding import Checkpointing, OffloadSettings
     from toolkit.sharding.by_block import ByBlock

@@ -92,7 +92,8 @@ def by_toolkit(strategy: str, rank: int) -> Turn:
 
     from toolkit import sharding_kwargs
     from toolkit.objectives.causal_lm import CausalLM
-    from toolkit.optim.build import build_optimizer, build_schedule
+    from toolkit.optim.build import build_optimizer
+    from toolkit.optim.schedule import build_schedule
     from toolkit.recipe.schema import OptimizerSection, ScheduleSection, TrainingSection
     from toolkit.training.trainer import Trainer
 

@@ -238,7 +238,7 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: An
     """`others`: further settings of the recipe."""
 
     def train(gate: Gate, job: Job, rank: int) -> None:
-        from toolkit.optim.build import build_schedule
+        from toolkit.optim.schedule import build_schedule
         from toolkit.recipe.recipe import Recipe
         from toolkit.run.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries
         from toolkit.run.parts import build_parts

@@ -30,9 +30,8 @@ class RecipeError(BadInputError):
     def __init__(self, origin: str, problems: list[str]) -> None:
         self.origin = origin
         self.problems = problems
-        noun = "problem" if len(problems) == 1 else "problems"
         lines = "\n".join(f"  - {problem}" for problem in problems)
-        super().__init__(f"{origin}: {len(problems)} {noun}\n{lines}")
+        super().__init__(f"{origin}: {counted(len(problems), 'problem')}\n{lines}")
 
     def __reduce__(self) -> tuple[type[RecipeError], tuple[str, list[str]]]:
         return RecipeError, (self.origin, self.problems)
@@ -108,3 +107,8 @@ def is_lost_peer(error: Exception) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
     return "DistError" in names or any(text in str(error) for text in lost)
+
+
+def counted(count: int, noun: str) -> str:
+    """1 row, 2 rows, 1,000 rows."""
+    return f"{count:,} {noun if count == 1 else noun + 's'}"

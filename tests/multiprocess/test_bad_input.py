@@ -24,7 +24,7 @@ def cases(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
         ),
         "missing data": ({"data.train": str(folder / "nowhere.jsonl")}, "data.train: there is no file"),
         "empty file": ({"data.train": str(folder / "empty.jsonl")}, "is empty"),
-        "no rows": ({"data.train": str(folder / "blank.jsonl")}, "none of its 1 rows"),
+        "no rows": ({"data.train": str(folder / "blank.jsonl")}, "none of its rows (1)"),
         "wrong column": ({"data.columns": {"text": "body"}}, "no column 'body' (data.columns.text); it has text"),
         "too long": ({"data.max_length": 100}, "data.max_length: 100 is more than the model's 64 positions"),
         "model type": (

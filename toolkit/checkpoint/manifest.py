@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from toolkit.checkpoint.store import StorePath
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError, counted, first_line
 from toolkit.places import is_store
 
 FORMAT = 1
@@ -223,7 +223,8 @@ def _first_problem(error: ValidationError) -> str:
 def _lacking(manifest: Manifest) -> str | None:
     """What no checkpoint is without: records, generators of each rank, tensors of a known type and a plain shape."""
     if manifest.step < 0 or manifest.samples < 0 or not 0 < manifest.world_size < len(manifest.files):
-        return f"{MANIFEST} names {len(manifest.files)} files for {manifest.world_size} ranks at step {manifest.step}"
+        named, num_ranks = counted(len(manifest.files), "file"), counted(manifest.world_size, "rank")
+        return f"{MANIFEST} names {named} for {num_ranks} at step {manifest.step}"
     for name in (METRICS, *(f"rank_{rank:05d}.json" for rank in range(manifest.world_size))):
         if name not in manifest.files:
             return f"{MANIFEST} does not name {name}"

@@ -38,7 +38,7 @@ from toolkit.checkpoint.manifest import (
 )
 from toolkit.checkpoint.rotation import superseded
 from toolkit.checkpoint.store import StorePath, without_secrets
-from toolkit.errors import ToolkitError, first_line, in_words
+from toolkit.errors import ToolkitError, counted, first_line, in_words
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.training.full_disk import RETRY_SECONDS, TELL_SECONDS
 
@@ -107,7 +107,7 @@ class Sender:
             problems = ranks.gather_objects(_problem_of(action, parcel), self._group)
             found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
             if found:
-                return found[0] + (f" (and {len(found) - 1} more ranks)" if len(found) > 1 else "")
+                return found[0] + (f" (and {counted(len(found) - 1, 'more rank')})" if len(found) > 1 else "")
         parcel.discard()
         return None
 

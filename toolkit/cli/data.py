@@ -30,7 +30,7 @@ def data(
     from toolkit.pages.data_console import show_report
     from toolkit.pages.data_page import DATA_PAGE
     from toolkit.run.folder import write_data_report
-    from toolkit.run.parts import as_trained
+    from toolkit.run.rows import as_trained
 
     tokens = tokenizer.load(loaded.model, loaded.data, loaded.objective.kind)
     found, told = as_trained(loaded, tokens, build.build(loaded.data, tokens, loaded.training.seed, loaded.objective))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.cli.arguments import AsJson, CpuOption, GpusOption
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, counted
 from toolkit.places import GIB, atomic_write
 from toolkit.terminal import Terminal
 
@@ -132,12 +132,12 @@ def _print(found: Suggestion, file: Path) -> None:
     console = Terminal(stderr=False)
     lines = [
         f"{file}: method {found.method.name} trains {found.method.about}",
-        f"data: {len(found.rows.lengths):,} rows ({found.layout}), {found.rows.num_tokens:,} tokens; "
+        f"data: {counted(len(found.rows.lengths), 'row')} ({found.layout}), {found.rows.num_tokens:,} tokens; "
         f"samples of {found.recipe.data.max_length:,}",
         f"model: {found.model.num_parameters:,} parameters on {found.machine.words}: {setup.name}, checkpoints "
         f"{setup.checkpoints}, micro-batch {setup.micro_batch_size} x {setup.accumulation}; "
         f"{row.need / GIB:.1f} of {found.machine.hardware.memory_bytes / GIB:.0f} GiB needed",
-        f"run: about {found.num_steps:,} steps, {_duration(found.num_steps * row.time.mid)} by the plan",
+        f"run: about {counted(found.num_steps, 'step')}, {_duration(found.num_steps * row.time.mid)} by the plan",
         "next:",
         *(f"  {command}" for command in found.commands(str(file))),
     ]

@@ -194,7 +194,10 @@ def _print_longest(recipe: Recipe, hardware: Hardware, ranks: int, accelerated: 
 
     rows = longest_rows(recipe, hardware, ranks, precision_of(recipe, accelerated.mixed_precision, hardware))
     if as_json:
-        told = {v: {"tokens": found.tokens, "settings": found.settings} for v, found in rows.items()}
+        told = {
+            v: {"tokens": found.tokens, "settings": found.settings, "model_positions": found.num_positions}
+            for v, found in rows.items()
+        }
         print(json.dumps(told, indent=1))
         return
     for verdict, found in rows.items():

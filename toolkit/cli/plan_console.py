@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, counted
 from toolkit.places import GIB
 from toolkit.planning.launch import LaunchCommand
 from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, PlanRow
@@ -200,7 +200,7 @@ def explain(console: Console, plan: Plan, row: PlanRow) -> None:
         "bytes of the whole tensors that collectives carry in a step (a rank of a ring sends (N - 1) / N of them):",
         *(f"  {kind}: {gib(size)} GiB in {row.traffic.calls[kind]} calls" for kind, size in row.traffic.whole.items()),
         f"  of all_gather {gib(row.traffic.whole['all_gather'] - row.traffic.forward_all_gather)} GiB in backward, "
-        f"inside groups of {setup.mesh.node} ranks"
+        f"inside groups of {counted(setup.mesh.node, 'rank')}"
         if setup.mesh.node
         else "",
         f"  to the host {gib(row.traffic.device_to_host)} GiB, back {gib(row.traffic.host_to_device)} GiB"

@@ -441,7 +441,7 @@ def _require_both(train: Selection) -> None:
     found = _judgements(train.rows, train.kept)
     if len(found) < 2:
         raise DataError(
-            f"data.train: all {len(train.kept):,} rows are judged {next(iter(found))}; KTO learns from good and bad "
+            f"data.train: every row ({len(train.kept):,}) is judged {next(iter(found))}; KTO learns from good and bad "
             "completions; add some of the other kind"
         )
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat import special_ids
 from toolkit.data.samples import Rows
+from toolkit.errors import counted
 
 ROWS_NAMED = 20
 """Rows named for each reason of dropping."""
@@ -315,14 +316,16 @@ def warnings(splits: dict[str, SplitReport]) -> list[str]:
     found: list[str] = []
     for name, split in splits.items():
         if split.num_dropped > MANY_DROPPED * split.read:
-            found.append(f"{name}: {split.num_dropped:,} of {split.read:,} rows were dropped")
-        found += [f"{name}: {noted.count:,} rows: {what}" for what, noted in split.noted.items()]
+            found.append(f"{name}: {split.num_dropped:,} of {counted(split.read, 'row')} dropped")
+        found += [f"{name}: {counted(noted.count, 'row')}: {what}" for what, noted in split.noted.items()]
         if split.duplicates is not None and split.duplicates.count:
-            found.append(f"{name}: {split.duplicates.count:,} rows repeat an earlier one")
+            found.append(f"{name}: {counted(split.duplicates.count, 'duplicate')} of earlier rows")
         if split.also_in_train:
-            found.append(f"{name}: {split.also_in_train:,} rows are in train, too: the held-out loss is too low")
+            found.append(f"{name}: {counted(split.also_in_train, 'row')} also in train: the held-out loss is too low")
         if split.long.cut_tokens:
-            found.append(f"{name}: {split.long.cut_tokens:,} tokens of {split.long.count:,} long rows were cut off")
+            found.append(
+                f"{name}: {counted(split.long.cut_tokens, 'token')} of {counted(split.long.count, 'long row')} cut off"
+            )
         found += [
             f"{name}: {source.source} is seen {source.passes:,.0f} times in each pass over the mix"
             for source in split.sources

@@ -11,7 +11,7 @@ import numpy as np
 from toolkit.data.packing import Ints, Pieces, mixed, split, whole
 from toolkit.data.report import by_reason
 from toolkit.data.samples import Rows, TokenRows
-from toolkit.errors import DataError
+from toolkit.errors import DataError, counted
 
 LONG_SHARE = 0.01
 """Share of rows longer than `data.max_length` past which they are an error, unless the recipe says otherwise."""
@@ -96,7 +96,7 @@ def _too_many_of_two(field: str, rows: Rows, good: Ints, num_long: int, max_leng
     sources = rows.column("split")[good]
     targets = rows.column("length")[good] - sources
     return (
-        f"{field}: {num_long:,} of {len(good):,} rows ({num_long / len(good):.1%}) have a source longer than "
+        f"{field}: {num_long:,} of {counted(len(good), 'row')} ({num_long / len(good):.1%}) have a source longer than "
         f"data.max_length, {max_length} tokens, or a target longer than data.max_target_length, {max_target_length}; "
         f"the longest source has {int(sources.max()):,} and the longest target {int(targets.max()):,}. Raise these, or "
         "choose what happens to the rows: data.long_rows=drop or truncate"
@@ -135,9 +135,10 @@ def too_many_long(field: str, lengths: Any, num_rows: int, num_long: int, max_le
     share = num_long / num_rows
     p99 = int(np.percentile(lengths, 99, method="higher"))
     return (
-        f"{field}: {num_long:,} of {num_rows:,} rows ({share:.1%}) are longer than data.max_length, {max_length} "
-        f"tokens; the longest has {int(lengths.max()):,}, and 99 % have at most {p99:,}. Raise data.max_length, or "
-        "choose what happens to them: data.long_rows=drop, or truncate or split where the objective allows it"
+        f"{field}: {num_long:,} of {counted(num_rows, 'row')} ({share:.1%}) are longer than data.max_length, "
+        f"{max_length} tokens; the longest has {int(lengths.max()):,}, and 99 % have at most {p99:,}. Raise "
+        "data.max_length, or choose what happens to them: data.long_rows=drop, or truncate or split where the "
+        "objective allows it"
     )
 
 
@@ -148,8 +149,8 @@ def nothing_left(field: str, rows: Rows, dropped: dict[int, str]) -> str:
     """The error's text where no row is left: the reasons, and the first rows of each."""
     names = "the names in objective.labels, " if NO_CLASS in dropped.values() else ""
     return (
-        f"{field}: none of its {len(rows):,} rows can be trained on. {reasons_in_words(_listed(rows, dropped))}. "
-        f"Correct them, {names}or name other columns in data.columns"
+        f"{field}: none of its rows ({len(rows):,}) can be trained on. "
+        f"{reasons_in_words(_listed(rows, dropped))}. Correct them, {names}or name other columns in data.columns"
     )
 
 
@@ -157,7 +158,7 @@ def too_many_dropped(field: str, num_rows: int, allowed: float, reasons: dict[st
     """The error's text where more rows cannot be used than may be dropped. `reasons`: see `reasons_in_words`."""
     count = sum(number for number, _ in reasons.values())
     return (
-        f"{field}: {count:,} of {num_rows:,} rows ({count / num_rows:.1%}) cannot be used, and "
+        f"{field}: {count:,} of {counted(num_rows, 'row')} ({count / num_rows:.1%}) cannot be used, and "
         f"data.max_dropped_fraction allows {allowed:.1%}. {reasons_in_words(reasons)}. Fix these rows, or raise "
         "data.max_dropped_fraction to leave them out"
     )

@@ -315,7 +315,7 @@ class _Cursor:
         # Until a pass is done its length is not known, and bad rows may be its beginning alone.
         if self._length is not None and self._bad_in_a_row > self._length:
             raise DataError(
-                f"{self._source.field}: none of the {self._length} rows of {self._source.name!r} can be used"
+                f"{self._source.field}: none of the rows of {self._source.name!r} ({self._length:,}) can be used"
             )
 
     def _begin_again(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from toolkit.errors import counted
 from toolkit.generation.rows import LENGTH_SHOWN, PromptRow
 
 MISMATCHES_SHOWN = 5
@@ -129,7 +130,7 @@ def normalised(text: str) -> str:
 def summary(found: Evaluation) -> str:
     """The accuracy and the first wrong answers, as lines."""
     what = "exact" if found.normalised is None else "right"
-    lines = [f"accuracy: {found.accuracy:.1%} ({found.exact} of {found.num_rows} rows {what})"]
+    lines = [f"accuracy: {found.accuracy:.1%} ({found.exact} of {counted(found.num_rows, 'row')} {what})"]
     if found.normalised is not None:
         lines.append(f"by log-probability per byte: {found.normalised / found.num_rows:.1%}")
     for wrong in found.mismatches[:MISMATCHES_SHOWN]:

@@ -1,12 +1,15 @@
-"""Whether a model takes positions, and where its own begin."""
+"""Whether a model takes positions, where its own begin, and how many it has."""
 
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from torch import nn
 
+from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
+from toolkit.recipe.schema import DataSection
 
 
 def takes_positions(model: nn.Module) -> bool:
@@ -24,3 +27,24 @@ def first_position(model: nn.Module) -> int:
         if hasattr(type(module), "create_position_ids_from_input_ids") and isinstance(padding, int):
             return padding + 1
     return 0
+
+
+def num_positions(model: nn.Module) -> int | None:
+    """The longest row that the model's configuration allows (tokens); None where it sets no limit."""
+    config: Any = base_of(model).config
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None or positions < 1:
+        return None  # XLNet says -1: any length
+    return int(positions) - first_position(model)  # RoBERTa's family leaves the first ones unused
+
+
+def require_positions(model: nn.Module, data: DataSection) -> None:
+    """Raises BadInputError where samples are longer than the model's positions."""
+    positions = num_positions(model)
+    for key in ("max_length", "max_target_length"):
+        length = getattr(data, key)
+        if positions is not None and length is not None and length > positions:
+            raise BadInputError(
+                f"data.{key}: {length} is more than the model's {positions} positions (max_position_embeddings); lower "
+                f"it to {positions} or less"
+            )

@@ -1,27 +1,22 @@
-"""Parameter groups, optimizer and learning-rate schedule."""
+"""Parameter groups and optimizer."""
 
 from __future__ import annotations
 
 import importlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.routers import find_routers
 from toolkit.model.targets import stacked_experts
 from toolkit.optim.muon import Muon
-from toolkit.recipe.schema import OptimizerSection, ScheduleSection
+from toolkit.recipe.schema import OptimizerSection
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import plan_units
-
-DEFAULT_DECAY_FRACTION = 0.1
-"""Share of the steps that decay under warmup_stable_decay (MiniCPM, arXiv 2404.06395)."""
 
 DEFAULT_MOMENTUM = 0.95
 """Of muon, as in torch.optim.Muon."""
@@ -133,42 +128,3 @@ def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[s
         {"params": [p for p in routers if id(p) not in decaying], "weight_decay": 0.0, **rate},
     ]
     return [group for group in groups if group["params"]]
-
-
-def build_schedule(optimizer: torch.optim.Optimizer, section: ScheduleSection, num_steps: int) -> LambdaLR:
-    """A scheduler to be stepped once per optimizer step, whatever the number of ranks."""
-    return LambdaLR(optimizer, learning_rate_factor(section, num_steps))
-
-
-def learning_rate_factor(section: ScheduleSection, num_steps: int) -> Callable[[int], float]:
-    """Step (from 0) -> factor of the peak learning rate.
-
-    Linear warm-up ((step + 1) / (warm-up + 1), so that the first step moves), then the section's shape,
-    which reaches `min_factor` one step after the last of `num_steps`, as in transformers: with a factor of 0 the
-    last step would be paid for and move nothing.
-    """
-    warmup = warmup_steps(section, num_steps)
-    decay_start = warmup
-    if section.kind == "warmup_stable_decay":
-        fraction = DEFAULT_DECAY_FRACTION if section.decay_fraction is None else section.decay_fraction
-        # A short run may be all warm-up and decay.
-        decay_start = max(warmup, num_steps - round(fraction * num_steps))
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        if section.kind == "constant":
-            return 1.0
-        progress = (step - decay_start) / max(1, num_steps - decay_start)
-        progress = min(max(progress, 0.0), 1.0)
-        shape = 0.5 * (1 + math.cos(math.pi * progress)) if section.kind == "cosine" else 1 - progress
-        return section.min_factor + (1 - section.min_factor) * shape
-
-    return factor
-
-
-def warmup_steps(section: ScheduleSection, num_steps: int) -> int:
-    """Length of the warm-up in optimizer steps."""
-    if section.warmup_steps is not None:
-        return section.warmup_steps
-    return round((section.warmup_fraction or 0.0) * num_steps)

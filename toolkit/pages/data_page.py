@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import counted
 from toolkit.pages.page import (
     COLOR_OF,
     MISSING,
@@ -260,8 +261,7 @@ def _joined(notes: Iterable[str]) -> str:
 
 
 def _warnings(messages: list[str]) -> str:
-    noun = "warning" if len(messages) == 1 else "warnings"
-    return warning("warnings", f"{len(messages):,} {noun}", "", messages) if messages else ""
+    return warning("warnings", counted(len(messages), "warning"), "", messages) if messages else ""
 
 
 # ---- charts ----

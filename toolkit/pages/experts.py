@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.errors import counted
 from toolkit.pages.page import card, card_head
 from toolkit.pages.run_metrics import Metrics
 
@@ -17,7 +18,7 @@ def experts_card(train: Metrics) -> str:
     loads: list[list[float]] = line["expert_load"]
     dead = sum(share == 0 for layer in loads for share in layer)
     remark = f"share of the choices by expert, a row for each router; steps up to {line['step']:,}"
-    told = f"{len(loads)} routers of {len(loads[0])} experts; {dead or 'none'} without a token"
+    told = f"{counted(len(loads), 'router')} of {counted(len(loads[0]), 'expert')}; {dead or 'none'} without a token"
     rows = "".join(_row(number, layer) for number, layer in enumerate(loads))
     table = f'<div class="scroll"><table class="loads"><tbody>{rows}</tbody></table></div>'
     return card("experts", f'{card_head("Load of the experts", "", remark)}<p class="muted">{told}</p>{table}')

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import counted
 from toolkit.pages.charts import Chart, Series, chart_card, drawable, smoothed
 from toolkit.pages.data_page import DATA_PAGE, SUMMARY_FACTS, dropped_table, split_table, window_remark
 from toolkit.pages.experts import STYLE as EXPERTS_STYLE
@@ -191,7 +192,7 @@ def _told_once(counts: dict[str, float]) -> dict[str, float]:
 def _duration_tile(train: Metrics, facts: dict[str, str]) -> str:
     stated = next((value for name, value in facts.items() if name.lower() == "duration"), None)
     last_step = train[-1]["step"] if train else 0
-    steps = f"{last_step:,} step{'' if last_step == 1 else 's'}"
+    steps = counted(last_step, "step")
     if stated is not None:
         return tile("tile-duration", "Duration", escaped(stated), steps)
     seconds = finite(column(train, "step_seconds"))
@@ -227,10 +228,9 @@ def _non_finite_note(found: list[NonFinite]) -> str:
     listed = [_describe_non_finite(item) for item in found[:MAX_LISTED_STEPS]]
     more = len(found) - len(listed)
     num_steps = len({item.step for item in found})
-    noun = "step" if num_steps == 1 else "steps"
     return warning(
         "non-finite",
-        f"Non-finite numbers at {num_steps:,} {noun}.",
+        f"Non-finite numbers at {counted(num_steps, 'step')}.",
         " Curves have a gap there, marked by a dashed line.",
         [*listed, *([f"and {more:,} more"] if more else [])],
     )

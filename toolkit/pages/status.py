@@ -24,7 +24,7 @@ class Status:
     """How it stands with a run that is not finished.
 
     Attributes:
-        state: running, stopped, failed, killed or stood still.
+        state: running, stopped, failed, killed or stalled.
         seconds_left: of a running one, if it is known.
         written: when (seconds since 1970).
         every_seconds: how often the page of a running one is written, at most.
@@ -129,7 +129,7 @@ function look() {
   note.className = "status failed";
   note.querySelector("strong").textContent = "Nothing heard for " + ago + ", since step " + note.dataset.step + ".";
   note.querySelector("span").textContent = "Written " + new Date(1000 * note.dataset.written).toLocaleString()
-    + ". The run was killed, stands still, or is in a long evaluation or save: toolkit status tells which.";
+    + ". The run was killed, is stalled, or is in a long evaluation or save: toolkit status tells which.";
 }
 look();
 setInterval(look, 10000);

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
+from toolkit.model.positions import num_positions
 from toolkit.places import GIB
 from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, Planner, PlanRow, Verdict
 from toolkit.planning.setup import Setup, can_offload, require_ranks
@@ -36,18 +37,28 @@ class LongestRow:
 
     Attributes:
         settings: the overrides that reach it.
+        num_positions: the longest that the model's own configuration allows; None: any.
     """
 
     tokens: int
     settings: tuple[str, ...]
     row: PlanRow
+    num_positions: int | None
 
     def describe(self) -> str:
         """For people."""
         host = f", {self.row.host_bytes / GIB:.0f} GiB of host memory a node" if self.row.host_bytes else ""
         return (
             f"{self.tokens:,} tokens: peak {self.row.peak.total / GIB:.1f} GiB{host}, about {self.row.time.mid:,.0f} s "
-            f"a step of one row\n  {' '.join(self.settings)}"
+            f"a step of one row\n  {' '.join(self.settings)}{self._limit()}"
+        )
+
+    def _limit(self) -> str:
+        if self.num_positions is None or self.tokens <= self.num_positions:
+            return ""
+        return (
+            f"\n  the model itself ends at {self.num_positions:,} positions: raise max_position_embeddings in its "
+            "config.json, with its rope parameters as its authors say"
         )
 
 
@@ -119,7 +130,10 @@ class _Search:
             if longer is None or (row is not None and -shorter[1] < SPARED * self.hardware.memory_bytes):
                 break
             local = min(_between(shorter, longer), longer[0] - STEP)
-        return None if row is None else LongestRow(shorter[0] * self.parts, tuple(_settings(setup, self.parts)), row)
+        if row is None:
+            return None
+        positions = num_positions(self.planner(PROBED[0]).workload.model)
+        return LongestRow(shorter[0] * self.parts, tuple(_settings(setup, self.parts)), row, positions)
 
     def _line(self, setup: Setup, verdict: Verdict) -> _Line:
         (few, many) = (self._excess(self.planner(local).row(setup), verdict) for local in PROBED)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import trainable_share
+from toolkit.model.positions import require_positions
 from toolkit.places import GIB
 from toolkit.planning.accumulation import settle
 from toolkit.planning.memory.replay import Memory
@@ -97,6 +98,7 @@ def plan(
     require_ranks(ranks, hardware)
     precision = precision_of(recipe, mixed_precision, hardware)
     planner = Planner(recipe, workload_of(recipe, precision), hardware)
+    require_positions(planner.workload.model, recipe.data)
     asked = asked_setup(recipe, ranks, hardware, strategy, offload, shard_size)
     _require_spreadable(planner, asked)
     if recipe.sharding.accumulate == "auto":

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from toolkit.errors import RecipeError
+from toolkit.errors import RecipeError, counted
 from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, find_recipe, read_yaml, replace_rivals
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
@@ -132,7 +132,7 @@ class Recipe(Section):
         if evaluated is None or saved % evaluated:
             found = "is not set" if evaluated is None else f"is {evaluated}"
             raise contradiction(
-                f"checkpoint.keep_best needs an evaluation of each checkpoint, every {saved} steps, and "
+                f"checkpoint.keep_best needs an evaluation of each checkpoint, every {counted(saved, 'step')}, and "
                 f"training.eval_every_steps {found}; set it to {saved}"
             )
 

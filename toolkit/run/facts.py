@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from accelerate import Accelerator
-from rich.console import Console
 from torch import nn
 
+from toolkit.errors import counted
 from toolkit.model.adapters import adapter_fact, has_adapter, trainable_share
 from toolkit.model.quantised import quantised_fact
 from toolkit.objectives.balance import experts_fact
 from toolkit.objectives.teacher import teacher_fact
+from toolkit.optim.schedule import schedule_fact, without_peak
 from toolkit.pages.data_console import show_report
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts import Leaks, Parts
 from toolkit.sharding.chunks import num_mlps_in_chunks
 from toolkit.sharding.plugin import ShardingPlugin
+from toolkit.terminal import Terminal
 
 
 def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, parts: Parts) -> dict[str, str]:
@@ -29,7 +31,8 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
         "ranks": f"{accelerator.num_processes} on {accelerator.device.type}",
         "precision": "float32" if precision == "no" else precision,
         "attention": parts.attention,
-        "steps": f"{parts.num_steps} of {parts.windows.samples_per_step} samples of {length} tokens",
+        "steps": f"{parts.num_steps} of {counted(parts.windows.samples_per_step, 'sample')} of {length} tokens",
+        "rate": schedule_fact(recipe.schedule, recipe.optimizer.learning_rate, parts.num_steps),
         "memory": parts.planned.describe(),
     }
     inner = accelerator.unwrap_model(parts.model)
@@ -96,11 +99,13 @@ def _packing_fact(leaks: Leaks) -> str:
     return f"{fill}; checked: rows that share a sample do not see each other (change {replaced:.0e}, alone {alone:.0e})"
 
 
-def introduce(console: Console, facts: dict[str, str], plugin: ShardingPlugin, parts: Parts) -> None:
-    """Prints the facts, the data and the units."""
+def introduce(console: Terminal, facts: dict[str, str], recipe: Recipe, plugin: ShardingPlugin, parts: Parts) -> None:
+    """Prints the facts, what to beware of, the data and the units."""
     for name, fact in facts.items():
         # Not markup: names of models, files and folders may hold brackets.
         console.print(f"{name:>10}: {fact}", markup=False)
+    if (told := without_peak(recipe.schedule, recipe.optimizer.learning_rate, parts.num_steps)) is not None:
+        console.warn(told)
     show_report(console, parts.data.report.to_dict())
     if plugin.unit_plan is not None:
         console.print(plugin.unit_plan.table(), markup=False)

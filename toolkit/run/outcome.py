@@ -17,7 +17,7 @@ from toolkit import ranks
 from toolkit.checkpoint.export import ExportSettings, export, reload, require_room, sample_text, verify
 from toolkit.checkpoint.writer import clear_unfinished
 from toolkit.data.loader import evaluation_batches
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, counted
 from toolkit.model.load import auto_class
 from toolkit.pages.card import draw_losses, recipe_for_readers, write_card
 from toolkit.pages.page import format_bytes
@@ -50,7 +50,7 @@ class FinetuneResult:
         sample: continuation of the recipe's prompt; on rank 0 alone.
         logits_difference: between model and export, as a share of the largest logit.
         doubts: what the losses say against the run, a sentence each.
-        seconds: duration of the run; 0 where the folder held it, done, before.
+        seconds: duration of the run, or of its part since it was resumed; 0 where the folder held it, done, before.
     """
 
     output_dir: Path
@@ -67,7 +67,7 @@ class FinetuneResult:
         steps = max((record["step"] for record in self.metrics), default=0)
         losses = [f"{loss:.4g}" for loss in (self.initial_eval_loss, self.final_eval_loss) if loss is not None]
         held_out = f", held-out loss {' -> '.join(losses)}" if losses else ""
-        return f"FinetuneResult({str(self.output_dir)!r}, {steps} steps{held_out})"
+        return f"FinetuneResult({str(self.output_dir)!r}, {counted(steps, 'step')}{held_out})"
 
     def plot(self) -> Any:
         """Draws the losses over the steps with matplotlib.pyplot, as a notebook shows them; returns the axes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,16 +15,15 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.data import build, tokenizer
 from toolkit.data.build import TokenisedData
 from toolkit.data.cache import cache_folder
-from toolkit.data.cut import WHOLE, Part
-from toolkit.data.loader import EpochOrder, TrainLoader, evaluation_batches
-from toolkit.data.samples import Batch, JudgedSamples, LabelledSamples, PairSamples, TextSamples
+from toolkit.data.cut import Part
+from toolkit.data.loader import EpochOrder, TrainLoader
+from toolkit.data.samples import JudgedSamples, LabelledSamples, PairSamples, TextSamples
 from toolkit.data.stream import StreamLoader
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError
 from toolkit.model.adapter_checks import require_kept, require_mergeable, require_one_type
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of, settle_attention
-from toolkit.model.load import load, load_without_weights
-from toolkit.model.positions import first_position, takes_positions
+from toolkit.model.load import load
 from toolkit.model.quantised import quantised_layers
 from toolkit.objectives.balance import Balance, build_balance
 from toolkit.objectives.build import AnyObjective, build_objective
@@ -44,13 +42,13 @@ from toolkit.recipe.schema import NEXT_TOKEN, steps_of_run
 from toolkit.run.accelerator import checkpointing_of, compilation_of
 from toolkit.run.by_block import Accumulation, accumulation_of
 from toolkit.run.leaks import LeakError, check_causal, check_leaks
+from toolkit.run.rows import build_windows, fitting, last_position, may_pad, require_room, without_packing
 from toolkit.run.sequence import check_parts, part_of, share_rows
 from toolkit.run.teacher import asked_teacher, check_teacher, place_teacher
 from toolkit.sharding.apply import prepare_blocks
 from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
 from toolkit.sharding.chunks import CHUNK_TOKENS
 from toolkit.sharding.compiling import Compilation
-from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.plugin import ShardingPlugin
 from toolkit.sharding.strategy import MeshShape
 from toolkit.sharding.units import plan_units
@@ -158,7 +156,7 @@ def build_parts(
     num_steps = steps_of_run(training, len(data.train), size)
     # Before the first step, while the model is its own reference.
     if isinstance(objective, Preference | Kto) and objective.needs_references:
-        last = _last_position(recipe, data, num_steps, size, resumed)
+        last = last_position(recipe, data, num_steps, size, resumed)
         data = _with_references(accelerator, recipe, model, objective, data, last)
     return Parts(
         model,
@@ -278,116 +276,6 @@ def _with_references(
     return replace(data, **found)
 
 
-def build_windows(
-    recipe: Recipe,
-    data: TokenisedData,
-    num_steps: int,
-    accumulation: int,
-    rank: int,
-    world_size: int,
-    part: Part = WHOLE,
-) -> TrainLoader | StreamLoader:
-    """What yields a rank's micro-batches of each optimizer step, `accumulation` of them; of its group, its part."""
-    training = recipe.training
-    all_steps = num_steps * training.micro_batch_size * accumulation * world_size
-    split: dict[str, Any] = {
-        "micro_batch_size": training.micro_batch_size,
-        "gradient_accumulation_steps": accumulation,
-        "rank": rank,
-        "world_size": world_size,
-        "part": part,
-    }
-    if data.stream is not None:
-        return StreamLoader(data.stream, num_positions=all_steps, **split)
-    positions = num_positions(recipe, len(data.train), all_steps)
-    return TrainLoader(data.train, num_positions=positions, seed=training.seed, shuffle=recipe.data.shuffle, **split)
-
-
-def num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
-    """Samples of the whole run: whole steps, or exactly the epochs asked for."""
-    if recipe.training.num_epochs is None:
-        return all_steps
-    return max(1, round(recipe.training.num_epochs * num_samples))
-
-
-def rest_of_run(recipe: Recipe, num_steps: int, size: int, positions: int, manifest: Manifest) -> tuple[int, int]:
-    """Steps and samples of the whole run, where the first steps may have been of another size.
-
-    Args:
-        num_steps: of the whole run, if all its steps were of `size` samples.
-        positions: samples of the whole run in that case.
-        manifest: of the checkpoint that the run goes on from.
-    """
-    # max_steps counts steps of any size; epochs count samples.
-    if recipe.training.num_epochs is None:
-        return num_steps, manifest.samples + max(0, num_steps - manifest.step) * size
-    return manifest.step + max(0, -(-(positions - manifest.samples) // size)), positions
-
-
-def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:
-    """Raises BadInputError where samples do not fit the model's positions or its vocabulary."""
-    config = model.config
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and positions < 1:
-        positions = None  # XLNet says -1: any length
-    if positions is not None:
-        positions -= first_position(model)  # RoBERTa's family leaves the first ones unused
-    for key in ("max_length", "max_target_length"):
-        length = getattr(recipe.data, key)
-        if positions is not None and length is not None and length > positions:
-            raise BadInputError(
-                f"data.{key}: {length} is more than the model's {positions} positions (max_position_embeddings); lower "
-                f"it to {positions} or less"
-            )
-    rows = int(model.get_input_embeddings().weight.shape[0])
-    # By the largest number, too: a vocabulary may leave some out.
-    needed = max(len(tokens), 1 + max(tokens.get_vocab().values(), default=0))
-    if needed > rows:
-        field = "model.tokenizer" if recipe.model.tokenizer is not None else "model.name_or_path"
-        raise BadInputError(
-            f"{field}: the tokenizer has {needed} tokens, but the model's embeddings have {rows} rows; "
-            "use the tokenizer that belongs to the model, or correct vocab_size in its config.json"
-        )
-
-
-def may_pad(recipe: Recipe, data: TokenisedData) -> bool:
-    """Whether rows may be padded instead of packed: where the recipe leaves it open."""
-    return data.report.packing and recipe.data.packing is None and recipe.objective.kind in NEXT_TOKEN
-
-
-def fitting(
-    recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData, model: PreTrainedModel
-) -> tuple[TokenisedData, str | None]:
-    """The data as the model can take it, and why its rows are padded, if they are for that."""
-    if takes_positions(model) or not may_pad(recipe, data):
-        return data, None
-    return without_packing(recipe, tokens), f"{class_name(base_of(model))} takes no position_ids"
-
-
-def as_trained(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData) -> tuple[TokenisedData, list[str]]:
-    """The data as a run would train on it, and what there is to say of that; reads the model's configuration alone."""
-    if not may_pad(recipe, data):
-        return data, []
-    try:
-        model = load_without_weights(recipe.model, tokens)
-    except BadInputError as error:
-        return data, [f"shown packed, as the model that decides it could not be built: {first_line(error)}"]
-    data, padded = fitting(recipe, tokens, data, model)
-    return data, [f"packing: none, each row is padded: {padded}"] if padded is not None else []
-
-
-def _last_position(recipe: Recipe, data: TokenisedData, num_steps: int, size: int, resumed: Manifest | None) -> int:
-    """Samples of the whole run, in steps of `size`."""
-    last = num_positions(recipe, len(data.train), num_steps * size)
-    return last if resumed is None else rest_of_run(recipe, num_steps, size, last, resumed)[1]
-
-
-def without_packing(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> TokenisedData:
-    """The data with a sample for each row; nothing is tokenised again."""
-    section = recipe.data.model_copy(update={"packing": False})
-    return build.build(section, tokens, recipe.training.seed, recipe.objective)
-
-
 def _checked_head_loss(
     accelerator: Accelerator,
     objective: AnyObjective,
@@ -481,20 +369,3 @@ def _prepare_for_ddp(
     # It costs DDP a walk over the graph in every step, so only models with branches get it.
     accelerator.ddp_handler.find_unused_parameters = has_branches(model)
     return compilation
-
-
-def build_evaluation(
-    accelerator: Accelerator, recipe: Recipe, data: TokenisedData
-) -> Callable[[], Iterator[Batch]] | None:
-    """What makes this rank's held-out batches, anew for each evaluation; None without held-out data."""
-    held_out = data.validation
-    if held_out is None:
-        return None
-
-    group, num_groups, part = part_of(accelerator, recipe)
-    size, limit = recipe.training.micro_batch_size, recipe.data.max_validation_samples
-
-    def batches() -> Iterator[Batch]:
-        return evaluation_batches(held_out, size, group, num_groups, limit, part)
-
-    return batches

@@ -23,9 +23,9 @@ from toolkit.checkpoint.store import StorePath, store_of
 from toolkit.checkpoint.upload import finish_interrupted
 from toolkit.data.samples import TextSamples
 from toolkit.data.stream import describe_stream
-from toolkit.errors import BadInputError
-from toolkit.optim.build import build_schedule
+from toolkit.errors import BadInputError, counted
 from toolkit.optim.ema import Ema
+from toolkit.optim.schedule import build_schedule
 from toolkit.pages.run_page import RunSummary
 from toolkit.planning.time.hardware import peak_flops_of
 from toolkit.recipe.recipe import Recipe
@@ -61,7 +61,8 @@ from toolkit.run.outcome import (
     summary_of,
     write_pages,
 )
-from toolkit.run.parts import Parts, build_evaluation, build_parts, rest_of_run
+from toolkit.run.parts import Parts, build_parts
+from toolkit.run.rows import build_evaluation, rest_of_run
 from toolkit.run.samples import first_samples, last_samples
 from toolkit.run.status import FINISHED
 from toolkit.run.store_lease import owned_store
@@ -76,7 +77,7 @@ from toolkit.training.metrics import Metrics
 from toolkit.training.profile import StepProfile
 from toolkit.training.stop import StopRequests
 from toolkit.training.trainer import Trainer
-from toolkit.training.usage import ModelFlops, model_flops
+from toolkit.training.usage import ModelFlops, forget_peaks, model_flops
 
 
 def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> FinetuneResult:
@@ -117,7 +118,9 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
             parts = build_parts(accelerator, recipe, plugin, found.start[1] if found.start is not None else None)
         # The parts fit each other: what fails from here on leaves the output folder as it is.
         facts = facts_of(accelerator, recipe, plugin, parts)
-        introduce(console, facts, plugin, parts)
+        introduce(console, facts, recipe, plugin, parts)
+        if found.start is not None:
+            facts["resumed"] = f"after step {found.start[1].step:,}; the duration is that of the rest"
         live = _live_report(recipe, plugin, parts, facts, output_dir, started)
         with ended_in(live):
             beats.at(Phase.RESTORE)
@@ -156,7 +159,7 @@ def rehearse(recipe: Recipe) -> None:
         for checkpoint in found.passed_over:
             console.print(f"a run would pass over {checkpoint.folder.name}: {checkpoint.problem}", markup=False)
         parts = build_parts(accelerator, recipe, plugin)
-        introduce(console, facts_of(accelerator, recipe, plugin, parts), plugin, parts)
+        introduce(console, facts_of(accelerator, recipe, plugin, parts), recipe, plugin, parts)
         window = next(iter(parts.windows))
         console.print(f"first micro-batch of rank 0, which has {len(window)} in a step:", markup=False)
         for name, tensor in window[0].items():
@@ -176,6 +179,7 @@ def _started(recipe: Recipe) -> Iterator[tuple[Accelerator, ShardingPlugin, Path
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
     with meeting(recipe.training.stall_minutes):
         accelerator = build_accelerator(recipe, plugins, output_dir)
+    forget_peaks(accelerator.device)
     console = Terminal(quiet=not accelerator.is_main_process)
     with released_at_last(accelerator, plugin), ended_with_launcher():
         ranks.on_first_rank(lambda: require_login(recipe.export))
@@ -320,8 +324,8 @@ def _resumed_from(found: Resumption) -> str:
     assert found.start is not None
     manifest = found.start[1]
     return (
-        f"   resumed: after step {manifest.step}, {manifest.samples:,} samples, from {found.origin} "
-        f"(written by {manifest.world_size} ranks, {manifest.strategy})"
+        f"   resumed: after step {manifest.step}, {counted(manifest.samples, 'sample')}, from {found.origin} "
+        f"(written by {counted(manifest.world_size, 'rank')}, {manifest.strategy})"
     )
 
 

@@ -153,10 +153,10 @@ class Watch:
         with contextlib.suppress(OSError):
             atomic_write(self._shared.parent / STALL_FILE, text)
         behind = verdict(places, self._limit).replace("\n", " ")
-        mark_ended(self._shared.parent / FINISHED, "stood still", f"{behind} See {STALL_FILE}.")
+        mark_ended(self._shared.parent / FINISHED, "stalled", f"{behind} See {STALL_FILE}.")
         minutes = self._limit / 60
         print(
-            f"error: the run stands still (training.stall_minutes: {minutes:g}); nothing is saved, and "
+            f"error: the run is stalled (training.stall_minutes: {minutes:g}); nothing is saved, and "
             f"the same command goes on from the last checkpoint\n\n{harmless(text)}",
             file=sys.stderr,
             flush=True,

@@ -14,7 +14,7 @@ import numpy as np
 from toolkit.data import tokenizer as tokenizers
 from toolkit.data.packing import Ints, best_fit, split
 from toolkit.data.sources import open_source
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, counted
 from toolkit.model.load import is_encoder_decoder
 from toolkit.places import GIB, is_file_source
 from toolkit.planning.planner import PlanRow
@@ -269,7 +269,7 @@ def _set_method(draft: Draft, method: Method, model: Model, machine: Machine) ->
 def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None:
     """The length of a sample, and what becomes of longer rows."""
     most = covering(rows.lengths, COVERED)
-    told = f"{COVERED:.0%} of the {len(rows.lengths):,} rows have at most {most:,} tokens."
+    told = f"{COVERED:.0%} of the {counted(len(rows.lengths), 'row')} have at most {most:,} tokens."
     is_text = method.name == "pretrain"
     wanted = min(TEXT_LENGTH, max(ROUND_TO, rows.num_tokens // FEWEST_STEPS)) if is_text else most
     length = max(8, -(-wanted // ROUND_TO) * ROUND_TO)
@@ -286,7 +286,8 @@ def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None
         # A text can be classified by its beginning. An answer cut short would teach the model to stop early.
         cut = method.objective in CLASSIFIERS
         policy, what = ("truncate", "cut") if cut else ("drop", "left out")
-        draft.set("data.long_rows", policy, f"{longer:,} of {len(rows.lengths):,} rows are longer and are {what}.")
+        told = f"{longer:,} of {counted(len(rows.lengths), 'row')} are longer and are {what}."
+        draft.set("data.long_rows", policy, told)
     if method.objective not in PADDED:
         why = "Short rows share a sample without padding, unless the run's first check finds that they see each other."
         without = "This model takes no position_ids, so rows that share a sample would see each other."
@@ -332,9 +333,8 @@ def _set_length_of_run(draft: Draft, method: Method, rows: Rows, machine: Machin
     count, samples = len(rows.lengths), _num_samples(draft, method, rows)
     if count >= FEWEST_ROWS_TO_HOLD_OUT:
         share = float(f"{min(0.05 if count >= 400 else 0.1, MOST_ROWS_HELD_OUT / count):.2g}")
-        draft.set(
-            "data.validation_fraction", share, f"About {round(share * count):,} rows are held out for evaluation."
-        )
+        held_out = counted(round(share * count), "row")
+        draft.set("data.validation_fraction", share, f"About {held_out} are held out for evaluation.")
     training = draft.recipe().training
     per_step = training.micro_batch_size * training.gradient_accumulation_steps * machine.count
     steps = steps_of_run(
@@ -342,7 +342,7 @@ def _set_length_of_run(draft: Draft, method: Method, rows: Rows, machine: Machin
     )
     every = max(1, steps // EVALUATIONS)
     if draft.recipe().data.has_validation:
-        draft.set("training.eval_every_steps", every, f"{EVALUATIONS} times in about {steps:,} steps.")
+        draft.set("training.eval_every_steps", every, f"{EVALUATIONS} times in about {counted(steps, 'step')}.")
     draft.set("checkpoint.every_steps", every, "A run that is cut off resumes from the last checkpoint; two are kept.")
     return steps
 
@@ -374,7 +374,7 @@ def _set_setup(draft: Draft, row: PlanRow, why: str, machine: Machine) -> None:
         "sharding.offload": "Optimizer state is held in host memory, which frees room on the GPUs.",
         "sharding.activation_checkpointing": "Blocks keep only their inputs and are computed twice, which frees room.",
         "training.micro_batch_size": "The size that the plan finds fastest.",
-        "training.gradient_accumulation_steps": f"A step has {samples:,} samples, at most {row.tokens:,} tokens.",
+        "training.gradient_accumulation_steps": f"{counted(samples, 'sample')} a step, at most {row.tokens:,} tokens.",
     }
     for key, value in _settings(setup).items():
         if value not in (None, "none"):

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from toolkit.errors import counted
+
 
 def patience_is_over(records: Iterable[dict[str, Any]], patience: int | None) -> str | None:
     """Why a run ends after its last evaluation; None: it goes on.
@@ -28,6 +30,5 @@ def patience_is_over(records: Iterable[dict[str, Any]], patience: int | None) ->
                 since += 1
     if since < patience:
         return None
-    noun = "evaluation" if since == 1 else "evaluations"
     lowest = f"the lowest is {best:.4g}, at step {best_step:,}" if math.isfinite(best) else "none was finite"
-    return f"no lower held-out loss in {since} {noun} (training.patience); {lowest}"
+    return f"no lower held-out loss in {counted(since, 'evaluation')} (training.patience); {lowest}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +19,21 @@ from toolkit.data.samples import Batch
 from toolkit.model.quantised import QuantisedLinear, quantised_layers
 
 
+def forget_peaks(device: torch.device) -> None:
+    """Begins the peaks anew: one process may do several runs, as a notebook does."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):  # Linux alone has it, see proc(5)
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_device_bytes(device: torch.device) -> int:
-    """Most bytes ever allocated on this rank's device; 0 on the CPU."""
+    """Most bytes allocated on this rank's device since `forget_peaks`; 0 on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def peak_host_bytes() -> int:
-    """Largest resident set of this process so far."""
+    """Largest resident set of this process; on Linux, since `forget_peaks`."""
     # ru_maxrss is in bytes on macOS and in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 import transformers
 
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, counted
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import quiet_libraries
 from toolkit.verify.compare import compare
@@ -72,7 +72,7 @@ def verify(
         if plain.padded is not None:
             # The ranks take the plain side's rows, whatever their rounding says.
             recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"packing": False})})
-        tell(f"sharded: {launch.num_processes} {'CPU' if launch.on_cpu else 'GPU'} ranks")
+        tell(f"sharded: {counted(launch.num_processes, 'CPU rank' if launch.on_cpu else 'GPU rank')}")
         sharded = run_ranks(recipe, launch, len(plain.outcome.losses), folder, time_limit_seconds)
     facts = {"config": launch.origin, **sharded.facts, "weights": weights}
     if launch.on_cpu and not launch.values.get("use_cpu"):

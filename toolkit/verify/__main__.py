@@ -24,7 +24,7 @@ from toolkit.data.samples import Batch
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.model.expert_adapters import as_peft_has_them, peft_name
 from toolkit.model.quantised import dequantised
-from toolkit.optim.build import build_schedule
+from toolkit.optim.schedule import build_schedule
 from toolkit.places import atomic_write
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries, release

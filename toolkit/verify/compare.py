@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from toolkit.errors import counted
 from toolkit.verify.results import FAILED, NOT_USED, REHEARSED_DROPOUT, Outcome, PlainRun, Row, ShardedRun, measured
 
 FLOAT32_LOSS, FLOAT32_NORM, FLOAT32_WEIGHTS = 1e-6, 1e-5, 1e-5
@@ -181,7 +182,8 @@ def _replay_row(replay: dict[str, float] | None, device: str) -> Row:
     # Another random state changed nothing, so an equal replay would be no proof.
     if not replay["effect"]:
         return Row(check, None, None, NOT_USED, "the model has no dropout to replay")
-    note = f"gradients with {replay['blocks']:.0f} blocks checkpointed and with none, dropout {REHEARSED_DROPOUT}"
+    num_blocks = counted(round(replay["blocks"]), "block")
+    note = f"gradients with {num_blocks} checkpointed and with none, dropout {REHEARSED_DROPOUT}"
     return measured(check, replay["difference"], REPLAY_TOLERANCE[device], note)
 
 

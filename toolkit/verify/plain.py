@@ -21,11 +21,12 @@ from toolkit.model.routers import find_routers
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.teacher import load_teacher
-from toolkit.optim.build import learning_rate_factor, matrices
+from toolkit.optim.build import matrices
+from toolkit.optim.schedule import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.leaks import LeakError, check_leaks
-from toolkit.run.parts import build_windows, fitting, may_pad, require_room, without_packing
+from toolkit.run.rows import build_windows, fitting, may_pad, require_room, without_packing
 from toolkit.sharding.shards import local_tensor
 from toolkit.verify.launch import Launch
 from toolkit.verify.packing import packing_row

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
 
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError, counted, first_line
 from toolkit.places import require_folder
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ModelSection
@@ -25,11 +25,12 @@ def with_layers(recipe: Recipe, layers: int | None, folder: Path) -> tuple[Recip
     if section.config is not None:
         fields = dict(section.config)
         shrink(fields, _configuration_of(fields), layers)
-        return _with_model(recipe, {"config": fields}), f"random, as the recipe says; the first {layers} blocks"
+        origin = f"random, as the recipe says; the first {counted(layers, 'block')}"
+        return _with_model(recipe, {"config": fields}), origin
     source, shrunk = source_folder(section), folder / "model-cut"
     _copy_model(source, shrunk, layers, section)
     name = section.name_or_path
-    origin = f"of {name}; the first {layers} blocks"
+    origin = f"of {name}; the first {counted(layers, 'block')}"
     auto = AutoModelForSeq2SeqLM if recipe.objective.kind == "seq2seq" else AutoModelForCausalLM
     if not _has_its_weights(auto, shrunk, section):
         _write_random_weights(auto, shrunk, section, recipe.training.seed)
@@ -65,7 +66,7 @@ def shrink(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> Non
     depths = {key: depth for key, depth in others.items() if isinstance(depth, int)}
     deepest = max([found, *depths.values()])
     if layers > deepest:
-        raise BadInputError(f"--layers: found {layers}, but the model has {deepest} blocks; lower it")
+        raise BadInputError(f"--layers: found {layers}, but the model has {counted(deepest, 'block')}; lower it")
     if text is not config and isinstance(fields.get("text_config"), dict):
         fields["text_config"] = fields = dict(fields["text_config"])
     for key, value in fields.items():

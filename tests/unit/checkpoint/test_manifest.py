@@ -142,7 +142,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "deep": (nest, "manifest.json cannot be read"),
     "no object": (lambda folder: forge_text(folder, "[]"), "manifest.json cannot be read"),
     "step": (forge(step="7"), "manifest.json cannot be read: step: Input should be a valid integer"),
-    "ranks": (forge(world_size=10**12), "for 1000000000000 ranks"),
+    "ranks": (forge(world_size=10**12), "for 1,000,000,000,000 ranks"),
     "one rank more": (forge(world_size=3), "does not name rank_00002.json"),
     "trainer": (forge(trainer=[]), "trainer: Input should be an object"),
     "entry": (forge(files={"a.json": {"bytes": "8"}}), "files.a.json.bytes: Input should be a valid integer"),

@@ -793,7 +793,7 @@ REFUSED = {
     "all texts bad": refused(
         "a.jsonl",
         text_lines([None, "", None, "  ", 5]) + b"no JSON\n",
-        "data.train: none of its 6 rows can be trained on",
+        "data.train: none of its rows (6) can be trained on",
         "text is missing or null: 2 (a.jsonl:1, a.jsonl:3)",
         "text is empty: 2 (a.jsonl:2, a.jsonl:4)",
         "text is a number, not text: 1 (a.jsonl:5)",
@@ -897,7 +897,7 @@ REFUSED = {
         settings={"streaming": True, "max_length": 1024},
     ),
     "streamed, all bad": refused(
-        "a.jsonl", text_lines([None, ""]), "data.train: none of the 2 rows", settings={"streaming": True}
+        "a.jsonl", text_lines([None, ""]), "data.train: none of the rows", settings={"streaming": True}
     ),
 }
 
@@ -916,7 +916,11 @@ def test_validation_is_named_where_it_is_at_fault(tmp_path: Path, chatml: Any) -
     lines(tmp_path / "rows.jsonl", [GOOD["text"](1)])
     lines(tmp_path / "bad.jsonl", [{"text": None}])
     saved(train=text_table())(tmp_path)
-    for name, says in (("lost.jsonl", "there is no file"), ("bad.jsonl", "none of its 1 rows"), ("saved", "no split")):
+    for name, says in (
+        ("lost.jsonl", "there is no file"),
+        ("bad.jsonl", "none of its rows (1)"),
+        ("saved", "no split"),
+    ):
         message = refusal(tmp_path, "rows.jsonl", chatml, validation=str(tmp_path / name))
         assert message.startswith(f"data.validation: {says}" if name == "bad.jsonl" else "data.validation: ")
         assert says in message

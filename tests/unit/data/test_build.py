@@ -155,7 +155,7 @@ def test_a_trained_tokenizer_is_kept_and_restores_text(tmp_path: Path) -> None:
         ("a.jsonl", b'{"other": "x"}\n', "matches no known column layout; it has other; needed: messages; prompt"),
         ("a.jsonl", b"this is no JSON\n", r"cannot be read. not JSON: 1 \(a.jsonl:1\)"),
         ("a.parquet", b"not parquet", "cannot be read"),
-        ("a.jsonl", b'{"text": ""}\n{"text": null}\n', r"none of its 2 rows .* text is empty: 1 \(a.jsonl:1\)"),
+        ("a.jsonl", b'{"text": ""}\n{"text": null}\n', r"none of its rows \(2\) .* text is empty: 1 \(a.jsonl:1\)"),
         ("a.bin", b"x", "of an unknown file type; allowed endings: .jsonl"),
     ],
 )
@@ -224,7 +224,7 @@ def test_the_usual_layouts_are_recognised(tmp_path: Path, chat_tokenizer: Any, l
     assert chat_tokenizer.decode(built.train.documents(0)[0]) == text
     [example] = built.report.examples[:1]
     assert [part for part in example["segments"] if part[1]] == [["hello fox<|im_end|>", True]]
-    assert built.report.warnings == ["train: 2 rows repeat an earlier one"]
+    assert built.report.warnings == ["train: 2 duplicates of earlier rows"]
 
 
 def test_prompts_and_completions_of_text_are_taken_as_they_are(tmp_path: Path, byte_pairs: Any) -> None:
@@ -276,7 +276,7 @@ def test_long_rows(tmp_path: Path, chat_tokenizer: Any) -> None:
     }
     assert truncated.report.train.long.count == 2
     assert truncated.report.train.long.cut_tokens > 20
-    assert any("were cut off" in warning for warning in truncated.report.warnings)
+    assert any("cut off" in warning for warning in truncated.report.warnings)
     split = built(long_rows="split")
     assert tokens_of(split.train) == split.report.train.target_tokens
     few = jsonl(tmp_path / "few.jsonl", [*rows[:150], rows[150]])
@@ -308,7 +308,7 @@ def test_rows_in_both_splits_are_told(tmp_path: Path, byte_pairs: Any) -> None:
     report = build.build(section(tmp_path, train, validation=str(held)), byte_pairs, seed=0).report.to_dict()
     assert report["validation"]["also_in_train"] == 2
     assert report["validation"]["duplicates"] == {"count": 1, "rows": ["b.jsonl:3"]}
-    assert any("2 rows are in train, too" in warning for warning in report["warnings"])
+    assert any("2 rows also in train" in warning for warning in report["warnings"])
 
 
 def test_a_template_that_ends_no_turn_is_told(tmp_path: Path, byte_pairs: Any) -> None:
@@ -379,7 +379,7 @@ def test_labels_that_only_look_like_numbers(tmp_path: Path, byte_pairs: Any) -> 
     built = build.build(section(tmp_path, path), byte_pairs, 0, ObjectiveSection(kind="sequence_classification"))
     assert built.label_names == ["9", "10", "--5", "\u00b2"]
     bad = jsonl(tmp_path / "b.jsonl", [{"text": "x", "label": None}] * 3)
-    with pytest.raises(DataError, match=r"none of its 3 rows can be trained on. label is missing or null: 3"):
+    with pytest.raises(DataError, match=r"none of its rows \(3\) can be trained on. label is missing or null: 3"):
         build.build(section(tmp_path, bad), byte_pairs, 0, ObjectiveSection(kind="sequence_classification"))
 
 

@@ -220,7 +220,7 @@ def _learn_judged(folder: Path, tokens: Any, row: dict[str, Any]) -> None:
         f"{column} is missing or null": 1,
         f"{column} is neither true nor false": 1,
     }
-    with pytest.raises(DataError, match="all 1 rows are judged"):
+    with pytest.raises(DataError, match=r"every row \(1\) is judged"):
         built(folder, tokens, [row], "kto")
 
 
@@ -433,4 +433,4 @@ def test_rows_that_are_evaluated_and_trained_on_are_told(tmp_path: Path, chatml:
     data = built(tmp_path, chatml, rows, validation=str(tmp_path / "held.jsonl"), streaming=streaming, max_length=16)
     assert data.report.validation is not None
     assert data.report.validation.also_in_train == 2
-    assert any("2 rows are in train, too" in warning for warning in data.report.warnings)
+    assert any("2 rows also in train" in warning for warning in data.report.warnings)

@@ -154,7 +154,7 @@ def test_bad_rows_are_counted_with_their_names(tmp_path: Path, byte_pairs: Any) 
 
 def test_a_source_without_a_usable_row_ends_with_an_error(tmp_path: Path, byte_pairs: Any) -> None:
     path = rows_file(tmp_path / "a.jsonl", [" "] * 9)
-    with pytest.raises(DataError, match=r"none of the 9 rows of 'a.jsonl' can be used"):
+    with pytest.raises(DataError, match=r"none of the rows of 'a.jsonl' \(9\) can be used"):
         built(tmp_path, byte_pairs, train=str(path))
 
 
@@ -187,5 +187,5 @@ def test_a_source_of_long_rows_alone_ends_with_an_error(tmp_path: Path, byte_pai
     prompts = [{"prompt": "of the story about a fox " * 20, "completion": " and"} for _ in range(9)]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    with pytest.raises(DataError, match=r"none of the 9 rows of 'a.jsonl' can be used"):
+    with pytest.raises(DataError, match=r"none of the rows of 'a.jsonl' \(9\) can be used"):
         built(tmp_path, byte_pairs, train=str(path), long_rows=policy)

@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from toolkit.errors import BadInputError
-from toolkit.optim.build import QUANTISED, build_optimizer, build_schedule, learning_rate_factor, parameter_groups
+from toolkit.optim.build import QUANTISED, build_optimizer, parameter_groups
 from toolkit.optim.muon import Muon
+from toolkit.optim.schedule import build_schedule, learning_rate_factor, schedule_fact, without_peak
 from toolkit.recipe.schema import OptimizerSection, ScheduleSection
 
 
@@ -65,6 +66,30 @@ def test_constant_after_warmup_fraction() -> None:
 def test_warmup_stable_decay() -> None:
     found = factors(10, kind="warmup_stable_decay", warmup_steps=1, decay_fraction=0.4)
     assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4])
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"kind": "constant"}, "0.0003, constant"),
+        ({"kind": "cosine", "warmup_steps": 1}, "0.0003 after a linear warm-up over 1 step, then cosine to 0"),
+        ({"kind": "linear", "min_factor": 0.1}, "0.0003, linear to 3e-05"),
+        (
+            {"kind": "warmup_stable_decay", "warmup_fraction": 0.1, "decay_fraction": 0.2},
+            "0.0003 after a linear warm-up over 10 steps, then constant, and linear to 0 over the last 20 steps",
+        ),
+    ],
+)
+def test_learning_rates_in_words(fields: dict[str, Any], told: str) -> None:
+    assert schedule_fact(ScheduleSection(**fields), 3e-4, 100) == told
+
+
+def test_a_run_that_ends_in_its_warm_up_is_told() -> None:
+    section = ScheduleSection(warmup_steps=9)
+    assert without_peak(section, 3e-4, 10) is None
+    told = without_peak(section, 3e-4, 4)
+    assert told is not None
+    assert "the warm-up of 9 steps is as long as this run of 4, whose learning rate reaches 0.00012 of 0.0003" in told
 
 
 def test_the_scheduler_steps_once_per_optimizer_step() -> None:

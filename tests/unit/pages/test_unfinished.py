@@ -30,12 +30,12 @@ def test_who_saw_the_end_says_so_in_the_report(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     before = report(path, RUNNING)
     assert state_of(path) == "running"
-    mark_ended(path, "stood still", f"Rank 1 {HOSTILE}")
+    mark_ended(path, "stalled", f"Rank 1 {HOSTILE}")
     text = path.read_text()
     page = Page(text)
-    assert state_of(path) == "stood still"
+    assert state_of(path) == "stalled"
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(RUNNING.written))
-    assert page.text_of["status"].startswith(f"Stood still after step 3 of 10. Rank 1 {HOSTILE} Written {written}")
+    assert page.text_of["status"].startswith(f"Stalled after step 3 of 10. Rank 1 {HOSTILE} Written {written}")
     assert page.elements["script"] == 0
     assert "refresh" not in text
     assert text.partition("</section>")[2] == before.partition("</section>")[2], "what else the page shows stays"

@@ -39,6 +39,14 @@ def test_more_ranks_hold_a_longer_row_which_fits() -> None:
     assert shared["fits"].tokens == pytest.approx(4 * alone["fits"].tokens, rel=0.1)
 
 
+def test_a_row_beyond_the_models_positions_is_told() -> None:
+    sizes = {"model_type": "llama", **SIZES, **HEADS}
+    for positions, beyond in ((2048, True), (10**7, False)):
+        recipe = Recipe.load("pretrain", {"model.config": {**sizes, "max_position_embeddings": positions}})
+        found = longest_rows(recipe, HARDWARE, 1, "bf16")["fits"]
+        assert ("the model itself ends at 2,048 positions" in found.describe()) is beyond
+
+
 def test_no_row_at_all_is_told() -> None:
     recipe = Recipe.load("pretrain", {"model.config": {"model_type": "llama", **SIZES, **HEADS}})
     with pytest.raises(BadInputError, match="--longest-row: no row of 1,024 tokens a device fits"):

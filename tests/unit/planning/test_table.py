@@ -23,7 +23,7 @@ from toolkit.planning.launch import launch_of
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.planner import Planner, PlanRow, verdict_of
 from toolkit.planning.table import Plan, plan
-from toolkit.planning.time.hardware import Hardware, hardware_of
+from toolkit.planning.time.hardware import Hardware, hardware_of, presets
 from toolkit.planning.workload import workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing
@@ -335,6 +335,12 @@ def test_bad_input(file: str, arguments: list[str], said: str) -> None:
     result = run("--recipe", file, *arguments)
     assert isinstance(result.exception, BadInputError), result.output
     assert said in str(result.exception)
+
+
+def test_rows_beyond_the_models_positions_are_refused_as_a_run_would() -> None:
+    longer = recipe(data={"train": "text.txt", "max_length": 10**6})
+    with pytest.raises(BadInputError, match=r"data\.max_length: 1000000 is more than the model's \d+ positions"):
+        plan(longer, presets()["h100_sxm"], 2)
 
 
 def test_an_accelerate_config_says_how_the_recipe_stands() -> None:

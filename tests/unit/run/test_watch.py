@@ -159,7 +159,7 @@ def test_a_rank_that_is_frozen_is_told_by_the_other_and_killed(
     assert "backward of step 7, for 69 s; its process does not answer" in text
     assert "test_a_rank_that_is_frozen" in text, "the stack of the rank that runs"
     assert "training.stall_minutes: 1" in capsys.readouterr().err
-    assert state_of(page) == "stood still"
+    assert state_of(page) == "stalled"
     assert "backward of step 7, for 69 s; its process does not answer. Rank 0 waits for it. See" in page.read_text()
 
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from toolkit.data.samples import Batch, sample_of, stack
-from toolkit.training.usage import Counts, counts_of, model_flops
+from toolkit.training.usage import Counts, counts_of, forget_peaks, model_flops, peak_host_bytes
 
 DOCUMENTS = (24, 40, 8)
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_hidden_layers": 4}
@@ -90,3 +90,12 @@ def test_of_experts_a_token_meets_some() -> None:
     experts.config = type("Config", (), {"num_experts_per_tok": 2})()
     experts.up = nn.Parameter(torch.empty(8, 16, 32))
     assert model_flops(experts).per_token == 2 * 2 * 2 * 16 * 32  # forward and the weights' gradients
+
+
+def test_the_peak_of_one_run_is_not_that_of_the_next() -> None:
+    forget_peaks(torch.device("cpu"))
+    before = peak_host_bytes()
+    torch.zeros(2**28, dtype=torch.uint8)
+    assert peak_host_bytes() > before + 2**27
+    forget_peaks(torch.device("cpu"))
+    assert peak_host_bytes() < before + 2**27

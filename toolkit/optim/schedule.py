@@ -1,0 +1,84 @@
+"""The learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from toolkit.errors import counted
+from toolkit.recipe.schema import ScheduleSection
+
+DEFAULT_DECAY_FRACTION = 0.1
+"""Share of the steps that decay under warmup_stable_decay (MiniCPM, arXiv 2404.06395)."""
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, section: ScheduleSection, num_steps: int) -> LambdaLR:
+    """A scheduler to be stepped once per optimizer step, whatever the number of ranks."""
+    return LambdaLR(optimizer, learning_rate_factor(section, num_steps))
+
+
+def learning_rate_factor(section: ScheduleSection, num_steps: int) -> Callable[[int], float]:
+    """Step (from 0) -> factor of the peak learning rate.
+
+    Linear warm-up ((step + 1) / (warm-up + 1), so that the first step moves), then the section's shape,
+    which reaches `min_factor` one step after the last of `num_steps`, as in transformers: with a factor of 0 the
+    last step would be paid for and move nothing.
+    """
+    warmup = warmup_steps(section, num_steps)
+    decay_start = max(warmup, num_steps - _decay_steps(section, num_steps))
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if section.kind == "constant":
+            return 1.0
+        progress = (step - decay_start) / max(1, num_steps - decay_start)
+        progress = min(max(progress, 0.0), 1.0)
+        shape = 0.5 * (1 + math.cos(math.pi * progress)) if section.kind == "cosine" else 1 - progress
+        return section.min_factor + (1 - section.min_factor) * shape
+
+    return factor
+
+
+def warmup_steps(section: ScheduleSection, num_steps: int) -> int:
+    """Length of the warm-up in optimizer steps."""
+    if section.warmup_steps is not None:
+        return section.warmup_steps
+    return round((section.warmup_fraction or 0.0) * num_steps)
+
+
+def _decay_steps(section: ScheduleSection, num_steps: int) -> int:
+    """Length of the decay in optimizer steps, where the warm-up leaves so many."""
+    if section.kind != "warmup_stable_decay":
+        return num_steps
+    fraction = DEFAULT_DECAY_FRACTION if section.decay_fraction is None else section.decay_fraction
+    return round(fraction * num_steps)
+
+
+def schedule_fact(section: ScheduleSection, peak: float, num_steps: int) -> str:
+    """The learning rates of a run, in words."""
+    warmup = warmup_steps(section, num_steps)
+    end, decay = f"{section.min_factor * peak:g}", counted(_decay_steps(section, num_steps), "step")
+    shapes = {
+        "constant": "constant",
+        "linear": f"linear to {end}",
+        "cosine": f"cosine to {end}",
+        "warmup_stable_decay": f"constant, and linear to {end} over the last {decay}",
+    }
+    begin = f"{peak:g} after a linear warm-up over {counted(warmup, 'step')}, then " if warmup else f"{peak:g}, "
+    return begin + shapes[section.kind]
+
+
+def without_peak(section: ScheduleSection, peak: float, num_steps: int) -> str | None:
+    """What there is to say where the run ends in its warm-up; None where it does not."""
+    warmup = warmup_steps(section, num_steps)
+    if warmup < num_steps:
+        return None
+    highest = peak * learning_rate_factor(section, num_steps)(num_steps - 1)
+    return (
+        f"the warm-up of {counted(warmup, 'step')} is as long as this run of {num_steps:,}, whose learning rate "
+        f"reaches {highest:.3g} of {peak:g}; lower schedule.warmup_steps, or set schedule.warmup_fraction in its place"
+    )

@@ -1,0 +1,140 @@
+"""The rows of a run: as its model can take them, and in which batches a rank gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.data import build
+from toolkit.data.build import TokenisedData
+from toolkit.data.cut import WHOLE, Part
+from toolkit.data.loader import TrainLoader, evaluation_batches
+from toolkit.data.samples import Batch
+from toolkit.data.stream import StreamLoader
+from toolkit.errors import BadInputError, counted, first_line
+from toolkit.model.adapters import base_of
+from toolkit.model.load import load_without_weights
+from toolkit.model.positions import require_positions, takes_positions
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import NEXT_TOKEN
+from toolkit.run.sequence import part_of
+from toolkit.sharding.fsdp import class_name
+
+
+def build_windows(
+    recipe: Recipe,
+    data: TokenisedData,
+    num_steps: int,
+    accumulation: int,
+    rank: int,
+    world_size: int,
+    part: Part = WHOLE,
+) -> TrainLoader | StreamLoader:
+    """What yields a rank's micro-batches of each optimizer step, `accumulation` of them; of its group, its part."""
+    training = recipe.training
+    all_steps = num_steps * training.micro_batch_size * accumulation * world_size
+    split: dict[str, Any] = {
+        "micro_batch_size": training.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "rank": rank,
+        "world_size": world_size,
+        "part": part,
+    }
+    if data.stream is not None:
+        return StreamLoader(data.stream, num_positions=all_steps, **split)
+    positions = num_positions(recipe, len(data.train), all_steps)
+    return TrainLoader(data.train, num_positions=positions, seed=training.seed, shuffle=recipe.data.shuffle, **split)
+
+
+def num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
+    """Samples of the whole run: whole steps, or exactly the epochs asked for."""
+    if recipe.training.num_epochs is None:
+        return all_steps
+    return max(1, round(recipe.training.num_epochs * num_samples))
+
+
+def rest_of_run(recipe: Recipe, num_steps: int, size: int, positions: int, manifest: Manifest) -> tuple[int, int]:
+    """Steps and samples of the whole run, where the first steps may have been of another size.
+
+    Args:
+        num_steps: of the whole run, if all its steps were of `size` samples.
+        positions: samples of the whole run in that case.
+        manifest: of the checkpoint that the run goes on from.
+    """
+    # max_steps counts steps of any size; epochs count samples.
+    if recipe.training.num_epochs is None:
+        return num_steps, manifest.samples + max(0, num_steps - manifest.step) * size
+    return manifest.step + max(0, -(-(positions - manifest.samples) // size)), positions
+
+
+def last_position(recipe: Recipe, data: TokenisedData, num_steps: int, size: int, resumed: Manifest | None) -> int:
+    """Samples of the whole run, in steps of `size`."""
+    last = num_positions(recipe, len(data.train), num_steps * size)
+    return last if resumed is None else rest_of_run(recipe, num_steps, size, last, resumed)[1]
+
+
+def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:
+    """Raises BadInputError where samples do not fit the model's positions or its vocabulary."""
+    require_positions(model, recipe.data)
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    # By the largest number, too: a vocabulary may leave some out.
+    needed = max(len(tokens), 1 + max(tokens.get_vocab().values(), default=0))
+    if needed > rows:
+        field = "model.tokenizer" if recipe.model.tokenizer is not None else "model.name_or_path"
+        raise BadInputError(
+            f"{field}: the tokenizer has {needed} tokens, but the model's embeddings have {counted(rows, 'row')}; "
+            "use the tokenizer that belongs to the model, or correct vocab_size in its config.json"
+        )
+
+
+def may_pad(recipe: Recipe, data: TokenisedData) -> bool:
+    """Whether rows may be padded instead of packed: where the recipe leaves it open."""
+    return data.report.packing and recipe.data.packing is None and recipe.objective.kind in NEXT_TOKEN
+
+
+def fitting(
+    recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData, model: PreTrainedModel
+) -> tuple[TokenisedData, str | None]:
+    """The data as the model can take it, and why its rows are padded, if they are for that."""
+    if takes_positions(model) or not may_pad(recipe, data):
+        return data, None
+    return without_packing(recipe, tokens), f"{class_name(base_of(model))} takes no position_ids"
+
+
+def without_packing(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> TokenisedData:
+    """The data with a sample for each row; nothing is tokenised again."""
+    section = recipe.data.model_copy(update={"packing": False})
+    return build.build(section, tokens, recipe.training.seed, recipe.objective)
+
+
+def as_trained(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData) -> tuple[TokenisedData, list[str]]:
+    """The data as a run would train on it, and what there is to say of that; reads the model's configuration alone."""
+    if not may_pad(recipe, data):
+        return data, []
+    try:
+        model = load_without_weights(recipe.model, tokens)
+    except BadInputError as error:
+        return data, [f"shown packed, as the model that decides it could not be built: {first_line(error)}"]
+    data, padded = fitting(recipe, tokens, data, model)
+    return data, [f"packing: none, each row is padded: {padded}"] if padded is not None else []
+
+
+def build_evaluation(
+    accelerator: Accelerator, recipe: Recipe, data: TokenisedData
+) -> Callable[[], Iterator[Batch]] | None:
+    """What makes this rank's held-out batches, anew for each evaluation; None without held-out data."""
+    held_out = data.validation
+    if held_out is None:
+        return None
+
+    group, num_groups, part = part_of(accelerator, recipe)
+    size, limit = recipe.training.micro_batch_size, recipe.data.max_validation_samples
+
+    def batches() -> Iterator[Batch]:
+        return evaluation_batches(held_out, size, group, num_groups, limit, part)
+
+    return batches
