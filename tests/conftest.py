@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
 import pytest
+
+gc.disable()  # what the collection of tests imports is never garbage
 
 STORY = """the king and queen of hearts walked by the river at night while the moon was high and all the
 world lay still except a fox who sang of bread and wine"""
@@ -32,3 +35,9 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(60)), encoding="utf-8")
     return path
+
+
+def pytest_collection_finish() -> None:
+    """No test looks through what all of them have imported."""
+    gc.freeze()
+    gc.enable()

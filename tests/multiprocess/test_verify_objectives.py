@@ -22,7 +22,7 @@ from toolkit.objectives.divergence import Divergence
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.recipe.recipe import Recipe
 from toolkit.verify import FAILED, OK, Report, ShardedRun, ranks, verify
-from toolkit.verify.__main__ import _run_sharded
+from toolkit.verify.sharded import _run_sharded
 
 CASES: dict[str, dict[str, Any]] = {
     "distillation": {

@@ -13,7 +13,7 @@ import typer
 import toolkit
 from toolkit.cli.checkpoints import checkpoints
 from toolkit.cli.configs import configs_app
-from toolkit.cli.console import INTERRUPTED, print_error, print_interrupt, quiet_imports
+from toolkit.cli.console import INTERRUPTED, prepare_process, print_error, print_interrupt
 from toolkit.cli.data import data
 from toolkit.cli.doctor import doctor
 from toolkit.cli.export import export
@@ -36,7 +36,7 @@ app.add_typer(configs_app, name="configs")
 
 def main() -> None:
     """Entry point of the `toolkit` command. Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C."""
-    quiet_imports()
+    prepare_process()
     try:
         app(standalone_mode=True)
     except ToolkitError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import platform
@@ -40,10 +42,17 @@ NOISY = ("torchao", "torch.utils._pytree")
 tells of each kernel that does not suit this machine, and of its own enumerations. The toolkit uses none of them."""
 
 
-def quiet_imports() -> None:
-    """Before torch is imported: leaves out warnings of `NOISY`, but not errors."""
+MANY_OBJECTS = 50_000
+"""What the imports of torch and transformers make is never garbage: looking through it at every 700 objects took 0.8 of
+the 5.6 s of an import, and once more at the process's end 1.3 s."""
+
+
+def prepare_process() -> None:
+    """Before torch is imported: warnings of `NOISY` are left out, but not errors, and garbage is sought rarely."""
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
+    gc.set_threshold(MANY_OBJECTS)
+    atexit.register(gc.freeze)
 
 
 def print_error(error: ToolkitError) -> int:

@@ -8,7 +8,7 @@ import signal
 import sys
 
 from toolkit.cli.arguments import DEFAULT_RECIPE, split_arguments
-from toolkit.cli.console import print_error, print_failure, print_interrupt, quiet_imports
+from toolkit.cli.console import prepare_process, print_error, print_failure, print_interrupt
 from toolkit.cli.hub import settle_hub
 from toolkit.cli.recipes import recipe_rows
 from toolkit.errors import RankError, ToolkitError
@@ -19,7 +19,7 @@ def finetune_command(arguments: list[str]) -> int:
     """`recipes/finetune.py [RECIPE] [section.key=value ...]`; returns the exit code."""
     # Ranks that still start are not ended by a request for a checkpoint.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    quiet_imports()
+    prepare_process()
     options = _parser().parse_intermixed_args(arguments)
     try:
         recipe = Recipe.load(*split_arguments(options.arguments, options.recipe))

@@ -1,4 +1,4 @@
-"""One rank of the sharded side: `python -m toolkit.verify FOLDER`, started by `toolkit.verify.ranks`."""
+"""One rank of the sharded side, started by `toolkit.verify.ranks`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -193,7 +192,3 @@ def _largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor])
     pairs = [(a, b) for a, b in zip(found, expected, strict=True) if b.numel()]
     largest = max((b.abs().max().item() for _, b in pairs), default=0.0)
     return max(((a - b).abs().max().item() for a, b in pairs), default=0.0) / max(largest, 1e-30)
-
-
-if __name__ == "__main__":
-    sys.exit(rank_main(Path(sys.argv[1])))
