@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSNorm
 
 STEPS = 4
 VOCABULARY = 199  # odd: no dimension of the embeddings divides by 2
@@ -48,6 +49,7 @@ class Case:
     evaluate: bool = False  # after every step
     compiled: bool = False  # each block
     partly: bool = False  # the last micro-batch's loss uses neither the last block nor the head
+    kept: bool = False  # the authors keep the blocks' norms in float32; not in `ordinary`
 
     def __str__(self) -> str:
         plain = Case()
@@ -66,6 +68,20 @@ def blocks_of(model: Any) -> list[Any]:
     return list(model.get_base_model().model.layers if hasattr(model, "get_base_model") else model.model.layers)
 
 
+class KeptNorms(LlamaForCausalLM):
+    """Its authors keep the norms of its blocks in float32."""
+
+    _keep_in_fp32_modules_strict: ClassVar = {"input_layernorm"}
+
+
+class Norm(LlamaRMSNorm):
+    """Computes in float32, and gives back what it was given."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(hidden.float())
+        return found.to(hidden.dtype)
+
+
 def make_model(case: Case) -> Any:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
     model: Any = llama(**sizes, tie_word_embeddings=case.tied, use_cache=False)
@@ -74,6 +90,10 @@ def make_model(case: Case) -> Any:
             block.self_attn.unused = nn.Linear(16, 24)
     if case.lora:
         return get_peft_model(model, LoraConfig(r=1, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    if case.kept:
+        model.__class__ = KeptNorms
+        for block in model.model.layers:
+            block.input_layernorm = Norm(model.config.hidden_size)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(case.freeze is None or case.freeze not in name)
     return model

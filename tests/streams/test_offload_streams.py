@@ -48,6 +48,7 @@ WAYS = {
     "frozen": Run(Case(freeze="mlp")),
     "unused parameters": Run(Case(unused=True, accumulation=2)),
     "unused units": Run(Case(partly=True, accumulation=2, tied=False)),
+    "kept in float32": Run(Case(kept=True, tied=False)),
     "two forwards": Run(Case(forwards=2, tied=False)),
     "float32": Run(Case(precision="no")),
     "evaluation": Run(also="evaluate"),
@@ -153,6 +154,15 @@ MUTATIONS = [
     (
         WAYS["by block"],
         Mutation("engine.OffloadEngine._wait", "self._handle.current_stream().wait_event(unit.arrived)"),
+    ),
+    # Shards that are not cast before the memory of their gather is there, which is when it waits for new weights.
+    (
+        WAYS["kept in float32"],
+        Mutation(
+            "fsdp._init_beside_rounded",
+            "parameter.orig_dtype = ",
+            "parameter.param_dtype, parameter.orig_dtype = parameter.orig_dtype, ",
+        ),
     ),
     # FSDP2's own: that the checker finds them says that it sees what FSDP2 does.
     (CONTROLS["plain FSDP2"], Mutation("fsdp2.foreach_reduce", "reduce_scatter_stream.wait_stream(current_stream)")),
