@@ -86,9 +86,12 @@ class ExportError(ToolkitError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, with the next where it ends in a colon; its class where it has none."""
+    """The first line of an exception's text, with the next where it ends in a colon; its class where it has none.
+
+    Without a full stop, as it becomes part of a sentence.
+    """
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0]).rstrip(".")
 
 
 def in_words(error: BaseException) -> str:

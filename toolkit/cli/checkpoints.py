@@ -11,6 +11,7 @@ from toolkit.cli.arguments import AsJson, RunPlace
 from toolkit.cli.console import print_table
 from toolkit.errors import BadInputError
 from toolkit.pages.page import format_bytes
+from toolkit.terminal import Terminal
 
 if TYPE_CHECKING:
     from toolkit.checkpoint.manifest import Checkpoint
@@ -34,6 +35,8 @@ def checkpoints(
     rows = [_row(checkpoint, check) for checkpoint in found]
     if as_json:
         print(json.dumps(rows, indent=2))
+    elif not rows:
+        Terminal().print(f"{run}: no checkpoints", markup=False)
     else:
         cells = [[_cell(column, row.get(column)) for column in COLUMNS] for row in rows]
         print_table([{"bytes": "size", "problem": "state"}.get(column, column) for column in COLUMNS], cells)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Iterable, Mapping
 
 from toolkit.errors import BadInputError
 from toolkit.places import is_file_source, is_hub_name
@@ -25,26 +26,39 @@ def settle_hub(recipe: Recipe) -> None:
         BadInputError: it cannot be reached, and a model or a tokenizer is not in the cache.
     """
     named = {"model.name_or_path": recipe.model.name_or_path, "model.tokenizer": recipe.model.tokenizer}
-    models = {field: name for field, name in named.items() if name is not None and is_hub_name(name)}
+    revision = {"model.name_or_path": recipe.model.revision}
     sources = [source.path for source in [*recipe.data.train, *(recipe.data.validation or [])]]
+    settle_names({field: name for field, name in named.items() if name is not None}, sources, revision)
+
+
+def settle_names(named: Mapping[str, str], sources: Iterable[str], revisions: Mapping[str, str | None]) -> None:
+    """The same for models and tokenizers by the field that names them, and for the sources of data."""
+    models = {field: name for field, name in named.items() if is_hub_name(name)}
     data = [path for path in sources if not is_file_source(path)]
-    if not (models or data) or os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE"):
+    if not (models or data):
         return
     console = Terminal(quiet=os.environ.get("RANK", "0") != "0")
     endpoint = os.environ.get(ENDPOINT) or "https://huggingface.co"
-    console.print(f"looking on {endpoint} for {', '.join(dict.fromkeys([*models.values(), *data]))}")
-    why = _unreachable(endpoint)
-    if why is None:
-        return
-    os.environ[OFFLINE] = "1"
+    asked = os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE")
+    if asked:
+        why = f"{OFFLINE} is set"
+    else:
+        console.print(f"looking on {endpoint} for {', '.join(dict.fromkeys([*models.values(), *data]))}")
+        unreachable = _unreachable(endpoint)
+        if unreachable is None:
+            return
+        why = f"{endpoint} cannot be reached ({unreachable})"
+        os.environ[OFFLINE] = "1"
     for field, name in models.items():
-        if not _is_cached(name, recipe.model.revision if field == "model.name_or_path" else None):
+        if not _is_cached(name, revisions.get(field)):
+            mend = f"or unset {OFFLINE}" if asked else f"behind a proxy set HTTPS_PROXY, with a mirror {ENDPOINT}"
             raise BadInputError(
-                f"{field}: {name!r} is neither a folder here nor in the hub's cache, and {endpoint} cannot be reached "
-                f"({why}). To work offline, run `hf download {name}` on a machine with network access, copy the "
-                f"folder that it prints, and name that; behind a proxy set HTTPS_PROXY, with a mirror {ENDPOINT}"
+                f"{field}: {name!r} is neither a folder here nor in the hub's cache, and {why}. To work offline, run "
+                f"`hf download {name}` on a machine with network access, copy the folder that it prints, and name "
+                f"that; {mend}"
             )
-    console.warn(f"{endpoint} cannot be reached ({why}); the cache is used instead, as with {OFFLINE}=1")
+    if not asked:
+        console.warn(f"{why}; the cache is used instead, as with {OFFLINE}=1")
 
 
 def _unreachable(endpoint: str) -> str | None:
@@ -68,5 +82,5 @@ def _unreachable(endpoint: str) -> str | None:
 def _is_cached(name: str, revision: str | None) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
-    files = ("config.json", "tokenizer_config.json", "tokenizer.json")
+    files = ("config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
     return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.cli.arguments import AsJson, CpuOption, GpusOption
+from toolkit.cli.hub import settle_names
 from toolkit.errors import BadInputError, counted
 from toolkit.places import GIB, atomic_write
 from toolkit.terminal import Terminal
@@ -69,6 +70,8 @@ def init(
         raise BadInputError("--gpus and --cpu exclude each other; leave one of them out")
     file = output or Path(f"{_stem(data)}.yaml")
     _require_new(file, force)
+    given = dict(override.partition("=")[::2] for override in overrides or [])
+    settle_names({"model": model}, [data], {"model": given.get("model.revision")})
     from toolkit.suggest.suggestion import suggest  # torch is imported only for arguments that are right
 
     console = Terminal()

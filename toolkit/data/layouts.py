@@ -220,9 +220,11 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
         )
     # `conversations` needs the same column as `messages`; it would be listed twice.
     allowed = "; ".join(" + ".join(KINDS[kind]) for kind in candidates if not kind.endswith("conversations"))
+    others = [o for o, kinds in LAYOUTS_OF.items() if any(set(KINDS[kind]) <= set(source.columns) for kind in kinds)]
+    fitting = f"Its columns fit {' or '.join(f'objective.kind={other}' for other in others)}. " if others else ""
     raise DataError(
         f"{source.field}: {source.name!r} matches no known column layout; {_has(source)}; needed: {allowed}. "
-        f"Name its columns by hand, for example {_hint(source.columns, candidates)}"
+        f"{fitting}Name its columns by hand, for example {_hint(source.columns, candidates)}"
     )
 
 
@@ -291,6 +293,8 @@ def _label(value: Any, column: str, names: tuple[str, ...]) -> str:
         if names and not 0 <= value < len(names):
             raise RowProblem(f"{column} is a number that has no class name")
         return names[value] if names else str(value)
+    if isinstance(value, float):
+        raise RowProblem(f"{column} is a number, but not a whole one")
     return text_of(value, column).strip()
 
 

@@ -294,12 +294,19 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: Any, targets: Any) -> dict[
 
 
 def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any) -> list[str]:
-    """A warning for each source whose first row's last target is no special token: no end is learned."""
+    """A warning for each source of which no end is learned, as its first row's last target is no special token."""
     special = special_ids(tokenizer)
     found = []
     for source, start in zip(rows.sources, rows.starts, strict=False):
         mine = kept[(kept >= start) & (kept < start + len(source.table))]
-        if len(mine) == 0 or source.layout in ("text", "text and label"):
+        if len(mine) == 0 or source.layout == "text and label":
+            continue
+        if source.layout == "text":
+            if tokenizer.eos_token_id is None:
+                found.append(
+                    f"{source.name}: the tokenizer has no eos_token, so nothing ends a text and the model does not "
+                    "learn to stop; use a tokenizer that has one (model.tokenizer)"
+                )
             continue
         # One row tells: all rows of a source go through the same template.
         ids, targets = rows.tokens(int(mine[0]))

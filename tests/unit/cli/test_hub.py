@@ -13,8 +13,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 from refusals import finetune
+from typer.testing import CliRunner
 
 from toolkit.cli import hub
+from toolkit.cli.app import app
 from toolkit.cli.hub import OFFLINE, settle_hub
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
@@ -102,6 +104,15 @@ def test_what_is_cached_is_used_without_the_hub(
     assert warning.startswith(f"warning: {endpoint} cannot be reached")
     settle_hub(recipe(model))
     assert capsys.readouterr().err == "", "offline, nothing is asked"
+
+
+def test_offline_what_is_nowhere_is_told_at_once(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OFFLINE, "1")
+    with pytest.raises(BadInputError, match=r"model.name_or_path: 'some/model' is .* and HF_HUB_OFFLINE is set\. "):
+        settle_hub(recipe({"name_or_path": "some/model"}))
+    result = CliRunner().invoke(app, ["init", "some/model", "rows.jsonl"])
+    assert isinstance(result.exception, BadInputError)
+    assert "model: 'some/model' is neither a folder here nor in the hub's cache" in str(result.exception)
 
 
 def test_a_hub_that_answers_is_left_to_its_library(

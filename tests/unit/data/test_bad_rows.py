@@ -304,8 +304,8 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
         ("label unknown", {"text": "a", "label": "ugly"}, "the label is not one of the classes"),
         ("label number", {"text": "a", "label": 1}, "the label is not one of the classes"),
         ("label true", {"text": "a", "label": True}, "the label is not one of the classes"),
-        ("label 0.5", {"text": "a", "label": 0.5}, "label is a number, not text"),
-        ("label infinite", b'{"text": "a", "label": 1e999}', "label is a number, not text"),
+        ("label 0.5", {"text": "a", "label": 0.5}, "label is a number, but not a whole one"),
+        ("label infinite", b'{"text": "a", "label": 1e999}', "label is a number, but not a whole one"),
         ("label list", {"text": "a", "label": ["good"]}, "label is a list, not text"),
         ("label half a character", {"text": "a", "label": LONE}, f"label {HALF}"),
         ("text null", {"text": None, "label": "good"}, "text is missing or null"),
@@ -1035,7 +1035,7 @@ def test_labels_that_are_numbers_or_truths(tmp_path: Path, chatml: Any) -> None:
     report = report_of(tmp_path, "rows.jsonl", chatml, ANY_CLASSES)
     assert report["train"]["labels"] == {"1": 4, "true": 1}
     assert dropped(report) == {
-        "label is a number, not text": ["rows.jsonl:6"],
+        "label is a number, but not a whole one": ["rows.jsonl:6"],
         "label is missing or null": ["rows.jsonl:7"],
     }
 

@@ -153,6 +153,11 @@ def test_a_trained_tokenizer_is_kept_and_restores_text(tmp_path: Path) -> None:
         ("missing.jsonl", None, "there is no file"),
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl", b'{"other": "x"}\n', "matches no known column layout; it has other; needed: messages; prompt"),
+        (
+            "a.jsonl",
+            b'{"chosen": "x", "rejected": "y"}\n',
+            "needed: .* Its columns fit objective.kind=preference or objective.kind=reward. Name its columns by hand",
+        ),
         ("a.jsonl", b"this is no JSON\n", r"cannot be read. not JSON: 1 \(a.jsonl:1\)"),
         ("a.parquet", b"not parquet", "cannot be read"),
         ("a.jsonl", b'{"text": ""}\n{"text": null}\n', r"none of its rows \(2\) .* text is empty: 1 \(a.jsonl:1\)"),
@@ -320,6 +325,17 @@ def test_a_template_that_ends_no_turn_is_told(tmp_path: Path, byte_pairs: Any) -
     finally:
         byte_pairs.chat_template = None
     assert any("does not learn to stop" in warning for warning in report["warnings"])
+
+
+def test_a_tokenizer_that_ends_no_text_is_told(tmp_path: Path, byte_pairs: Any) -> None:
+    data = section(tmp_path, jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS]))
+    end, told = byte_pairs.eos_token, "a.jsonl: the tokenizer has no eos_token"
+    assert not any(told in warning for warning in build.build(data, byte_pairs, seed=0).report.warnings)
+    byte_pairs.eos_token = None
+    try:
+        assert any(told in warning for warning in build.build(data, byte_pairs, seed=0).report.warnings)
+    finally:
+        byte_pairs.eos_token = end
 
 
 def test_classes_are_found_or_given(tmp_path: Path, byte_pairs: Any) -> None:
