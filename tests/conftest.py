@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: xdist's workers share the cores
 gc.disable()  # what the collection of tests imports is never garbage
 
 STORY = """the king and queen of hearts walked by the river at night while the moon was high and all the

@@ -16,18 +16,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
-
-TESTS = Path(__file__).parent
-
 PRELOADED = [
-    "without_garbage",  # first
     "toolkit.run.run",
     "toolkit.training.trainer",
     # What most runs import later on, where it is first used.
@@ -38,7 +32,6 @@ PRELOADED = [
     "torchao.optim",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
-    "frozen_garbage",  # last
 ]
 DEFAULT_SECONDS = 240.0
 
@@ -90,7 +83,7 @@ def alone(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _start(function: Callable[..., Any], num_ranks: int, folder: str, args: Any) -> tuple[list[Connection], list[Any]]:
-    serve()
+    _context.set_forkserver_preload(PRELOADED)
     pipes, processes = [], []
     for rank in range(num_ranks):
         receiver, sender = _context.Pipe(duplex=False)
@@ -100,15 +93,6 @@ def _start(function: Callable[..., Any], num_ranks: int, folder: str, args: Any)
         pipes.append(receiver)
         processes.append(process)
     return pipes, processes
-
-
-def serve() -> None:
-    """Starts the server that ranks are forked from, if it does not run."""
-    forkserver.set_forkserver_preload(PRELOADED)
-    with pytest.MonkeyPatch.context() as patch:
-        # Python 3.11 does not hand its path on, and leaves out what it does not find.
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
-        forkserver.ensure_running()
 
 
 def _end(processes: list[Any]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 from planning_models import DECODERS, KINDS, workload
-from ranks import serve
+from ranks import PRELOADED
 
 from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober
@@ -142,7 +142,7 @@ EVERY_THIRD, ALL = slice(None, None, 3), slice(None)
 @pytest.fixture(scope="module", params=[EVERY_THIRD, pytest.param(ALL, marks=pytest.mark.slow)], ids=["third", "all"])
 def grid(request: pytest.FixtureRequest) -> list[Compared]:
     context = multiprocessing.get_context("forkserver")
-    serve()
+    context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(2, mp_context=context) as pool:
         return list(pool.map(compare, [*drawn(20, CONFIGURATIONS)[request.param], *DECISIVE], chunksize=2))
 
