@@ -37,9 +37,9 @@ PATIENCE_WHEN_STOPPED = 2.0
 """The same where all ranks end for one reason at one time."""
 
 
-NOISY = ("torchao", "torch.utils._pytree")
-"""Loggers whose warnings say nothing to who runs a command: transformers imports torchao where it is installed, which
-tells of each kernel that does not suit this machine, and of its own enumerations. The toolkit uses none of them."""
+NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
+"""Loggers whose warnings say nothing to who runs a command: transformers and peft import torchao and bitsandbytes where
+they are installed, which tell of each kernel that does not suit this machine. The toolkit uses none of them."""
 
 
 MANY_OBJECTS = 50_000

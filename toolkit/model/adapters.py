@@ -27,6 +27,7 @@ from toolkit.model.targets import (
     Targets,
     is_classifier,
     layers_to_quantise,
+    names_of_heads,
     stacked_experts,
     targets_beside_experts,
     targets_of_pattern,
@@ -72,8 +73,7 @@ def add_adapter(
     """
     import peft
 
-    of_words = type(model).__name__.endswith("ForTokenClassification")
-    classifier = "TOKEN_CLS" if of_words else "SEQ_CLS"
+    classifier = "TOKEN_CLS" if type(model).__name__.endswith("ForTokenClassification") else "SEQ_CLS"
     writer = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     targets = _targets(model, section)
     config = peft.LoraConfig(
@@ -86,8 +86,8 @@ def add_adapter(
         target_modules=section.target_modules if targets is None else targets.modules,
         target_parameters=None if targets is None else targets.parameters,
         modules_to_save=section.modules_to_save,
-        # peft trains these in full, and of texts' classifiers alone it knows that `all-linear` leaves them out.
-        exclude_modules=["classifier", "score"] if of_words and section.target_modules == "all-linear" else None,
+        # peft trains them in full, and does not know of all that `all-linear` leaves them out.
+        exclude_modules=names_of_heads(model) or None if section.target_modules == "all-linear" else None,
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
     )

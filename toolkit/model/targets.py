@@ -94,6 +94,14 @@ def is_classifier(model: nn.Module) -> bool:
     return type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification"))
 
 
+def names_of_heads(model: nn.Module) -> list[str]:
+    """Last words of the paths that peft trains in full of a classifier: whatever ends so, `pre_classifier` too."""
+    if not is_classifier(model):
+        return []
+    heads = {path.rpartition(".")[2] for path, _ in model.named_modules() if path.endswith(("classifier", "score"))}
+    return sorted(heads)
+
+
 def layers_to_quantise(model: PreTrainedModel, section: AdapterSection) -> tuple[list[str], list[str]]:
     """Paths of the linear layers that can be held in fewer bits, and of those that stay as they are.
 
@@ -105,8 +113,7 @@ def layers_to_quantise(model: PreTrainedModel, section: AdapterSection) -> tuple
     stay = _misread(model, list(_linear_layers(model))) if by_path else set()
     if by_path and asked != "all-linear":
         stay = {path for path in stay if re.fullmatch(str(asked), path)}
-    # Of a classifier, peft trains the head in full, which it knows by these names.
-    whole = {*(section.modules_to_save or ()), *(("score", "classifier") if is_classifier(model) else ())}
+    whole = {*(section.modules_to_save or ()), *names_of_heads(model)}
     chosen = [
         path
         for path in _linear_layers(model)
