@@ -528,7 +528,7 @@ def test_what_a_template_refuses_is_a_problem(name: str) -> None:
         ("{{ messages[0].content + 1 }}", "can only concatenate str"),
         ("{{ 1 // 0 }}", "division"),
         ("{% for %}", "Expected"),
-        ("{{ raise_exception('First line.\nSecond line.') }}", "rejects it: First line."),
+        ("{{ raise_exception('First line.\nSecond line.') }}", "rejects it: First line"),
     ],
 )
 def test_a_templates_own_errors_are_problems(template: str, reason: str) -> None:
