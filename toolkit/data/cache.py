@@ -15,7 +15,7 @@ from toolkit.errors import BadInputError
 from toolkit.places import user_cache
 from toolkit.recipe.schema import DataSection
 
-FORMAT = 3
+FORMAT = 4
 """Part of every digest; raised when what is stored changes."""
 
 

@@ -271,7 +271,7 @@ def _read_text(shard: Shard) -> Iterator[Row]:
 
 def _read_table(shard: Shard) -> Iterator[Row]:
     assert shard.table is not None
-    yield from shard.table
+    yield from map(_unfilled, shard.table)
 
 
 def _read_rows(shard: Shard) -> Iterator[Row]:
@@ -279,7 +279,18 @@ def _read_rows(shard: Shard) -> Iterator[Row]:
     for number in range(shard.start, shard.stop or 0, 100):
         columns = shard.table[number : min(number + 100, shard.stop or 0)]
         for values in zip(*columns.values(), strict=True):
-            yield dict(zip(columns, values, strict=True))
+            yield _unfilled(dict(zip(columns, values, strict=True)))
+
+
+def _unfilled(row: dict[str, Any]) -> Row:
+    """A table's row without the nulls in its objects. They share one type, so each has the keys of all others."""
+    return {column: _without_nulls(value) for column, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 _READERS = {

@@ -1,0 +1,67 @@
+"""Rows as files and tables hold them: nulls, empty cells, and values that are not what their column says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from toolkit.data import build, tokenizer
+from toolkit.data.templates import MARKERS, use_template
+from toolkit.recipe.schema import DataSection, ObjectiveSection
+
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+
+
+@pytest.fixture(scope="module")
+def chatml() -> Any:
+    made = tokenizer._train_byte_pairs(iter(["the fox asks the king"] * 5), 300, MARKERS["chatml"])
+    use_template(made, "chatml")
+    return made
+
+
+def lines(folder: Path, rows: list[Any]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def built(path: Path, tokens: Any, kind: str = "causal_lm", **settings: Any) -> build.TokenisedData:
+    given = {"max_length": 1024, "max_dropped_fraction": 1.0, "packing": False, **settings}
+    data = DataSection(train=str(path), cache_dir=str(path.parent / "cache"), **given)
+    return build.build(data, tokens, 0, ObjectiveSection(kind=kind))
+
+
+def dropped(data: build.TokenisedData) -> dict[str, list[str]]:
+    assert data.report.train is not None
+    return {why: found.rows for why, found in data.report.train.dropped.items()}
+
+
+def texts(data: build.TokenisedData, tokens: Any) -> list[str]:
+    """Each sample's text."""
+    return ["".join(tokens.decode(ids.tolist()) for ids, _ in data.train.tokens(n)) for n in range(len(data.train))]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_calls_in_a_table_are_the_same_tokens_as_in_lines(tmp_path: Path, chatml: Any, kind: str) -> None:
+    """A table gives each call the arguments of all others, and each tool their parameters."""
+    rows = []
+    for argument in ("city", "sum"):
+        call = {"function": {"name": "f", "arguments": {argument: "1"}}}
+        tool = {"name": "f", "parameters": {"properties": {argument: {"enum": [None, "1"]}}}}
+        rows.append({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": [tool]})
+    table = datasets.Dataset.from_list(rows)
+    place = tmp_path / f"rows.{kind}"
+    table.to_parquet(place) if kind == "parquet" else table.save_to_disk(place)
+    found = texts(built(place, chatml), chatml)
+    assert found == texts(built(lines(tmp_path, rows), chatml), chatml)
+    assert '"enum": [null, "1"]' in found[0]
+
+
+def test_a_null_in_a_line_is_meant(tmp_path: Path, chatml: Any) -> None:
+    call = {"function": {"name": "f", "arguments": {"city": None}}}
+    path = lines(tmp_path, [{"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}])
+    assert '"arguments": {"city": null}' in texts(built(path, chatml), chatml)[0]
