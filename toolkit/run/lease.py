@@ -10,6 +10,7 @@ never compared.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -136,7 +137,10 @@ def acquire(path: Path) -> Lease:
     """Makes the lease, in place of one that is over. Waits up to `STALE_SECONDS` where that cannot be seen at once."""
     mine, seen, until = Lease(), None, 0.0
     while not _create(path, mine):
-        found, touched = read_lease(path)
+        try:
+            found, touched = _read(path)
+        except OSError as error:
+            raise _unreadable(path, error) from error
         if touched is None:
             continue  # it has just gone
         over = found.is_over() if found is not None else None
@@ -160,15 +164,36 @@ def _held(folder: Path, found: Lease | None) -> BadInputError:
     )
 
 
+def _unreadable(path: Path, error: OSError) -> BadInputError:
+    return BadInputError(
+        f"training.output_dir: {str(path)!r}, which says who is writing there, cannot be read: {error.strerror}; see "
+        "to it that this user may read it, or choose another training.output_dir"
+    )
+
+
 def read_lease(path: Path) -> tuple[Lease | None, int | None]:
-    """Who holds the folder, None where the file does not say; and when it was last touched, None without a file."""
+    """Who holds the folder, None where the file does not say; and when it was last touched, None without a file.
+
+    A file that cannot be read is as none: the beat and the end of a run do not fail for it.
+    """
+    try:
+        return _read(path)
+    except OSError:
+        return None, None
+
+
+def _read(path: Path) -> tuple[Lease | None, int | None]:
+    """The same. Raises OSError for a file that is there and cannot be read, as another user's own."""
     try:
         # Opened first: network file systems look anew at what they know of a file when it is opened.
         with path.open("rb") as file:
             touched = os.fstat(file.fileno()).st_mtime_ns
             text = file.read(10_000)
-    except OSError:
-        return None, None
+    except OSError as error:
+        # Stale: on NFS, removed by another host after it was opened here.
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            return None, None
+        raise
     try:
         return Lease(**json.loads(text)), touched
     except (ValueError, TypeError, RecursionError):
@@ -177,10 +202,13 @@ def read_lease(path: Path) -> tuple[Lease | None, int | None]:
 
 def let_go(path: Path) -> bool:
     """Removes the lease of a process that is gone; whether nobody holds the folder, as far as is seen from here."""
-    found, touched = read_lease(path)
-    if touched is not None and found is not None and found.is_over():
-        _take_away(path, found)
-    return read_lease(path)[1] is None
+    try:
+        found, touched = _read(path)
+        if touched is not None and found is not None and found.is_over():
+            _take_away(path, found)
+        return _read(path)[1] is None
+    except OSError:  # it may be that of a living run
+        return False
 
 
 def _create(path: Path, lease: Lease) -> bool:

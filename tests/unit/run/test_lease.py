@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,6 +160,21 @@ def test_a_file_that_says_nothing_is_waited_for(path: Path, text: str) -> None:
     assert read_lease(path)[0] is None
     assert read_lease(path)[1] is not None
     acquire(path)
+
+
+def test_a_lease_that_cannot_be_read_is_an_error_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.mkdir()  # as another user's lease is to this one, but to root, too
+    create, tries = lease._create, []
+
+    def counted(*args: Any) -> bool:
+        tries.append(args)
+        assert len(tries) < 10, "it tries without end"
+        return create(*args)
+
+    monkeypatch.setattr(lease, "_create", counted)
+    with pytest.raises(BadInputError, match=r"training\.output_dir: .*cannot be read: Is a directory; .*choose"):
+        acquire(path)
+    assert not lease.let_go(path), "it may be that of a living run"
 
 
 def test_who_stood_still_and_was_replaced_ends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
