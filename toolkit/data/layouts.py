@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, SourceTarget, Tagged, Text
-from toolkit.data.messages import asked_of, conversation, messages_of, tools_of, with_system
+from toolkit.data.messages import answered_last, asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.pairs import pair_of
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row, listed
@@ -124,6 +124,8 @@ class Layout:
         if self.kind in JUDGED:
             answer = self._plain(values, JUDGED[self.kind])
             assert isinstance(answer, Answer | Conversation)
+            if isinstance(answer, Conversation):
+                answered_last(answer)
             return Judged(answer, _judgement(values["label"], self.columns["label"]))
         self._require_unjudged(row)
         return self._plain(values, self.kind)

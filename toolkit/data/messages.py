@@ -172,3 +172,11 @@ def conversation(messages: list[Message], tools: list[dict[str, Any]] | None) ->
     # A template that writes whole messages would write the weight, too.
     plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
     return Conversation(plain, tools, unlearned)
+
+
+def answered_last(found: Conversation) -> Conversation:
+    """The conversation, whose last turn is what is compared or judged. Raises RowProblem where nobody answers in it."""
+    # An earlier turn would be learned in its place, and two sides that share it would cancel without a word.
+    if found.messages[-1]["role"] != "assistant":
+        raise RowProblem("the last turn is not the assistant's")
+    return found

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from toolkit.data.examples import Answer, Conversation, Message, Pair
-from toolkit.data.messages import asked_of, conversation, messages_of, tools_of, with_system
+from toolkit.data.messages import answered_last, asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.problem import RowProblem
 from toolkit.data.values import text_of, type_of
 
@@ -72,7 +72,7 @@ def _side(
         answered = messages_of([value] if isinstance(value, dict) else value, column)
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = _after(asked, answered, column)
-    return conversation(with_system(messages, values.get("system")), tools_of(values.get("tools")))
+    return answered_last(conversation(with_system(messages, values.get("system")), tools_of(values.get("tools"))))
 
 
 def _after(asked: list[Message], answered: list[Message], column: str) -> list[Message]:

@@ -65,3 +65,17 @@ def test_a_null_in_a_line_is_meant(tmp_path: Path, chatml: Any) -> None:
     call = {"function": {"name": "f", "arguments": {"city": None}}}
     path = lines(tmp_path, [{"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}])
     assert '"arguments": {"city": null}' in texts(built(path, chatml), chatml)[0]
+
+
+@pytest.mark.parametrize("last", [{"role": "user", "content": "and"}, {"role": "tool", "content": "5"}])
+def test_what_is_compared_or_judged_ends_with_the_assistants_turn(
+    tmp_path: Path, chatml: Any, last: dict[str, Any]
+) -> None:
+    other = {**ANSWER, "content": "go"}
+    said = [USER, ANSWER, {**last, "content": "more"}]
+    pairs = [{"chosen": [USER, ANSWER], "rejected": [USER, other]}, {"chosen": [USER, ANSWER, last], "rejected": said}]
+    found = built(lines(tmp_path, pairs), chatml, "preference")
+    assert dropped(found) == {"the last turn is not the assistant's": ["rows.jsonl:2"]}
+    judged = [{"messages": [USER, ANSWER], "label": good} for good in (True, False)]
+    found = built(lines(tmp_path, [*judged, {"messages": said, "label": True}]), chatml, "kto")
+    assert dropped(found) == {"the last turn is not the assistant's": ["rows.jsonl:3"]}
