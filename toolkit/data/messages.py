@@ -93,6 +93,9 @@ def _message(item: Any) -> Message:
         raise RowProblem("a message has no content")
     known = {key: value for key, value in fields.items() if key in KNOWN}
     _check_weight(known)
+    thoughts = known.get("reasoning_content", "")
+    if not isinstance(thoughts, str):
+        raise RowProblem(f"a message's reasoning_content is {type_of(thoughts)}, not text")
     writable(known, "a message")
     message = {"role": role, "content": None if content is None else _content(content, role), **known}
     return {**message, "tool_calls": calls} if calls else message

@@ -79,3 +79,14 @@ def test_what_is_compared_or_judged_ends_with_the_assistants_turn(
     judged = [{"messages": [USER, ANSWER], "label": good} for good in (True, False)]
     found = built(lines(tmp_path, [*judged, {"messages": said, "label": True}]), chatml, "kto")
     assert dropped(found) == {"the last turn is not the assistant's": ["rows.jsonl:3"]}
+
+
+def test_thoughts_that_are_no_text_are_named(tmp_path: Path, chatml: Any) -> None:
+    thoughts = (None, "", "hm", 5, 0, ["hm"], {"hm": "hm"}, True)
+    rows = [{"messages": [USER, {**ANSWER, "reasoning_content": thought}]} for thought in thoughts]
+    assert dropped(built(lines(tmp_path, [{"messages": [USER, ANSWER]}, *rows]), chatml)) == {
+        "a message's reasoning_content is a number, not text": ["rows.jsonl:5", "rows.jsonl:6"],
+        "a message's reasoning_content is a list, not text": ["rows.jsonl:7"],
+        "a message's reasoning_content is an object, not text": ["rows.jsonl:8"],
+        "a message's reasoning_content is true or false, not text": ["rows.jsonl:9"],
+    }
