@@ -216,14 +216,14 @@ class Builder:
         policy = self._long_rows({source.layout for source in (train if train.sources else validation).sources})
         names = self._label_names(train) if self.classification else None
         kept_rows = self._select(train, "data.train", policy, names) if train.sources else None
-        if self.judged and kept_rows is not None:
-            _require_both(kept_rows)
         held_out = None
         # After the selection, so that rows that cannot be used are never held out.
         if self.data.validation_fraction is not None and kept_rows is not None:
             kept_rows, held_out = hold_out(kept_rows, self.data.validation_fraction, self.seed)
         elif validation.sources:
             held_out = self._select(validation, "data.validation", policy, names)
+        if self.judged and kept_rows is not None:  # without those that are held out
+            _require_both(kept_rows)
         splits: dict[str, SplitReport] = {}
         if kept_rows is not None:
             splits["train"] = self._write_split(folder / "train.npz", kept_rows, one_pass(kept_rows), policy, names)

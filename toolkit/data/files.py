@@ -33,9 +33,9 @@ def paths_of(data: DataSection) -> list[str]:
 def expand_files(source: str, field: str) -> list[Path]:
     """The files of a path or glob, sorted. Raises DataError where there is none."""
     named = local_path(source)  # a name may hold the signs of a glob, for example brackets
-    paths = (
-        [named] if os.path.exists(named) else [Path(match) for match in sorted(glob.glob(str(named), recursive=True))]
-    )
+    # `**/**` matches a file more than once.
+    found = {str(named)} if os.path.exists(named) else set(glob.glob(str(named), recursive=True))
+    paths = [Path(match) for match in sorted(found)]
     if not paths:
         raise DataError(f"{field}: there is no file {source!r}; correct the path, or name a data set of the hub")
     for path in paths:

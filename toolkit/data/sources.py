@@ -38,6 +38,10 @@ ROWS_LOOKED_AT = 100
 """Rows of a source among which its columns are looked for."""
 
 
+SPLITS_OF = {"data.train": ["train"], "data.validation": ["validation", "test"]}
+"""Field -> the splits of a saved data set that it reads, the first that is there."""
+
+
 @dataclass(frozen=True)
 class Source:
     """What a path, a glob or a hub name stands for.
@@ -89,7 +93,9 @@ def identify(section: SourceSection, field: str) -> list[Any]:
     path = local_path(section.path)
     if not is_file_source(section.path):
         return [section.path, section.config, section.split]
-    files = sorted(path.rglob("*.arrow")) if is_saved_dataset(path) else expand_files(section.path, field)
+    saved = is_saved_dataset(path)
+    # Of several saved splits, those of the one that is read: held-out rows must not be taken for those of training.
+    files = sorted(_split_folder(path, field).rglob("*.arrow")) if saved else expand_files(section.path, field)
     # By content, not by place: a run goes on with files that were moved.
     return [[file.name, _sha256(file, field)] for file in files]
 
@@ -201,6 +207,11 @@ def _line_shards(path: Path) -> list[Shard]:
     return [Shard("lines", str(path), start, min(start + SHARD_BYTES, size)) for start in starts]
 
 
+def _split_folder(path: Path, field: str) -> Path:
+    """The folder of a saved data set's rows: its own, or of several splits that of the one a field reads."""
+    return next((path / name for name in SPLITS_OF[field] if (path / name).is_dir()), path)
+
+
 def _saved_shards(section: SourceSection, field: str) -> tuple[list[Shard], datasets.Dataset]:
     try:
         table = datasets.load_from_disk(str(local_path(section.path)))
@@ -209,7 +220,7 @@ def _saved_shards(section: SourceSection, field: str) -> tuple[list[Shard], data
     except Exception as error:
         raise unreadable(field, section.path, error) from error
     if isinstance(table, datasets.DatasetDict):
-        names = ["train"] if field == "data.train" else ["validation", "test"]
+        names = SPLITS_OF[field]
         split = next((name for name in names if name in table), None)
         if split is None:
             raise DataError(

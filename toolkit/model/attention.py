@@ -24,6 +24,11 @@ def attention_of(model: nn.Module) -> str:
     return getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
 
 
+def is_flash(model: nn.Module) -> bool:
+    """Whether its kernels are flash attention's, which transformers also takes from the hub, under other names."""
+    return "flash" in attention_of(model)
+
+
 @contextmanager
 def known_packing(shares_rows: bool) -> Iterator[None]:
     """A forward whose rows hold several documents, or one each, as the host knows.

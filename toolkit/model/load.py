@@ -245,12 +245,21 @@ def _where(field: str) -> str:
 
 
 def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: SpecialTokens) -> None:
+    own = [config.id2label[number] for number in sorted(config.id2label or {})]
+    if own != names and sorted(own) == sorted(names):
+        # The head's rows are loaded in its own order: each class would begin as another one.
+        raise BadInputError(
+            f"objective.labels: the model's classes stand in the order {', '.join(own)}, those of the data in the "
+            f"order {', '.join(names)}; set objective.labels=[{', '.join(own)}]"
+        )
     config.num_labels = len(names)
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}
     # With "regression" a pipeline gives a single score as it is, without a logistic function.
     config.problem_type = "single_label_classification" if len(names) > 1 else "regression"
-    if config.pad_token_id is None:  # decoders look for the last token that is no padding
+    # Decoders look for the last token that is no padding, which has to be what rows are padded with. Encoders are told
+    # by a mask, and RoBERTa's family counts positions from its own.
+    if config.pad_token_id is None or (not config.is_encoder_decoder and getattr(config, "is_decoder", True)):
         config.pad_token_id = pad_id(tokenizer)
 
 

@@ -15,7 +15,7 @@ from toolkit.data.cut import predictions_of
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
-from toolkit.model.attention import attention_of, known_packing
+from toolkit.model.attention import is_flash, known_packing
 from toolkit.model.fake_tensors import has_values
 from toolkit.model.positions import first_position, takes_positions
 from toolkit.objectives.find_head import find_head_loss
@@ -49,11 +49,11 @@ class CausalLM:
         if packed and not takes_positions(model):
             raise BadInputError(
                 f"data.packing: {class_name(base_of(model))} takes no position_ids, so rows that share a sample would "
-                "see each other; set data.packing=false"
+                "see each other; set data.packing=false, or train another model on completions that are compared"
             )
         self._first_position = first_position(base_of(model))
         # Its kernels tell documents apart in a single row only; in several they would leak.
-        self._in_one_row = packed and attention_of(model).startswith("flash")
+        self._in_one_row = packed and is_flash(model)
         self._takes_bounds = self._in_one_row and _takes_anything(base_of(model))
         self.head_loss = find_head_loss(model)
 

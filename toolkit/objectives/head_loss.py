@@ -254,6 +254,9 @@ def summed_loss(
         targets: (N,), each from 0 and below V.
         after: what becomes of the head's outputs.
     """
+    if how_of(hidden, weight, bias, after).dtype == torch.float16:
+        # Made before the factor of the loss is known, a gradient may be beyond float16, which no loss scale mends.
+        return _apply(_TokenLosses, hidden, weight, bias, targets, after).sum().view(1, 1, 1)
     return _apply(_SummedLoss, hidden, weight, bias, targets, after)
 
 

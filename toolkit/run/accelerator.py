@@ -27,6 +27,7 @@ from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.launched import accumulation_plugin, resolve_offload, resolve_strategy
 from toolkit.sharding.offload import OffloadSettings
 from toolkit.sharding.plugin import ShardingPlugin, reset_accelerate, sharding_kwargs
+from toolkit.terminal import Terminal
 
 
 def build_plugins(recipe: Recipe) -> dict[str, Any]:
@@ -131,6 +132,11 @@ def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path)
     precision, device = accelerator.mixed_precision, accelerator.device.type
     if precision not in PRECISIONS or (precision == "fp16" and device == "cpu"):
         raise BadInputError(f"mixed_precision {precision} is not possible on {device}; use bf16 or no")
+    if precision == "bf16" and device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        Terminal(quiet=ranks.rank() != 0).warn(
+            f"mixed_precision bf16: {torch.cuda.get_device_name()} has no bf16 and computes it slowly by other means; "
+            "set training.mixed_precision=fp16"
+        )
     if precision == "fp16" and recipe.sharding.accumulate == "by_block":
         raise BadInputError("mixed_precision fp16 is not possible with sharding.accumulate=by_block; use bf16")
     return accelerator

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.export import relative_difference
-from toolkit.data.samples import Batch, TextSamples, sample_of, stack
+from toolkit.data.samples import Batch, PairSamples, TextSamples, sample_of, stack
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
@@ -86,7 +86,10 @@ def check_leaks(
     found = (relative_difference(replaced, together), relative_difference(together, alone))
     if not all(map(math.isfinite, found)):
         return None  # the first step will say so
-    _require_small(found, TOLERANCE[in_16_bits], inner)
+    mend = "Set data.packing=false, or another model.attention"
+    if isinstance(samples, PairSamples):
+        mend = "Both completions of a pair share a sample: set another model.attention, or train another model"
+    _require_small(found, TOLERANCE[in_16_bits], inner, mend)
     return found
 
 
@@ -141,7 +144,7 @@ def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.
     return objective.logits(model, moved).float()
 
 
-def _require_small(found: tuple[float, float], tolerance: tuple[float, float], model: nn.Module) -> None:
+def _require_small(found: tuple[float, float], tolerance: tuple[float, float], model: nn.Module, mend: str) -> None:
     changes, differs = found
     what = None
     if changes > tolerance[0]:
@@ -153,6 +156,6 @@ def _require_small(found: tuple[float, float], tolerance: tuple[float, float], m
             f"rows that share a sample see each other in {class_name(base_of(model))} with attention "
             f"{attention_of(model)!r}: the logits of one {what}"
         )
-        leak = LeakError(f"data.packing: {why}. Set data.packing=false, or another model.attention")
+        leak = LeakError(f"data.packing: {why}. {mend}")
         leak.why = why
         raise leak

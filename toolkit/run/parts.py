@@ -302,7 +302,9 @@ def _check_leaks(
     """
     if recipe.objective.kind in (*NEXT_TOKEN, "preference", "kto") and recipe.sharding.sequence == 1:
         check_causal(model, accelerator.unwrap_model(model), objective, accelerator.device)
-    if not isinstance(data.train, TextSamples) or not data.train.packed:
+    # Both completions of a pair share a sample, whether or not it is packed.
+    pairs = isinstance(data.train, PairSamples)
+    if not isinstance(data.train, TextSamples) or not (data.train.packed or pairs):
         return None, None
     found, leak = None, None
     try:
@@ -324,6 +326,8 @@ def _check_leaks(
         if not may_pad(recipe, data):
             raise leak
         return None, leak.why
+    if not data.train.packed:
+        return None, None
     train = data.report.train
     assert train is not None
     assert train.fill_rate is not None, "rows are packed"

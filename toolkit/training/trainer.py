@@ -322,7 +322,11 @@ class Trainer:
             yield self._on_device(batch)
 
     def _on_device(self, batch: Batch) -> Any:
-        return send_to_device(self.objective.on_host(batch), self.accelerator.device, non_blocking=True)
+        known, device = self.objective.on_host(batch), self.accelerator.device
+        if device.type == "cuda":
+            # A copy from other memory waits for the device. Streams' batches, and what `on_host` adds, lie there.
+            known = {name: value.pin_memory() if _is_pageable(value) else value for name, value in known.items()}
+        return send_to_device(known, device, non_blocking=True)
 
     def _count(self, window: list[Batch] | None) -> Counts:
         """What this rank's part of a window holds; zeros where there is none."""
@@ -477,3 +481,7 @@ class Trainer:
         sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
         self.model.train()
         self.metrics.evaluation({"step": self.global_step, **self.objective.evaluation_record(sums)})
+
+
+def _is_pageable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.is_pinned()

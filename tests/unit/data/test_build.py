@@ -15,6 +15,7 @@ import torch
 
 from toolkit.data import build, tokenizer
 from toolkit.data.cache import kept
+from toolkit.data.files import expand_files
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.errors import DataError
 from toolkit.recipe.schema import DataSection, ObjectiveSection
@@ -325,6 +326,23 @@ def test_a_template_that_ends_no_turn_is_told(tmp_path: Path, byte_pairs: Any) -
     finally:
         byte_pairs.chat_template = None
     assert any("does not learn to stop" in warning for warning in report["warnings"])
+
+
+def test_held_out_rows_of_a_saved_data_set_are_not_those_of_training(tmp_path: Path, byte_pairs: Any) -> None:
+    splits = {"train": TEXTS[:20], "validation": TEXTS[20:26]}
+    tables = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
+    saved = tmp_path / "saved"
+    datasets.DatasetDict(tables).save_to_disk(saved)
+    built = build.build(section(tmp_path, saved, validation=str(saved)), byte_pairs, seed=0)
+    assert built.validation is not None
+    assert (built.report.train.read, built.report.validation.read) == (20, 6)
+    assert built.report.validation.also_in_train == 0
+
+
+def test_a_glob_names_each_file_once(tmp_path: Path) -> None:
+    (tmp_path / "deep/er").mkdir(parents=True)
+    path = jsonl(tmp_path / "deep/er/a.jsonl", [{"text": "x"}])
+    assert expand_files(str(tmp_path / "**/**/*.jsonl"), "data.train") == [path]
 
 
 def test_a_tokenizer_that_ends_no_text_is_told(tmp_path: Path, byte_pairs: Any) -> None:

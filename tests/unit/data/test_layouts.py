@@ -222,6 +222,15 @@ def _learn_judged(folder: Path, tokens: Any, row: dict[str, Any]) -> None:
     }
     with pytest.raises(DataError, match=r"every row \(1\) is judged"):
         built(folder, tokens, [row], "kto")
+    told = []
+    for place in range(3):  # one of the three is held out, once the other
+        judged = [{**row, column: good is not (number == place)} for number in range(3)]
+        try:
+            built(folder, tokens, judged, "kto", validation_fraction=0.34)
+        except DataError as error:
+            told.append(str(error))
+    assert len(told) == 1
+    assert "every row (2) is judged" in told[0]
 
 
 PAIR = (

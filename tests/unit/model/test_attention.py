@@ -12,6 +12,8 @@ from transformers.utils import import_utils
 from toolkit.errors import BadInputError
 from toolkit.model import attention
 from toolkit.model.attention import attention_of
+from toolkit.model.document_attention import BY_DOCUMENT
+from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.schema import ModelSection
 
 GPU = torch.device("cuda")
@@ -99,3 +101,28 @@ def test_asked_for_but_not_installed() -> None:
     asked = ModelSection(name_or_path="m", attention="flash_attention_3").attention
     with pytest.raises(BadInputError, match=r"model.attention: flash_attention_3 .*auto"):
         _of_kind(AutoModelForCausalLM, config, {"attn_implementation": asked}, "model.name_or_path")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_flash"),
+    [
+        ("flash_attention_2", True),
+        ("kernels-community/flash-attn2", True),
+        ("kernels-community/vllm-flash-attn3", True),
+        ("flex_attention", False),
+        ("sdpa", False),
+        (BY_DOCUMENT, False),
+    ],
+)
+def test_rows_that_share_a_sample_are_one_row_for_flash_kernels_whatever_their_name(name: str, is_flash: bool) -> None:
+    """Its kernels tell documents apart by where they begin, and in a single row only."""
+    model: Any = llama("sdpa")
+    model.config._attn_implementation_internal = name
+    objective = CausalLM(model, packed=True)
+    ids = torch.arange(1, 17).view(2, 8)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(4).repeat(2, 2)}
+    inputs = objective.inputs(objective.on_host(batch))
+    assert inputs["input_ids"].shape == ((1, 16) if is_flash else (2, 8))
+    assert ("cu_seq_lens_q" in inputs) is is_flash
+    if is_flash:
+        assert inputs["cu_seq_lens_q"].tolist() == [0, 4, 8, 12, 16]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_llama
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from toolkit.errors import BadInputError
-from toolkit.model.load import load
+from toolkit.model.load import _name_labels, load
 from toolkit.recipe.schema import ModelSection
 
 Tensors = dict[str, torch.Tensor]
@@ -109,3 +110,21 @@ def test_files_that_hold_no_weights_are_told(folder: Path, content: bytes | str 
         path.write_bytes(whole[: len(whole) // 2] if isinstance(content, str) else content)
     with pytest.raises(BadInputError, match=r"cannot be read: .*Git-LFS"):
         loaded(folder)
+
+
+@pytest.mark.parametrize(("kind", "own", "expected"), [("llama", 0, 2), ("llama", None, 2), ("roberta", 1, 1)])
+def test_decoders_look_behind_the_padding_of_the_batches(kind: str, own: int | None, expected: int) -> None:
+    """Of an encoder a mask tells, and where RoBERTa's positions begin must not move."""
+    config = AutoConfig.for_model(kind, pad_token_id=own)
+    _name_labels(config, ["bad", "good"], SimpleNamespace(pad_token_id=2, eos_token_id=3))  # type: ignore[arg-type]
+    assert config.pad_token_id == expected
+
+
+def test_a_trained_head_in_another_order_is_told() -> None:
+    config = AutoConfig.for_model("llama", id2label={0: "good", 1: "bad"})
+    tokens: Any = SimpleNamespace(pad_token_id=2, eos_token_id=3)
+    with pytest.raises(BadInputError, match=r"order good, bad, .* bad, good; set objective\.labels=\[good, bad\]"):
+        _name_labels(config, ["bad", "good"], tokens)
+    _name_labels(config, ["good", "bad"], tokens)
+    _name_labels(config, ["bad", "neutral", "good"], tokens)
+    assert config.id2label == {0: "bad", 1: "neutral", 2: "good"}

@@ -345,3 +345,16 @@ def test_a_trace_without_values_sees_the_same_peak() -> None:
     assert isinstance(loss, FakeTensor)
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert ledger.peak == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 64])
+def test_in_float16_a_gradient_that_fits_with_its_factor_is_finite(scale: float) -> None:
+    """4,096 tokens with one target: its row's gradient is beyond float16 before it is divided by their number."""
+    hidden, targets = torch.full((4096, 16), 30.0, dtype=torch.float16), torch.full((4096,), 7)
+    plain, ours = (torch.zeros(512, 16, dtype=torch.float16, requires_grad=True) for _ in range(2))
+    (F.cross_entropy((hidden @ plain.t()).float(), targets, reduction="sum") * scale / 4096).backward()
+    (head_loss.summed_loss(hidden, ours, None, targets).squeeze() * scale / 4096).backward()
+    assert plain.grad is not None
+    assert ours.grad is not None
+    assert ours.grad.isfinite().all()
+    assert (ours.grad - plain.grad).abs().max() <= 2e-3 * plain.grad.abs().max()

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import RobertaConfig, RobertaForCausalLM
 
 from toolkit.data.packing import whole
-from toolkit.data.samples import TextSamples
+from toolkit.data.samples import PairSamples, TextSamples
 from toolkit.errors import BadInputError
 from toolkit.model.document_attention import BY_DOCUMENT, register_by_document
 from toolkit.objectives.causal_lm import CausalLM
@@ -117,6 +117,18 @@ def test_a_leak_is_refused_before_the_first_step(make: Callable[[], nn.Module], 
     model = make()
     with pytest.raises(BadInputError, match=f"(?i)data.packing: rows that share a sample .*{message}"):
         check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cpu"), False)
+
+
+@pytest.mark.parametrize(("make", "leaks"), [(lambda: llama("sdpa"), False), (lambda: Leaky(mask=False), True)])
+def test_completions_of_a_pair_share_a_sample_that_is_not_packed(make: Callable[[], nn.Module], leaks: bool) -> None:
+    rows = Documents(6)
+    lengths = np.array([len(row) for row in rows.rows])
+    pieces = whole(np.arange(6), lengths, 64)
+    pairs = PairSamples(rows, pieces, list(range(1, 7)), 64, False, 0, splits=lengths // 2)
+    torch.manual_seed(0)
+    model = make()
+    with pytest.raises(BadInputError, match="Both completions of a pair share") if leaks else nullcontext():
+        assert check_leaks(model, model, CausalLM(model), pairs, 2, torch.device("cpu"), False) is not None
 
 
 def test_without_rows_that_share_a_sample_there_is_nothing_to_check() -> None:

@@ -136,7 +136,7 @@ def test_flash_attention_on_packed_rows_is_told_where_documents_are(monkeypatch:
     AttentionMaskInterface.register("varlen_by_hand", flash_attention_mask)
     model = llama("varlen_by_hand")
     with monkeypatch.context() as patch:  # transformers looks for a library behind every name with "flash" in it
-        patch.setattr("toolkit.objectives.causal_lm.attention_of", lambda model: "flash_attention_2")
+        patch.setattr("toolkit.objectives.causal_lm.is_flash", lambda model: True)
         objective = CausalLM(model)
     plain = llama("sdpa")
     batch = texts()[0]
