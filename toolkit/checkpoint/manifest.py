@@ -195,6 +195,8 @@ def _read(folder: Place, step: int) -> Checkpoint:
         return Checkpoint(folder, step, None, f"{COMPLETE} is missing: it was not finished", unfinished=True)
     except OSError as error:
         return Checkpoint(folder, step, None, f"{COMPLETE} cannot be read: {first_line(error)}")
+    if not marker:  # of a version that wrote it in place, on a disk that was full
+        return Checkpoint(folder, step, None, f"{COMPLETE} is empty: it was not finished", unfinished=True)
     try:
         text = (folder / MANIFEST).read_bytes()
         if marker != hashlib.sha256(text).hexdigest().encode():

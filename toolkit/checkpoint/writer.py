@@ -180,12 +180,15 @@ class Checkpointer:
             shutil.rmtree(folder)
         # Sync, rename, sync, mark: a crash at any point leaves a folder without a marker, which does not count.
         os.replace(unfinished, folder)
-        # The rename is in the parent folder's names, so these are synced, too.
-        sync(folder.parent)
-        if self.uploads is not None:
-            return
-        write_synced(folder / COMPLETE, hashlib.sha256(text.encode()).hexdigest())
-        sync(folder)
+        try:
+            # The rename is in the parent folder's names, so these are synced, too.
+            sync(folder.parent)
+            if self.uploads is not None:
+                return
+            _mark(folder, hashlib.sha256(text.encode()).hexdigest())
+        except OSError:
+            remove(folder)  # as on a full disk, where it would stand in the way of the next save
+            raise
         # Only now: until the marker is on the disk, the older ones are all that counts.
         for old in superseded(list_checkpoints(self._run), self._settings):
             remove(step_folder(self._run, old.step))
@@ -207,6 +210,14 @@ def files_of(tensors: dict[str, torch.Tensor], num_ranks: int) -> dict[str, int]
         files[name] = number
         filled += size
     return files
+
+
+def _mark(folder: Path, checksum: str) -> None:
+    """Writes the marker whole or not at all: a disk that is full lets a file be made, and then nothing into it."""
+    hidden = folder / f".{COMPLETE}"
+    write_synced(hidden, checksum)
+    os.replace(hidden, folder / COMPLETE)
+    sync(folder)
 
 
 def remove(folder: Path) -> None:

@@ -135,7 +135,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "file cut": (lambda folder: (folder / "a.json").write_text("a"), "a.json has 1 bytes instead of 8"),
     "way out": (lead_out_of_the_folder, "names '../a.json', which is no plain file"),
     "link": (link, "names 'a.json', which is no plain file"),
-    "marker empty": (lambda folder: (folder / COMPLETE).write_text(""), "COMPLETE does not fit manifest.json"),
+    "marker empty": (lambda folder: (folder / COMPLETE).write_text(""), "COMPLETE is empty: it was not finished"),
     "marker no text": (lambda folder: (folder / COMPLETE).write_bytes(b"\xff\0"), "COMPLETE does not fit"),
     "manifest empty": (lambda folder: (folder / MANIFEST).write_text(""), "COMPLETE does not fit manifest.json"),
     "no files": (of_no_file, "names 0 files for 2 ranks"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 import torch
 from test_manifest import COMPLETE, DAMAGE, PLAIN, forge, written
 
-from toolkit.checkpoint import list_checkpoints, read_checkpoint
+from toolkit.checkpoint import list_checkpoints, read_checkpoint, writer
+from toolkit.checkpoint.manifest import write_synced
 from toolkit.checkpoint.resume import find, set_aside
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished, remove
 from toolkit.errors import BadInputError
@@ -64,6 +66,32 @@ def test_what_was_never_finished_is_no_loss(tmp_path: Path) -> None:
     found = find(tmp_path, "auto", PLAIN.recipe)
     assert found.start is None
     assert [checkpoint.step for checkpoint in found.passed_over] == [5]
+
+
+def test_a_marker_that_found_no_room_is_no_loss(tmp_path: Path) -> None:
+    (written(tmp_path, 5) / COMPLETE).write_text("")  # as earlier versions left it
+    found = find(tmp_path, "auto", PLAIN.recipe)
+    assert (found.start, [checkpoint.unfinished for checkpoint in found.passed_over]) == (None, [True])
+
+
+def test_a_save_whose_marker_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        if path.name.endswith(COMPLETE):
+            path.touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_synced(path, text)
+
+    told: list[str] = []
+    checkpointer = Checkpointer(tmp_path, CheckpointSection(), told.append)
+    job = Job(replace(PLAIN, step=3, world_size=1), {"model.a": torch.ones(4)}, ["a"], {}, [])
+    monkeypatch.setattr(writer, "write_synced", full)
+    assert not checkpointer.save(job, wait=True)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    monkeypatch.undo()
+    assert checkpointer.save(job, wait=True)
+    assert [checkpoint.problem for checkpoint in list_checkpoints(tmp_path)] == [None]
+    assert len(told) == 1
+    assert "No space left on device" in told[0]
 
 
 def test_a_checkpoint_that_was_named_is_taken_or_refused(tmp_path: Path) -> None:
