@@ -181,10 +181,8 @@ def _read_csv(shard: Shard) -> Iterator[Row]:
                 lines.give_back()
                 yield RowProblem(f"not CSV: {error}")
                 continue
-            # A quote that is never closed can also end like this: only its first line is lost.
-            if fields and len(fields) != len(header):
-                lines.give_back()
-            yield _csv_row(header, fields)
+            # Its inner lines are never rows of their own, even where one of them has the right number of fields.
+            yield _csv_row(header, fields, lines.number)
 
 
 class _LongLineError(Exception):
@@ -222,6 +220,11 @@ class _Lines:
         while (line := self._file.readline(MAX_ROW_BYTES)) and not line.endswith(("\n", "\r")):
             pass
 
+    @property
+    def number(self) -> int:
+        """Lines of the record."""
+        return len(self._taken)
+
     def begin(self) -> None:
         """Begins a record."""
         self._taken.clear()
@@ -240,11 +243,13 @@ def _csv_header(header: list[str], path: str) -> list[str]:
     return header
 
 
-def _csv_row(header: list[str], fields: list[str]) -> Row:
+def _csv_row(header: list[str], fields: list[str], num_lines: int) -> Row:
     if not fields:
         return RowProblem("blank line")
     if len(fields) != len(header):
-        return RowProblem("the number of fields differs from the header's")
+        # A stray quote that a later one closes takes up the rows between them; this says where to look.
+        several = ", in a record of several lines" if num_lines > 1 else ""
+        return RowProblem(f"the number of fields differs from the header's{several}")
     if any(_has_surrogate(field) for field in fields):
         return RowProblem("not UTF-8")
     return dict(zip(header, fields, strict=True))

@@ -513,10 +513,15 @@ KINDS = {
         "a.csv",
         content("a.csv", 'text,n\n"stray,1\nquestion 2,2\nquestion 3,"\nquestion 4,4\n'),
         {
-            "the number of fields differs from the header's": ["a.csv:1"],
-            "not CSV: unexpected end of data": ["a.csv:3"],
+            "the number of fields differs from the header's, in a record of several lines": ["a.csv:1"],
         },
-        ["a.csv:2", "a.csv:4"],
+        ["a.csv:2"],
+    ),
+    "csv, a record of several lines with too many fields": Kind(
+        "a.csv",
+        content("a.csv", 'text,n\nquestion 1,1\n"a text\nno question,2\nend",2,3\nquestion 3,3\n'),
+        {"the number of fields differs from the header's, in a record of several lines": ["a.csv:2"]},
+        ["a.csv:1", "a.csv:3"],
     ),
     "half a line at the end": Kind(
         "a.jsonl",
