@@ -42,7 +42,7 @@ from toolkit.checkpoint.state import AVERAGE, MODEL
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import add_adapter, has_adapter, quantise, write_adapter
-from toolkit.model.load import auto_class
+from toolkit.model.load import auto_class, take_generation_settings
 from toolkit.places import GIB, is_store
 from toolkit.recipe.schema import AdapterSection, ExportSection
 
@@ -86,6 +86,7 @@ def export_checkpoint(
             difference = None
         else:
             write_weights(tensors, {name for name, _ in model.named_parameters()}, unfinished, settings)
+            take_generation_settings(model, str(run / MODEL_FILES))
             write_configuration(model, tokenizer, unfinished, settings.dtype)
             difference = _difference(folder, manifest, config, unfinished, settings) if verify else None
         if difference is not None:

@@ -22,7 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from toolkit import ranks
 from toolkit.data.tokenizer import pad_id
@@ -258,7 +259,8 @@ def write_configuration(
     model.config.save_pretrained(folder)
     model.config.dtype = dtype_before
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        # Not by `save_pretrained`, which refuses what many a base has, as a temperature without sampling.
+        model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
     tokenizer.save_pretrained(folder)
 
 
@@ -355,6 +357,10 @@ def sample_text(
     """What follows `prompt`, or a target for it, drawn at temperature 0.8 from the 95 % most likely tokens."""
     # `generate` refuses arguments that the model does not take, as token types of a causal model.
     encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    # Of the model's own settings its end tokens alone: beams or penalties of its makers would make another draw.
+    plain = GenerationConfig.from_model_config(model.config)
+    plain.eos_token_id = model.generation_config.eos_token_id
+    model.generation_config = plain
     # Forked: the sample must not move the run's own generators.
     with (
         ranks.all_cores(),

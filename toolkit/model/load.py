@@ -10,6 +10,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -113,6 +115,8 @@ def load(
         weights = _weights(model, built, make_whole, fit, values)
         if quantise(built, adapter):
             weights = QuantisedWeights(weights, built, settings["dtype"])
+    if model.name_or_path is not None:
+        take_generation_settings(built, model.name_or_path, model.revision)
     if adapter is not None and adapter.kind == "lora":
         built = add_adapter(built, adapter, model.name_or_path, model.revision)
         weights = AdapterWeights(weights, built, seed)
@@ -126,6 +130,15 @@ def load(
 
     built.materialize_weights = materialize_weights
     return built
+
+
+def take_generation_settings(model: PreTrainedModel, source: str, revision: str | None = None) -> None:
+    """Gives a model that writes text the generation settings of `source`, whose files are on this host already."""
+    if not model.can_generate():
+        return
+    # Many a folder has none, or broken ones: nothing here generates by them, so the configuration's serve as well.
+    with suppress(Exception):
+        model.generation_config = GenerationConfig.from_pretrained(source, revision=revision, local_files_only=True)
 
 
 def load_without_weights(
