@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.data.examples import Conversation, Message
 from toolkit.data.problem import RowProblem
-from toolkit.data.values import encodable, parsed, text_of, type_of, writable
+from toolkit.data.values import encodable, is_absent, parsed, text_of, type_of, writable
 
 ROLES = {
     "system": "system",
@@ -42,7 +42,7 @@ def asked_of(values: dict[str, Any], columns: dict[str, str]) -> list[Message]:
 
 
 def _history(value: Any, column: str) -> list[Message]:
-    turns = value if value is not None else []
+    turns = [] if is_absent(value) else value
     is_list = isinstance(turns, list)
     if not is_list or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
         raise RowProblem(f"{column} is not a list of pairs of question and answer")
@@ -55,7 +55,7 @@ def _history(value: Any, column: str) -> list[Message]:
 
 def with_system(messages: list[Message], system: Any) -> list[Message]:
     """The messages after a system prompt, where there is one and they bring none."""
-    if system is None or system == "" or (messages and messages[0]["role"] == "system"):
+    if is_absent(system) or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": text_of(system, "system")}, *messages]
 
@@ -126,9 +126,9 @@ def _content(content: Any, role: str) -> str:
 
 
 def _tool_calls(value: Any) -> list[dict[str, Any]]:
-    if value in (None, []):
+    calls = None if is_absent(value) else parsed(value, "tool_calls")
+    if calls in (None, []):
         return []
-    calls = parsed(value, "tool_calls")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise RowProblem("tool_calls is not a list of calls")
     writable(calls, "tool_calls")
@@ -150,9 +150,9 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
     """Tools in OpenAI's form; None where there are none. Raises RowProblem."""
-    if value in (None, "", []):
+    tools = None if is_absent(value) else parsed(value, "tools")
+    if tools in (None, []):
         return None
-    tools = parsed(value, "tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowProblem("tools is not a list of tools")
     writable(tools, "tools")

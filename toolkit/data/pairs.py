@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.data.examples import Answer, Conversation, Message, Pair
 from toolkit.data.messages import answered_last, asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.problem import RowProblem
-from toolkit.data.values import text_of, type_of
+from toolkit.data.values import is_absent, text_of, type_of
 
 SIDES = ("chosen", "rejected")
 
@@ -31,8 +31,8 @@ def pair_of(values: dict[str, Any], columns: dict[str, str]) -> Pair:
 
 
 def _margin(values: dict[str, Any], columns: dict[str, str]) -> float:
-    value = values.get("margin")
-    if value is None:
+    value: Any = values.get("margin")
+    if is_absent(value):
         return 0.0
     # A CSV file holds text alone; in Python True is a number.
     try:

@@ -22,6 +22,11 @@ def text_of(value: Any, column: str) -> str:
     return encodable(value, column)
 
 
+def is_absent(value: Any) -> bool:
+    """Whether a column that a row may lack says nothing: a CSV file has empty text where others have null."""
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
 def encodable(value: str, column: str) -> str:
     """The text. Raises RowProblem where UTF-8 cannot hold it."""
     try:

@@ -90,3 +90,27 @@ def test_thoughts_that_are_no_text_are_named(tmp_path: Path, chatml: Any) -> Non
         "a message's reasoning_content is an object, not text": ["rows.jsonl:8"],
         "a message's reasoning_content is true or false, not text": ["rows.jsonl:9"],
     }
+
+
+@pytest.mark.parametrize("cell", ["", " "])
+def test_empty_cells_say_nothing(tmp_path: Path, chatml: Any, cell: str) -> None:
+    asked = tmp_path / "asked.csv"
+    asked.write_text(f"instruction,output,history,system\nhi,hello,{cell},{cell}\n")
+    data = built(asked, chatml)
+    assert dropped(data) == {}
+    plain = [{"messages": [USER, ANSWER]}]
+    assert texts(data, chatml) == texts(built(lines(tmp_path, plain), chatml), chatml)
+    pairs = tmp_path / "pairs.csv"
+    pairs.write_text(f"prompt,chosen,rejected,margin\nq,a,b,{cell}\nq,c,d,2\n")
+    compared = built(pairs, chatml, "reward")
+    assert dropped(compared) == {}
+    assert compared.train.batch([0, 1])["margin"].tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("nothing", ["", " ", "null", "[]", None])
+def test_tools_and_calls_that_are_none(tmp_path: Path, chatml: Any, nothing: str | None) -> None:
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, {**ANSWER, "tool_calls": nothing}], "tools": nothing}]
+    data = built(lines(tmp_path, rows), chatml)
+    assert dropped(data) == {}
+    first, second = texts(data, chatml)
+    assert first == second
