@@ -180,6 +180,9 @@ class Trainer:
             self.ema.put()  # nothing is saved any more; what is left to do shows and exports the model
 
     def _fit(self, windows: Iterator[list[Batch]]) -> None:
+        # Resumed where patience had ended it: it was killed before its report. Step 0 is never the end.
+        if self.global_step > 0 and self._evaluation_due() and self._is_over():
+            return
         self._profile_from(self.global_step + 1)
         started = time.perf_counter()
         waited_for = self._waited_for(windows)
@@ -196,7 +199,7 @@ class Trainer:
             self._watch(step, learning_rate)
             if self._evaluation_due():
                 self.evaluate()
-                if self.settings.patience is not None and self._is_over():
+                if self._is_over():
                     return
             self._save_or_stop(step.stop, step.save)
             collect_at(self.global_step)
@@ -458,6 +461,8 @@ class Trainer:
 
     def _is_over(self) -> bool:
         """Whether the held-out loss falls no more; then the state is saved, and all ranks end as after a last step."""
+        if self.settings.patience is None:
+            return False
         why = ranks.gather_objects(patience_is_over(self.metrics.records, self.settings.patience))[0]
         if why is None:
             return False

@@ -29,10 +29,12 @@ class Told:
         self.warnings: list[str] = []
 
     def train(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
+        self.records.append({"split": "train", **record})
 
     def warn(self, message: str) -> None:
         self.warnings.append(message)
+
+    tell = warn
 
 
 class Product:
@@ -70,7 +72,7 @@ class Steps:
         return step
 
 
-def trained(gradients: list[float], fused: bool, scale: float | None) -> tuple[Trainer, Told, torch.Tensor]:
+def built(gradients: list[float], fused: bool, scale: float | None, **settings: int) -> tuple[Trainer, Told]:
     """A run of one weight, which starts at 0.01; with fp16's scaler, which a CPU run of Accelerate has not."""
     reset_accelerate()
     accelerator = Accelerator(cpu=True)
@@ -85,15 +87,20 @@ def trained(gradients: list[float], fused: bool, scale: float | None) -> tuple[T
     prepared = accelerator.prepare_optimizer(optimizer)
     accelerator._models.append(model)
     told: Any = Told()
-    settings = TrainingSection(output_dir="unused", max_steps=len(gradients), max_grad_norm=1.0)
+    section = TrainingSection(output_dir="unused", max_steps=len(gradients), max_grad_norm=1.0, **settings)
     objective: Any = Product()
     windows: Any = Steps(gradients)
-    trainer = Trainer(accelerator, model, prepared, schedule, objective, settings, told, windows)
+    return Trainer(accelerator, model, prepared, schedule, objective, section, told, windows), told
+
+
+def trained(gradients: list[float], fused: bool, scale: float | None) -> tuple[Trainer, Told, torch.Tensor]:
+    trainer, told = built(gradients, fused, scale)
     try:
         trainer.fit()
     finally:
         reset_accelerate()
-    return trainer, told, model.weight.detach()
+    weight: Any = trainer.model.weight
+    return trainer, told, weight.detach()
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -123,6 +130,23 @@ def test_without_a_scaler_the_schedule_waits_too() -> None:
     trainer, told, _ = trained([1.0, float("inf"), 1.0], False, None)
     assert [record["learning_rate"] for record in told.records] == [1e-3, 5e-4, 5e-4]
     assert trainer.counters.skipped_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "patience", "end"),
+    [(4, 2, 4), (4, 3, 7), (5, 2, 6)],
+    ids=["it was over", "it has more patience", "no evaluation was due"],
+)
+def test_a_run_that_patience_had_ended_is_not_trained_on_when_it_is_resumed(step: int, patience: int, end: int) -> None:
+    trainer, told = built([1.0] * 3, False, None, eval_every_steps=2, patience=patience)
+    told.records += [{"split": "eval", "step": each, "loss": 1.0} for each in (0, 2, 4)]
+    trainer.counters.global_step = step
+    try:
+        trainer.fit()
+    finally:
+        reset_accelerate()
+    assert trainer.global_step == end
+    assert ("no lower held-out loss in 2 evaluations" in " ".join(told.warnings)) == (patience == 2)
 
 
 def test_a_row_of_what_ranks_exchange_comes_back_as_it_went() -> None:
