@@ -54,19 +54,11 @@ def encode_prompt(
     Raises:
         BadInputError: where it needs a chat template and there is none, the template refuses it, or it is too long.
     """
-    if raw or loaded.tokenizer.chat_template is None:
-        if system is not None or not isinstance(prompt, str):
-            what = "messages" if system is None else "a system text"
-            cause = "--raw leaves it out" if raw else f"the tokenizer of {loaded.name!r} has none"
-            raise BadInputError(f"{what} need{'s' if system else ''} a chat template, and {cause}; give plain text")
-        if loaded.encoder_decoder:  # the target is a text of its own
-            return Prompt(fitting(loaded, loaded.tokenizer(prompt, verbose=False)["input_ids"]), [])
-        ids = _plain(loaded.tokenizer, prompt)
-        return Prompt(fitting(loaded, ids), ids[-CONTEXT:])
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    return Prompt(fitting(loaded, _templated(loaded.tokenizer, messages, tools)), [])
+    text, is_plain = _written(loaded, prompt, system, raw, tools)
+    if is_plain and loaded.encoder_decoder:  # the target is a text of its own
+        return Prompt(fitting(loaded, loaded.tokenizer(text, verbose=False)["input_ids"]), [])
+    ids = _encoded(loaded.tokenizer, text, is_plain)
+    return Prompt(fitting(loaded, ids), ids[-CONTEXT:] if is_plain else [])
 
 
 def encode_continuation(
@@ -78,37 +70,50 @@ def encode_continuation(
     tools: list[dict[str, Any]] | None = None,
 ) -> tuple[list[int], list[int]]:
     """The tokens of a prompt, and those of a text behind it. Raises BadInputError as `encode_prompt` does."""
-    ids = encode_prompt(loaded, prompt, system, raw, tools).ids
-    if isinstance(prompt, str) and (raw or loaded.tokenizer.chat_template is None):
-        # Plain text goes on in the same word, so both are encoded as one where that leaves the prompt's tokens.
-        whole = _plain(loaded.tokenizer, prompt + text)
-        if whole[: len(ids)] == ids:
-            return ids, whole[len(ids) :]
+    before, is_plain = _written(loaded, prompt, system, raw, tools)
+    ids = fitting(loaded, _encoded(loaded.tokenizer, before, is_plain))
+    # Training has both in one text, where a tokenizer may write a word's beginning otherwise than at a text's start;
+    # so both are encoded as one where that leaves the prompt's tokens.
+    whole = _encoded(loaded.tokenizer, before + text, is_plain)
+    if whole[: len(ids)] == ids:
+        return ids, whole[len(ids) :]
     return ids, loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def _written(
+    loaded: Loaded, prompt: str | list[Message], system: str | None, raw: bool, tools: list[dict[str, Any]] | None
+) -> tuple[str, bool]:
+    """The prompt's text, and whether it is plain: without a chat template."""
+    if raw or loaded.tokenizer.chat_template is None:
+        if system is not None or not isinstance(prompt, str):
+            what = "messages" if system is None else "a system text"
+            cause = "--raw leaves it out" if raw else f"the tokenizer of {loaded.name!r} has none"
+            raise BadInputError(f"{what} need{'s' if system else ''} a chat template, and {cause}; give plain text")
+        return prompt, True
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return _templated(loaded.tokenizer, messages, tools), False
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, is_plain: bool) -> list[int]:
     from toolkit.data.tokenizer import bos_of
 
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    bos = bos_of(tokenizer, None)
+    # A template writes the begin-of-text token itself.
+    bos = bos_of(tokenizer, None) if is_plain else None
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
-def _templated(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None
-) -> list[int]:
+def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
     from toolkit.data.templates import SlowTemplateError, rendered
 
     try:
-        text = rendered(tokenizer, messages, tools, prompt=True)
+        return rendered(tokenizer, messages, tools, prompt=True)
     except SlowTemplateError:
         raise
     except Exception as error:  # a template is a program, and may refuse a conversation in any way
         raise BadInputError(f"the chat template rejects it: {first_line(error)}") from error
-    # The template writes the begin-of-text token itself.
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
 
 
 def fitting(loaded: Loaded, ids: list[int]) -> list[int]:

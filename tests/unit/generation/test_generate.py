@@ -20,15 +20,17 @@ import torch
 from chat_templates import CHAT_TEMPLATES, LLAMA_31, MISTRAL_V1, ZEPHYR, ChatTemplate, tokenizer_for
 from conftest import make_texts
 from tiny import llama, save_llama
-from tokenizers import decoders
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
 )
 
 from toolkit.cli.app import main
+from toolkit.data.chat import render
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.data.tokenizer import _train_byte_pairs
 from toolkit.errors import BadInputError, ToolkitError
@@ -42,6 +44,7 @@ from toolkit.generation.complete import (
     _Pieces,
     _room,
     complete,
+    encode_continuation,
     encode_prompt,
     stream,
 )
@@ -230,6 +233,23 @@ def test_the_begin_of_text_token_comes_once(template: ChatTemplate) -> None:
 def test_tokens_that_the_model_does_not_know_are_told() -> None:
     with pytest.raises(BadInputError, match="use the tokenizer that belongs to the model"):
         encode_prompt(stub(tokenizer_for(LLAMA_31), rows=20), "the king")
+
+
+@pytest.mark.parametrize("scheme", ["always", "first"])
+def test_a_choice_behind_a_template_has_the_tokens_of_training(scheme: str) -> None:
+    """The tokenizer puts a space before a text, and would before a choice that is encoded alone."""
+    words = [("<unk>", 0.0), ("</s>", 0.0), *((sign, -5.0) for sign in "▁abcdefghilnoprstuwPR:\n#.,IAkqm")]
+    made = Tokenizer(models.Unigram([*words, ("Paris", -2.0), ("▁Paris", -2.0)], 0))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+    use_template(tokenizer, "alpaca")
+    turns = [{"role": "user", "content": "capital"}, {"role": "assistant", "content": "Paris"}]
+    text = "".join(render(tokenizer, turns, None, "assistant").text)
+    trained = tokenizer(text, add_special_tokens=False)["input_ids"]
+    prompt, choice = encode_continuation(stub(tokenizer), "capital", "Paris")
+    assert choice == [tokenizer.convert_tokens_to_ids("Paris")]
+    expected = [*prompt, *choice, tokenizer.eos_token_id]
+    assert trained[: len(expected)] == expected
 
 
 # ---- the end ----
