@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
@@ -54,6 +55,9 @@ def build_optimizer(
 
 
 def _quantised_class(kind: str) -> Any:
+    # torch keeps compiled steps on disk, and takes that of 4 bits for that of 8: torchao's tensors do not tell their
+    # kinds apart there, of which it warns.
+    functorch.enable_autograd_cache = False
     try:
         return getattr(importlib.import_module("torchao.optim"), QUANTISED[kind])
     except (ImportError, AttributeError) as error:

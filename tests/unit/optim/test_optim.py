@@ -12,6 +12,7 @@ import torch
 from moe import mixture
 from tiny import llama
 from torch import nn
+from torch._functorch import config as functorch
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -225,3 +226,12 @@ def test_biases_and_norms_of_two_dimensions_are_no_matrices() -> None:
             for group in build_optimizer(model, section).param_groups:
                 decayed = group["weight_decay"] > 0 or group.get("muon", False)
                 assert {odd in names[id(p)] for p in group["params"]} <= ({False} if decayed else {True, False})
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_compiled_steps_of_one_kind_are_not_kept_for_another(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.13 takes the step of adamw_4bit from its cache on disk for adamw_8bit's, which then fails on its shapes."""
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(functorch, "enable_autograd_cache", True)
+    build_optimizer(nn.Linear(2, 2), OptimizerSection(kind=kind, learning_rate=1e-3))
+    assert not functorch.enable_autograd_cache
