@@ -144,6 +144,11 @@ class Recipe(Section):
                 "model.add_tokens: an adapter fits the embeddings of its base, which have no rows for them; "
                 "set export.merge=true, and adapter.modules_to_save to the embeddings and the head"
             )
+        if self.adapter.kind != "none" and self.objective.router_bias_rate:
+            raise contradiction(
+                f"objective.router_bias_rate {self.objective.router_bias_rate} would move biases of the base, which an "
+                "adapter's checkpoints and exports do not hold; set it to 0, or set adapter.kind=none"
+            )
         exports_adapter = self.adapter.kind != "none" and self.export.enabled and not self.export.merge
         if exports_adapter and self.model.config is not None:
             raise contradiction(

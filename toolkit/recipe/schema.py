@@ -396,7 +396,7 @@ class ObjectiveSection(Section):
         None,
         ge=0.0,
         description="Move the bias of overloaded and idle experts by this much each step, where routers have one "
-        "(arXiv 2408.15664); null: 0, as at the end of DeepSeek V3's training.",
+        "(arXiv 2408.15664); not possible with adapters; null: 0, as at the end of DeepSeek V3's training.",
     )
 
     @model_validator(mode="after")

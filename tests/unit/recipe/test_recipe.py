@@ -210,6 +210,7 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
         (["adapter.kind=lora", "adapter.dropout=1.0"], "adapter.dropout: found 1.0"),
         (["export.merge=true"], "export.merge has no effect without adapters"),
         (["adapter.kind=lora", "model.add_tokens=[x]"], "model.add_tokens: an adapter fits the embeddings of its base"),
+        (["adapter.kind=lora", "objective.router_bias_rate=0.01"], "router_bias_rate 0.01 would move biases"),
         (["objective.labels=[a, b]"], "objective.labels has no effect with objective.kind causal_lm"),
         (["objective={kind: sequence_classification, labels: [a, a]}"], "needs two names or more, all different"),
         (["sharding={experts: 2, strategy: ddp}"], "sharding.experts is not possible with sharding.strategy ddp"),
