@@ -17,7 +17,7 @@ from toolkit.generation.options import Sampling
 T = TypeVar("T")
 
 COLUMNS = ("prompt", "messages", "question")
-"""Where a row's prompt may be; the first that it has."""
+"""Where a row's prompt may be; the first that is not null."""
 
 PROBLEMS_SHOWN = 10
 """Bad rows that an error names."""
@@ -111,14 +111,16 @@ def _json_row(place: str, line: bytes, with_answers: bool) -> PromptRow:
         raise BadInputError("not JSON") from None
     if not isinstance(fields, dict):
         raise BadInputError("no object, as {} is")
-    column = next((name for name in COLUMNS if name in fields), None)
+    there = [name for name in COLUMNS if name in fields]
+    # A table's rows have all its columns, those that they do not use as null.
+    column = next((name for name in there if fields[name] is not None), next(iter(there), None))
     if column is None:
         has = f"it has {', '.join(map(repr, fields))}" if fields else "it is empty"
         raise BadInputError(f"no prompt; {has}; needed: one of {', '.join(COLUMNS)}")
     prompt, tools = _asked(column, fields[column], fields.get("tools"))
     if not with_answers:
         return PromptRow(place, fields[column], prompt, tools)
-    choices = _choices(fields["choices"]) if "choices" in fields else ()
+    choices = _choices(fields["choices"]) if fields.get("choices") is not None else ()
     answers = _right_choices(fields.get("answer"), choices) if choices else _answers(fields.get("answer"))
     return PromptRow(place, fields[column], prompt, tools, answers, choices)
 
@@ -149,7 +151,7 @@ def _choices(value: Any) -> tuple[str, ...]:
         raise BadInputError(f"choices: {json.dumps(value)[:LENGTH_SHOWN]}; needed: a list of at least two texts")
     if len(set(value)) < len(value):
         raise BadInputError("choices: one stands there twice")
-    return tuple(value)
+    return tuple(_whole(text, "a choice") for text in value)
 
 
 def _right_choices(value: Any, choices: tuple[str, ...]) -> tuple[str, ...]:
@@ -175,7 +177,18 @@ def _answers(value: Any) -> tuple[str, ...]:
             raise BadInputError(f"answer: {json.dumps(answer)[:LENGTH_SHOWN]} is no text; write it in quotes")
         if not answer.strip():
             raise BadInputError("answer is empty; needed: a text, or a list of texts that are right")
-    return tuple(answers)
+    return tuple(_whole(answer, "answer") for answer in answers)
+
+
+def _whole(text: str, what: str) -> str:
+    """The text. Raises BadInputError where no tokenizer could encode it."""
+    from toolkit.data.problem import RowProblem
+    from toolkit.data.values import encodable
+
+    try:
+        return encodable(text, what)
+    except RowProblem as problem:
+        raise BadInputError(str(problem)) from None
 
 
 def encode_rows(loaded: Loaded, rows: list[PromptRow], option: str, system: str | None, raw: bool) -> list[Prompt]:

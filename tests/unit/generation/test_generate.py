@@ -711,6 +711,8 @@ def test_only_a_hub_name_is_looked_for_on_the_hub(plain: Path) -> None:
         ("--eval", '{"prompt": "a", "answer": []}', "answer is missing"),
         ("--eval", '{"prompt": "a", "answer": 42}', "answer: 42 is no text; write it in quotes"),
         ("--eval", '{"prompt": "a", "answer": ["b", " "]}', "answer is empty"),
+        ("--eval", '{"prompt": "a", "answer": "b\\ud800"}', "answer contains half a character"),
+        ("--eval", '{"prompt": "a", "choices": ["b\\ud800", "c"], "answer": 1}', "a choice contains half a character"),
         ("--eval", '{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}', "messages need a chat template"),
         ("--eval", '{"prompt": "' + "king" * 90 + '", "answer": "b"}', "the prompt's 90 tokens leave no room"),
     ],
@@ -733,6 +735,13 @@ def test_bad_rows_are_named(
     assert f"{option}: rows that cannot be used: 2" in found.err
     for number in (3, 5):
         assert f"{file}:{number}: {message}" in found.err
+
+
+def test_columns_of_null_are_skipped(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    row = {"prompt": None, "messages": messages, "question": None, "choices": None, "answer": "b"}
+    found = read_rows(write_rows(tmp_path / "rows.jsonl", row), "--eval")[0]
+    assert (found.prompt, found.answers, found.choices) == (messages, ("b",), ())
 
 
 def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
