@@ -46,6 +46,9 @@ FEATURES = datasets.Features(
     }
 )
 
+TYPED = datasets.Features({**FEATURES, "targets": datasets.List(datasets.Value("uint8"))})
+"""Of texts with a class: their `targets` are token types, of which Funnel and XLNet have three."""
+
 BATCH_ROWS = 64
 """Rows that are tokenised in one call."""
 
@@ -72,7 +75,7 @@ class Documents:
         weight: in the mix.
         paths: the file of each shard, in as few parts as tell it from the run's others.
         label_names: in the order of their numbers, where the source has them.
-        table: of `FEATURES`.
+        table: of `FEATURES`, or `TYPED`.
     """
 
     name: str
@@ -127,7 +130,7 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
     with _spawned() if processes > 1 else nullcontext():
         made = datasets.Dataset.from_generator(
             partial(_rows, layout=layout, encoder=encoder),
-            features=FEATURES,
+            features=TYPED if encoder.objective == "sequence_classification" else FEATURES,
             cache_dir=str(work),
             gen_kwargs={"shards": list(enumerate(source.shards))},
             num_proc=processes if processes > 1 else None,

@@ -234,20 +234,21 @@ class Encoder:
             [example.text for example in examples],
             pairs if pairs[0] is not None else None,
             return_attention_mask=False,
-            return_token_type_ids=True,
+            # As where the model is used: a tokenizer of a model that learned without types may know some all the same.
+            return_token_type_ids="token_type_ids" in self.tokenizer.model_input_names,
             verbose=False,
             **cut,
         )
         # Tokenizers without token types give none: then both texts of a pair are of type 0.
         kinds = encoded.get("token_type_ids") or [[0] * len(ids) for ids in encoded["input_ids"]]
         return [
-            document_of(ids, [bool(kind) for kind in row_kinds], example.label)
+            document_of(ids, row_kinds, example.label)
             for ids, row_kinds, example in zip(encoded["input_ids"], kinds, examples, strict=True)
         ]
 
 
-def document_of(ids: list[int], targets: list[bool], label: str | None = None, tags: Sequence[str] = ()) -> Document:
-    """A document. With a label, `targets` tells the tokens of a pair's second text (`token_type_ids`).
+def document_of(ids: list[int], targets: Sequence[int], label: str | None = None, tags: Sequence[str] = ()) -> Document:
+    """A document. With a label, `targets` holds the tokens' types (`token_type_ids`): 1 for a pair's second text.
 
     Args:
         tags: of the targets, in order, where words are tagged.

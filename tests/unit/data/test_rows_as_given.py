@@ -8,6 +8,8 @@ from typing import Any
 
 import datasets
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from toolkit.data import build, tokenizer
 from toolkit.data.templates import MARKERS, use_template
@@ -114,3 +116,22 @@ def test_tools_and_calls_that_are_none(tmp_path: Path, chatml: Any, nothing: str
     assert dropped(data) == {}
     first, second = texts(data, chatml)
     assert first == second
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_token_types_are_those_with_which_the_model_is_used(tmp_path: Path, named: bool) -> None:
+    """Funnel's [CLS] is of type 2; BigBird's tokenizer knows types, and gives none where nobody asks."""
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "fox": 3, "king": 4}, "[PAD]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(
+        single="[CLS]:2 $A:0 [SEP]:0",
+        pair="[CLS]:2 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if named else [])]
+    made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", model_input_names=names)
+    path = lines(tmp_path, [{"text": "fox", "text_pair": "king", "label": label} for label in ("good", "bad")])
+    batch = built(path, made, "sequence_classification", packing=None).train.batch([0])
+    assert batch["input_ids"][0, :5].tolist() == [1, 3, 2, 4, 2]
+    assert batch["token_type_ids"][0, :5].tolist() == ([2, 0, 0, 1, 1] if named else [0] * 5)
+    assert made("fox", "king").get("token_type_ids", [0] * 5) == batch["token_type_ids"][0, :5].tolist()
