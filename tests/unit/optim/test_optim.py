@@ -229,9 +229,9 @@ def test_biases_and_norms_of_two_dimensions_are_no_matrices() -> None:
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_compiled_steps_of_one_kind_are_not_kept_for_another(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.13 takes the step of adamw_4bit from its cache on disk for adamw_8bit's, which then fails on its shapes."""
+def test_compiled_steps_of_one_kind_are_not_kept_for_another(kind: str) -> None:
+    """torch 2.13 takes the step of adamw_4bit from its cache on disk for that of adamw_8bit, which then fails."""
     pytest.importorskip("torchao")
-    monkeypatch.setattr(functorch, "enable_autograd_cache", True)
-    build_optimizer(nn.Linear(2, 2), OptimizerSection(kind=kind, learning_rate=1e-3))
-    assert not functorch.enable_autograd_cache
+    with functorch.patch(enable_autograd_cache=True):
+        build_optimizer(nn.Linear(2, 2), OptimizerSection(kind=kind, learning_rate=1e-3))
+        assert not functorch.enable_autograd_cache
