@@ -165,7 +165,7 @@ class Builder:
         key = digest(
             "documents",
             list(FEATURES),
-            identify(section, field),
+            identify(section, field, source),
             identity(self.tokenizer),
             [layout.kind, layout.columns, layout.label_names],
             [encoder.targets, encoder.truncate_to, encoder.objective, encoder.bos_id],

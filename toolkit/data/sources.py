@@ -88,11 +88,18 @@ def open_source(section: SourceSection, field: str, streaming: bool = False) -> 
     return Source(name, field, section.weight, shards, columns, names, paths)
 
 
-def identify(section: SourceSection, field: str) -> list[Any]:
-    """All that decides which rows a source has: a file counts by its content."""
+def identify(section: SourceSection, field: str, source: Source | None = None) -> list[Any]:
+    """All that decides which rows a source has: files and tables of the hub count by their content.
+
+    Args:
+        source: where it is opened already; a data set of the hub is opened otherwise.
+    """
     path = local_path(section.path)
     if not is_file_source(section.path):
-        return [section.path, section.config, section.split]
+        shards = (source or open_source(section, field)).shards
+        # Of the builder, its revision and the split: equal in every process.
+        tables = [getattr(shard.table, "_fingerprint", None) for shard in shards[:1]]
+        return [section.path, section.config, section.split, tables]
     saved = is_saved_dataset(path)
     # Of several saved splits, those of the one that is read: held-out rows must not be taken for those of training.
     files = sorted(_split_folder(path, field).rglob("*.arrow")) if saved else expand_files(section.path, field)

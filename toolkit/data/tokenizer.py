@@ -103,9 +103,16 @@ def _texts(data: DataSection, objective: str) -> Iterator[str]:
 def identity(tokenizer: PreTrainedTokenizerBase) -> str:
     """Equal for tokenizers that encode every text and every conversation alike."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        # Left there by tokenizer.json or the last call; the next call sets both anew.
+        backend.no_truncation()
+        backend.no_padding()
     rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     template = getattr(tokenizer, "chat_template", None) or ""
-    content = json.dumps([rules, template], sort_keys=True)
+    # A template may write any special token.
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    ways = [tokenizer.truncation_side, getattr(tokenizer, "split_special_tokens", False)]
+    content = json.dumps([rules, template, special, ways], sort_keys=True)
     return f"{hashlib.sha256(content.encode()).hexdigest()}:{tokenizer.bos_token_id}:{tokenizer.eos_token_id}"
 
 

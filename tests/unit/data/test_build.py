@@ -13,7 +13,7 @@ import datasets
 import pytest
 import torch
 
-from toolkit.data import build, tokenizer
+from toolkit.data import build, sources, tokenizer
 from toolkit.data.cache import kept
 from toolkit.data.files import expand_files
 from toolkit.data.templates import MARKERS, use_template
@@ -119,6 +119,33 @@ def test_the_result_is_kept_by_content(tmp_path: Path, byte_pairs: Any) -> None:
     assert {path: path.stat().st_mtime_ns for path in made} == made
     jsonl(first, [{"text": text} for text in TEXTS[1:]])
     assert build.build(section(tmp_path, first), byte_pairs, seed=0).fingerprint != built.fingerprint
+
+
+@pytest.mark.parametrize(
+    "change", [{"pad_token": "<|endoftext|>"}, {"truncation_side": "left"}, {"split_special_tokens": True}]
+)
+def test_settings_of_the_tokenizer_are_part_of_the_key(byte_pairs: Any, change: dict[str, Any]) -> None:
+    before = tokenizer.identity(byte_pairs)
+    for name, value in change.items():
+        setattr(byte_pairs, name, value)
+    assert tokenizer.identity(byte_pairs) != before
+
+
+def test_what_a_call_leaves_in_the_tokenizer_is_not_part_of_the_key(byte_pairs: Any) -> None:
+    before = tokenizer.identity(byte_pairs)
+    byte_pairs.backend_tokenizer.enable_truncation(8)
+    byte_pairs.backend_tokenizer.enable_padding(length=8)
+    assert tokenizer.identity(byte_pairs) == before
+
+
+def test_a_hub_data_set_counts_by_its_content(tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    for words in ("the old story", "the new story", "the old story"):
+        table = datasets.Dataset.from_dict({"text": [words] * 3})
+        monkeypatch.setattr(sources, "_load", lambda *_, table=table, **__: table)
+        built.append(build.build(section(tmp_path, "some/stories", packing=False), byte_pairs, seed=0))
+    assert [data.train.documents(0) == built[0].train.documents(0) for data in built] == [True, False, True]
+    assert [data.fingerprint == built[0].fingerprint for data in built] == [True, False, True]
 
 
 def test_held_out_rows_are_chosen_by_the_seed_and_not_trained_on(tmp_path: Path, byte_pairs: Any) -> None:
