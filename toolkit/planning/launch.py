@@ -11,6 +11,10 @@ from toolkit.planning.planner import PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.planning.table import Plan
 from toolkit.planning.time.hardware import Hardware
+from toolkit.recipe.schema import OFFLOAD_DETAILS, ShardingSection
+from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
+from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.strategy import OFFLOAD, parse_strategy
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,19 @@ def launch_of(found: Plan, row: PlanRow, recipe_name: str, overrides: list[str])
     settings = dict(text.partition("=")[::2] for text in overrides) | _settings(found, setup)
     work = shlex.join([recipe_name, *(f"{key}={value}" for key, value in settings.items())])
     nodes = -(-setup.ranks // hardware.devices_per_node)
-    config = shown_path(shipped_folder("accelerate_configs") / f"{_config(setup, hardware)}.yaml")
-    if Path(config).is_absolute() and nodes == 1 and not setup.strategy.replicated:  # not in a checkout
+    path = shipped_folder("accelerate_configs") / f"{_config(setup, hardware)}.yaml"
+    config, said = shown_path(path), read_accelerate_config(path)
+    # To the launcher and not in the recipe, which must not differ from the config.
+    strategy = setup.strategy.name + (OFFLOAD if setup.offload else "") if _names_another(found, setup, said) else ""
+    precision = "" if found.mixed_precision == said.mixed_precision else found.mixed_precision
+    is_on_one = nodes == 1 and not setup.strategy.replicated
+    if Path(config).is_absolute() and is_on_one and not precision:  # not in a checkout
         device = "cpu" if hardware.device_type == "cpu" else "gpus"
-        return LaunchCommand(f"toolkit train {work} --config {_config(setup, hardware)} --{device} {setup.ranks}")
+        word = f" --strategy {strategy}" if strategy else ""
+        return LaunchCommand(f"toolkit train {work} --config {_config(setup, hardware)} --{device} {setup.ranks}{word}")
     words = [f"accelerate launch --config_file {config} --num_processes {setup.ranks}"]
+    words += [f"--fsdp_sharding_strategy {strategy}"] if strategy else []
+    words += [f"--mixed_precision {precision}"] if precision else []
     notes = []
     if nodes > 1:
         words.append(f"--num_machines {nodes} --machine_rank $NODE --main_process_ip $HEAD --main_process_port 29500")
@@ -53,14 +65,7 @@ def _settings(found: Plan, setup: Setup) -> dict[str, str]:
     }
     if setup.sequence is not None:
         settings["sharding.sequence"] = str(setup.sequence)
-    if setup.checkpointing is not None:
-        settings["sharding.activation_checkpointing"] = str(setup.checkpointing.every)
-        if setup.checkpointing.offload:
-            settings["sharding.offload_checkpoints"] = "true"
-        if setup.checkpointing.chunk_tokens is not None:
-            settings["sharding.chunk_tokens"] = str(setup.checkpointing.chunk_tokens)
-    elif section.activation_checkpointing is not None:
-        settings["sharding.activation_checkpointing"] = "null"
+    settings |= _checkpoint_settings(section, setup.checkpointing)
     if section.accumulate != "by_micro_batch":
         settings["sharding.accumulate"] = "by_block" if setup.by_block else "by_micro_batch"
     if section.reshard_after_forward is not None:
@@ -70,7 +75,30 @@ def _settings(found: Plan, setup: Setup) -> dict[str, str]:
         settings["sharding.strategy"] = setup.strategy.name
     if setup.offload and not _config(setup, found.hardware).endswith("offload"):
         settings["sharding.offload"] = "optimizer"
+    elif section.offload == "optimizer" and not setup.offload:
+        settings["sharding.offload"] = "none"
+        settings |= {f"sharding.{key}": "null" for key in OFFLOAD_DETAILS if getattr(section, key) is not None}
     return settings
+
+
+def _checkpoint_settings(section: ShardingSection, asked: Checkpointing | None) -> dict[str, str]:
+    settings = {}
+    if asked is not None or section.activation_checkpointing is not None:
+        settings["sharding.activation_checkpointing"] = "null" if asked is None else str(asked.every)
+    offload, chunk_tokens = (False, None) if asked is None else (asked.offload, asked.chunk_tokens)
+    if offload or section.offload_checkpoints:
+        settings["sharding.offload_checkpoints"] = "true" if offload else "false"
+    if chunk_tokens is not None or section.chunk_tokens is not None:
+        settings["sharding.chunk_tokens"] = "null" if chunk_tokens is None else str(chunk_tokens)
+    return settings
+
+
+def _names_another(found: Plan, setup: Setup, said: AccelerateConfig) -> bool:
+    """Whether an Accelerate config's strategy is not the setup's, and that matters."""
+    assert said.strategy is not None  # as every shipped one does
+    # The configs of one rank serve every strategy, but for a recipe that names its own.
+    matters = setup.ranks > 1 or found.recipe.sharding.strategy is not None
+    return matters and parse_strategy(said.strategy, said.origin) != setup.strategy
 
 
 def _config(setup: Setup, hardware: Hardware) -> str:

@@ -1,0 +1,96 @@
+"""The command that is recommended runs its row: read back, recipe and launch are that row again."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli.plan import accelerated_by
+from toolkit.planning.launch import launch_of
+from toolkit.planning.setup import Setup, asked_setup
+from toolkit.planning.table import Plan, plan, precision_of
+from toolkit.planning.time.hardware import hardware_of
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.accelerator import offload_of
+from toolkit.sharding.strategy import asks_for_offload, parse_strategy
+
+ROOT = Path(__file__).parents[3]
+
+
+def read_back(found: Plan, command: str) -> tuple[Setup, str]:
+    """The setup and the precision that a command runs."""
+    words = shlex.split(command)
+    flags = {word: following for word, following in itertools.pairwise(words) if word.startswith("--")}
+    installed = words[0] == "toolkit"
+    config = f"accelerate_configs/{flags['--config']}.yaml" if installed else flags["--config_file"]
+    said = accelerated_by(ROOT / config)
+    word = flags.get("--strategy" if installed else "--fsdp_sharding_strategy")
+    strategy = said.strategy if word is None else parse_strategy(word, "").name
+    offload = said.offload if word is None else asks_for_offload(word)
+    precision = flags.get("--mixed_precision", said.mixed_precision)
+    recipe = Recipe.load("quickstart", [word for word in words if "=" in word])
+    assert recipe.sharding.strategy in (None, strategy), "a run refuses it"
+    assert recipe.training.mixed_precision is None or precision in ("no", recipe.training.mixed_precision)
+    assert not (offload and recipe.sharding.offload == "none"), "a run refuses it"
+    if not offload:
+        offload_of(recipe)  # refuses details of an offload that nobody asked for
+    ranks = int(flags.get("--num_processes") or flags.get("--gpus") or flags["--cpu"])
+    shard = flags.get("--parallelism_config_dp_shard_size")
+    setup = asked_setup(recipe, ranks, found.hardware, strategy, offload, None if shard is None else int(shard))
+    return setup, precision_of(recipe, precision, found.hardware)
+
+
+BY_BLOCK = [
+    "sharding.activation_checkpointing=1",
+    "sharding.accumulate=by_block",
+    "training.gradient_accumulation_steps=4",
+]
+OFFLOADED = ["sharding.offload=optimizer", "sharding.device_state_gib=0.1"]
+CASES = [
+    ("h100_sxm", 8, OFFLOADED, None),
+    ("h100_sxm", 8, ["sharding.activation_checkpointing=2", "sharding.offload_checkpoints=true"], None),
+    ("h100_sxm", 8, ["sharding.activation_checkpointing=1", "sharding.chunk_tokens=64"], None),
+    (
+        "h100_sxm",
+        8,
+        [
+            "sharding.activation_checkpointing=1",
+            "sharding.accumulate=by_block",
+            "training.gradient_accumulation_steps=4",
+        ],
+        None,
+    ),
+    ("h100_sxm", 8, [], "no"),
+    ("h100_sxm", 8, ["training.mixed_precision=no"], None),
+    ("h100_sxm", 4, [], "fp16"),
+    ("h100_sxm", 4, ["sharding.strategy=zero2", *OFFLOADED], None),
+    ("h100_sxm", 1, ["sharding.strategy=zero2", *OFFLOADED], None),
+    ("cpu", 2, ["training.micro_batch_size=1", "training.gradient_accumulation_steps=7"], None),
+    ("cpu", 4, ["sharding.strategy=zero1"], "bf16"),
+]
+
+
+@pytest.mark.parametrize(("hardware", "ranks", "overrides", "precision"), CASES)
+def test_the_command_of_each_row_runs_that_row(
+    hardware: str,
+    ranks: int,
+    overrides: list[str],
+    precision: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = Recipe.load("quickstart", overrides)
+    found = plan(recipe, hardware_of(hardware), ranks, with_levers=False, mixed_precision=precision)
+    commands = [(row.setup, launch_of(found, row, "quickstart", overrides).command) for row in found.rows]
+    monkeypatch.chdir(tmp_path)  # no checkout: `toolkit train`, where it can
+    commands += [(row.setup, launch_of(found, row, "quickstart", overrides).command) for row in found.rows]
+    for expected, command in commands:
+        setup, computes_in = read_back(found, command)
+        if ranks == 1 and recipe.sharding.strategy is None:  # which strategy it is makes no difference
+            setup = replace(setup, strategy=expected.strategy)
+        assert setup == expected, command
+        assert computes_in == found.mixed_precision, command
