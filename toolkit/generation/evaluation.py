@@ -14,8 +14,12 @@ from toolkit.generation.rows import LENGTH_SHOWN, PromptRow
 MISMATCHES_SHOWN = 5
 """Wrong answers that are printed."""
 
-NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
-"""A number as people write it, with or without commas at the thousands."""
+NUMBER = re.compile(
+    r"(?:(?<![A-Za-z0-9_.)\]%])-)?"  # behind a word or a number it is a dash: 3-5
+    r"(?:(?:\d{1,3}(?:,\d{4})+(?!\d)|\d+(?:,\d{3}(?!\d))*)(?:\.\d+)?|(?<![A-Za-z0-9_.])\.\d+)"
+    r"(?:[eE][+-]?\d{1,3}(?![A-Za-z0-9_]))?"
+)
+"""A number as people write it, with or without commas at the thousands (or, as in East Asia, ten thousands)."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -456,6 +457,43 @@ def test_an_evaluation(
 def test_what_of_a_completion_counts(comparison: Comparison, completion: str, answer: str, is_right: bool) -> None:
     found = evaluate([PromptRow("f:1", "?", "?", answers=(answer,))], [completion], comparison)
     assert found.exact == is_right
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("$1,234.50", "1234.50"),
+        ("1,000,000", "1000000"),
+        ("1,0000", "10000"),
+        ("1999,2000", "2000"),
+        ("(1,2,3)", "3"),
+        ("12,50", "50"),
+        ("1234,567", "1234567"),
+        (".5", "0.5"),
+        ("$.50, or -.25", "-0.25"),
+        ("so it is...5", "5"),
+        ("version 1.2.3", "3"),
+        ("12.", "12"),
+        ("5%", "5"),
+        ("-3", "-3"),
+        ("x=-3", "-3"),
+        ("**-3**", "-3"),
+        ("是-3", "-3"),
+        ("3-5", "5"),
+        ("3.5-5.5", "5.5"),
+        ("f(2)-3", "3"),
+        ("2024-01-15", "15"),
+        ("GPT-4", "4"),
+        ("A4.", "4"),
+        ("答案是5", "5"),
+        ("1e5", "100000"),
+        ("-1.5E-3 m", "-0.0015"),
+        ("5 eggs", "5"),
+        ("1" * 4000 + "e9999", "9999"),
+    ],
+)
+def test_the_last_number_of_a_text(text: str, number: str) -> None:
+    assert Comparison(numeric=True).of_completion(text) == Decimal(number)
 
 
 def test_choices_are_scored_by_their_log_probability(
