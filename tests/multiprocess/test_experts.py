@@ -17,6 +17,7 @@ from tiny import recipe_values, save_llama
 from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
+from toolkit.training import experts
 from toolkit.training.trainer import Trainer
 
 COEF, Z = 0.3, 0.05
@@ -62,8 +63,9 @@ class CutError(Exception):
 
 
 def runs_with_moving_biases(folder: Path, data: Path) -> dict[str, Any]:
-    """A whole run, and one cut in step 4 that goes on from the checkpoint of step 2."""
+    """A whole run, and one cut in step 4 that goes on from the checkpoint of step 2: losses, then loads of experts."""
     train_step, found = Trainer.train_step, {}
+    experts.LOAD_EVERY = 5
 
     def dies(trainer: Any, window: Any) -> Any:
         if trainer.global_step == 3:
@@ -82,7 +84,9 @@ def runs_with_moving_biases(folder: Path, data: Path) -> dict[str, Any]:
                 finetune(Recipe.from_mapping(values))
             Trainer.train_step = train_step  # type: ignore[method-assign]
         meet()
-        found[name] = [record["loss"] for record in finetune(Recipe.from_mapping(values)).metrics]
+        metrics = finetune(Recipe.from_mapping(values)).metrics
+        found[name] = [record["loss"] for record in metrics]
+        found[name] += [record["expert_load"] for record in metrics if "expert_load" in record]
     return found
 
 

@@ -78,6 +78,7 @@ class Manifest:
         base: fingerprint of the files that a base's frozen weights are from; None where nothing is frozen.
         teacher: fingerprint of the files of the model that is learned from; None where there is none.
         non_finite: what is not finite in it, in words; None: its weights are, and so was its step.
+        loads: of experts, since the last record of them: over how many steps, and their sums; None: there are none.
         tensors: name -> [type, shape of the whole].
         files: name -> size and checksum.
     """
@@ -98,6 +99,7 @@ class Manifest:
     base: str | None = None
     teacher: str | None = None
     non_finite: str | None = None
+    loads: tuple[int, list[list[float]]] | None = None
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     format: int = FORMAT

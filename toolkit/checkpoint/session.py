@@ -112,6 +112,7 @@ class RunCheckpoints:
             scaler=scaler.state_dict() if scaler is not None else None,
             eval_loss=losses[-1] if losses else None,
             non_finite=_non_finite_step(trainer),
+            loads=trainer.experts.unrecorded,
             date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             versions={package: version(package) for package in PACKAGES},
         )
@@ -198,6 +199,7 @@ class RunCheckpoints:
         for _ in range(manifest.step - manifest.trainer.get("skipped_steps", 0)):
             schedule.step()
         trainer.resume(manifest.trainer, manifest.samples, num_positions, manifest.stream)
+        trainer.experts.resume(manifest.loads)
         self._metrics.resume(ranks.on_first_rank(lambda: reader.read_records(folder)))
         if self._accelerator.scaler is not None and manifest.scaler is not None:
             self._accelerator.scaler.load_state_dict(manifest.scaler)

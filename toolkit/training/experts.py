@@ -13,6 +13,9 @@ from toolkit.training.metrics import Metrics
 LOAD_EVERY = 10
 """Steps between two records that hold the load of every expert: 60 layers of 128 experts are 60 kB of JSON."""
 
+Unrecorded = tuple[int, list[list[float]]]
+"""Steps since loads were last recorded, and the sums of each router's loads over them."""
+
 COLLAPSED = 0.5
 """A router has collapsed where its choices spread over less than this share of its experts, as exp(entropy) counts."""
 
@@ -32,6 +35,20 @@ class ExpertLoads:
         self._since: list[list[float]] = []  # sums of the loads since they were last recorded
         self._num_steps = 0
         self._told: set[int] = set()
+
+    @property
+    def unrecorded(self) -> Unrecorded | None:
+        """What is counted for the next record, and goes into checkpoints; None: nothing."""
+        return (self._num_steps, self._since) if self._num_steps else None
+
+    def resume(self, unrecorded: Unrecorded | None) -> None:
+        """Goes on from a checkpoint. Raises ValueError for what is not of this model."""
+        if unrecorded is None:
+            return
+        num_steps, since = unrecorded
+        if num_steps < 1 or len(since) != len(self.balance.routers):
+            raise ValueError(f"loads of {len(since)} routers over {num_steps} steps")
+        self._num_steps, self._since = num_steps, since
 
     def begin(self, num_tokens: int) -> None:
         """Begins a step of so many tokens over all ranks."""

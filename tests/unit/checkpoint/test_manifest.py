@@ -38,6 +38,7 @@ PLAIN = Manifest(
     eval_loss=2.5,
     date="2026-11-22",
     versions={"torch": "2.13"},
+    loads=(3, [[0.1, 2.9]]),
     tensors={"weight": ["int8", [3, 2]]},
 )
 
@@ -63,6 +64,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = written(tmp_path, 7)
     manifest = read_checkpoint(folder)
     assert (manifest.step, manifest.tensors, manifest.eval_loss) == (7, {"weight": ["int8", [3, 2]]}, 2.5)
+    assert manifest.loads == (3, [[0.1, 2.9]])
     content = (folder / "a.json").read_bytes()
     assert manifest.files["a.json"].bytes == len(content)
     assert manifest.files["a.json"].sha256 == hashlib.sha256(content).hexdigest()
@@ -156,7 +158,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_what_an_older_version_did_not_write_has_its_default(tmp_path: Path) -> None:
     folder = written(tmp_path, 7)
     values = json.loads((folder / MANIFEST).read_text())
-    del values["non_finite"], values["stream"]
+    del values["non_finite"], values["stream"], values["loads"]
     forge_text(folder, json.dumps(values | {"of_a_later_version": 1}))
     assert read_checkpoint(folder).non_finite is None
 
