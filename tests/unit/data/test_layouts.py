@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from toolkit.data import build, tokenizer
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.errors import BadInputError, DataError
-from toolkit.generation.complete import _plain
+from toolkit.generation.complete import _encoded
 from toolkit.recipe.schema import DataSection, ObjectiveSection
 
 QWEN_THINKS = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
@@ -340,7 +340,7 @@ def test_plain_text_begins_as_the_tokenizer_does(
         assert (
             targets == ("the fox" if begins else text.removeprefix(with_bos.tokenize("the fox")[0])[: -len(end)]) + end
         )
-    assert (_plain(with_bos, "the fox")[0] == with_bos.bos_token_id) == adds_it, "as generation does"
+    assert (_encoded(with_bos, "the fox", True)[0] == with_bos.bos_token_id) == adds_it, "as generation does"
 
 
 def test_add_bos_without_effect(tmp_path: Path, chatml: Any) -> None:
