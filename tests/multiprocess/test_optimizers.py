@@ -179,7 +179,8 @@ def test_few_bits_follow_adamw_and_go_on_within_their_precision(losses: dict[Any
     assert losses[kind, "whole"] == pytest.approx(losses["adamw", "whole"], rel=1e-2)
     assert losses[kind, "whole"] != losses["adamw", "whole"]
     assert losses[kind, "cut"][:4] == losses[kind, "whole"][:4]
-    assert losses[kind, "cut"] == pytest.approx(losses[kind, "whole"], rel=1e-3)
+    # On as many ranks moments have the same codes; a scale may be rounded once more.
+    assert losses[kind, "cut"] == pytest.approx(losses[kind, "whole"], rel=1e-5)
 
 
 def test_adamw_is_fused_under_every_strategy() -> None:

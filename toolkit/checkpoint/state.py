@@ -89,7 +89,26 @@ def put_back(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[s
     """Quantises the optimizer's tensors from what `named_tensors` gave, filled since."""
     for name, value in _optimizer_tensors(model, optimizer):
         if is_quantised(value):
-            local_tensor(value).copy_(local_tensor(tensors[name]))
+            quantise_into(local_tensor(value), local_tensor(tensors[name]))
+
+
+def quantise_into(moment: Any, values: torch.Tensor) -> None:
+    """Gives a quantised moment the values that one of its kind stood for: in the same blocks, the same codes."""
+    if not hasattr(moment, "qmap"):  # of float8, which reaches as far down as up
+        moment.copy_(values)
+        return
+    # The signed maps end at 1 and above -1. By its largest value, as `copy_` has it, a block with that one below zero
+    # would shrink each time.
+    blocks, qmap = values.reshape(-1, moment.block_size), moment.qmap
+    scale = blocks.amax(1)
+    if qmap.min() < 0:
+        scale = torch.maximum(scale, blocks.amin(1) / qmap.min())
+    scale = scale.clip(1e-12)
+    codes = torch.bucketize(blocks / scale[:, None], (qmap[1:] + qmap[:-1]) / 2, right=True).to(torch.uint8).flatten()
+    if moment.codes.numel() < codes.numel():  # 4 bits: two to a byte
+        codes = codes[::2] << 4 | codes[1::2]
+    moment.codes.copy_(codes.view_as(moment.codes))
+    moment.scale.copy_(scale)
 
 
 def with_optimizer_state(
