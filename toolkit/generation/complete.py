@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.generation.load import Loaded
@@ -20,6 +21,11 @@ Message = dict[str, Any]
 
 CONTEXT = 8
 """Tokens before a continuation that are decoded with it, so that its first space shows."""
+
+PROBED = 4
+"""Tokens of a prompt, and of padding, with which it is tried whether a model sees padding."""
+
+_FOUND_TO_SEE_PADDING: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
@@ -135,12 +141,14 @@ def fitting(loaded: Loaded, ids: list[int]) -> list[int]:
 
 def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[str]:
     """A completion of each prompt, in one batch; those that come near the model's last position in others."""
-    batches: dict[int, list[int]] = {}
+    batches: dict[tuple[int, int], list[int]] = {}
+    # RWKV, which sees padding, also mixes rows of one length up.
+    apart = len(prompts) > 1 and _sees_padding(loaded, prompts[0].ids)
     # `max_new_tokens` is one number for a batch, so that prompts with another room go into another.
     for number, prompt in enumerate(prompts):
-        batches.setdefault(_room(loaded, prompt, sampling), []).append(number)
+        batches.setdefault((_room(loaded, prompt, sampling), number if apart else 0), []).append(number)
     texts = [""] * len(prompts)
-    for room, numbers in batches.items():
+    for (room, _), numbers in batches.items():
         completions = _generate(loaded, [prompts[number].ids for number in numbers], room, sampling)
         for number, ids in zip(numbers, completions, strict=True):
             texts[number] = _continuation(loaded.tokenizer, prompts[number].context, ids)
@@ -163,31 +171,57 @@ def _room(loaded: Loaded, prompt: Prompt, sampling: Sampling) -> int:
     return int(min(free, sampling.max_new_tokens))
 
 
-def _generate(
-    loaded: Loaded, rows: list[list[int]], room: int, sampling: Sampling, streamer: _Pieces | None = None
-) -> list[list[int]]:
-    """At most `room` tokens for each row, up to the first that ends a text and without it."""
+def _sees_padding(loaded: Loaded, ids: list[int]) -> bool:
+    """Whether padding beside a prompt changes what the model writes, as in RWKV, which knows no attention mask.
+
+    Found by trying, once for a model: its signature does not tell, as it may take a mask and ignore it.
+    """
+    import torch
+
+    if loaded.model not in _FOUND_TO_SEE_PADDING:
+        row, found = ids[:PROBED], []
+        for width in (len(row), len(row) + PROBED):
+            inputs = _filled(loaded, [row], width)
+            with _told():
+                out = loaded.model.generate(
+                    **inputs, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True
+                )
+            found.append(out.logits[0].float())
+        alone, padded = found
+        # In 16 bits, sums of other lengths are rounded otherwise.
+        rounding = 1e-3 if loaded.model.dtype == torch.float32 else 5e-2
+        is_alike = bool((alone - padded).norm() <= rounding * alone.norm())
+        _FOUND_TO_SEE_PADDING[loaded.model] = not is_alike
+    return _FOUND_TO_SEE_PADDING[loaded.model]
+
+
+def _filled(loaded: Loaded, rows: list[list[int]], width: int) -> dict[str, Any]:
+    """What `generate` takes for rows that are filled up to `width` tokens."""
     import torch
 
     from toolkit.data.tokenizer import pad_id
 
-    padding = pad_id(loaded.tokenizer)
-    width = max(map(len, rows))
+    padding, device = pad_id(loaded.tokenizer), loaded.model.device
     ids, mask = torch.full((len(rows), width), padding), torch.zeros(len(rows), width, dtype=torch.long)
     for i, row in enumerate(rows):
         # On the left: generation goes on at the right end of every row. A source begins at the first position.
         place = slice(0, len(row)) if loaded.encoder_decoder else slice(width - len(row), width)
         ids[i, place], mask[i, place] = torch.tensor(row), 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "pad_token_id": padding}
+
+
+def _generate(
+    loaded: Loaded, rows: list[list[int]], room: int, sampling: Sampling, streamer: _Pieces | None = None
+) -> list[list[int]]:
+    """At most `room` tokens for each row, up to the first that ends a text and without it."""
+    width = max(map(len, rows))
     # top_k 0: transformers' default of 50 would cut the choice a second time.
     drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-    device = loaded.model.device
     with _told():
         found = loaded.model.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
+            **_filled(loaded, rows, width),
             max_new_tokens=room,
             eos_token_id=sorted(loaded.stops) or None,
-            pad_token_id=padding,
             streamer=streamer,
             **(drawn if sampling.temperature > 0 else {"do_sample": False}),
         )

@@ -28,6 +28,8 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
 from toolkit.cli.app import main
@@ -167,6 +169,22 @@ def test_the_batch_size_changes_nothing(plain: Path) -> None:
     alone = [complete(loaded, [prompt], GREEDY)[0] for prompt in prompts]
     for size in (2, 3, 64):
         assert list(completions(loaded, prompts, GREEDY, size)) == alone
+
+
+def test_a_model_that_sees_padding_gets_one_row_at_a_time(plain: Path) -> None:
+    """RWKV knows no attention mask, so that padding would enter its state."""
+    loaded = load_model(str(plain))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": 128}
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=len(loaded.tokenizer), **sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    loaded = replace(loaded, model=model, positions=None)
+    prompts = [encode_prompt(loaded, text) for text in PROMPTS]
+    alone = [complete(loaded, [prompt], GREEDY)[0] for prompt in prompts]
+    assert complete(loaded, prompts, GREEDY) == alone
 
 
 def test_a_completion_ends_at_the_last_position(plain: Path) -> None:
