@@ -68,9 +68,8 @@ class Part:
             labels = _padded(labels, self.count, IGNORED)[:, mine]
         elif self.index:  # the class of a row counts once
             labels = torch.full_like(labels, IGNORED)
-        kinds = _padded(batch["token_type_ids"], self.count, 0)[:, mine]
-        part = torch.tensor(self.index)
-        return {"labels": labels, "token_type_ids": kinds, "whole_ids": batch["input_ids"], "part": part}
+        kinds = {name: _padded(batch[name], self.count, 0)[:, mine] for name in ("token_type_ids",) if name in batch}
+        return {"labels": labels, **kinds, "whole_ids": batch["input_ids"], "part": torch.tensor(self.index)}
 
 
 WHOLE = Part()

@@ -289,6 +289,8 @@ def segments_of(samples: list[list[tuple[Any, Any]]], input_ids: torch.Tensor) -
 class LabelledSamples:
     """For classification: `input_ids`, `attention_mask`, `token_type_ids`, each (B, T), and `labels`, `lengths` (B,).
 
+    A batch whose token types are all 0 has none, as a model has it that is called without: GPT-2 takes types for words.
+
     Attributes:
         rows: where the tokens are.
         numbers: of the rows that are samples.
@@ -313,7 +315,9 @@ class LabelledSamples:
     def few(self, tokens: int) -> Batch:
         """A micro-batch of one row of at most so many tokens and its padding, to try a model on."""
         batch = {name: tensor[:, :tokens] if tensor.dim() == 2 else tensor for name, tensor in self.batch([0]).items()}
-        cut = {name: F.pad(batch[name], (0, MULTIPLE)) for name in ("attention_mask", "token_type_ids")}
+        cut = {
+            name: F.pad(batch[name], (0, MULTIPLE)) for name in ("attention_mask", "token_type_ids") if name in batch
+        }
         ids = F.pad(batch["input_ids"], (0, MULTIPLE), value=self.pad_id)
         labels = batch["labels"]
         if labels.dim() == 2:
@@ -326,12 +330,14 @@ class LabelledSamples:
         batch = {
             "input_ids": torch.full(shape, self.pad_id),
             "attention_mask": torch.zeros(shape, dtype=torch.long),
-            "token_type_ids": torch.zeros(shape, dtype=torch.long),
         }
+        if any(kinds.any() for _, kinds in tokens):
+            batch["token_type_ids"] = torch.zeros(shape, dtype=torch.long)
         for i, (ids, kinds) in enumerate(tokens):
             batch["input_ids"][i, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
             batch["attention_mask"][i, : len(ids)] = 1
-            batch["token_type_ids"][i, : len(ids)] = torch.from_numpy(kinds.astype(np.int64))
+            if "token_type_ids" in batch:
+                batch["token_type_ids"][i, : len(ids)] = torch.from_numpy(kinds.astype(np.int64))
         return {**batch, "lengths": torch.tensor([len(ids) for ids, _ in tokens])}
 
 

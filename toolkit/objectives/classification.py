@@ -71,7 +71,7 @@ class SequenceClassification:
         if "whole_positions" in batch:  # no token of a decoder sees the padding behind it
             names = [*(name for name in names if name != "attention_mask"), "position_ids"]
         with rows_of(batch):
-            return model(**{name: batch[name] for name in names}).logits  # type: ignore[no-any-return]
+            return model(**{name: batch[name] for name in names if name in batch}).logits  # type: ignore[no-any-return]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return self._loss_sum(self.logits(model, batch), batch["labels"])

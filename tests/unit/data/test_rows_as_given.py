@@ -8,11 +8,13 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
 
 from toolkit.data import build, tokenizer
 from toolkit.data.templates import MARKERS, use_template
+from toolkit.objectives.classification import SequenceClassification
 from toolkit.recipe.schema import DataSection, ObjectiveSection
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -133,5 +135,17 @@ def test_token_types_are_those_with_which_the_model_is_used(tmp_path: Path, name
     path = lines(tmp_path, [{"text": "fox", "text_pair": "king", "label": label} for label in ("good", "bad")])
     batch = built(path, made, "sequence_classification", packing=None).train.batch([0])
     assert batch["input_ids"][0, :5].tolist() == [1, 3, 2, 4, 2]
-    assert batch["token_type_ids"][0, :5].tolist() == ([2, 0, 0, 1, 1] if named else [0] * 5)
-    assert made("fox", "king").get("token_type_ids", [0] * 5) == batch["token_type_ids"][0, :5].tolist()
+    assert ("token_type_ids" in batch) is named
+    if named:
+        assert made("fox", "king")["token_type_ids"] == batch["token_type_ids"][0, :5].tolist() == [2, 0, 0, 1, 1]
+
+
+def test_a_model_that_takes_types_for_words_is_called_without_any(tmp_path: Path, chatml: Any) -> None:
+    """GPT-2 adds the embedding of the word with the type's number, to all tokens where types are 0."""
+    sizes = {"n_embd": 32, "n_head": 2, "n_layer": 1, "vocab_size": 400, "num_labels": 2}
+    model = GPT2ForSequenceClassification(GPT2Config(**sizes, pad_token_id=tokenizer.pad_id(chatml))).eval()
+    path = lines(tmp_path, [{"text": text, "label": label} for text, label in (("the fox", "good"), ("a king", "bad"))])
+    batch = built(path, chatml, "sequence_classification", packing=None).train.batch([0, 1])
+    with torch.no_grad():
+        plain = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        assert torch.equal(SequenceClassification(model, 2).logits(model, batch), plain)
