@@ -255,9 +255,11 @@ class Planner:
         if section.every_steps is None:
             return 0
         is_adapted = self.recipe.adapter.kind != "none"  # then the base is not saved
+        averages = 4 * (self.recipe.training.ema is not None)
+        # Moments of few bits are saved in float32.
         state = sum(
             parameter.shard_numel(setup.mesh.shard)
-            * (parameter.held + self._kept_bytes(parameter) * parameter.trainable)
+            * (parameter.held + (4 * parameter.moments + averages) * parameter.trainable)
             for unit in self.units
             for parameter in unit.parameters
             if parameter.trainable or not is_adapted
