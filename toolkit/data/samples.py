@@ -315,9 +315,8 @@ class LabelledSamples:
     def few(self, tokens: int) -> Batch:
         """A micro-batch of one row of at most so many tokens and its padding, to try a model on."""
         batch = {name: tensor[:, :tokens] if tensor.dim() == 2 else tensor for name, tensor in self.batch([0]).items()}
-        cut = {
-            name: F.pad(batch[name], (0, MULTIPLE)) for name in ("attention_mask", "token_type_ids") if name in batch
-        }
+        padded = [name for name in batch if name in ("attention_mask", "token_type_ids")]
+        cut = {name: F.pad(batch[name], (0, MULTIPLE)) for name in padded}
         ids = F.pad(batch["input_ids"], (0, MULTIPLE), value=self.pad_id)
         labels = batch["labels"]
         if labels.dim() == 2:
