@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
@@ -16,6 +15,7 @@ from toolkit.model.routers import find_routers
 from toolkit.model.targets import stacked_experts
 from toolkit.optim.muon import Muon
 from toolkit.recipe.schema import OptimizerSection
+from toolkit.sharding.compiling import forget_compiled_steps
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import plan_units
 
@@ -55,9 +55,7 @@ def build_optimizer(
 
 
 def _quantised_class(kind: str) -> Any:
-    # torch keeps compiled steps on disk, and takes that of 4 bits for that of 8: torchao's tensors do not tell their
-    # kinds apart there, of which it warns.
-    functorch.enable_autograd_cache = False
+    forget_compiled_steps()
     try:
         return getattr(importlib.import_module("torchao.optim"), QUANTISED[kind])
     except (ImportError, AttributeError) as error:

@@ -37,6 +37,16 @@ class Compilation:
         return f"each block compiled ({self.backend})"
 
 
+def forget_compiled_steps() -> None:
+    """Has torch compile the steps of torchao's optimizers anew in each process.
+
+    It keeps them on disk and takes that of 4 bits for that of 8, as torchao's tensors do not tell their kinds apart
+    there; torchao warns of it.
+    """
+    config: Any = importlib.import_module("torch._functorch.config")
+    config.enable_autograd_cache = False
+
+
 def compile_blocks(model: nn.Module, plan: UnitPlan, compilation: Compilation) -> None:
     """Compiles the forward of each block in place; where that fails, it warns once and all run eagerly.
 

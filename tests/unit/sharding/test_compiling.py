@@ -145,6 +145,7 @@ def test_an_error_of_the_model_itself_is_its_own() -> None:
 def test_the_setting_that_compiles_the_backward_at_once_is_still_there() -> None:
     import torch._functorch.config
 
+    assert hasattr(torch._functorch.config, "enable_autograd_cache")
     assert hasattr(torch._functorch.config, "force_non_lazy_backward_lowering")
 
 
