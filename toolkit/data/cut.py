@@ -68,8 +68,10 @@ class Part:
             labels = _padded(labels, self.count, IGNORED)[:, mine]
         elif self.index:  # the class of a row counts once
             labels = torch.full_like(labels, IGNORED)
-        kinds = {name: _padded(batch[name], self.count, 0)[:, mine] for name in ("token_type_ids",) if name in batch}
-        return {"labels": labels, **kinds, "whole_ids": batch["input_ids"], "part": torch.tensor(self.index)}
+        found = {"labels": labels, "whole_ids": batch["input_ids"], "part": torch.tensor(self.index)}
+        if "token_type_ids" in batch:
+            found["token_type_ids"] = _padded(batch["token_type_ids"], self.count, 0)[:, mine]
+        return found
 
 
 WHOLE = Part()

@@ -289,7 +289,7 @@ def segments_of(samples: list[list[tuple[Any, Any]]], input_ids: torch.Tensor) -
 class LabelledSamples:
     """For classification: `input_ids`, `attention_mask`, `token_type_ids`, each (B, T), and `labels`, `lengths` (B,).
 
-    A batch whose token types are all 0 has none, as a model has it that is called without: GPT-2 takes types for words.
+    Token types that are all 0 are left out: most models assume 0 then, and GPT-2 would add the embedding of word 0.
 
     Attributes:
         rows: where the tokens are.
@@ -329,14 +329,14 @@ class LabelledSamples:
         batch = {
             "input_ids": torch.full(shape, self.pad_id),
             "attention_mask": torch.zeros(shape, dtype=torch.long),
+            "token_type_ids": torch.zeros(shape, dtype=torch.long),
         }
-        if any(kinds.any() for _, kinds in tokens):
-            batch["token_type_ids"] = torch.zeros(shape, dtype=torch.long)
         for i, (ids, kinds) in enumerate(tokens):
             batch["input_ids"][i, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
             batch["attention_mask"][i, : len(ids)] = 1
-            if "token_type_ids" in batch:
-                batch["token_type_ids"][i, : len(ids)] = torch.from_numpy(kinds.astype(np.int64))
+            batch["token_type_ids"][i, : len(ids)] = torch.from_numpy(kinds.astype(np.int64))
+        if not batch["token_type_ids"].any():
+            del batch["token_type_ids"]
         return {**batch, "lengths": torch.tensor([len(ids) for ids, _ in tokens])}
 
 

@@ -256,7 +256,7 @@ def summed_loss(
     """
     if how_of(hidden, weight, bias, after).dtype == torch.float16:
         # Made before the factor of the loss is known, a gradient may be beyond float16, which no loss scale mends.
-        return _apply(_TokenLosses, hidden, weight, bias, targets, after).sum().view(1, 1, 1)
+        return token_losses(hidden, weight, bias, targets, after).sum().view(1, 1, 1)
     return _apply(_SummedLoss, hidden, weight, bias, targets, after)
 
 

@@ -134,7 +134,7 @@ def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path)
         raise BadInputError(f"mixed_precision {precision} is not possible on {device}; use bf16 or no")
     if precision == "bf16" and device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         Terminal(quiet=ranks.rank() != 0).warn(
-            f"mixed_precision bf16: {torch.cuda.get_device_name()} has no bf16 and computes it slowly by other means; "
+            f"mixed_precision bf16: {torch.cuda.get_device_name()} has no bf16 and emulates it, which is slow; "
             "set training.mixed_precision=fp16"
         )
     if precision == "fp16" and recipe.sharding.accumulate == "by_block":

@@ -166,8 +166,8 @@ def _held(folder: Path, found: Lease | None) -> BadInputError:
 
 def _unreadable(path: Path, error: OSError) -> BadInputError:
     return BadInputError(
-        f"training.output_dir: {str(path)!r}, which says who is writing there, cannot be read: {error.strerror}; see "
-        "to it that this user may read it, or choose another training.output_dir"
+        f"training.output_dir: {str(path)!r}, which says who is writing there, cannot be read: {error.strerror}; "
+        "give this user the right to read it, or choose another training.output_dir"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from toolkit.data.samples import PairSamples, TextSamples
 from toolkit.errors import BadInputError
 from toolkit.model.document_attention import BY_DOCUMENT, register_by_document
 from toolkit.objectives.causal_lm import CausalLM
+from toolkit.recipe.recipe import Recipe
 from toolkit.run.leaks import check_causal, check_leaks
+from toolkit.run.parts import _check_leaks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,6 +132,11 @@ def test_completions_of_a_pair_share_a_sample_that_is_not_packed(make: Callable[
     model = make()
     with pytest.raises(BadInputError, match="Both completions of a pair share") if leaks else nullcontext():
         assert check_leaks(model, model, CausalLM(model), pairs, 2, torch.device("cpu"), False) is not None
+    accelerator: Any = SimpleNamespace(unwrap_model=lambda wrapped: wrapped, device=torch.device("cpu"))
+    recipe: Any = Recipe.load("dpo", {"training.micro_batch_size": 2, "data.packing": False})
+    data: Any = SimpleNamespace(train=pairs, report=SimpleNamespace(packing=False))
+    with pytest.raises(BadInputError, match="Both completions of a pair share") if leaks else nullcontext():
+        assert _check_leaks(accelerator, recipe, model, CausalLM(model), data, False) == (None, None)  # type: ignore[arg-type]
 
 
 def test_without_rows_that_share_a_sample_there_is_nothing_to_check() -> None:
