@@ -79,6 +79,6 @@ def without_peak(section: ScheduleSection, peak: float, num_steps: int) -> str |
         return None
     highest = peak * learning_rate_factor(section, num_steps)(num_steps - 1)
     return (
-        f"the warm-up of {counted(warmup, 'step')} is as long as this run of {num_steps:,}, whose learning rate "
-        f"reaches {highest:.3g} of {peak:g}; lower schedule.warmup_steps, or set schedule.warmup_fraction in its place"
+        f"this run of {counted(num_steps, 'step')} ends within its warm-up of {warmup:,}: its learning rate reaches "
+        f"{highest:.3g} of {peak:g}; lower schedule.warmup_steps, or set schedule.warmup_fraction in its place"
     )

@@ -90,7 +90,7 @@ def test_a_run_that_ends_in_its_warm_up_is_told() -> None:
     assert without_peak(section, 3e-4, 10) is None
     told = without_peak(section, 3e-4, 4)
     assert told is not None
-    assert "the warm-up of 9 steps is as long as this run of 4, whose learning rate reaches 0.00012 of 0.0003" in told
+    assert "this run of 4 steps ends within its warm-up of 9: its learning rate reaches 0.00012 of 0.0003" in told
 
 
 def test_the_scheduler_steps_once_per_optimizer_step() -> None:
