@@ -27,7 +27,7 @@ from toolkit.model.targets import (
     Targets,
     is_classifier,
     layers_to_quantise,
-    names_of_heads,
+    left_out_of_all_linear,
     stacked_experts,
     targets_beside_experts,
     targets_of_pattern,
@@ -86,8 +86,7 @@ def add_adapter(
         target_modules=section.target_modules if targets is None else targets.modules,
         target_parameters=None if targets is None else targets.parameters,
         modules_to_save=section.modules_to_save,
-        # peft trains them in full, and does not know of all that `all-linear` leaves them out.
-        exclude_modules=names_of_heads(model) or None if section.target_modules == "all-linear" else None,
+        exclude_modules=left_out_of_all_linear(model) if section.target_modules == "all-linear" else None,
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
     )

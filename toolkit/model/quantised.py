@@ -14,6 +14,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -133,7 +134,7 @@ class QuantisedLinear(nn.Linear):
 
     def bytes(self) -> list[nn.Parameter]:
         """The parameters that stand for the matrix."""
-        return [getattr(self, name) for name in PARTS[: 3 if self.quantisation.double else 2]]
+        return [cast(nn.Parameter, self._parameters[name]) for name in PARTS[: 3 if self.quantisation.double else 2]]
 
     def packed(self) -> list[torch.Tensor]:
         """The same as `_matrix` takes them."""
@@ -146,6 +147,34 @@ class QuantisedLinear(nn.Linear):
         bias = None if self.bias is None else self.bias.to(dtype)
         product = _Product.apply(inputs.to(dtype), bias, self.quantisation, self.shape, *self.packed())  # type: ignore[no-untyped-call]
         return cast(torch.Tensor, product)
+
+
+@contextmanager
+def weights_as_numbers(model: nn.Module, dtype: torch.dtype) -> Iterator[set[str]]:
+    """Whoever reads the `weight` of a quantised layer gets its matrix, (outputs, inputs), of this type, not its bytes.
+
+    Yields:
+        The paths of those layers whose weights are read meanwhile.
+    """
+    layers, read = dict(quantised_layers(model)), set[str]()
+    paths = {layer: path for path, layer in layers.items()}
+
+    class WithNumbers(QuantisedLinear):
+        @property
+        def weight(self) -> torch.Tensor:  # type: ignore[override]
+            packed = self._parameters["weight"]
+            if isinstance(packed, DTensor):  # FSDP2 looks at what it has sharded
+                return packed
+            read.add(paths[self])
+            return self.dequantize().to(dtype)
+
+    try:
+        for layer in layers.values():
+            layer.__class__ = WithNumbers
+        yield read
+    finally:
+        for layer in layers.values():
+            layer.__class__ = QuantisedLinear
 
 
 def _packed(linear: nn.Linear, quantisation: Quantisation) -> dict[str, tuple[tuple[int, int], torch.dtype]]:

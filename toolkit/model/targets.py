@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.model.quantised import QuantisedLinear
+from toolkit.model.read_weights import read_weights
 from toolkit.recipe.schema import AdapterSection
 
 ROUTERS = ("gate", "router")
@@ -61,7 +62,8 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 def targets_beside_experts(model: PreTrainedModel, experts: list[str]) -> Targets:
     """Every linear layer and all experts; no router, no head, no embedding."""
-    linear = list(_linear_layers(model))
+    without_effect = read_weights(model, numbers=True)
+    linear = [path for path in _linear_layers(model) if path not in without_effect]
     misread = _misread(model, linear)
     return Targets(
         modules=[path for path in linear if path not in misread],
@@ -102,17 +104,27 @@ def names_of_heads(model: nn.Module) -> list[str]:
     return sorted(heads)
 
 
+def left_out_of_all_linear(model: nn.Module) -> list[str] | None:
+    """Names that `all-linear` leaves out, beside the head; None: none.
+
+    A classifier's heads, which peft trains in full without knowing all of them. And layers whose weights the model's
+    code takes without calling the layer, where an adapter would have no effect.
+    """
+    return [*names_of_heads(model), *sorted(read_weights(model, numbers=True))] or None
+
+
 def layers_to_quantise(model: PreTrainedModel, section: AdapterSection) -> tuple[list[str], list[str]]:
     """Paths of the linear layers that can be held in fewer bits, and of those that stay as they are.
 
-    The head, routers and what is trained in full stay, and layers that peft adapts as parameters: the product of an
-    adapter is added to their weights themselves.
+    The head, routers and what is trained in full stay. So do layers that peft adapts as parameters, since the product
+    of an adapter is added to their weights themselves, and layers whose weights the model's own code reads.
     """
     asked = section.target_modules
     by_path = isinstance(asked, str) and stacked_experts(model)
-    stay = _misread(model, list(_linear_layers(model))) if by_path else set()
+    stay: set[str] = _misread(model, list(_linear_layers(model))) if by_path else set()
     if by_path and asked != "all-linear":
         stay = {path for path in stay if re.fullmatch(str(asked), path)}
+    stay |= read_weights(model)
     whole = {*(section.modules_to_save or ()), *names_of_heads(model)}
     chosen = [
         path

@@ -42,6 +42,7 @@ from toolkit.recipe.schema import NEXT_TOKEN, steps_of_run
 from toolkit.run.accelerator import checkpointing_of, compilation_of
 from toolkit.run.by_block import Accumulation, accumulation_of
 from toolkit.run.leaks import LeakError, check_causal, check_leaks
+from toolkit.run.quantised_check import check_quantised
 from toolkit.run.rows import build_windows, fitting, last_position, may_pad, require_room, without_packing
 from toolkit.run.sequence import check_parts, part_of, share_rows
 from toolkit.run.teacher import asked_teacher, check_teacher, place_teacher
@@ -144,6 +145,7 @@ def build_parts(
     require_kept(accelerator.unwrap_model(model), recipe.export)
     place_teacher(accelerator, recipe, teacher, plugin)
     # After `prepare`: the model is checked as it is trained, with its kernels and its precision.
+    check_quantised(accelerator, recipe, model, objective, data.train)
     leaks, leak = _check_leaks(accelerator, recipe, model, objective, data, in_16_bits)
     if leak is not None:
         padded, data = leak, without_packing(recipe, tokens)

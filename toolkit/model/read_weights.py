@@ -1,0 +1,89 @@
+"""Linear layers whose weights a model's code reads itself, instead of calling the layer.
+
+Mamba multiplies by `self.dt_proj.weight`, the indexers of sparse attention cast to `self.weights_proj.weight.dtype`.
+Whatever stands in the place of such a layer must have its weights, as numbers of the type of compute: a quantised
+layer has bytes. An adapter's product is added by calling the layer, so it is not in the weights that are read.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+_SETS_UP = ("__init__", "init_", "_init", "reset_parameters", "tie_weights", "resize_", "get_", "set_")
+"""How methods begin that run before training, or not at all."""
+
+_OF_THE_TENSOR = ("dtype", "device", "shape", "ndim")
+"""Attributes that say nothing of the numbers."""
+
+
+def read_weights(model: nn.Module, *, numbers: bool = False) -> set[str]:
+    """Paths of the linear layers whose `weight` the model's code reads.
+
+    Only the code of the model's classes is looked at; nothing runs. A name that is not reached from `self` counts for
+    every layer whose path ends so.
+
+    Args:
+        numbers: leave out those of which only the type, the device or the shape is read.
+    """
+    found: set[str] = set()
+    linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for path, module in model.named_modules():
+        kind: Any = type(module)
+        for owner, layer, attribute in _weights_in_code(kind):
+            if numbers and attribute in _OF_THE_TENSOR:
+                continue
+            if owner == "self":
+                found.add(f"{path}.{layer}".lstrip("."))
+            else:
+                found |= {other for other in linear if f".{other}".endswith(f".{layer}")}
+    return found & linear
+
+
+@cache
+def _weights_in_code(kind: type) -> frozenset[tuple[str, str, str]]:
+    """For each `owner.layer.weight` in a class: the owner's name, the layer's path from it, and what is asked of it."""
+    if kind.__module__.startswith(("torch.", "peft.")):
+        return frozenset()
+    return frozenset(entry for base in kind.__mro__[:-1] for entry in _in_class(base))
+
+
+@cache
+def _in_class(kind: type) -> frozenset[tuple[str, str, str]]:
+    if kind.__module__.startswith(("torch.", "peft.", "transformers.modeling_")):
+        return frozenset()
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()  # made by a program; the check before the first step compares what it computes
+    methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    nodes = [node for method in methods if not method.name.startswith(_SETS_UP) for node in _run_by(method)]
+    asked = {id(node.value): node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return frozenset(
+        (*place, asked.get(id(node), ""))
+        for node in nodes
+        if isinstance(node, ast.Attribute) and node.attr == "weight" and (place := _place(node.value))
+    )
+
+
+def _run_by(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and what is inside, without branches that transformers keeps for checkpoints of tensor parallelism."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "pretraining_tp" in ast.unparse(child.test)):
+            yield from _run_by(child)
+
+
+def _place(node: ast.expr) -> tuple[str, str] | None:
+    """`self.a.b` -> ("self", "a.b"); None for anything else than names with dots."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return (node.id, ".".join(reversed(parts))) if isinstance(node, ast.Name) and parts else None

@@ -1,0 +1,76 @@
+"""Before the first step: does a quantised model compute what it would with its weights as numbers?"""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from toolkit import ranks
+from toolkit.checkpoint.export import relative_difference
+from toolkit.data.samples import Batch, LabelledSamples, Samples, TextSamples
+from toolkit.errors import BadInputError, first_line
+from toolkit.model.adapters import base_of
+from toolkit.model.quantised import quantised_layers, weights_as_numbers
+from toolkit.objectives.objective import Objective
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.fsdp import class_name
+
+CHECKED_TOKENS = 1024
+"""Of the first row."""
+
+TOLERANCE = 1e-5
+"""Largest difference of logits, as a share of the largest. Kernels and shapes are the same, so it is 0 where no code
+reads the bytes of a layer."""
+
+
+@torch.no_grad()
+def check_quantised(
+    accelerator: Accelerator, recipe: Recipe, model: nn.Module, objective: Objective, samples: Samples | None
+) -> None:
+    """Compares logits of a row with those of a model whose layers show their weights as numbers. All ranks call it.
+
+    The code of a model may read a layer's weight instead of calling the layer: its type, or its numbers. In a
+    quantised layer it would find bytes.
+
+    Raises:
+        BadInputError: if logits differ, or the quantised model fails where the other one does not.
+    """
+    inner = accelerator.unwrap_model(model)
+    if not any(quantised_layers(inner)) or not isinstance(samples, TextSamples | LabelledSamples):
+        return
+    batch, was_training = samples.few(CHECKED_TOKENS), model.training
+    # Dropout would make any two forwards differ.
+    model.eval()
+    with weights_as_numbers(inner, _compute_dtype(accelerator, recipe)) as read:
+        numbers = _logits(model, objective, batch, accelerator.device)
+    problem = ""
+    try:
+        difference = relative_difference(_logits(model, objective, batch, accelerator.device), numbers)
+        if difference > TOLERANCE:
+            problem = f"logits differ by {difference:.1e} of the largest from those of the same weights as numbers"
+    except Exception as error:  # the code of a model may do anything with bytes
+        if not read:
+            raise
+        problem = f"{type(error).__name__}: {first_line(error)}"
+    model.train(was_training)
+    if problem := next((told for told in ranks.gather_objects(problem) if told), ""):
+        named = f" The code reads the weights of {', '.join(sorted(read)[:4])}." if read else ""
+        raise BadInputError(
+            f"adapter.quantize: {class_name(base_of(inner))} does not compute with quantised layers ({problem}).{named}"
+            " Set adapter.quantize=none, or quantise a model of another type"
+        )
+
+
+def _compute_dtype(accelerator: Accelerator, recipe: Recipe) -> torch.dtype:
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    own: torch.dtype = getattr(torch, recipe.model.dtype)
+    return names.get(accelerator.mixed_precision, own)
+
+
+def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> torch.Tensor:
+    moved = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in objective.on_host(batch).items()
+    }
+    return objective.logits(model, moved).float()
