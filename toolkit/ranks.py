@@ -91,6 +91,16 @@ def all_cores() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def renew_thread_pool() -> None:
+    """Gives a process that was forked a thread pool of its own; called before it starts its first thread.
+
+    A parent that has set its number of threads, and computed since, hands a pool without threads on to its children.
+    The first use in a child replaces it, without a lock: where two threads come to it at once, as in the first
+    backward, one finds none, and torch ends the process ("Invalid thread pool!").
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
 def on_each_host(build: Callable[[], Path]) -> Path:
     """Runs `build` on rank 0, then on the first rank of each host that does not see the path it made.
 

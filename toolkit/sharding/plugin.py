@@ -35,6 +35,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.sharding.apply import KeepsMasters, apply, groups_of, precision_policies
 from toolkit.sharding.checkpointing import Checkpointing
@@ -283,6 +284,7 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         """Called by `Accelerator.__init__` once the process state exists."""
         assert self.plugin is not None
         self._require_all_processes()
+        ranks.renew_thread_pool()
         _let_gloo_finish(device_type)
         # Here, as `Accelerator.__init__` decides about autocast and gradient scaler next, by the distributed type.
         _enter_state(self.plugin)

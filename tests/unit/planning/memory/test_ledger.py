@@ -87,4 +87,4 @@ def test_bytes_of_the_allocator(kind: str, dtype: torch.dtype, checkpointed: boo
     if (kind, dtype, checkpointed) not in SCRATCH:
         assert fake == pytest.approx(truth, rel=1e-3)
     else:
-        assert 0.9 * truth < fake < truth
+        assert 0.9 * truth < fake <= truth  # equal in builds whose kernels take none
