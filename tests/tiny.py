@@ -165,3 +165,9 @@ def recipe_values(model: Path, data: Path, output: Path, cache: Path, **training
         "schedule": {"kind": "linear", "warmup_steps": 4},
         "training": {"output_dir": str(output), "max_steps": 20, "max_grad_norm": 0.5, **training},
     }
+
+
+def unfinish(run: Path) -> None:
+    """Makes a finished run one that was cut off behind its last checkpoint."""
+    for name in ("finished.json", "report.html"):
+        (run / name).unlink(missing_ok=True)

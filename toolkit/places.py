@@ -49,13 +49,18 @@ def shown_path(path: Path) -> str:
 def atomic_write(path: Path, text: str, errors: str = "strict") -> None:
     """Write `text` to `path`; a reader sees the old file or the new one, never a part.
 
+    So does who looks after a power cut.
+
     Args:
         errors: what to do with characters that UTF-8 cannot encode, as `open` takes it.
     """
     # Not tempfile: its files are readable by their owner only, and what is written here is there to be shared.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8", errors=errors)
+        with temporary.open("w", encoding="utf-8", errors=errors) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut may leave an empty file under the name
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -100,14 +105,14 @@ SAMPLED_BYTES = 1024
 """Read of a tensor for a fingerprint, at its beginning, in its middle and at its end."""
 
 
-def fingerprint_of(folder: Path) -> str | None:
+def fingerprint_of(folder: Path, pattern: str = "model*.safetensors") -> str | None:
     """Tells the weights of one model's folder from another's; None where it has no safetensors files.
 
     SHA-256 of every tensor's name, type and shape and of three KiB of it: training moves them all. However the
     tensors are spread over files, it is the same. Raises OSError or ValueError for files that are not whole.
     """
     found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
+    for path in sorted(folder.glob(pattern)):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
             header = json.loads(file.read(min(length, path.stat().st_size)))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from conftest import make_texts
 from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama
+from tiny import recipe_values, save_llama, unfinish
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -383,7 +383,7 @@ def resume_damaged(folder: str, output: str) -> tuple[str, str]:
     meet()
     case = {"strategy": "zero3", "precision": "no"}
     recipe = values(Path(folder), output, case)
-    Path(folder, output, "report.html").unlink(missing_ok=True)
+    unfinish(Path(folder, output))
     with contextlib.redirect_stderr(io.StringIO()) as told:
         num_records = len(finetune(Recipe.from_mapping(recipe)).metrics)
     return f"{num_records} records", told.getvalue()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import make_texts
 from ranks import meet, run_on_ranks
-from tiny import VOCAB_SIZE, recipe_values, save_llama
+from tiny import VOCAB_SIZE, recipe_values, save_llama, unfinish
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -138,7 +138,7 @@ def runs(folder: Path) -> dict[str, Any]:
             schedule={"kind": "constant", "warmup_steps": None},
         )
         if name == "cut":
-            (folder / folder_name / "report.html").unlink(missing_ok=True)
+            unfinish(folder / folder_name)
     return {name: (result.metrics, str(result.output_dir)) for name, result in found.items()}
 
 

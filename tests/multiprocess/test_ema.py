@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from conftest import make_texts
 from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama
+from tiny import recipe_values, save_llama, unfinish
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 STEPS, ROWS_PER_STEP, DECAY = 6, 4, 0.7
@@ -77,7 +77,7 @@ def runs(folder: Path) -> dict[str, Any]:
         found[case] = run(f"{case}-{ranks}", case)
         if case in ("zero3+offload", "lora") and ranks == 2:
             run(f"{case}-cut", case, max_steps=3)
-            (folder / f"{case}-cut/report.html").unlink(missing_ok=True)
+            unfinish(folder / f"{case}-cut")
             meet()
             found[f"{case} cut"] = run(f"{case}-cut", case)
     if ranks == 2:

@@ -13,7 +13,7 @@ import torch
 from peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, peft_loop
 from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama
+from tiny import recipe_values, save_llama, unfinish
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 STEPS = 8
@@ -174,7 +174,7 @@ def other_runs(folder: Path) -> dict[str, Any]:
     run("whole", recipe(folder, "whole", adapter, **size), checkpoint=saving)
     run("cut", recipe(folder, "cut", adapter, **size | {"max_steps": 4}), checkpoint=saving)
     if int(os.environ["RANK"]) == 0:
-        (folder / "cut/report.html").unlink()
+        unfinish(folder / "cut")
     run("rest", recipe(folder, "cut", adapter, **size), checkpoint=saving)
     for dtype in ("float32", "bfloat16"):
         for offload in ("none", "optimizer"):

@@ -13,7 +13,7 @@ import torch
 from peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, peft_loop
 from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama
+from tiny import recipe_values, save_llama, unfinish
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -169,7 +169,7 @@ def other_runs(folder: Path) -> dict[str, Any]:
     run("merged", double, export={"merge": True, "dtype": "bfloat16"})
     run("cut", double, base="moving", training={"max_steps": 2}, checkpoint=saving)
     if int(os.environ["RANK"]) == 0:
-        (folder / "cut/report.html").unlink()
+        unfinish(folder / "cut")
         shutil.copytree(folder / "cut", folder / "again")
     run("cut", double, base="moving", checkpoint=saving)
     if int(os.environ["RANK"]) == 0:

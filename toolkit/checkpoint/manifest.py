@@ -75,7 +75,8 @@ class Manifest:
         trainer: counters.
         scaler: state of fp16's gradient scaler; None without.
         eval_loss: of the last evaluation; None where there was none.
-        base: fingerprint of the files that a base's frozen weights are from; None where nothing is frozen.
+        base: fingerprint of the files of the base, if training goes on to need it: its weights are frozen, or it is
+            the reference. None if not, and in checkpoints of before there was a reference here.
         teacher: fingerprint of the files of the model that is learned from; None where there is none.
         non_finite: what is not finite in it, in words; None: its weights are, and so was its step.
         loads: of experts, since the last record of them: over how many steps, and their sums; None: there are none.

@@ -102,10 +102,10 @@ def _exit_code(rank: int, code: int, output_dir: Path) -> int:
     if code >= 0:
         return code
     from toolkit.pages.status import mark_ended
-    from toolkit.run.status import FINISHED
+    from toolkit.run.status import REPORT
 
     name = signal.Signals(-code).name
     hint = ": the machine may have run out of memory" if name == "SIGKILL" else ""
     told = f"rank {rank} was ended by {name}{hint}"
-    mark_ended(output_dir / FINISHED, "killed", f"{told[0].upper()}{told[1:]}.")  # the rank itself could not say so
+    mark_ended(output_dir / REPORT, "killed", f"{told[0].upper()}{told[1:]}.")  # the rank itself could not say so
     raise RankLostError(told)

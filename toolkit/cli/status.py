@@ -22,13 +22,13 @@ STANDING_SECONDS = 30.0
 
 def status(run: RunFolder, as_json: AsJson = False) -> None:
     """Show where each rank of a live run is, and who waits for whom. Exit code 1 if the run is not live."""
-    from toolkit.pages.status import is_finished
-    from toolkit.run.status import COLUMNS, FINISHED, cells, read_statuses, verdict
+    from toolkit.run.finished import is_finished
+    from toolkit.run.status import COLUMNS, cells, read_statuses, verdict
 
     if not run.is_dir():
         raise BadInputError(f"{str(run)!r}: no such folder; name the training.output_dir of a run")
     ranks = read_statuses(run, time.time())
-    if is_finished(run / FINISHED) and min((rank.silent_seconds for rank in ranks), default=0.0) > GONE_SECONDS:
+    if is_finished(run) and min((rank.silent_seconds for rank in ranks), default=0.0) > GONE_SECONDS:
         ranks = []  # killed behind its report: the run is done, and the next start clears these away
     gone = _gone(run, [rank.silent_seconds for rank in ranks])
     late = [rank.rank for rank in ranks if rank.is_late(STANDING_SECONDS)]
@@ -51,11 +51,11 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
 def _gone(run: Path, silent: list[float]) -> str | None:
     """Since when nothing was heard of a run that was killed, which its report is made to say; None: it is not gone."""
     from toolkit.pages.status import mark_ended
-    from toolkit.run.status import FINISHED
+    from toolkit.run.status import REPORT
 
     if not silent or min(silent) <= GONE_SECONDS:
         return None
     since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() - min(silent)))
     told = f"nothing was heard from any rank since {since}"
-    mark_ended(run / FINISHED, "killed", f"{told[0].upper()}{told[1:]}.")
+    mark_ended(run / REPORT, "killed", f"{told[0].upper()}{told[1:]}.")
     return f"{told}: the run was killed; the same command resumes from its last checkpoint"

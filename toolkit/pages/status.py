@@ -42,11 +42,6 @@ class Status:
     pause_seconds: float = 0.0
 
 
-def is_finished(path: Path) -> bool:
-    """Whether a report is there, and is that of a run that is done."""
-    return state_of(path) == ""
-
-
 def state_of(path: Path) -> str | None:
     """What a report says of its run: a `Status.state`; empty where the run is done; None where there is no report."""
     try:

@@ -28,12 +28,12 @@ from toolkit.data.report import DataReport
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
-from toolkit.pages.status import is_finished as is_whole
 from toolkit.places import atomic_write, clear_interrupted_writes, is_store
 from toolkit.recipe.recipe import Recipe
+from toolkit.run import finished
 from toolkit.run.lease import LEASE, let_go, unwritable
-from toolkit.run.status import FINISHED
 from toolkit.run.status import FOLDER as BEATS_FOLDER
+from toolkit.run.status import REPORT
 from toolkit.training.profile import FOLDER as PROFILE_FOLDER
 
 RUN_FILES = (
@@ -42,7 +42,8 @@ RUN_FILES = (
     "data_report.json",
     DATA_PAGE,
     MODEL_FILES,
-    FINISHED,
+    REPORT,
+    finished.FINISHED,
     PROFILE_FOLDER,
     "samples.json",
     "export",
@@ -92,7 +93,7 @@ def _is_of(output_dir: Path, recipe: Recipe, found: Resumption) -> bool:
 def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
     if require_unfinished(output_dir, recipe, goes_on):
         # A run that was killed before its first checkpoint left these; the new one starts from nothing.
-        for name in ("metrics.jsonl", "data_report.json", DATA_PAGE, "samples.json", FINISHED):
+        for name in ("metrics.jsonl", "data_report.json", DATA_PAGE, "samples.json", REPORT, finished.FINISHED):
             (output_dir / name).unlink(missing_ok=True)
         shutil.rmtree(output_dir / PROFILE_FOLDER, ignore_errors=True)
     clear_interrupted_writes(output_dir)
@@ -159,16 +160,16 @@ def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
     Raises BadInputError where it holds another run, or one that is done and is not the one to go on from.
     """
     found = _run_files(output_dir)
-    finished = is_whole(output_dir / FINISHED)
+    is_done = finished.is_finished(output_dir)
     # A run that is done is trained further only where the recipe names its checkpoint, not by `auto`.
-    if goes_on and (not finished or recipe.checkpoint.resume != "auto"):
+    if goes_on and (not is_done or recipe.checkpoint.resume != "auto"):
         return False
     again = recipe.checkpoint.resume == "auto" and same_run(output_dir / "recipe.yaml", recipe.model_dump(mode="json"))
-    if not finished and again and latest(output_dir) is None:
+    if not is_done and again and latest(output_dir) is None:
         return True
     if found:
         raise BadInputError(
-            f"training.output_dir: {str(output_dir)!r} already holds a {'finished ' if finished else ''}run "
+            f"training.output_dir: {str(output_dir)!r} already holds a {'finished ' if is_done else ''}run "
             f"({', '.join(found)}); choose another folder, for example training.output_dir=outputs/second, or delete "
             "this one"
         )
@@ -185,13 +186,13 @@ def require_writable(output_dir: Path) -> None:
         raise unwritable(output_dir, error) from error
 
 
-def is_finished(output_dir: Path, recipe: Recipe) -> bool:
+def is_same_and_finished(output_dir: Path, recipe: Recipe) -> bool:
     """Whether the folder holds this very run, done: the same command was started once more."""
     try:
         saved = (output_dir / "recipe.yaml").read_text(encoding="utf-8")
     except OSError:
         return False
-    return is_whole(output_dir / FINISHED) and saved == recipe.to_yaml()
+    return finished.is_finished(output_dir) and saved == recipe.to_yaml()
 
 
 def clear_killed(output_dir: Path) -> None:
@@ -218,6 +219,7 @@ def write_beginning(
     tokens: PreTrainedTokenizerBase,
 ) -> None:
     """Writes what is known before the first step: the data report, and what a checkpoint needs to become a model."""
+    (output_dir / finished.FINISHED).unlink(missing_ok=True)  # of a run that is trained further
     write_data_report(output_dir, recipe, report)
     (output_dir / MODEL_FILES).mkdir(exist_ok=True)
     write_configuration(base_of(inner), tokens, output_dir / MODEL_FILES, getattr(torch, recipe.model.dtype))

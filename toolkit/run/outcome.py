@@ -25,8 +25,9 @@ from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.places import GIB
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.doubts import Guess, doubts_of
+from toolkit.run.finished import write_finished
 from toolkit.run.parts import Parts
-from toolkit.run.status import FINISHED
+from toolkit.run.status import REPORT
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.plugin import (
     ShardingPlugin,
@@ -158,12 +159,13 @@ def write_pages(
     result: FinetuneResult,
     step_seconds: dict[str, float] | None,
 ) -> None:
-    """Writes the model card and, last, the report, which marks the run as done. On rank 0."""
+    """Writes the model card, the report, and last the statement that the run is done. On rank 0."""
     clear_unfinished(result.output_dir)  # of saves that a disk broke off, and did not let delete
     summary = replace(summary_of(recipe, plugin, parts, facts, result), step_seconds=step_seconds)
     if result.export_dir is not None:
         write_card(result.export_dir, recipe, summary.facts, result.metrics, summary.data_report, summary.versions)
-    write_report(result.output_dir / FINISHED, summary)
+    write_report(result.output_dir / REPORT, summary)
+    write_finished(result.output_dir, result.export_dir)
 
 
 def conclude(console: Terminal, recipe: Recipe, result: FinetuneResult) -> None:

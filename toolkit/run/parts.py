@@ -23,7 +23,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapter_checks import require_kept, require_mergeable, require_one_type
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of, settle_attention
-from toolkit.model.load import load
+from toolkit.model.load import fingerprint, load
 from toolkit.model.quantised import quantised_layers
 from toolkit.objectives.balance import Balance, build_balance
 from toolkit.objectives.build import AnyObjective, build_objective
@@ -158,6 +158,7 @@ def build_parts(
     num_steps = steps_of_run(training, len(data.train), size)
     # Before the first step, while the model is its own reference.
     if isinstance(objective, Preference | Kto) and objective.needs_references:
+        _require_same_reference(accelerator.unwrap_model(model), recipe, resumed)
         last = last_position(recipe, data, num_steps, size, resumed)
         data = _with_references(accelerator, recipe, model, objective, data, last)
     return Parts(
@@ -251,6 +252,21 @@ def _checkpointings(recipe: Recipe, plugin: ShardingPlugin, model: nn.Module) ->
     if size is None and may_chunk and num_in_chunks(model, plan_units(model, section.unit_classes)):
         found.append(Checkpointing(1, offload, CHUNK_TOKENS))
     return found
+
+
+def _require_same_reference(inner: Any, recipe: Recipe, resumed: Manifest | None) -> None:
+    """Notes which files the reference is from, for the checkpoints of the run.
+
+    Raises:
+        BadInputError: if the checkpoint to resume from was trained against the weights of other files.
+    """
+    inner.fit.fingerprint = inner.fit.fingerprint or fingerprint(recipe.model)
+    if resumed is not None and resumed.base not in (None, inner.fit.fingerprint):
+        raise BadInputError(
+            f"checkpoint.resume: the reference of the run up to step {resumed.step} had other weights than "
+            f"model.name_or_path ({recipe.model.name_or_path!r}) has now; bring them back (of a hub model: set "
+            "model.revision to their commit), or start anew with another training.output_dir"
+        )
 
 
 def _with_references(

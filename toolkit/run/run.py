@@ -39,10 +39,11 @@ from toolkit.run.accelerator import (
 )
 from toolkit.run.doubts import uniform_guess
 from toolkit.run.facts import facts_of, introduce
+from toolkit.run.finished import changed_export
 from toolkit.run.folder import (
     claimed,
     clear_killed,
-    is_finished,
+    is_same_and_finished,
     require_unfinished,
     require_writable,
     write_beginning,
@@ -64,7 +65,7 @@ from toolkit.run.outcome import (
 from toolkit.run.parts import Parts, build_parts
 from toolkit.run.rows import build_evaluation, rest_of_run
 from toolkit.run.samples import first_samples, last_samples
-from toolkit.run.status import FINISHED
+from toolkit.run.status import REPORT
 from toolkit.run.store_lease import owned_store
 from toolkit.run.watched import watched
 from toolkit.sharding.plugin import (
@@ -99,8 +100,10 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
     elif overrides:
         raise BadInputError("overrides: the recipe is loaded already; give them to Recipe.load")
     with _started(recipe) as (accelerator, plugin, output_dir, console), ExitStack() as running:
-        if ranks.on_first_rank(lambda: is_finished(output_dir, recipe)):
+        if ranks.on_first_rank(lambda: is_same_and_finished(output_dir, recipe)):
             console.print(f"this run is finished already, and nothing was trained: {output_dir}", markup=False)
+            if (changed := ranks.on_first_rank(lambda: changed_export(output_dir))) is not None:
+                console.warn(f"{changed}; `toolkit export {output_dir}` makes it from the last checkpoint")
             ranks.on_first_rank(lambda: clear_killed(output_dir))
             before = ranks.on_first_rank(lambda: finished_before(output_dir))
             _push(recipe, before)
@@ -273,7 +276,7 @@ def _live_report(
         result = result_of(output_dir, records, None, seconds=time.perf_counter() - started)
         return replace(summary_of(recipe, plugin, parts, facts, result), doubts=())  # it may get better yet
 
-    return LiveReport(output_dir / FINISHED, summary, lambda: parts.num_steps)
+    return LiveReport(output_dir / REPORT, summary, lambda: parts.num_steps)
 
 
 def _build_trainer(

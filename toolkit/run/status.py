@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-FINISHED = "report.html"
-"""Written while a run goes on and last: a run's folder that holds the last one is done."""
+REPORT = "report.html"
+"""Written while a run goes on, and once more at its end."""
 
 FOLDER = ".beats"
 """In the output folder of a run that is under way: a file for each host, and stacks of ranks that are late."""

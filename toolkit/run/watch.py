@@ -18,7 +18,7 @@ from pathlib import Path
 from toolkit.errors import StalledError
 from toolkit.pages.status import mark_ended
 from toolkit.places import atomic_write
-from toolkit.run.status import FINISHED, FROZEN_SHARE, RankStatus, account, host_files, read_host, to_text, verdict
+from toolkit.run.status import FROZEN_SHARE, REPORT, RankStatus, account, host_files, read_host, to_text, verdict
 from toolkit.terminal import harmless
 from toolkit.training.beats import mark_watched, read_beat
 
@@ -153,7 +153,7 @@ class Watch:
         with contextlib.suppress(OSError):
             atomic_write(self._shared.parent / STALL_FILE, text)
         behind = verdict(places, self._limit).replace("\n", " ")
-        mark_ended(self._shared.parent / FINISHED, "stalled", f"{behind} See {STALL_FILE}.")
+        mark_ended(self._shared.parent / REPORT, "stalled", f"{behind} See {STALL_FILE}.")
         minutes = self._limit / 60
         print(
             f"error: the run is stalled (training.stall_minutes: {minutes:g}); nothing is saved, and "

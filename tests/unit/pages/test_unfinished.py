@@ -13,7 +13,7 @@ import pytest
 from html_page import HOSTILE, Page
 
 from toolkit.pages.run_page import RunSummary, write_report
-from toolkit.pages.status import Status, is_finished, mark_ended, state_of
+from toolkit.pages.status import Status, mark_ended, state_of
 from toolkit.run import live
 from toolkit.run.live import LiveReport
 
@@ -49,7 +49,7 @@ def test_a_report_that_does_not_say_running_stays(status: Status | None, tmp_pat
     text = report(path, status)
     mark_ended(path, "killed", "now")
     assert path.read_text() == text
-    assert is_finished(path) == (status is None)
+    assert (state_of(path) == "") == (status is None)
     mark_ended(tmp_path / "none.html", "killed", "now")
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 

@@ -1,0 +1,102 @@
+"""What a run depends on is known by its content: a resumed run refuses another reference; "done" is a statement."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_texts
+from ranks import meet, run_on_ranks
+from tiny import recipe_values, save_llama, unfinish
+
+TEXTS = [" ".join(text.split()[:6]) for text in make_texts(24, seed=3)]
+PAIRS = [{"prompt": a, "chosen": " " + b, "rejected": " a"} for a, b in zip(TEXTS, reversed(TEXTS), strict=True)]
+JUDGED = [{"prompt": p["prompt"], "completion": p["chosen"], "label": i % 2 == 0} for i, p in enumerate(PAIRS)]
+ROWS = {"preference": PAIRS, "kto": JUDGED}
+
+
+def values_of(folder: Path, kind: str, steps: int) -> dict[str, Any]:
+    values = recipe_values(folder / f"base-{kind}", folder / f"{kind}.jsonl", folder / kind, folder / "cache")
+    values["data"] |= {"max_length": 64}
+    values["objective"] = {"kind": kind}
+    values["training"] |= {"max_steps": steps, "micro_batch_size": 2}
+    values["checkpoint"] = {"every_steps": 2, "asynchronous": False}
+    return values
+
+
+def outcome(values: dict[str, Any]) -> tuple[str, int]:
+    """What was told, and the exit code; or the number of records and 0."""
+    from toolkit import Recipe, finetune
+    from toolkit.errors import ToolkitError
+
+    meet()
+    try:
+        return f"{len(finetune(Recipe.from_mapping(values)).metrics)} records", 0
+    except ToolkitError as error:
+        return str(error), error.exit_code
+
+
+def runs(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in ROWS:
+        found[f"{kind} begun"] = outcome(values_of(folder, kind, 2))
+        unfinish(folder / kind)
+        shutil.copytree(folder / kind, folder / f"{kind}-kept")
+        save_llama(folder / f"base-{kind}", TEXTS, tied=False, seed=1)
+        found[f"{kind} other"] = outcome(values_of(folder, kind, 4))
+        save_llama(folder / f"base-{kind}", TEXTS, tied=False)
+        found[f"{kind} same"] = outcome(values_of(folder, kind, 4))
+    for name, spoil in SPOILED.items():
+        shutil.rmtree(folder / "kto")
+        shutil.copytree(folder / "kto-kept", folder / "kto")
+        outcome(values_of(folder, "kto", 4))
+        spoil(folder / "kto")
+        weights = next((folder / "kto/export").glob("*.safetensors"), None)
+        written = None if weights is None else weights.stat().st_mtime_ns
+        found[name] = outcome(values_of(folder, "kto", 4))
+        weights = next((folder / "kto/export").glob("*.safetensors"))
+        found[f"{name} trained"] = weights.stat().st_mtime_ns != written
+    return found
+
+
+def killed_while_it_ran(run: Path, report: str) -> None:
+    """As a run is left that was killed in its last step, by what its report holds."""
+    unfinish(run)
+    shutil.rmtree(run / "export")
+    (run / "report.html").write_text(report)
+
+
+SPOILED: dict[str, Callable[[Path], Any]] = {
+    "empty report": lambda run: killed_while_it_ran(run, ""),
+    "cut report": lambda run: killed_while_it_ran(run, "<!doctype html><html><head>"),
+    "statement without a report": lambda run: (run / "report.html").unlink(),
+    "older version": lambda run: (run / "finished.json").unlink(),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("other")
+    for kind, rows in ROWS.items():
+        save_llama(folder / f"base-{kind}", TEXTS, tied=False)
+        (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run_on_ranks(runs, 1, folder)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_run_does_not_go_on_against_another_reference(kind: str, found: dict[str, Any]) -> None:
+    assert found[f"{kind} begun"] == ("2 records", 0)
+    told, code = found[f"{kind} other"]
+    assert code == 2
+    assert "the reference of the run up to step 2 had other weights" in told
+    assert found[f"{kind} same"] == ("4 records", 0)
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_run_is_done_if_it_says_so(name: str, found: dict[str, Any]) -> None:
+    assert found[name] == ("4 records", 0)
+    assert found[f"{name} trained"] == (name in ("empty report", "cut report"))

@@ -1,0 +1,73 @@
+"""Whether a run is done: a statement of its own, written last, when everything else is on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.manifest import sync, write_synced
+from toolkit.data.cache import digest
+from toolkit.pages.card import CARD
+from toolkit.pages.status import state_of
+from toolkit.places import fingerprint_of
+from toolkit.run.status import REPORT
+
+FINISHED = "finished.json"
+WEIGHTS = "*.safetensors"
+
+
+def write_finished(output_dir: Path, export_dir: Path | None) -> None:
+    """States that the run is done, and what its export is. A power cut leaves the whole statement or none."""
+    for path in (output_dir / REPORT, output_dir / "metrics.jsonl"):
+        if path.exists():
+            sync(path)
+    unfinished = output_dir / f".{FINISHED}.{os.getpid()}.tmp"
+    write_synced(unfinished, json.dumps({"export": None if export_dir is None else export_identity(export_dir)}))
+    os.replace(unfinished, output_dir / FINISHED)
+    sync(output_dir)
+
+
+def is_finished(output_dir: Path) -> bool:
+    """Whether the run of this folder is done.
+
+    A run of a version that wrote no statement is done if its report is whole and tells no other state, and its
+    export, if any, has the card that is written before that report.
+    """
+    if _statement(output_dir) is not None:
+        return True
+    export_dir = output_dir / "export"
+    return _is_last_report(output_dir / REPORT) and (not export_dir.exists() or (export_dir / CARD).is_file())
+
+
+def changed_export(output_dir: Path) -> str | None:
+    """What is wrong with the export of a run that is done, in words; None: it is what the run wrote."""
+    statement = _statement(output_dir)
+    if statement is None or statement["export"] is None:
+        return None
+    if not (output_dir / "export").is_dir():
+        return "the run wrote an export, which is no longer there"
+    return None if export_identity(output_dir / "export") == statement["export"] else "the export was changed since"
+
+
+def export_identity(export_dir: Path) -> str:
+    """Tells the weights of one export from another's: names and sizes of its files of weights, and samples of them."""
+    sizes = {path.name: path.stat().st_size for path in sorted(export_dir.glob(WEIGHTS))}
+    return digest(sizes, fingerprint_of(export_dir, WEIGHTS))
+
+
+def _statement(output_dir: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((output_dir / FINISHED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "export" in found else None
+
+
+def _is_last_report(path: Path) -> bool:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return text.rstrip().endswith("</html>") and state_of(path) == ""
