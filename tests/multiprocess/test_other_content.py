@@ -50,6 +50,13 @@ def runs(folder: Path) -> dict[str, Any]:
         found[f"{kind} other"] = outcome(values_of(folder, kind, 4))
         save_llama(folder / f"base-{kind}", TEXTS, tied=False)
         found[f"{kind} same"] = outcome(values_of(folder, kind, 4))
+    for name in ("metrics.jsonl", "export"):
+        (folder / f"link-{name}").mkdir()
+        (folder / f"link-{name}" / name).symlink_to(folder / "elsewhere")
+        values = values_of(folder, "kto", 2)
+        values["training"]["output_dir"] = str(folder / f"link-{name}")
+        found[f"link {name}"] = outcome(values)
+    found["gone"] = outcome_of_a_run_whose_folder_goes(values_of(folder, "preference", 6), folder)
     for name, spoil in SPOILED.items():
         shutil.rmtree(folder / "kto")
         shutil.copytree(folder / "kto-kept", folder / "kto")
@@ -61,6 +68,25 @@ def runs(folder: Path) -> dict[str, Any]:
         weights = next((folder / "kto/export").glob("*.safetensors"))
         found[f"{name} trained"] = weights.stat().st_mtime_ns != written
     return found
+
+
+def outcome_of_a_run_whose_folder_goes(values: dict[str, Any], folder: Path) -> tuple[str, int]:
+    """Of a run whose output folder is renamed after its third step."""
+    from toolkit.training.metrics import Metrics
+
+    values["training"]["output_dir"] = str(folder / "going")
+    train = Metrics.train
+
+    def leave(metrics: Metrics, record: dict[str, Any]) -> None:
+        train(metrics, record)
+        if record["step"] == 3:
+            (folder / "going").rename(folder / "gone")
+
+    Metrics.train = leave  # type: ignore[method-assign]
+    try:
+        return outcome(values)
+    finally:
+        Metrics.train = train  # type: ignore[method-assign]
 
 
 def killed_while_it_ran(run: Path, report: str) -> None:
@@ -100,3 +126,16 @@ def test_a_run_does_not_go_on_against_another_reference(kind: str, found: dict[s
 def test_a_run_is_done_if_it_says_so(name: str, found: dict[str, Any]) -> None:
     assert found[name] == ("4 records", 0)
     assert found[f"{name} trained"] == (name in ("empty report", "cut report"))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "export"])
+def test_a_run_does_not_write_through_links(name: str, found: dict[str, Any]) -> None:
+    told, code = found[f"link {name}"]
+    assert code == 2
+    assert f"{name}' is a link" in told
+
+
+def test_a_run_whose_folder_is_gone_ends_at_its_next_save(found: dict[str, Any]) -> None:
+    told, code = found["gone"]
+    assert code == 1
+    assert "was deleted or renamed while the run went on" in told

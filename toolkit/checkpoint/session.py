@@ -21,7 +21,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.model.adapters import base_fingerprint
 from toolkit.recipe.recipe import Recipe
 from toolkit.training.beats import Beats, Phase
@@ -92,6 +92,7 @@ class RunCheckpoints:
         # The last step of a run can be due by `every_steps`, too.
         if self._saved_step == trainer.global_step:
             return self._checkpointer.wait() and (not wait or self._is_copied())
+        require_output_dir(self._run)
         self._saved_step = trainer.global_step
         scaler = self._accelerator.scaler
         step = trainer.global_step
@@ -211,6 +212,19 @@ class RunCheckpoints:
         self._saved_step = manifest.step
         ranks.gather_objects(None)  # every rank has read
         clear_incoming(self._run)
+
+
+def require_output_dir(run: Path) -> None:
+    """Raises ToolkitError on every rank if the folder of a run that goes on was deleted or renamed. Collective."""
+
+    def look() -> None:
+        if not (run / "recipe.yaml").exists():
+            raise ToolkitError(
+                f"training.output_dir: {str(run)!r} was deleted or renamed while the run went on, so nothing can be "
+                "saved there; put it back, and start the same command again: it goes on from the last checkpoint"
+            )
+
+    ranks.on_first_rank(look)
 
 
 def _non_finite_step(trainer: Trainer) -> str | None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from toolkit import ranks
 from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.checkpoint.export import write_configuration
+from toolkit.checkpoint.manifest import FOLDER as CHECKPOINTS
 from toolkit.checkpoint.manifest import latest
 from toolkit.checkpoint.reader import same_run
 from toolkit.checkpoint.resume import Resumption, set_aside
@@ -47,7 +48,7 @@ RUN_FILES = (
     PROFILE_FOLDER,
     "samples.json",
     "export",
-    "checkpoints",
+    CHECKPOINTS,
 )
 """What a run leaves in its output folder."""
 
@@ -159,6 +160,12 @@ def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
 
     Raises BadInputError where it holds another run, or one that is done and is not the one to go on from.
     """
+    links = [name for name in RUN_FILES if name != CHECKPOINTS and (output_dir / name).is_symlink()]
+    if links:
+        raise BadInputError(
+            f"training.output_dir: {str(output_dir / links[0])!r} is a link, through which no run writes; remove "
+            "it, or choose another folder"
+        )
     found = _run_files(output_dir)
     is_done = finished.is_finished(output_dir)
     # A run that is done is trained further only where the recipe names its checkpoint, not by `auto`.

@@ -18,7 +18,7 @@ from torch import nn
 from toolkit import ranks
 from toolkit.checkpoint.push import push_export, require_login
 from toolkit.checkpoint.resume import Resumption, find
-from toolkit.checkpoint.session import RunCheckpoints
+from toolkit.checkpoint.session import RunCheckpoints, require_output_dir
 from toolkit.checkpoint.store import StorePath, store_of
 from toolkit.checkpoint.upload import finish_interrupted
 from toolkit.data.samples import TextSamples
@@ -260,6 +260,7 @@ def _fit(
         if plugin.engine is not None:
             plugin.engine.flush()  # the last step may still fail
         last_samples(accelerator, parts, prompts, output_dir)
+    require_output_dir(output_dir)
     # On all ranks: the others wait here, and not inside a collective, which would give up.
     ranks.on_first_rank(lambda: patiently(metrics.catch_up, "metrics.jsonl", console.warn))
     if profile is not None:

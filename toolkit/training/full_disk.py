@@ -23,14 +23,18 @@ PATIENCE_SECONDS = 1200.0
 class LinesFile:
     """A file of lines that grows; what the disk does not take waits in memory, in order.
 
+    All lines are kept: where somebody deletes, renames, cuts or rotates the file, they are written again.
+
     Args:
-        warn: told once a minute how much is waiting, and why.
+        warn: told once a minute how much is waiting, and why; and when all lines had to be written again.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path = path
         self._warn = warn
         self._size = 0
+        self._lines: list[str] = []
+        self._file: tuple[int, int] | None = None
         self._waiting: list[str] = []
         self._told = -TELL_SECONDS
         self._tried = -RETRY_SECONDS
@@ -43,7 +47,7 @@ class LinesFile:
             line for line, found in takewhile(lambda pair: pair[0].encode() == pair[1], zip(lines, there, strict=False))
         ]
         self._size = sum(len(line.encode()) for line in same)
-        self._waiting = lines[len(same) :]
+        self._lines, self._file, self._waiting = same, None, lines[len(same) :]
         self.catch_up()
 
     def append(self, line: str) -> None:
@@ -71,10 +75,11 @@ class LinesFile:
         return True
 
     def _write(self) -> None:
-        data = "".join(self._waiting).encode()
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
+        # No link: its target is somebody's file.
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            written = 0
+            self._look_for_changes(os.fstat(descriptor))
+            data, written = "".join(self._waiting).encode(), 0
             try:
                 while written < len(data):
                     written += os.pwrite(descriptor, data[written:], self._size + written)
@@ -82,10 +87,22 @@ class LinesFile:
                 os.ftruncate(descriptor, self._size)  # half a line is none
                 raise
             self._size += written
+            self._lines += self._waiting
             self._waiting.clear()
             os.ftruncate(descriptor, self._size)
         finally:
             os.close(descriptor)
+
+    def _look_for_changes(self, found: os.stat_result) -> None:
+        """Has all lines written again if this is not the file that they were written to, or has another size."""
+        file = (found.st_dev, found.st_ino)
+        changed = self._file is not None and (file != self._file or found.st_size != self._size)
+        self._file = file
+        if changed and self._lines:
+            what = "is another file" if found.st_size == 0 else f"has {found.st_size:,} bytes instead of {self._size:,}"
+            self._warn(f"{self._path} {what} than was written: its {len(self._lines)} records are written again")
+        if changed:
+            self._waiting, self._lines, self._size = [*self._lines, *self._waiting], [], 0
 
 
 def patiently(write: Callable[[], bool | None], what: str, warn: Callable[[str], None]) -> None:

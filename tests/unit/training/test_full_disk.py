@@ -127,3 +127,55 @@ def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytes
             metrics.evaluation({"step": step, "loss": 1.0})
     assert len(path.read_text().splitlines()) == 6
     assert [message.partition(" cannot")[0] for message in told[:2]] == [str(path), "a tracker (logging.trackers)"]
+
+
+def deleted(path: Path) -> None:
+    path.unlink()
+
+
+def renamed(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def rotated(path: Path) -> None:
+    path.rename(path.with_name("metrics.jsonl.1"))
+    path.touch()
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 7)
+
+
+def grown(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("a line of somebody else\n")
+
+
+@pytest.mark.parametrize("change", [deleted, renamed, rotated, emptied, cut, grown])
+def test_all_records_are_there_whatever_becomes_of_the_file(change: Callable[[Path], None], tmp_path: Path) -> None:
+    told: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    file = LinesFile(path, told.append)
+    lines = [f'{{"step": {step:03}}}\n' for step in range(9)]
+    for line in lines[:5]:
+        file.append(line)
+    assert not told
+    change(path)
+    for line in lines[5:]:
+        file.append(line)
+    assert path.read_text() == "".join(lines)
+    assert len(told) == 1
+    assert "its 5 records are written again" in told[0]
+
+
+def test_records_are_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "metrics.jsonl").symlink_to("precious")
+    told: list[str] = []
+    LinesFile(tmp_path / "metrics.jsonl", told.append).append("{}\n")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert "cannot be written" in told[0]
