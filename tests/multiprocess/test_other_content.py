@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 from conftest import make_texts
 from ranks import meet, run_on_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny import recipe_values, save_llama, unfinish
 
 TEXTS = [" ".join(text.split()[:6]) for text in make_texts(24, seed=3)]
@@ -57,6 +60,11 @@ def runs(folder: Path) -> dict[str, Any]:
         values["training"]["output_dir"] = str(folder / f"link-{name}")
         found[f"link {name}"] = outcome(values)
     found["gone"] = outcome_of_a_run_whose_folder_goes(values_of(folder, "preference", 6), folder)
+    for name, (forge, _) in FORGED.items():
+        shutil.rmtree(folder / "kto")
+        shutil.copytree(folder / "kto-kept", folder / "kto")
+        forge(folder / "kto/checkpoints/step_00000002")
+        found[name] = outcome(values_of(folder, "kto", 4))
     for name, spoil in SPOILED.items():
         shutil.rmtree(folder / "kto")
         shutil.copytree(folder / "kto-kept", folder / "kto")
@@ -96,6 +104,48 @@ def killed_while_it_ran(run: Path, report: str) -> None:
     (run / "report.html").write_text(report)
 
 
+def forge_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Changes a checkpoint's manifest, whose marker fits it again."""
+
+    def forge(folder: Path) -> None:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        change(manifest)
+        text = json.dumps(manifest)
+        (folder / "manifest.json").write_text(text)
+        (folder / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
+
+    return forge
+
+
+def forge_moment(ending: str, value: float) -> Callable[[Path], None]:
+    """Changes one number of one tensor, whose checksum fits it again."""
+
+    def forge(folder: Path) -> None:
+        path = next(path for path in folder.glob("*.safetensors") if any(k.endswith(ending) for k in load_file(path)))
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(path)
+        tensors[next(name for name in tensors if name.endswith(ending))].view(-1)[3] = value
+        save_file(tensors, path, metadata)
+        told = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        forge_manifest(lambda manifest: manifest["files"].update({path.name: told}))(folder)
+
+    return forge
+
+
+FORGED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "moment nan": (forge_moment(".exp_avg", float("nan")), "exp_avg holds values that are not finite"),
+    "moment inf": (forge_moment(".exp_avg_sq", float("inf")), "exp_avg_sq holds values that are not finite"),
+    "moment below zero": (forge_moment(".exp_avg_sq", -1.0), "exp_avg_sq holds values below zero (-1), and is a mean"),
+    "skipped": (forge_manifest(lambda m: m["trainer"].update(skipped_steps=-(10**15))), "trainer.skipped_steps is -1"),
+    "samples": (forge_manifest(lambda m: m.update(samples=m["samples"] + 2)), "are not those of the last record"),
+    "counters": (
+        forge_manifest(lambda m: m["trainer"].update(global_step=1)),
+        "trainer.global_step is 1, and step",
+    ),
+}
+"""What somebody did to a checkpoint -> what the run says of it."""
+
 SPOILED: dict[str, Callable[[Path], Any]] = {
     "empty report": lambda run: killed_while_it_ran(run, ""),
     "cut report": lambda run: killed_while_it_ran(run, "<!doctype html><html><head>"),
@@ -126,6 +176,13 @@ def test_a_run_does_not_go_on_against_another_reference(kind: str, found: dict[s
 def test_a_run_is_done_if_it_says_so(name: str, found: dict[str, Any]) -> None:
     assert found[name] == ("4 records", 0)
     assert found[f"{name} trained"] == (name in ("empty report", "cut report"))
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_state_that_no_training_leaves_is_refused(name: str, found: dict[str, Any]) -> None:
+    told, code = found[name]
+    assert FORGED[name][1] in told
+    assert code == 2
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "export"])

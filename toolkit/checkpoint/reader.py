@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from toolkit import ranks
 from toolkit.checkpoint.manifest import METRICS, Manifest
-from toolkit.checkpoint.state import MODEL, described, first_failure, put_back, with_optimizer_state
+from toolkit.checkpoint.state import MODEL, described, first_failure, first_impossible, put_back, with_optimizer_state
 from toolkit.errors import BadInputError
 from toolkit.optim.ema import Ema
 from toolkit.recipe.recipe import Recipe
@@ -99,6 +99,12 @@ def load_tensors(
         load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise BadInputError(f"{str(folder)!r} cannot be read: {first_failure(error)}") from error
+    problems = ranks.gather_objects(first_impossible(tensors))
+    if problem := next((told for told in problems if told is not None), None):
+        raise BadInputError(
+            f"{str(folder)!r} cannot be gone on from: {problem}; move it elsewhere, and the run goes on from the "
+            "checkpoint before it"
+        )
     put_back(model, optimizer, tensors)
     # With offload the tensors are the masters on the host; this makes the device's weights of them.
     state = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
@@ -115,6 +121,24 @@ def _misfit(saved: dict[str, list[Any]], live: dict[str, list[Any]]) -> str | No
         if saved[name] != live[name]:
             return f"{name} is {saved[name][0]} {saved[name][1]} there, {live[name][0]} {live[name][1]} now"
     return None
+
+
+def require_consistent(manifest: Manifest, records: list[dict[str, Any]]) -> None:
+    """Raises ValueError if the counters of a checkpoint contradict each other or its records."""
+    counters, step = manifest.trainer, manifest.step
+    if counters.get("global_step") != step:
+        raise ValueError(f"trainer.global_step is {counters.get('global_step')}, and step is {step}")
+    for name in ("skipped_steps", "non_finite_in_a_row"):
+        if not 0 <= counters.get(name, 0) <= step:
+            raise ValueError(f"trainer.{name} is {counters.get(name)}, of {step} steps")
+    if not 0 <= counters["target_tokens"] <= counters["tokens"]:
+        raise ValueError(f"trainer counts {counters['target_tokens']} targets among {counters['tokens']} tokens")
+    last = next((record for record in reversed(records) if record["split"] == "train"), None)
+    if last is not None and (last["step"], last["samples"]) != (step, manifest.samples):
+        raise ValueError(
+            f"step {step} and samples {manifest.samples} are not those of the last record, "
+            f"{last['step']} and {last['samples']}"
+        )
 
 
 def read_random_states(folder: Path) -> dict[str, Any]:

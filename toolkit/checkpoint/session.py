@@ -195,13 +195,15 @@ class RunCheckpoints:
     def _restore(
         self, folder: Path, manifest: Manifest, trainer: Trainer, schedule: LambdaLR, num_positions: int
     ) -> None:
+        records = ranks.on_first_rank(lambda: reader.read_records(folder))
+        reader.require_consistent(manifest, records)
         reader.load_tensors(folder, manifest, self._model, self._optimizer, trainer.ema)
         # The schedule has no state in the checkpoint: it follows from the steps, and waits in those that are skipped.
         for _ in range(manifest.step - manifest.trainer.get("skipped_steps", 0)):
             schedule.step()
         trainer.resume(manifest.trainer, manifest.samples, num_positions, manifest.stream)
         trainer.experts.resume(manifest.loads)
-        self._metrics.resume(ranks.on_first_rank(lambda: reader.read_records(folder)))
+        self._metrics.resume(records)
         if self._accelerator.scaler is not None and manifest.scaler is not None:
             self._accelerator.scaler.load_state_dict(manifest.scaler)
         # The generators last: what comes before may draw from them (a DataLoader did, docs/log.md, Checkpoints).

@@ -51,6 +51,29 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> It
                 yield f"optimizer.{parameters[id(parameter)]}.{key}", value
 
 
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
+"""Keys of an optimizer's running means of squared gradients."""
+
+
+@torch.no_grad()
+def first_impossible(tensors: dict[str, torch.Tensor]) -> str | None:
+    """The first tensor of a state on this rank that no training leaves, and why; None: there is none.
+
+    Weights, averages and moments are finite, and a mean of squares is not below zero. Buffers of a model may be
+    anything.
+    """
+    for name, tensor in tensors.items():
+        local = local_tensor(tensor)
+        if name.startswith(MODEL) or not local.is_floating_point() or not local.numel():
+            continue
+        low, high = torch.aminmax(local)
+        if not (low.isfinite() and high.isfinite()):
+            return f"{name} holds values that are not finite"
+        if low < 0 and name.endswith(SECOND_MOMENTS):
+            return f"{name} holds values below zero ({low.item():.3g}), and is a mean of squares"
+    return None
+
+
 @torch.no_grad()
 def first_non_finite(tensors: dict[str, torch.Tensor], parameters: Iterable[str]) -> str | None:
     """The first of the model's parameters that is not finite on this rank; None where all are.
