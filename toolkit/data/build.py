@@ -97,6 +97,11 @@ def _streamed(builder: Builder, prepared: TokenisedData) -> TokenisedData:
     )
 
 
+DOCUMENTS = "documents-2-"
+"""Begins the folder of a source's documents. The number is raised if rows are read otherwise: what older versions have
+made of them is made anew. Runs that these have begun go on, as their fingerprint is of the rest of the name."""
+
+
 class Builder:
     """Makes samples for one recipe."""
 
@@ -136,7 +141,8 @@ class Builder:
                 "max_dropped_fraction",
             }
         )
-        folders = [[named["folder"] for named in part] for part in (train, validation)]
+        keys = [[named["folder"].removeprefix(DOCUMENTS) for named in part] for part in (train, validation)]
+        folders = [[f"documents-{key}" for key in part] for part in keys]
         weights = [source.weight for source in self.data.train]
         # Here the seed only chooses what is held out. Without that, every seed finds the same samples in the cache.
         seed = self.seed if self.data.validation_fraction is not None else None
@@ -173,7 +179,7 @@ class Builder:
         )
         with Pass(Terminal(quiet=ranks.rank() != 0), f"tokenising {source.name}"):
             folder = kept(
-                self.cache / f"documents-{key}",
+                self.cache / f"{DOCUMENTS}{key}",
                 lambda folder: write_documents(source, layout, encoder, self.data.num_proc, folder),
             )
         paths = [names[shard.path] for shard in source.shards]

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from toolkit.data.cache import digest
-from toolkit.data.encode import Document, Encoder, batches
+from toolkit.data.encode import Document, Encoder, batches, notes_in
 from toolkit.data.layouts import Layout
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row, Shard, read
@@ -95,10 +95,10 @@ class Documents:
         rows = np.flatnonzero(pc.is_valid(problems).to_numpy())
         return {int(row): problems[int(row)].as_py() for row in rows}
 
-    def notes(self) -> dict[int, str]:
-        """Row -> what of it is not learned, though the row is."""
+    def notes(self) -> dict[int, list[str]]:
+        """Row -> what of it is not learned, or not read, though the row is."""
         notes = self.table.column("note")
-        return {int(row): notes[int(row)].as_py() for row in np.flatnonzero(pc.is_valid(notes).to_numpy())}
+        return {int(row): notes_in(notes[int(row)].as_py()) for row in np.flatnonzero(pc.is_valid(notes).to_numpy())}
 
     def row_name(self, row: int) -> str:
         """`chat.jsonl:12`: the file, and the line or row in it."""

@@ -11,15 +11,20 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat import Targets, render, target_mask
-from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, SourceTarget, Tagged, Text
+from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, Message, SourceTarget, Tagged, Text
+from toolkit.data.flags import Span, without
 from toolkit.data.layouts import Layout
 from toolkit.data.pairs import SIDES
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row
 from toolkit.data.templates import SlowTemplateError
+from toolkit.data.thoughts import for_template, left_out
 from toolkit.errors import DataError
 
-REASONING_LEFT_OUT = "the chat template leaves out reasoning_content"
+NOTE_END = "; "
+"""Between two notes about a row."""
+
+DEVELOPER = "developer is written as system: the chat template knows no developer"
 
 SOURCE_CUT, TARGET_CUT = "the source was cut to data.max_length", "the target was cut to data.max_target_length"
 
@@ -65,6 +70,13 @@ class Encoder:
             SlowTemplateError: with the row's index.
         """
         examples = [_attempt(layout.example, row) for row in rows]
+        documents = self._documents(examples)
+        for document, row in zip(documents, rows, strict=True):
+            if document["problem"] is None and (unread := layout.unread(row)):
+                document["note"] = joined_notes([document["note"], *unread])
+        return documents
+
+    def _documents(self, examples: list[Example | RowProblem]) -> list[Document]:
         if self.objective == "sequence_classification":
             return self._classified(examples)
         if self.objective == "token_classification":
@@ -98,10 +110,16 @@ class Encoder:
     def _rendered(self, example: Conversation) -> _Prepared:
         if not getattr(self.tokenizer, "chat_template", None):
             raise RowProblem("a conversation, and the tokenizer has no chat template (data.chat_template)")
-        rendered = render(self.tokenizer, example.messages, example.tools, self.targets, example.unlearned)
-        thoughts = [message.get("reasoning_content") or "" for message in example.messages]
-        left_out = any(thought.strip() not in rendered.text for thought in thoughts)
-        return _Prepared(rendered.text, rendered.spans, False, REASONING_LEFT_OUT if left_out else None)
+        template = self.tokenizer.get_chat_template(tools=example.tools)
+        messages, notes = example.messages, [*example.notes]
+        if "developer" not in template and any(message["role"] == "developer" for message in messages):
+            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+            notes.append(DEVELOPER)
+        rendered = render(
+            self.tokenizer, for_template(messages, template), example.tools, self.targets, example.unlearned
+        )
+        spans = without(rendered.spans, parts_in(rendered.text, messages, example.parts))
+        return _Prepared(rendered.text, spans, False, joined_notes([*notes, *left_out(messages, rendered.text)]))
 
     def _encode(self, prepared: list[_Prepared]) -> list[Document]:
         if not prepared:
@@ -180,7 +198,7 @@ class Encoder:
             target = [*target[:room], end]
         cut = [what for what, is_cut in ((SOURCE_CUT, source_cut), (TARGET_CUT, target_cut)) if is_cut]
         targets = [False] * len(source) + [True] * len(target)
-        return {**document_of(source + target, targets), "split": len(source), "note": "; ".join(cut) or None}
+        return {**document_of(source + target, targets), "split": len(source), "note": joined_notes(cut)}
 
     def _ids(self, text: str, mode: str, limit: int | None) -> tuple[list[int], bool]:
         """The tokens of a text, special ones included, at most `limit`, and whether it was cut.
@@ -273,12 +291,38 @@ def document_of(ids: list[int], targets: Sequence[int], label: str | None = None
     }
 
 
+def parts_in(text: str, messages: list[Message], parts: dict[int, tuple[Span, ...]]) -> list[Span]:
+    """Where parts of messages stand in the text of the conversation (characters).
+
+    Raises:
+        RowProblem: a message with parts does not stand there once, word for word.
+    """
+    found = []
+    for number, spans in parts.items():
+        words = messages[number]["content"]
+        if text.count(words) != 1:
+            raise RowProblem("a message with train_detail does not stand in what the chat template renders, or twice")
+        found += [(text.index(words) + start, text.index(words) + end) for start, end in spans]
+    return found
+
+
+def joined_notes(notes: Iterable[str | None]) -> str | None:
+    """Notes about a row as one text, each once; None if there are none. `notes_in` takes them apart."""
+    each = (note for text in notes if text for note in notes_in(text))
+    return NOTE_END.join(dict.fromkeys(each)) or None
+
+
+def notes_in(text: str) -> list[str]:
+    """The notes about a row, one by one."""
+    return text.split(NOTE_END)
+
+
 def _joined(chosen: Document, rejected: Document, margin: float) -> Document:
     problem = chosen["problem"] or rejected["problem"]
     if problem is not None:
         return _unusable(RowProblem(problem))
     both = [chosen[key] + rejected[key] for key in ("input_ids", "targets")]
-    note = chosen["note"] or rejected["note"]
+    note = joined_notes([chosen["note"], rejected["note"]])
     return {**document_of(*both), "note": note, "split": chosen["length"], "margin": margin}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
@@ -36,12 +36,16 @@ class Conversation:
     """The assistant's turns are learned. Messages have `role` and `content`.
 
     Attributes:
-        unlearned: numbers of the messages that are read only, whoever speaks (`weight: 0`).
+        unlearned: numbers of the messages that are read only, whoever speaks.
+        parts: by a message's number, the characters of its words that are read only.
+        notes: what its messages say that nobody reads, or that is not learned.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     unlearned: frozenset[int] = frozenset()
+    parts: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, SourceTarget, Tagged, Text
+from toolkit.data.flags import refuse_media
 from toolkit.data.messages import answered_last, asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.pairs import pair_of
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row, listed
 from toolkit.data.sources import Source
-from toolkit.data.values import text_of
+from toolkit.data.values import is_absent, key_shown, text_of
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ColumnsSection
 
@@ -120,6 +121,7 @@ class Layout:
         """What is learned from a row. Raises RowProblem."""
         if isinstance(row, RowProblem):
             raise row
+        refuse_media({name: value for name, value in row.items() if name not in self.columns.values()}, "")
         values = {what: _value(row, column) for what, column in self.columns.items()}
         if self.kind in JUDGED:
             answer = self._plain(values, JUDGED[self.kind])
@@ -129,6 +131,14 @@ class Layout:
             return Judged(answer, _judgement(values["label"], self.columns["label"]))
         self._require_unjudged(row)
         return self._plain(values, self.kind)
+
+    def unread(self, row: Row) -> list[str]:
+        """Columns of a row that say something and that nobody reads, a sentence for each."""
+        if isinstance(row, RowProblem):
+            return []
+        read = {*self.columns.values(), *(name.partition(".")[0] for name in self.columns.values())}
+        unread = [name for name, value in row.items() if name not in read and not is_absent(value)]
+        return [f"column {key_shown(name)} is not read" for name in unread]
 
     def _plain(self, values: dict[str, Any], kind: str) -> Example:
         if kind == "text":

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.data.examples import Conversation, Message
+from toolkit.data.flags import FLAGS, MEDIA, PARTS, is_learned, refuse_media, unlearned_parts
 from toolkit.data.problem import RowProblem
-from toolkit.data.values import encodable, is_absent, parsed, text_of, type_of, writable
+from toolkit.data.thoughts import FIELDS, THOUGHTS, in_one_message, is_thought, thoughts_of
+from toolkit.data.values import encodable, is_absent, key_shown, parsed, text_of, type_of, writable
 
 ROLES = {
     "system": "system",
-    "developer": "system",
+    "developer": "developer",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
@@ -26,8 +28,16 @@ ROLES = {
 }
 """Role's name in a row -> its name in a chat template."""
 
-KNOWN = ("name", "tool_call_id", "reasoning_content", "weight")
-"""What else is read of a message."""
+KNOWN = ("name", "tool_call_id", "channel")
+"""What else of a message a template is given."""
+
+READ = {*KNOWN, *FIELDS, *FLAGS, PARTS, *MEDIA, "tool_calls", "function_call"}
+"""Keys of a message that mean something here, beside its role and content."""
+
+OF_ROW = ("unread", "parts", "weight")
+"""Keys of a message that are of its row alone, and not for a template."""
+
+SYSTEM = ("system", "developer")
 
 
 def asked_of(values: dict[str, Any], columns: dict[str, str]) -> list[Message]:
@@ -55,7 +65,7 @@ def _history(value: Any, column: str) -> list[Message]:
 
 def with_system(messages: list[Message], system: Any) -> list[Message]:
     """The messages after a system prompt, where there is one and they bring none."""
-    if is_absent(system) or (messages and messages[0]["role"] == "system"):
+    if is_absent(system) or (messages and messages[0]["role"] in SYSTEM):
         return messages
     return [{"role": "system", "content": text_of(system, "system")}, *messages]
 
@@ -68,7 +78,7 @@ def messages_of(value: Any, column: str) -> list[Message]:
         raise RowProblem(f"{column} is {'text' if isinstance(value, str) else type_of(value)}, not a list of messages")
     if not value:
         raise RowProblem(f"{column} is empty")
-    return [_message(item) for item in value]
+    return in_one_message([_message(item) for item in value])
 
 
 def _message(item: Any) -> Message:
@@ -91,20 +101,29 @@ def _message(item: Any) -> Message:
         calls = [*calls, _tool_call(fields["function_call"])]
     if content is None and not calls:
         raise RowProblem("a message has no content")
+    refuse_media(fields, "a message's ")
     known = {key: value for key, value in fields.items() if key in KNOWN}
-    _check_weight(known)
-    thoughts = known.get("reasoning_content", "")
-    if not isinstance(thoughts, str):
-        raise RowProblem(f"a message's reasoning_content is {type_of(thoughts)}, not text")
+    if thoughts := thoughts_of(fields, content):
+        known[THOUGHTS] = thoughts
     writable(known, "a message")
-    message = {"role": role, "content": None if content is None else _content(content, role), **known}
+    words = None if content is None else _content(content, role)
+    message = {"role": role, "content": words, **known, **_of_row(fields, role, words or "")}
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _check_weight(fields: dict[str, Any]) -> None:
-    # OpenAI's format allows 0 and 1 only; a share of a turn's loss would need weights for each token.
-    if "weight" in fields and fields["weight"] not in (0, 1):
-        raise RowProblem("a message's weight is neither 0 nor 1")
+def _of_row(fields: dict[str, Any], role: str, words: str) -> dict[str, Any]:
+    """What a message says of itself, under the keys `OF_ROW`: whether it is learned, and what nobody reads."""
+    learned, parts = is_learned(fields), unlearned_parts(fields, words)
+    unread = [f"a message's {key_shown(key)} is not read" for key in sorted(fields.keys() - READ)]
+    if learned is False:
+        names = [name for name in FLAGS if name in fields]
+        unread.append(f"a message is not learned ({names[0]}: {str(fields[names[0]]).lower()})")
+    elif learned and role != "assistant":
+        unread.append(f"a message of the {role} says that it is learned, and only the assistant's are")
+    if parts:
+        unread.append(f"parts of a message are not learned ({PARTS})")
+    found = {"unread": unread, "parts": parts, "weight": None if learned is None else int(learned)}
+    return {key: value for key, value in found.items() if value not in (None, [], ())}
 
 
 def _calls_in_text(value: Any) -> list[dict[str, Any]]:
@@ -115,6 +134,7 @@ def _calls_in_text(value: Any) -> list[dict[str, Any]]:
 def _content(content: Any, role: str) -> str:
     """The words of a message: text, or parts of text. The assistant's may be empty."""
     if isinstance(content, list):
+        content = [part for part in content if not is_thought(part)]
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise RowProblem("a message's content holds more than text")
         content = "".join(part["text"] for part in content)
@@ -163,7 +183,8 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
 def conversation(messages: list[Message], tools: list[dict[str, Any]] | None) -> Conversation:
     """Checked for what no template makes sense of; what else a template refuses, it says itself."""
     roles = [message["role"] for message in messages]
-    if "system" in roles[1:]:
+    # OpenAI's rows may have one of each.
+    if set(SYSTEM) & set(roles[2:] if tuple(roles[:2]) == SYSTEM else roles[1:]):
         raise RowProblem("roles out of order: system is not the first message")
     if "assistant" not in roles:
         raise RowProblem("no assistant turn")
@@ -172,9 +193,11 @@ def conversation(messages: list[Message], tools: list[dict[str, Any]] | None) ->
     if roles[0] == "assistant" and len(roles) == 1:
         raise RowProblem("nothing is asked")
     unlearned = frozenset(number for number, message in enumerate(messages) if message.get("weight") == 0)
-    # A template that writes whole messages would write the weight, too.
-    plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-    return Conversation(plain, tools, unlearned)
+    parts = {number: message["parts"] for number, message in enumerate(messages) if "parts" in message}
+    notes = dict.fromkeys(note for message in messages for note in message.get("unread", ()))
+    # A template that writes whole messages would write these, too.
+    plain = [{key: value for key, value in message.items() if key not in OF_ROW} for message in messages]
+    return Conversation(plain, tools, unlearned, parts, tuple(notes))
 
 
 def answered_last(found: Conversation) -> Conversation:

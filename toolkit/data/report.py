@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -154,15 +155,15 @@ def count_rows(rows: Rows, kept: Any, dropped: dict[int, str]) -> dict[str, Any]
 
 
 def notes(rows: Rows, kept: Any) -> dict[str, Found]:
-    """What of the kept rows is not learned -> the rows."""
+    """What of the kept rows is not learned, or not read -> the rows."""
     is_kept = set(kept.tolist())
-    found = {
-        start + row: note
-        for source, start in zip(rows.sources, rows.starts, strict=False)
-        for row, note in source.notes().items()
-        if start + row in is_kept
-    }
-    return {note: named(rows, numbers) for note, numbers in by_reason(found).items()}
+    found: dict[str, list[int]] = {}
+    for source, start in zip(rows.sources, rows.starts, strict=False):
+        for row, of_row in source.notes().items():
+            if start + row in is_kept:
+                for note in of_row:
+                    found.setdefault(note, []).append(start + row)
+    return {note: named(rows, numbers) for note, numbers in found.items()}
 
 
 def by_reason(dropped: dict[int, str]) -> dict[str, list[int]]:
@@ -318,13 +319,28 @@ def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any) -> list[
     return found
 
 
+UNREAD = re.compile(r"column (.*) is not read")
+
+
+def _noted(split: str, noted: dict[str, Found]) -> list[str]:
+    """A line for each note; one for all columns that are not read, which most data sets have."""
+    columns = {match[1]: found.count for what, found in noted.items() if (match := UNREAD.fullmatch(what))}
+    told = [
+        f"{split}: {counted(found.count, 'row')}: {what}" for what, found in noted.items() if not UNREAD.fullmatch(what)
+    ]
+    if columns:
+        listed = ", ".join(f"{column} ({counted(count, 'row')})" for column, count in columns.items())
+        told.append(f"{split}: columns that are not read: {listed}")
+    return told
+
+
 def warnings(splits: dict[str, SplitReport]) -> list[str]:
     """What of the splits, by their names, a person should look at before the run."""
     found: list[str] = []
     for name, split in splits.items():
         if split.num_dropped > MANY_DROPPED * split.read:
             found.append(f"{name}: {split.num_dropped:,} of {counted(split.read, 'row')} dropped")
-        found += [f"{name}: {counted(noted.count, 'row')}: {what}" for what, noted in split.noted.items()]
+        found += _noted(name, split.noted)
         if split.duplicates is not None and split.duplicates.count:
             found.append(f"{name}: {counted(split.duplicates.count, 'duplicate')} of earlier rows")
         if split.also_in_train:

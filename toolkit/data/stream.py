@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data import report as reports
 from toolkit.data.ahead import ahead
 from toolkit.data.cut import WHOLE, Part
-from toolkit.data.encode import Document, Encoder
+from toolkit.data.encode import Document, Encoder, notes_in
 from toolkit.data.layouts import Layout
 from toolkit.data.loader import first_positions
 from toolkit.data.packing import best_fit, by_sample
@@ -78,8 +78,9 @@ class StreamCounts:
             self.lengths.append(document["length"])
             self.targets.append(document["num_targets"])
         self.longest = max(self.longest, (document["length"], document["row"]))
-        if document["note"] is not None:
-            _count_row(self.noted, document["note"], document["row"])
+        for note in notes_in(document["note"] or ""):
+            if note:
+                _count_row(self.noted, note, document["row"])
 
     def drop(self, reason: str, row: str) -> None:
         self.num_dropped += 1

@@ -36,6 +36,15 @@ def encodable(value: str, column: str) -> str:
     return value
 
 
+KEY_CHARACTERS = 60
+
+
+def key_shown(name: Any) -> str:
+    """The name of a column or key in a note: short, encodable, and without what parts notes."""
+    text = str(name).encode("utf-8", "backslashreplace").decode().replace(";", ",")
+    return text if len(text) <= KEY_CHARACTERS else f"{text[: KEY_CHARACTERS - 3]}..."
+
+
 def writable(value: Any, what: str, levels: int = MAX_LEVELS) -> None:
     """Raises RowProblem where a template could not write a value, or its text not be encoded."""
     if levels == 0:

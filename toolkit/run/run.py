@@ -260,14 +260,18 @@ def _fit(
         if plugin.engine is not None:
             plugin.engine.flush()  # the last step may still fail
         last_samples(accelerator, parts, prompts, output_dir)
-    require_output_dir(output_dir)
-    # On all ranks: the others wait here, and not inside a collective, which would give up.
-    ranks.on_first_rank(lambda: patiently(metrics.catch_up, "metrics.jsonl", console.warn))
+    _write_last_records(metrics, output_dir, console)
     if profile is not None:
         console.print(_where_time_went(profile.seconds), markup=False)
     if parts.data.stream is not None:
         _tell_stream(accelerator, recipe, parts, output_dir)
     return _Fitted(metrics.records, profile.seconds if profile is not None else None, checkpoints.missing)
+
+
+def _write_last_records(metrics: Metrics, output_dir: Path, console: Terminal) -> None:
+    """Waits for room for them. On all ranks: inside a collective the others would give up."""
+    require_output_dir(output_dir)
+    ranks.on_first_rank(lambda: patiently(metrics.catch_up, "metrics.jsonl", console.warn))
 
 
 def _live_report(

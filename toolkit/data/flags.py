@@ -1,0 +1,91 @@
+"""What a row says about itself: which messages and parts of them are learned, and what of it nobody reads.
+
+Each tool has flags of its own on a message: OpenAI `weight`, axolotl `train` and `train_detail`, ms-swift `loss` and
+`loss_scale`; others `mask`. They mean here what they mean there. Where two of them contradict each other, or one has a
+value that is neither yes nor no, the row is dropped by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.data.problem import RowProblem
+from toolkit.data.values import is_absent
+
+Span = tuple[int, int]
+
+FLAGS = ("weight", "train", "training", "loss", "loss_scale", "mask")
+"""Whether a message is learned; of `mask`, whether it is not."""
+
+PARTS = "train_detail"
+"""Which characters of a message are learned: a list of begin_offset and end_offset, both counted in, with `train`."""
+
+MEDIA = tuple(
+    name
+    for kind in ("image", "video", "audio")
+    for name in (kind, f"{kind}s", f"{kind}_url", f"{kind}_urls", f"{kind}_path", f"{kind}_paths")
+)
+"""Columns and keys of what is not text."""
+
+_WORDS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+
+
+def refuse_media(values: Mapping[str, Any], whose: str) -> None:
+    """Raises RowProblem if a row or message has pictures, sound or video: its text alone would be learned."""
+    for name in MEDIA:
+        if name in values and not is_absent(values[name]) and values[name] not in ([], {}):
+            raise RowProblem(f"{whose}{name} holds what is not text, and only text is trained on; remove {name}")
+
+
+def is_learned(fields: Mapping[str, Any]) -> bool | None:
+    """What a message's flags say; None if it has none.
+
+    Raises:
+        RowProblem: a flag is neither yes nor no, or two contradict each other.
+    """
+    said = {name: _yes_or_no(name, fields[name]) != (name == "mask") for name in FLAGS if name in fields}
+    if len(set(said.values())) > 1:
+        yes, no = (next(name for name, learned in said.items() if learned is wanted) for wanted in (True, False))
+        raise RowProblem(f"a message's {yes} says that it is learned, and its {no} that it is not")
+    return next(iter(said.values()), None)
+
+
+def _yes_or_no(name: str, value: Any) -> bool:
+    found = _WORDS.get(str(value).lower())
+    if found is None:
+        what = "0 nor 1" if name in ("weight", "loss_scale") else "true nor false"
+        raise RowProblem(f"a message's {name} is neither {what}")
+    return found
+
+
+def unlearned_parts(fields: Mapping[str, Any], text: str) -> tuple[Span, ...]:
+    """Characters of a message that are not learned, by axolotl's `train_detail`; sorted.
+
+    Raises:
+        RowProblem: it is no list of parts of the text.
+    """
+    parts = fields.get(PARTS)
+    if is_absent(parts) or parts == []:
+        return ()
+    spans = []
+    for part in parts if isinstance(parts, list) else [parts]:
+        found = part if isinstance(part, dict) else {}
+        begin, end, train = (found.get(name) for name in ("begin_offset", "end_offset", "train"))
+        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < len(text):
+            raise RowProblem(f"a message's {PARTS} names no parts of its text (begin_offset, end_offset, train)")
+        if not _yes_or_no(PARTS, train):
+            spans.append((begin, end + 1))
+    return tuple(sorted(spans))
+
+
+def without(spans: list[Span], cuts: list[Span]) -> list[Span]:
+    """What is left of the spans, sorted and disjoint, without the characters of `cuts`."""
+    for first, last in cuts:
+        spans = [
+            piece
+            for start, end in spans
+            for piece in ((start, min(end, first)), (max(start, last), end))
+            if piece[0] < piece[1]
+        ]
+    return spans
