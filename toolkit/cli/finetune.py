@@ -13,6 +13,7 @@ from toolkit.cli.hub import settle_hub
 from toolkit.cli.recipes import recipe_rows
 from toolkit.errors import RankError, ToolkitError
 from toolkit.recipe.recipe import Recipe
+from toolkit.terminal import Terminal
 
 
 def finetune_command(arguments: list[str]) -> int:
@@ -24,6 +25,7 @@ def finetune_command(arguments: list[str]) -> int:
     try:
         recipe = Recipe.load(*split_arguments(options.arguments, options.recipe))
         settle_hub(recipe)
+        _print_started()
         from toolkit.run.run import finetune, rehearse  # torch is imported only for a recipe that is right
 
         if options.dry_run:
@@ -39,6 +41,14 @@ def finetune_command(arguments: list[str]) -> int:
     except Exception as error:
         return _leave(print_failure(error))
     return 0
+
+
+def _print_started() -> None:
+    """Says, once for all ranks, what the seconds of silence that follow are for."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    if os.environ.get("RANK", "0") == "0":
+        Terminal().print(f"started {ranks}; importing torch and transformers ...")
 
 
 def _leave(code: int) -> int:

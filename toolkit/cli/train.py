@@ -69,6 +69,7 @@ def train(
     loaded = load_recipe(arguments, recipe)  # a wrong recipe is told before any rank starts
     require_useful(loaded, retries, dry_run)
     _require_inputs(loaded)
+    print(_starting(cpu or gpus), file=sys.stderr, flush=True)
     name, overrides = split_arguments(arguments, recipe)
     options = launcher_options(loaded, gpus, cpu, strategy, config)
     script = shown_path(shipped_folder("recipes") / "finetune.py")
@@ -86,6 +87,12 @@ def train(
     if as_json:
         print(json.dumps({"command": command, "exit_code": code, **({} if dry_run else _outcome(folder))}, indent=1))
     raise typer.Exit(code)
+
+
+def _starting(processes: int | None) -> str:
+    """The first line of a start: importing torch and transformers takes seconds, up to a minute on a busy machine."""
+    count = "processes" if processes is None else f"{processes} process{'es' if processes > 1 else ''}"
+    return f"starting {count}; importing torch takes a while ..."
 
 
 def _require_inputs(recipe: Recipe) -> None:

@@ -123,6 +123,25 @@ def test_only_the_first_rank_prints_an_error(rank: str) -> None:
     assert bool(failed.stderr) == (rank == "0")
 
 
+@pytest.mark.parametrize(
+    ("command", "rank", "told"),
+    [
+        ("app.main()", "0", "starting 2 processes; importing torch takes a while ..."),
+        ("finetune.finetune_command(['quickstart'])", "0", "started 2 ranks; importing torch and transformers ..."),
+        ("finetune.finetune_command(['quickstart'])", "1", None),
+    ],
+)
+def test_the_first_word_comes_before_torch_is_imported(command: str, rank: str, told: str | None) -> None:
+    code = (
+        "import sys; from toolkit.cli import app, console, finetune; console.PATIENCE_SECONDS = 0.1; "
+        f"sys.modules['torch'] = None; sys.argv = ['toolkit', 'train', 'quickstart', '--cpu', '2']; {command}"
+    )
+    failed = run(sys.executable, "-c", code, RANK=rank, WORLD_SIZE="2")
+    assert "torch" in failed.stderr.splitlines()[-1], "it fails where torch is imported"
+    first = failed.stderr.splitlines()[0]
+    assert first == told if told else not first.startswith("started")
+
+
 def test_plan_takes_ranks_on_the_cpu_as_train_does(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(cli_plan, "_plan", lambda recipe, hardware, ranks, config: seen.append((hardware.name, ranks)))
