@@ -15,6 +15,8 @@ gc.disable()  # what the collection of tests imports is never garbage
 STORY = """the king and queen of hearts walked by the river at night while the moon was high and all the
 world lay still except a fox who sang of bread and wine"""
 WORDS = STORY.split()
+QUICK = ("bad_inputs", "checkpoint", "data", "objectives", "optim", "recipe", "training")
+"""The folders of tests/unit that `pytest -m quick` runs."""
 
 
 def make_texts(num_rows: int, seed: int = 0) -> list[str]:
@@ -37,6 +39,15 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(60)), encoding="utf-8")
     return path
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what a developer runs before each commit."""
+    folders = tuple(Path(__file__).parent / "unit" / name for name in QUICK)
+    for item in items:
+        if any(folder in item.path.parents for folder in folders) and not item.get_closest_marker("slow"):
+            item.add_marker("quick")
 
 
 def pytest_collection_finish() -> None:
