@@ -34,6 +34,7 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str) -> in
         BadInputError: where the launcher refuses its arguments or the config.
         RankLostError: where a signal ended a rank.
     """
+    import torch.distributed.run  # noqa: F401  -- its import sets levels of loggers, which would undo those below
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -7,10 +7,12 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from launches import clean_environment
 from typer.testing import CliRunner, Result
 
 from toolkit.cli import launcher, train
@@ -134,6 +136,24 @@ def test_a_request_for_a_checkpoint_is_handed_on(tmp_path: Path) -> None:
     ]
     script.write_text("\n".join(lines))
     assert run_launcher(["--config_file", str(ROOT / "accelerate_configs/gpu_1.yaml"), str(script)], tmp_path) == 7
+
+
+def test_ctrl_c_prints_no_line_of_torchs_launcher(tmp_path: Path) -> None:
+    """It would stand in the midst of the progress bar."""
+    script = tmp_path / "script.py"
+    lines = [
+        "import os, signal, sys, time",
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(3))",
+        "os.environ['RANK'] == '0' and os.kill(os.getppid(), signal.SIGINT)",
+        "time.sleep(20)",
+    ]
+    script.write_text("\n".join(lines))
+    words = ["--config_file", str(ROOT / "accelerate_configs/cpu_2.yaml"), str(script)]
+    code = f"import pathlib; from toolkit.cli import launcher; print(launcher.run_launcher({words}, pathlib.Path('.')))"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120, env=clean_environment())
+    assert ended.stdout.split() == [str(128 + signal.SIGINT)], ended.stderr
+    assert "death signal" not in ended.stderr
 
 
 def test_json_tells_the_command_and_what_the_run_has_left(launched: list[list[str]], tmp_path: Path) -> None:
