@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from toolkit.checkpoint.export import (
     TOLERANCE,
     ExportSettings,
+    carry_over,
     let_others_read,
     relative_difference,
     reload,
@@ -42,6 +44,7 @@ from toolkit.checkpoint.state import AVERAGE, MODEL
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import add_adapter, has_adapter, quantise, write_adapter
+from toolkit.model.file_names import FileNames
 from toolkit.model.load import auto_class, take_generation_settings
 from toolkit.places import GIB, is_store
 from toolkit.recipe.schema import AdapterSection, ExportSection
@@ -50,6 +53,9 @@ EXPORT_TYPES = ("float32", "bfloat16", "float16")
 
 MODEL_FILES = "model"
 """Folder of a run with the model's configuration and tokenizer."""
+
+STORED_NAMES = "stored_names.json"
+"""Of the tensors in the base's files; null: it had none."""
 
 
 def export_checkpoint(
@@ -85,9 +91,11 @@ def export_checkpoint(
             tokenizer.save_pretrained(unfinished)
             difference = None
         else:
-            write_weights(tensors, {name for name, _ in model.named_parameters()}, unfinished, settings)
+            names = FileNames(model, _stored_names(run / MODEL_FILES / STORED_NAMES))
+            write_weights(tensors, {name for name, _ in model.named_parameters()}, unfinished, settings, names)
             take_generation_settings(model, str(run / MODEL_FILES))
             write_configuration(model, tokenizer, unfinished, settings.dtype)
+            carry_over(run / MODEL_FILES, unfinished)
             difference = _difference(folder, manifest, config, unfinished, settings) if verify else None
         if difference is not None:
             require_close(difference, TOLERANCE[settings.dtype])
@@ -108,6 +116,15 @@ def _configuration(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerB
             f"{str(folder)!r} holds no configuration and tokenizer that transformers knows without running code of the "
             f"folder: {first_line(error)}; a run exports a model with code of its own itself (export.enabled)"
         ) from error
+
+
+def _stored_names(path: Path) -> frozenset[str] | None:
+    """None, as of a base without files, where the run is of a version that did not write them."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return frozenset(map(str, found)) if isinstance(found, list) else None
 
 
 def _put(unfinished: Path, to: Path) -> None:

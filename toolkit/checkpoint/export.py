@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,10 +39,14 @@ from toolkit.model.adapters import (
     trained_names,
     write_adapter,
 )
+from toolkit.model.file_names import FileNames
 from toolkit.model.load import auto_class, load_stored
 from toolkit.model.quantised import dequantised, quantise_loaded
 from toolkit.places import BASE_FILE, GIB
 from toolkit.sharding.shards import shard_group, shard_shape, sharded_dim, state_once
+
+CARRIED = ("*processor_config.json", "LICENSE*", "NOTICE*")
+"""Files of a base that neither weights, configuration nor tokenizer make."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of logits after reloading, as a share of the largest logit, by exported type."""
@@ -85,6 +90,7 @@ def export(
             raise problems[0]
         if is_whole(inner, settings):
             write_configuration(base_of(inner), tokenizer, unfinished, settings.dtype)
+            carry_over(inner.fit.folder, unfinished)
         else:
             tokenizer.save_pretrained(unfinished)
         let_others_read(unfinished)
@@ -149,15 +155,32 @@ def is_whole(model: nn.Module, settings: ExportSettings) -> bool:
 def _write_model(model: nn.Module, folder: Path, settings: ExportSettings) -> None:
     """Weights alone, as they stream from the ranks. Collective."""
     if not has_adapter(model):
-        write_weights(whole_tensors(state_once(model)), {n for n, _ in model.named_parameters()}, folder, settings)
+        names = file_names(model)
+        write_weights(
+            whole_tensors(state_once(model)), {n for n, _ in model.named_parameters()}, folder, settings, names
+        )
     elif settings.merge:
         parameters = {base_name(name) for name, _ in model.named_parameters()}
         tensors = dequantised(model, whole_tensors(state_in_layers(model)))
-        write_weights(merged(model, tensors), parameters, folder, settings)
+        write_weights(merged(model, tensors), parameters, folder, settings, file_names(model))
     else:
         trained = trained_names(model)
         state = {name: tensor for name, tensor in state_once(model).items() if name in trained}
         write_adapter(model, whole_tensors(state), folder, base_fingerprint(model))
+
+
+def file_names(model: nn.Module) -> FileNames:
+    """Those of the files that the model was loaded from."""
+    fit: Any = model.fit
+    return FileNames(base_of(model), fit.stored)
+
+
+def carry_over(base: Path | None, folder: Path) -> None:
+    """Copies what belongs to the base and holds of its export, too: how it reads pictures or sound, and its licence."""
+    for pattern in CARRIED if base is not None else ():
+        for path in sorted(base.glob(pattern)):  # type: ignore[union-attr]
+            if path.is_file() and not (folder / path.name).exists():
+                shutil.copyfile(path, folder / path.name)
 
 
 def whole_tensors(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -191,32 +214,42 @@ def gather_on_rank_zero(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def write_weights(
-    tensors: Iterable[tuple[str, torch.Tensor | None]], trained: Set[str], folder: Path, settings: ExportSettings
+    tensors: Iterable[tuple[str, torch.Tensor | None]],
+    trained: Set[str],
+    folder: Path,
+    settings: ExportSettings,
+    names: FileNames,
 ) -> None:
     """Writes tensors as they come; on rank 0, where alone they are.
 
     Args:
         trained: names of parameters, which are converted to the settings' type; buffers keep theirs.
+        names: under which they are written.
     """
     tensors = iter(tensors)
     try:
-        _write_files(tensors, trained, folder, settings)
+        _write_files(names.in_files(_converted(tensors, trained, settings.dtype)), folder, settings)
     except (OSError, SafetensorError):
         for _ in tensors:  # the other ranks still send theirs
             pass
         raise
 
 
-def _write_files(
-    tensors: Iterator[tuple[str, torch.Tensor | None]], trained: Set[str], folder: Path, settings: ExportSettings
-) -> None:
+def _converted(
+    tensors: Iterable[tuple[str, torch.Tensor | None]], trained: Set[str], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What rank 0 has, on the host, parameters in this type; on other ranks nothing."""
+    for name, whole in tensors:
+        if whole is not None:
+            yield name, whole.to(device="cpu", dtype=dtype if name in trained else whole.dtype)
+
+
+def _write_files(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, settings: ExportSettings) -> None:
     files: list[list[str]] = []
     group: dict[str, torch.Tensor] = {}
     group_bytes = total_bytes = 0
     for name, whole in tensors:
-        if whole is None:
-            continue
-        tensor = whole.to(device="cpu", dtype=settings.dtype if name in trained else whole.dtype).contiguous()
+        tensor = whole.contiguous()
         size = tensor.numel() * tensor.element_size()
         if group and group_bytes + size > settings.max_shard_bytes:
             files.append(_write_file(folder, len(files), group))

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import signal
+import sys
 import time
 import traceback
 
@@ -37,9 +38,10 @@ PATIENCE_WHEN_STOPPED = 2.0
 """The same where all ranks end for one reason at one time."""
 
 
-NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
+NOISY = ("torchao", "torch.utils._pytree", "torch.utils.cpp_extension", "bitsandbytes.backends.cpu.ops")
 """Loggers whose warnings say nothing to who runs a command: transformers and peft import torchao and bitsandbytes where
-they are installed, which tell of each kernel that does not suit this machine. The toolkit uses none of them."""
+they are installed, which tell of each kernel that does not suit this machine, and torch that there is no GPU. The
+toolkit uses none of them, and says itself where it runs."""
 
 
 MANY_OBJECTS = 50_000
@@ -52,7 +54,13 @@ def prepare_process() -> None:
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     gc.set_threshold(MANY_OBJECTS)
-    atexit.register(gc.freeze)
+    atexit.register(_leave_garbage)
+
+
+def _leave_garbage() -> None:
+    """Has the end of the process look for no garbage. Triton, where it is, would report what is left, in 60 lines."""
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def print_error(error: ToolkitError) -> int:

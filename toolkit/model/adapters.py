@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.expert_adapters import as_peft_has_them, hold_by_expert
+from toolkit.model.parts import untrained_layers
 from toolkit.model.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
 from toolkit.model.targets import (
     Targets,
@@ -86,7 +87,7 @@ def add_adapter(
         target_modules=section.target_modules if targets is None else targets.modules,
         target_parameters=None if targets is None else targets.parameters,
         modules_to_save=section.modules_to_save,
-        exclude_modules=left_out_of_all_linear(model) if section.target_modules == "all-linear" else None,
+        exclude_modules=_excluded(model, section),
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
     )
@@ -105,6 +106,11 @@ def add_adapter(
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return adapted
+
+
+def _excluded(model: PreTrainedModel, section: AdapterSection) -> list[str] | None:
+    """What no adapter is put on, whatever the targets: with names of layers, the parts that text rows do not reach."""
+    return left_out_of_all_linear(model) if section.target_modules == "all-linear" else untrained_layers(model) or None
 
 
 def quantise(model: PreTrainedModel, section: AdapterSection | None) -> bool:

@@ -36,6 +36,7 @@ from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
 from toolkit.model.limits import within_limits
+from toolkit.model.parts import WHOLE, freeze_untrained, writer_class
 from toolkit.model.quantised import QuantisedWeights
 from toolkit.model.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
 from toolkit.model.targets import is_classifier
@@ -46,6 +47,7 @@ from toolkit.model.weights import (
     SafetensorsWeights,
     Weights,
     materialize,
+    names_in_files,
     readable,
     require_fitting,
     require_safetensors,
@@ -116,6 +118,8 @@ def load(
         if quantise(built, adapter):
             weights = QuantisedWeights(weights, built, settings["dtype"])
     if model.name_or_path is not None:
+        fit.folder = _model_folder(model)
+        fit.stored = names_in_files(fit.folder)
         take_generation_settings(built, model.name_or_path, model.revision)
     if adapter is not None and adapter.kind == "lora":
         built = add_adapter(built, adapter, model.name_or_path, model.revision)
@@ -204,7 +208,7 @@ def _settings(
     if label_names is not None:
         _name_labels(config, label_names, tokenizer)
     classes = {"seq2seq": AutoModelForSeq2SeqLM, "token_classification": AutoModelForTokenClassification}
-    auto = classes.get(objective, AutoModelForCausalLM if label_names is None else AutoModelForSequenceClassification)
+    auto = classes.get(objective, writer_class(config) if label_names is None else AutoModelForSequenceClassification)
     attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
     dtype = getattr(torch, model.dtype)
     settings = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **attention}
@@ -222,11 +226,13 @@ def _without_weights(
     # `init_empty_weights` puts a new parameter in each place, which parts those that were tied.
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
+    freeze_untrained(built)
     return built
 
 
 def _of_kind(auto: Any, config: PretrainedConfig, settings: dict[str, Any], field: str) -> PreTrainedModel:
-    writers = {AutoModelForCausalLM: "generate text", AutoModelForSeq2SeqLM: "write a target for a source"}
+    writers = dict.fromkeys((AutoModelForCausalLM, *WHOLE), "generate text")
+    writers[AutoModelForSeq2SeqLM] = "write a target for a source"
     what = writers.get(auto, "classify texts")
     try:
         model: PreTrainedModel = auto.from_config(config, **settings)
@@ -283,7 +289,7 @@ def auto_class(config: PretrainedConfig) -> Any:
         return AutoModelForTokenClassification
     if architecture.endswith("ForSequenceClassification"):
         return AutoModelForSequenceClassification
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else writer_class(config)
 
 
 def _weights(

@@ -40,10 +40,13 @@ class Fit:
         unused: names of what the files hold and the model has no place for.
         zero: names of matrices that hold nothing but zeros; on every rank.
         fingerprint: of the files of a base that adapters are trained on; see `fingerprint_of`.
+        stored, folder: names of the tensors in its files, and where these are; None: there are none.
     """
 
     all_drawn: bool = False
     fingerprint: str | None = None
+    stored: frozenset[str] | None = None
+    folder: Path | None = None
     drawn: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     zero: list[str] = field(default_factory=list)
@@ -318,6 +321,11 @@ def stored_names(folder: Path, model: PreTrainedModel) -> dict[str, tuple[Path, 
             return None
         files[name] = found
     return files
+
+
+def names_in_files(folder: Path) -> frozenset[str]:
+    """Names of all tensors in a model's folder."""
+    return frozenset(_index(folder))
 
 
 def places_of(folder: Path, model: PreTrainedModel, names: Iterable[str]) -> dict[str, tuple[Path, str]]:

@@ -6,7 +6,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from toolkit.errors import counted
-from toolkit.model.adapters import adapter_fact, has_adapter, trainable_share
+from toolkit.model.adapters import adapter_fact, base_of, has_adapter, trainable_share
+from toolkit.model.parts import untrained_fact
 from toolkit.model.quantised import quantised_fact
 from toolkit.objectives.balance import experts_fact
 from toolkit.objectives.teacher import teacher_fact
@@ -36,6 +37,8 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
         "memory": parts.planned.describe(),
     }
     inner = accelerator.unwrap_model(parts.model)
+    if (told := untrained_fact(base_of(inner))) is not None:
+        facts["parts"] = told
     if has_adapter(inner):
         facts["adapters"] = adapter_fact(inner)
     if (told := quantised_fact(inner)) is not None:

@@ -13,13 +13,14 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
-from toolkit.checkpoint.consolidate import MODEL_FILES
-from toolkit.checkpoint.export import write_configuration
+from toolkit.checkpoint.consolidate import MODEL_FILES, STORED_NAMES
+from toolkit.checkpoint.export import carry_over, write_configuration
 from toolkit.checkpoint.manifest import FOLDER as CHECKPOINTS
 from toolkit.checkpoint.manifest import latest
 from toolkit.checkpoint.reader import same_run
@@ -229,4 +230,8 @@ def write_beginning(
     (output_dir / finished.FINISHED).unlink(missing_ok=True)  # of a run that is trained further
     write_data_report(output_dir, recipe, report)
     (output_dir / MODEL_FILES).mkdir(exist_ok=True)
+    fit: Any = inner.fit
     write_configuration(base_of(inner), tokens, output_dir / MODEL_FILES, getattr(torch, recipe.model.dtype))
+    carry_over(fit.folder, output_dir / MODEL_FILES)
+    stored = None if fit.stored is None else sorted(fit.stored)
+    (output_dir / MODEL_FILES / STORED_NAMES).write_text(json.dumps(stored), encoding="utf-8")

@@ -16,6 +16,7 @@ from toolkit.data.samples import Batch, PairSamples, TextSamples, sample_of, sta
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
+from toolkit.model.parts import untrained
 from toolkit.objectives.objective import Objective
 from toolkit.sharding.fsdp import class_name
 
@@ -97,13 +98,14 @@ def check_leaks(
 def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, device: torch.device) -> None:
     """Tries whether a token's logits depend on later ones, where the configuration leaves that open. All ranks call it.
 
-    Those of encoders do unless `is_decoder` is set: the loss would be taken of tokens that the model sees.
+    Those of encoders do unless `is_decoder` is set, and those of some models that read pictures (PaliGemma): the loss
+    would be taken of tokens that the model sees.
 
     Raises:
         BadInputError: where they do.
     """
     config = base_of(inner).config.get_text_config()
-    if getattr(config, "is_decoder", True):
+    if getattr(config, "is_decoder", True) and not untrained(base_of(inner)):
         return  # no encoder can be told from it, or it is set
     was_training = model.training
     model.eval()
@@ -116,7 +118,7 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
     if relative_difference(two, one) > TOLERANCE[False][0]:
         raise BadInputError(
             f"model.name_or_path: in {class_name(base_of(inner))} the logits of a token depend on later tokens, so it "
-            "would see what it is to predict; set is_decoder to true in its config.json, or name a decoder"
+            "would see what it is to predict; name a decoder, or set is_decoder to true in config.json"
         )
 
 

@@ -122,7 +122,10 @@ MANIFEST = "checkpoints__step_00000003__manifest"
 
 FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a run's metrics": (as_run(**{"metrics.jsonl": "{}"}), "metrics.jsonl"),
-    "a finished run of another recipe": (as_run(**{"recipe.yaml": "a: 1", "finished.json": json.dumps({"export": None})}), "finished run"),
+    "a finished run of another recipe": (
+        as_run(**{"recipe.yaml": "a: 1", "finished.json": json.dumps({"export": None})}),
+        "finished run",
+    ),
     "a recipe that is no YAML": (as_run(**{"recipe.yaml": "a: ["}), "recipe.yaml"),
     "an empty recipe": (as_run(**{"recipe.yaml": ""}), "recipe.yaml"),
     "a checkpoint without a manifest": (as_run(checkpoints__step_00000003__a="x"), "checkpoints"),

@@ -1,0 +1,72 @@
+"""Names of weights in a model's files, which transformers names otherwise in memory: fused experts, other prefixes.
+
+transformers maps the files' names to its own and back. Servers and converters (vLLM, SGLang, llama.cpp) go by the names
+in the files, so an export has those of the base that it was trained from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Set
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+_BLOCK = re.compile(r"^(.*?\.\d+)\.")
+"""Tensors of a block are converted together: one name in memory may stand for several in the files, or the reverse."""
+
+Tensors = Iterator[tuple[str, torch.Tensor]]
+
+
+class FileNames:
+    """Gives tensors the names and shapes that they have in files.
+
+    Args:
+        model: of transformers, sharded or not; its class and configuration are looked at.
+        stored: the names in the files of the base; None if there are none, as of random weights: then the names are
+            those that `save_pretrained` writes.
+    """
+
+    def __init__(self, model: PreTrainedModel, stored: Set[str] | None) -> None:
+        with init_empty_weights():
+            self._model: Any = type(model)._from_config(model.config)
+        self._model.tie_weights()
+        everything = get_model_conversion_mapping(self._model, add_legacy=False)
+        saved = [conversion for conversion in everything if not isinstance(conversion, PrefixChange)]
+        self._conversions = saved
+        if stored is not None:
+            # The last of equally good ones is transformers' own names: nothing is converted without a need.
+            self._conversions = max((saved, everything, []), key=lambda each: len(self._names(each) & stored))
+
+    def _names(self, conversions: list[Any]) -> Set[str]:
+        state = {name: torch.empty(tensor.shape, device="meta") for name, tensor in self._model.state_dict().items()}
+        return self._converted(state, conversions).keys()
+
+    def _converted(self, state: dict[str, torch.Tensor], conversions: list[Any]) -> dict[str, torch.Tensor]:
+        if not conversions:
+            return state
+        self._model._weight_conversions = list(conversions)
+        return revert_weight_conversion(self._model, state)  # type: ignore[no-any-return]
+
+    def in_files(self, tensors: Tensors) -> Tensors:
+        """The tensors as files hold them, a block of the model in memory at a time."""
+        group: dict[str, torch.Tensor] = {}
+        group_key: str | None = None
+        for name, tensor in tensors:
+            found = _BLOCK.match(name)
+            key = found[1] if found is not None else name.rpartition(".")[0]
+            if group and key != group_key:
+                yield from self._of_group(group)
+                group = {}
+            group[name], group_key = tensor, key
+        yield from self._of_group(group)
+
+    def _of_group(self, group: dict[str, torch.Tensor]) -> Tensors:
+        for name, tensor in self._converted(group, self._conversions).items():
+            # Parts of a fused tensor share its memory, which no file can.
+            is_part = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+            yield name, tensor.clone() if is_part else tensor

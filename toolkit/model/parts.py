@@ -1,0 +1,78 @@
+"""Parts of a model that reads more than text: its language model, which text rows train, and the rest.
+
+Today's checkpoints are multimodal: a language model beside towers for pictures or sound, and projectors between them.
+The whole model is loaded, trained in its language part, and exported with the rest as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+WHOLE = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
+"""Auto classes of models that read more than text."""
+
+
+def writer_class(config: PretrainedConfig) -> Any:
+    """The auto class of a model that writes text: of the whole one, if that is what the configuration names.
+
+    transformers' class for causal models maps some of these types (Qwen 3.5, Llama 4) to their language model alone,
+    and does not know others (Qwen 3 VL, Mistral 3).
+    """
+    named = (config.architectures or [""])[0]
+    for auto in WHOLE:
+        whole = auto._model_mapping.get(type(config), None)
+        if named and named in [kind.__name__ for kind in (whole if isinstance(whole, tuple) else (whole,)) if kind]:
+            return auto
+    return AutoModelForCausalLM
+
+
+def untrained(model: nn.Module) -> set[str]:
+    """Names of the parameters that text rows do not reach: all but those of the language model and the head."""
+    if not isinstance(model, PreTrainedModel) or writer_class(model.config) is AutoModelForCausalLM:
+        return set()
+    language: list[Any] = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    reached = {id(parameter) for module in language if module is not None for parameter in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) not in reached}
+
+
+def freeze_untrained(model: nn.Module) -> None:
+    """Freezes what text rows do not reach."""
+    names = untrained(model)
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.requires_grad_(False)
+
+
+def untrained_layers(model: nn.Module) -> list[str]:
+    """Paths of the linear layers among these parameters, where an adapter would get no gradient."""
+    names = untrained(model)
+    return [path for path, module in model.named_modules() if f"{path}.weight" in names and _is_linear(module)]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+
+
+def untrained_fact(model: nn.Module) -> str | None:
+    """What is not trained, in words; None if everything is."""
+    names = untrained(model)
+    if not names:
+        return None
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if name in names:
+            part = re.sub(r"^(model|module)\.", "", name).split(".")[0]
+            sizes[part] = sizes.get(part, 0) + parameter.numel()
+    listed = ", ".join(f"{part} ({size:,})" for part, size in sizes.items())
+    return f"the language model is trained; frozen, and exported as they were: {listed}"
