@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.expert_adapters import as_peft_has_them, hold_by_expert
-from toolkit.model.parts import untrained_layers
+from toolkit.model.parts import untrained_modules
 from toolkit.model.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
 from toolkit.model.targets import (
     Targets,
@@ -110,7 +110,7 @@ def add_adapter(
 
 def _excluded(model: PreTrainedModel, section: AdapterSection) -> list[str] | None:
     """What no adapter is put on, whatever the targets: with names of layers, the parts that text rows do not reach."""
-    return left_out_of_all_linear(model) if section.target_modules == "all-linear" else untrained_layers(model) or None
+    return left_out_of_all_linear(model) if section.target_modules == "all-linear" else untrained_modules(model) or None
 
 
 def quantise(model: PreTrainedModel, section: AdapterSection | None) -> bool:

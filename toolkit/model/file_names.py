@@ -35,6 +35,8 @@ class FileNames:
         with init_empty_weights():
             self._model: Any = type(model)._from_config(model.config)
         self._model.tie_weights()
+        # Of tied weights the name that transformers keeps.
+        self._tied: dict[str, str] = dict(getattr(self._model, "all_tied_weights_keys", None) or {})
         everything = get_model_conversion_mapping(self._model, add_legacy=False)
         saved = [conversion for conversion in everything if not isinstance(conversion, PrefixChange)]
         self._conversions = saved
@@ -56,7 +58,8 @@ class FileNames:
         """The tensors as files hold them, a block of the model in memory at a time."""
         group: dict[str, torch.Tensor] = {}
         group_key: str | None = None
-        for name, tensor in tensors:
+        for tied, tensor in tensors:
+            name = self._tied.get(tied, tied)
             found = _BLOCK.match(name)
             key = found[1] if found is not None else name.rpartition(".")[0]
             if group and key != group_key:

@@ -53,15 +53,13 @@ def freeze_untrained(model: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def untrained_layers(model: nn.Module) -> list[str]:
-    """Paths of the linear layers among these parameters, where an adapter would get no gradient."""
+def untrained_modules(model: nn.Module) -> list[str]:
+    """Paths of the modules that have none but such parameters, where an adapter would get no gradient."""
     names = untrained(model)
-    return [path for path, module in model.named_modules() if f"{path}.weight" in names and _is_linear(module)]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+    if not names:
+        return []
+    held = {path: {f"{path}.{name}" for name, _ in module.named_parameters()} for path, module in model.named_modules()}
+    return [path for path, inside in held.items() if path and inside and inside <= names]
 
 
 def untrained_fact(model: nn.Module) -> str | None:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.model.parts import untrained_layers
+from toolkit.model.parts import untrained_modules
 from toolkit.model.quantised import QuantisedLinear
 from toolkit.model.read_weights import read_weights
 from toolkit.recipe.schema import AdapterSection
@@ -63,7 +63,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 def targets_beside_experts(model: PreTrainedModel, experts: list[str]) -> Targets:
     """Every linear layer and all experts; no router, no head, no embedding."""
-    without_effect = {*read_weights(model, numbers=True), *untrained_layers(model)}
+    without_effect = {*read_weights(model, numbers=True), *untrained_modules(model)}
     linear = [path for path in _linear_layers(model) if path not in without_effect]
     misread = _misread(model, linear)
     return Targets(
@@ -111,7 +111,7 @@ def left_out_of_all_linear(model: nn.Module) -> list[str] | None:
     A classifier's heads, which peft trains in full without knowing all of them. Layers whose weights the model's code
     takes without calling the layer, where an adapter would have no effect. Layers that text rows do not reach.
     """
-    return [*names_of_heads(model), *sorted(read_weights(model, numbers=True)), *untrained_layers(model)] or None
+    return [*names_of_heads(model), *sorted(read_weights(model, numbers=True)), *untrained_modules(model)] or None
 
 
 def layers_to_quantise(model: PreTrainedModel, section: AdapterSection) -> tuple[list[str], list[str]]:

@@ -51,7 +51,7 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
         facts["recipe"] = "; ".join(recipe.notes)
     if recipe.sharding.activation_checkpointing == "auto":
         every = parts.planned.checkpointing and parts.planned.checkpointing.every
-        facts["checkpoints"] = f"auto: {f'every {every}. block' if every else 'none'}"
+        facts["checkpoints"] = f"auto: {_every_nth_block(every)}"
     facts |= _long_row_facts(recipe, parts, inner)
     if recipe.training.ema is not None:
         facts["average"] = f"of the weights, decay {recipe.training.ema:g} a step; it is evaluated and exported"
@@ -70,6 +70,14 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
     if parts.compilation is not None:
         facts["compute"] = parts.compilation.describe()
     return facts
+
+
+def _every_nth_block(every: int | None) -> str:
+    return (
+        "none"
+        if every is None
+        else {1: "every block", 2: "every 2nd block", 3: "every 3rd block"}.get(every, f"every {every}th block")
+    )
 
 
 def _long_row_facts(recipe: Recipe, parts: Parts, inner: nn.Module) -> dict[str, str]:

@@ -36,7 +36,7 @@ class Method:
         objective: `objective.kind`.
         layouts: the layouts that it learns from.
         rates: by size, the smallest first.
-        rows_per_step: rows of an optimizer step; None: `tokens_per_step` counts.
+        rows_per_step: rows of an optimizer step; not used by pretraining, whose samples are full.
         loss: `objective.loss` of preferences.
         adapter: whether LoRA adapters are trained instead of the model.
         quantized: whether the frozen model under them is held in 4 bits.

@@ -227,7 +227,8 @@ def test_long_rows_are_told(tmp_path: Path) -> None:
     assert max(len(target) for _, target in whole) == 10
     assert all(target[-1] == 0 for _, target in whole), "every target ends"
     noted = {note: found.count for note, found in cut.report.train.noted.items()}
-    assert sum(noted.values()) == 8 - len(dropped.train) > 1
+    # A row may be cut on both sides, and is counted for each.
+    assert 1 < max(noted.values()) <= 8 - len(dropped.train) <= sum(noted.values())
     assert all("was cut to data.max" in note for note in noted)
     assert any("rows: the source was cut to data.max_length" in warning for warning in cut.report.warnings)
 
