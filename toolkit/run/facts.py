@@ -50,7 +50,7 @@ def facts_of(accelerator: Accelerator, recipe: Recipe, plugin: ShardingPlugin, p
     if recipe.notes:
         facts["recipe"] = "; ".join(recipe.notes)
     if recipe.sharding.activation_checkpointing == "auto":
-        every = parts.planned.checkpointing and parts.planned.checkpointing.every
+        every = None if parts.planned.checkpointing is None else parts.planned.checkpointing.every
         facts["checkpoints"] = f"auto: {_every_nth_block(every)}"
     facts |= _long_row_facts(recipe, parts, inner)
     if recipe.training.ema is not None:
