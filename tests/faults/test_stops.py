@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pty
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -85,6 +87,30 @@ def test_a_launcher_that_is_terminated_and_a_rank_that_is_killed(tmp_path: Path,
     assert "resumed: after step" in told
     assert "rank      : 1 (local_rank: 1)" in told, "the launcher names the rank"
     assert "exitcode  : -9" in told
+
+
+def test_a_terminal_that_is_closed(tmp_path: Path, text_file: Path) -> None:
+    """The kernel sends SIGHUP to launcher and ranks, and what they print has nowhere to go."""
+    recipe = write_recipe(tmp_path, text_file)
+    toolkit = str(Path(sys.executable).with_name("toolkit"))
+    command = [toolkit, "train", "--recipe", str(recipe), "--cpu", "2", "checkpoint.every_steps=100000"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execvpe(command[0], command, clean_environment(OMP_NUM_THREADS="1"))
+    until, records = time.monotonic() + 120, tmp_path / "run/metrics.jsonl"
+    while not records.exists() or len(records.read_text().splitlines()) < 3:
+        assert time.monotonic() < until
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 10_000)
+    os.close(terminal)
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        assert time.monotonic() < until + 60
+        time.sleep(0.1)
+    saved = latest(tmp_path / "run")
+    assert saved is not None, "nothing was saved before"
+    assert saved.problem is None
+    assert not (tmp_path / "run/report.html").exists() or "stopped" in (tmp_path / "run/report.html").read_text()
 
 
 @pytest.mark.slow

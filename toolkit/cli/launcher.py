@@ -16,6 +16,7 @@ from types import FrameType
 import psutil
 
 from toolkit.errors import BadInputError, RankLostError, StoppedError, first_line
+from toolkit.training.stop import leave_terminal
 
 SECONDS_TO_SAVE = 600
 """How long ranks that are asked to stop may take to save their state. torch's 30 are too few for a large model."""
@@ -62,25 +63,29 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str) -> in
     return 0
 
 
-HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 @contextmanager
 def _signals_handed_on() -> Iterator[None]:
-    """Hands SIGUSR1 on to the ranks, and SIGTERM and SIGINT to a single one, which has no launcher of torch's.
+    """Hands SIGUSR1 on to the ranks, and the others to a single one, which has no launcher of torch's.
 
     Without it SIGTERM would end this process and leave the rank behind, and Ctrl-C would not wait for its checkpoint.
     For several ranks torch's launcher puts handlers of its own in their place.
     """
 
     def hand_on(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         children = psutil.Process().children()
         if not children and number != signal.SIGUSR1:
             raise SystemExit(128 + number)
         for child in children:
             child.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
+    # Started by `nohup`, it goes on without its terminal.
+    handled = [number for number in HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, hand_on) for number in handled}
     try:
         yield
     finally:

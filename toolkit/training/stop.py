@@ -1,8 +1,11 @@
-"""Requests to end a run early: Ctrl-C, SIGTERM, a time limit. And to save a checkpoint now: SIGUSR1."""
+"""Requests to end a run early (Ctrl-C, SIGTERM, a closed terminal, a time limit), or to save a checkpoint (SIGUSR1)."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import stat
 import threading
 import time
 from types import FrameType, TracebackType
@@ -10,14 +13,17 @@ from typing import Any
 
 from toolkit.errors import StoppedError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAVE_SIGNAL = signal.SIGUSR1
 # A launcher passes on what the ranks have had from the terminal or the batch system already.
 SAME_REQUEST_SECONDS = 3.0
 
 
 class StopRequests:
-    """While entered, SIGTERM and SIGINT only ask for an end; a SIGINT some seconds later ends at once, as usual.
+    """While entered, SIGTERM, SIGINT and SIGHUP only ask for an end; a SIGINT some seconds later ends at once.
+
+    SIGHUP comes when the terminal is closed. A process that `nohup` started goes on, unless it is a launcher's, which
+    ends then and hands the signal on.
 
     SIGUSR1 asks for a checkpoint after the step.
 
@@ -52,7 +58,8 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         # Python lets no other thread set handlers.
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            handled = [number for number in SIGNALS if number != signal.SIGHUP or not _goes_on_without_terminal()]
+            self._handlers = {number: signal.signal(number, self._on_signal) for number in handled}
             self._handlers[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, self._on_save)
         return self
 
@@ -61,7 +68,8 @@ class StopRequests:
     ) -> None:
         for number, handler in self._handlers.items():
             # A process that ends for SIGTERM still has to say so, whatever its launcher sends on.
-            ends = number == signal.SIGTERM and self._signal == number.name and isinstance(error, StoppedError)
+            is_handed_on = number in (signal.SIGTERM, signal.SIGHUP)
+            ends = is_handed_on and self._signal == number.name and isinstance(error, StoppedError)
             signal.signal(number, signal.SIG_IGN if ends else handler)
         self._handlers = {}
 
@@ -69,10 +77,28 @@ class StopRequests:
         self._save = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         if self._signal is None:
             self._signal, self._signalled = signal.Signals(number).name, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._signalled > SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
+
+
+def leave_terminal() -> None:
+    """What is printed from now on goes nowhere, if it went to a terminal, which is gone: writing to it fails."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        # Of a terminal that is gone, `isatty` says no: it is asked for its kind of file.
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(stream).st_mode):
+                os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
+def _goes_on_without_terminal() -> bool:
+    """Whether `nohup` started this process, and no launcher did."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def reason_of_all(mine: str | None, ranks_that_want: list[bool]) -> str | None:
