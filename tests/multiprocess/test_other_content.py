@@ -20,6 +20,7 @@ TEXTS = [" ".join(text.split()[:6]) for text in make_texts(24, seed=3)]
 PAIRS = [{"prompt": a, "chosen": " " + b, "rejected": " a"} for a, b in zip(TEXTS, reversed(TEXTS), strict=True)]
 JUDGED = [{"prompt": p["prompt"], "completion": p["chosen"], "label": i % 2 == 0} for i, p in enumerate(PAIRS)]
 ROWS = {"preference": PAIRS, "kto": JUDGED}
+STREAMED = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
 
 
 def values_of(folder: Path, kind: str, steps: int) -> dict[str, Any]:
@@ -53,6 +54,17 @@ def runs(folder: Path) -> dict[str, Any]:
         found[f"{kind} other"] = outcome(values_of(folder, kind, 4))
         save_llama(folder / f"base-{kind}", TEXTS, tied=False)
         found[f"{kind} same"] = outcome(values_of(folder, kind, 4))
+    streams = values_of(folder, "causal_lm", 2)
+    streams["data"] |= {"streaming": True, "long_rows": "split"}
+    rows = folder / "causal_lm.jsonl"
+    rows.write_text(STREAMED)
+    found["stream begun"] = outcome(streams)
+    streams["training"]["max_steps"] = 4
+    unfinish(folder / "causal_lm")
+    rows.write_text(STREAMED.swapcase().replace('"TEXT"', '"text"'))
+    found["stream other"] = outcome(streams)
+    rows.write_text(STREAMED)
+    found["stream same"] = outcome(streams)
     for name in ("metrics.jsonl", "export"):
         (folder / f"link-{name}").mkdir()
         (folder / f"link-{name}" / name).symlink_to(folder / "elsewhere")
@@ -157,6 +169,7 @@ SPOILED: dict[str, Callable[[Path], Any]] = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("other")
+    save_llama(folder / "base-causal_lm", TEXTS, tied=False)
     for kind, rows in ROWS.items():
         save_llama(folder / f"base-{kind}", TEXTS, tied=False)
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -170,6 +183,15 @@ def test_a_run_does_not_go_on_against_another_reference(kind: str, found: dict[s
     assert code == 2
     assert "the reference of the run up to step 2 had other weights" in told
     assert found[f"{kind} same"] == ("4 records", 0)
+
+
+def test_a_stream_does_not_go_on_in_files_of_other_content(found: dict[str, Any]) -> None:
+    """Of the same names and sizes."""
+    assert found["stream begun"] == ("2 records", 0)
+    told, code = found["stream other"]
+    assert code == 2
+    assert "the content of data.train" in told
+    assert found["stream same"] == ("4 records", 0)
 
 
 @pytest.mark.parametrize("name", SPOILED)

@@ -71,6 +71,7 @@ class Manifest:
         world_size, strategy, precision: of the run that wrote it; another may read it.
         recipe: resolved, as it was.
         data: identifies the tokenised data.
+        content: of a stream, what was read of its files to know them again; None in checkpoints of before.
         stream: where a stream goes on; None: the position says all.
         trainer: counters.
         scaler: state of fp16's gradient scaler; None without.
@@ -97,6 +98,7 @@ class Manifest:
     date: str
     versions: dict[str, str]
     stream: dict[str, Any] | None = None
+    content: str | None = None
     base: str | None = None
     teacher: str | None = None
     non_finite: str | None = None

@@ -50,6 +50,7 @@ class RunCheckpoints:
         model: as `accelerator.prepare` gave it.
         optimizer: torch's own.
         teacher: fingerprint of the model that is learned from, if any; it is not saved.
+        content: of a stream, by which its files are known again.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class RunCheckpoints:
         store: StorePath | None,
         beats: Beats,
         teacher: str | None = None,
+        content: str | None = None,
     ) -> None:
         self._teacher = teacher
+        self._content = content
         self._accelerator = accelerator
         self._recipe = recipe
         self._strategy = strategy
@@ -106,6 +109,7 @@ class RunCheckpoints:
             precision=self._accelerator.mixed_precision,
             recipe=self._recipe.model_dump(mode="json"),
             data=self._data,
+            content=self._content,
             base=base_fingerprint(self._model),
             teacher=self._teacher,
             stream=trainer.windows.state_at(samples),
@@ -168,7 +172,8 @@ class RunCheckpoints:
         Args:
             num_positions: samples of the whole run.
         """
-        if manifest.data != self._data:
+        is_other_stream = manifest.content not in (None, self._content)
+        if manifest.data != self._data or is_other_stream:
             raise BadInputError(
                 f"{str(folder)!r}: the content of data.train, or the tokenizer, has changed since, or another version "
                 "of the toolkit reads the rows otherwise; undo that, or start anew with another training.output_dir"

@@ -32,7 +32,7 @@ from toolkit.data.samples import (
     TextSamples,
 )
 from toolkit.data.selection import Selection, cut, hold_out, nothing_left, one_pass, problems_of, select
-from toolkit.data.sources import Source, glimpse, identify, open_source, short_names
+from toolkit.data.sources import Source, glimpse, identify, open_source, sampled, short_names
 from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.tokenizer import bos_of, identity, languages, pad_id
 from toolkit.errors import DataError
@@ -54,6 +54,7 @@ class TokenisedData:
         label_names: of the classes, or of the one score of a reward model, in the order of their numbers; None: the
             model writes text.
         stream: what to train on instead of `train`, which then is its first window.
+        content: of a stream, tells the content of its files from another's of equal names and sizes.
     """
 
     train: Samples
@@ -62,6 +63,7 @@ class TokenisedData:
     fingerprint: str
     label_names: list[str] | None = None
     stream: Stream | None = None
+    content: str | None = None
 
 
 def build(
@@ -93,6 +95,7 @@ def _streamed(builder: Builder, prepared: TokenisedData) -> TokenisedData:
         report=describe_stream(prepared.report, stream, first.samples, builder.tokenizer),
         # Streamed rows are not read beforehand: names and sizes of their files stand for their content.
         fingerprint=digest(prepared.fingerprint, builder.glimpse()),
+        content=ranks.on_first_rank(lambda: digest([sampled(source, "data.train") for source in builder.data.train])),
         stream=stream,
     )
 

@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import platform
+import stat
 import threading
 import time
 import uuid
@@ -119,6 +120,13 @@ def make(folder: Path) -> list[Path]:
     """Makes the output folder; what was not there, the innermost first."""
     if folder.exists() and not folder.is_dir():
         raise BadInputError(f"training.output_dir: {str(folder)!r} is a file; name a folder")
+    if folder in (Path(folder.anchor), Path.home()):
+        raise BadInputError(f"training.output_dir: {str(folder)!r} holds all else, too; name a folder of the run's own")
+    if "$" in str(folder):
+        raise BadInputError(
+            f"training.output_dir: {str(folder)!r} holds a $, and variables in a recipe are not replaced; write the "
+            "path out"
+        )
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,6 +143,7 @@ def unwritable(folder: Path, error: OSError) -> BadInputError:
 
 def acquire(path: Path) -> Lease:
     """Makes the lease, in place of one that is over. Waits up to `STALE_SECONDS` where that cannot be seen at once."""
+    _require_plain(path)
     mine, seen, until = Lease(), None, 0.0
     while not _create(path, mine):
         try:
@@ -154,6 +163,17 @@ def acquire(path: Path) -> Lease:
         else:
             time.sleep(min(1.0, STALE_SECONDS / 10))
     return mine
+
+
+def _require_plain(path: Path) -> None:
+    """Raises BadInputError for a link, which may lead nowhere, and for a pipe, which nobody may write to."""
+    with contextlib.suppress(OSError):
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a folder cannot be read, which says so itself
+            raise BadInputError(
+                f"training.output_dir: {str(path)!r}, which says who is writing there, is no plain file; remove it, or "
+                "choose another training.output_dir"
+            )
 
 
 def _held(folder: Path, found: Lease | None) -> BadInputError:

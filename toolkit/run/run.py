@@ -249,6 +249,7 @@ def _fit(
             store,
             beats,
             parts.teacher_fingerprint,
+            parts.data.content,
         )
         trainer = _build_trainer(accelerator, recipe, parts, metrics, stop, checkpoints, profile, beats)
         if found.start is not None:

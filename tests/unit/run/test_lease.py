@@ -259,3 +259,40 @@ def test_ranks_end_when_their_launcher_is_gone(tmp_path: Path, by_torch: bool) -
     if alive:
         os.kill(rank, signal.SIGKILL)
     assert alive is not by_torch
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def piped(path: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("make", [dangling, piped])
+def test_what_is_no_plain_file_is_an_error_at_once(path: Path, make: Callable[[Path], None]) -> None:
+    make(path)
+    with pytest.raises(BadInputError, match="is no plain file; remove it"):
+        acquire(path)
+
+
+def test_a_second_process_of_one_attempt_takes_nothing_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one shell of a batch job two runs have the same job and the same attempt."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    first = acquire(path)
+    assert first.is_over() is False
+    with pytest.raises(BadInputError, match="another run is writing to"):
+        acquire(path)
+
+
+@pytest.mark.parametrize("folder", [Path("/"), Path.home()])
+def test_folders_that_hold_all_else_are_refused(folder: Path) -> None:
+    with pytest.raises(BadInputError, match="holds all else, too"):
+        lease.make(folder)
+
+
+def test_a_variable_in_a_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"holds a \$, and variables in a recipe are not replaced"):
+        lease.make(tmp_path / "$HOME" / "run")
+    assert not list(tmp_path.iterdir())
