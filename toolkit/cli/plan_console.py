@@ -250,6 +250,8 @@ def row_as_json(row: PlanRow) -> dict[str, Any]:
         "offload": setup.offload,
         "replicate": setup.mesh.replicate,
         "shard": setup.mesh.shard,
+        "node": setup.mesh.node,
+        "by_block": setup.by_block,
         "checkpointing": None if setup.checkpointing is None else dataclasses.asdict(setup.checkpointing),
         "micro_batch_size": setup.micro_batch_size,
         "sequence": row.traffic.sequence,

@@ -32,8 +32,8 @@ def settle(planner: Planner, setup: Setup, fits: Callable[[PlanRow], bool]) -> t
     return (block.setup, times) if after * AS_FAST < before else (setup, f"by block it would be {times}")
 
 
-def _obstacle(planner: Planner, setup: Setup) -> str:
-    """Why micro-batches of a setup do not run by block, or gain nothing by it; empty where they may."""
+def obstacle_by_block(planner: Planner, setup: Setup) -> str:
+    """Why micro-batches of a setup cannot run by block, or gain nothing by it; empty if they may."""
     if setup.accumulation == 1:
         return "a step has one micro-batch"
     if not setup.strategy.reshard_each_micro_batch:
@@ -42,6 +42,13 @@ def _obstacle(planner: Planner, setup: Setup) -> str:
         return "an encoder-decoder does not run by block"
     if planner.workload.mixed_precision == "fp16":
         return "fp16 is not possible by block"
+    return ""
+
+
+def _obstacle(planner: Planner, setup: Setup) -> str:
+    """The same for who did not ask for it."""
+    if found := obstacle_by_block(planner, setup):
+        return found
     # By block it is over the whole step: what is learned must not depend on the machine.
     if build_balance(planner.recipe.objective, planner.workload.model).losses.balance:
         return "the balance loss of experts would be over the whole step"

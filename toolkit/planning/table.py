@@ -10,7 +10,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import trainable_share
 from toolkit.model.positions import require_positions
 from toolkit.places import GIB
-from toolkit.planning.accumulation import settle
+from toolkit.planning.accumulation import obstacle_by_block, settle
 from toolkit.planning.memory.replay import Memory
 from toolkit.planning.planner import AS_FAST, Planner, PlanRow
 from toolkit.planning.setup import Setup, asked_setup, can_offload, factors, mesh_of, require_ranks, smaller_setups
@@ -166,7 +166,7 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
             for checkpointing in checkpointings:
                 for size, accumulation in _micro_batches(asked):
                     yield (setup := Setup(strategy, mesh, offload, checkpointing, size, accumulation))
-                    if _may_run_by_block(recipe, setup):
+                    if _may_run_by_block(planner, setup):
                         yield replace(setup, by_block=True)
     yield from _on_shared_rows(recipe, ranks, asked, planner, offloads)
 
@@ -194,11 +194,11 @@ def _on_shared_rows(recipe: Recipe, ranks: int, asked: Setup, planner: Planner, 
             yield Setup(zero3, mesh, offload, every_block, 1, accumulation, sequence=sequence)
 
 
-def _may_run_by_block(recipe: Recipe, setup: Setup) -> bool:
-    """Whether the recipe asks for such rows, and the setup has what they need."""
-    is_asked = recipe.sharding.accumulate != "by_micro_batch"
+def _may_run_by_block(planner: Planner, setup: Setup) -> bool:
+    """Whether the recipe asks for such rows, and a run could be made of them."""
+    is_asked = planner.recipe.sharding.accumulate != "by_micro_batch"
     every_block = setup.checkpointing is not None and setup.checkpointing.every == 1
-    return is_asked and every_block and setup.accumulation > 1 and setup.strategy.reshard_each_micro_batch
+    return is_asked and every_block and not obstacle_by_block(planner, setup)
 
 
 def _strategies(ranks: int, asked: Setup) -> Iterator[tuple[Strategy, MeshShape]]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from toolkit.cli.plan_console import row_as_json
 from toolkit.errors import BadInputError
 from toolkit.planning import check
 from toolkit.planning.accumulation import settle
@@ -138,3 +139,38 @@ def test_the_table_has_both_ways_and_a_command_that_says_which() -> None:
 def test_auto_wants_checkpoints_that_it_may_choose() -> None:
     with pytest.raises(BadInputError, match=r"sharding.activation_checkpointing=auto or 1"):
         recipe(sharding={"activation_checkpointing": None})
+
+
+def encoder_decoder() -> Recipe:
+    """Of T5, on sources and targets."""
+    sizes = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    training = {"output_dir": "out", "max_steps": 1, "gradient_accumulation_steps": 4, "micro_batch_size": 1}
+    return Recipe.from_mapping(
+        {
+            "model": {"config": sizes, "train_tokenizer_vocab_size": 512},
+            "data": {"train": "text.jsonl", "max_length": 64},
+            "objective": {"kind": "seq2seq"},
+            "optimizer": {"learning_rate": 1e-3},
+            "training": training,
+            "sharding": {"accumulate": "auto", "activation_checkpointing": 1},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "precision", "there"),
+    [
+        (recipe(sharding={"activation_checkpointing": 1}), "bf16", True),
+        (recipe(sharding={"activation_checkpointing": 1}), "fp16", False),
+        (encoder_decoder(), "bf16", False),
+    ],
+    ids=["bf16", "fp16", "seq2seq"],
+)
+def test_the_table_offers_no_row_by_block_that_a_run_refuses(own: Recipe, precision: str, there: bool) -> None:
+    found = plan(own, SLOW(), 2, mixed_precision=precision, strategy="zero3", with_levers=False)
+    assert any(row.setup.by_block for row in found.rows) == there
+    told = [row_as_json(row) for row in found.rows]
+    settings = ("strategy", "offload", "replicate", "shard", "node", "checkpointing", "micro_batch_size", "by_block")
+    settings += ("sequence", "gradient_accumulation_steps")
+    names = [str([row[name] for name in settings]) for row in told]
+    assert len(set(names)) == len(names), "rows that say the same are told apart"
