@@ -18,6 +18,17 @@ ROWS_PER_STEP, SEED = 12, 3
 TEXTS = [" ".join(text.split()[:16]) for text in make_texts(40, seed=1)]
 
 
+def adapted(base: nn.Module, settings: dict[str, Any], seed: int = SEED) -> Any:
+    """With peft's adapters, whose A is drawn as the toolkit draws it."""
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:
+            of_name = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1
+            uniform = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(of_name)) * 2 - 1
+            parameter.data.copy_(uniform / math.sqrt(parameter.shape[1]))
+    return model
+
+
 def peft_loop(
     base: nn.Module, tokenizer_folder: Path, settings: dict[str, Any], num_steps: int, eps: float = 1e-8
 ) -> dict[str, Any]:
@@ -28,12 +39,7 @@ def peft_loop(
     """
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).train()
-    for name, parameter in model.named_parameters():
-        if ".lora_A." in name:
-            seed = int.from_bytes(hashlib.sha256(f"{SEED}/{name}".encode()).digest()[:8]) >> 1
-            uniform = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
-            parameter.data.copy_(uniform / math.sqrt(parameter.shape[1]))
+    model = adapted(base, settings).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 import os
@@ -11,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_texts
+from peft_by_hand import adapted
 from ranks import meet, run_on_ranks
 from tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,6 +30,7 @@ PAIRS = [
     for i in range(30)
 ]
 SIDES = ("chosen", "rejected")
+ADAPTER = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", "modules_to_save": ["norm"]}
 CASES = {"full": None, "lora": {"kind": "lora", "r": 2, "modules_to_save": ["norm"]}}
 
 SHARED = {"shared": "full", "lora-shared": "lora"}
@@ -53,19 +53,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def adapted(base: Any) -> Any:
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules="all-linear", modules_to_save=["norm"]
-    )
-    model = peft.get_peft_model(base, config)
-    for name, parameter in model.named_parameters():
-        if ".lora_A." in name:
-            seed = int.from_bytes(hashlib.sha256(f"{SEED}/{name}".encode()).digest()[:8]) >> 1
-            uniform = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
-            parameter.data.copy_(uniform / math.sqrt(parameter.shape[1]))
-    return model
-
-
 def log_probability(model: Any, tokenizer: Any, prompt: str, completion: str) -> torch.Tensor:
     asked = tokenizer(prompt)["input_ids"]
     ids = torch.tensor([tokenizer(prompt + completion)["input_ids"] + [tokenizer.eos_token_id]])
@@ -80,7 +67,7 @@ def plain_loop(folder: Path, case: str) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     reference = copy.deepcopy(base)
-    model = adapted(base) if case == "lora" else base
+    model = adapted(base, ADAPTER, SEED) if case == "lora" else base
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.0, foreach=False)
     losses, margins = [], []

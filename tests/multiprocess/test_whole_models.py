@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_texts
+from peft_by_hand import adapted
 from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
 from tiny import recipe_values
@@ -36,7 +36,7 @@ def plain_losses(folder: Path, case: str) -> list[float]:
     if case == "lora":
         paths = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in ("q_proj", "down_proj")]
         paths = [path for path in paths if any(word in path for word in LANGUAGE)]
-        model = adapted(model, paths)
+        model = adapted(model, {"r": 2, "lora_alpha": 4, "target_modules": paths})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, eps=1e-4)
     losses = []
@@ -52,20 +52,6 @@ def plain_losses(folder: Path, case: str) -> list[float]:
         optimizer.zero_grad()
         losses.append(total.item() / count)
     return losses
-
-
-def adapted(model: Any, paths: list[str]) -> Any:
-    """With peft's adapters on these layers, A drawn as the toolkit draws it."""
-    import hashlib
-    import math
-
-    found = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=paths))
-    for name, parameter in found.named_parameters():
-        if ".lora_A." in name:
-            seed = int.from_bytes(hashlib.sha256(f"{SEED}/{name}".encode()).digest()[:8]) >> 1
-            uniform = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
-            parameter.data.copy_(uniform / math.sqrt(parameter.shape[1]))
-    return found
 
 
 def runs(folder: Path, kinds: list[str]) -> dict[str, Any]:

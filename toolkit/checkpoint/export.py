@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +41,7 @@ from toolkit.model.adapters import (
 from toolkit.model.file_names import FileNames
 from toolkit.model.load import auto_class, load_stored
 from toolkit.model.quantised import dequantised, quantise_loaded
+from toolkit.model.weights import fit_of
 from toolkit.places import BASE_FILE, GIB
 from toolkit.sharding.shards import shard_group, shard_shape, sharded_dim, state_once
 
@@ -90,7 +90,7 @@ def export(
             raise problems[0]
         if is_whole(inner, settings):
             write_configuration(base_of(inner), tokenizer, unfinished, settings.dtype)
-            carry_over(inner.fit.folder, unfinished)
+            carry_over(fit_of(inner).folder, unfinished)
         else:
             tokenizer.save_pretrained(unfinished)
         let_others_read(unfinished)
@@ -171,8 +171,7 @@ def _write_model(model: nn.Module, folder: Path, settings: ExportSettings) -> No
 
 def file_names(model: nn.Module) -> FileNames:
     """Those of the files that the model was loaded from."""
-    fit: Any = model.fit
-    return FileNames(base_of(model), fit.stored)
+    return FileNames(base_of(model), fit_of(model).stored)
 
 
 def carry_over(base: Path | None, folder: Path) -> None:

@@ -59,6 +59,12 @@ class Fit:
         return "; ".join(f"{len(names)} {what}: {some(names)}" for what, names in told.items() if names)
 
 
+def fit_of(model: nn.Module) -> Fit:
+    """Of a model that `load` has made; of another one nothing is known."""
+    found = getattr(model, "fit", None)
+    return found if isinstance(found, Fit) else Fit()
+
+
 class Weights(Protocol):
     """Where parameters come from."""
 

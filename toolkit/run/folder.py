@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,6 +28,7 @@ from toolkit.checkpoint.store import StorePath
 from toolkit.data.report import DataReport
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
+from toolkit.model.weights import fit_of
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
 from toolkit.places import atomic_write, clear_interrupted_writes, is_store
 from toolkit.recipe.recipe import Recipe
@@ -230,7 +230,7 @@ def write_beginning(
     (output_dir / finished.FINISHED).unlink(missing_ok=True)  # of a run that is trained further
     write_data_report(output_dir, recipe, report)
     (output_dir / MODEL_FILES).mkdir(exist_ok=True)
-    fit: Any = inner.fit
+    fit = fit_of(inner)
     write_configuration(base_of(inner), tokens, output_dir / MODEL_FILES, getattr(torch, recipe.model.dtype))
     carry_over(fit.folder, output_dir / MODEL_FILES)
     stored = None if fit.stored is None else sorted(fit.stored)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from toolkit.model.adapters import base_of, has_adapter
+from toolkit.model.parts import freeze_untrained, writer_class
 from toolkit.model.quantised import quantised_layers
 from toolkit.recipe.recipe import Recipe
 
@@ -27,6 +28,7 @@ def plain_model(recipe: Recipe, built: Any) -> nn.Module:
     """
     torch.manual_seed(recipe.training.seed)
     model = _whole(recipe, built)
+    freeze_untrained(model)
     quantised = [path.replace(".base_layer", "") for path, _ in quantised_layers(base_of(built))]
     if recipe.adapter.quantize != "none":
         for path in quantised:
@@ -42,7 +44,7 @@ def _whole(recipe: Recipe, built: Any) -> PreTrainedModel:
     settings: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     if section.attention != "auto":
         settings["attn_implementation"] = section.attention
-    auto: Any = AutoModelForSeq2SeqLM if recipe.objective.kind == "seq2seq" else AutoModelForCausalLM
+    auto: Any = AutoModelForSeq2SeqLM if recipe.objective.kind == "seq2seq" else writer_class(config)
     if section.name_or_path is None:
         return auto.from_config(config, **settings)
     if recipe.adapter.quantize != "none" or not any(quantised_layers(built)):

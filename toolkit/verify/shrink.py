@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PretrainedConfig
 
 from toolkit.errors import BadInputError, counted, first_line
+from toolkit.model.parts import writer_class
 from toolkit.places import require_folder
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ModelSection
@@ -31,7 +32,9 @@ def with_layers(recipe: Recipe, layers: int | None, folder: Path) -> tuple[Recip
     _copy_model(source, shrunk, layers, section)
     name = section.name_or_path
     origin = f"of {name}; the first {counted(layers, 'block')}"
-    auto = AutoModelForSeq2SeqLM if recipe.objective.kind == "seq2seq" else AutoModelForCausalLM
+    trust = section.trust_remote_code
+    writer = writer_class(AutoConfig.from_pretrained(shrunk, trust_remote_code=trust))
+    auto = AutoModelForSeq2SeqLM if recipe.objective.kind == "seq2seq" else writer
     if not _has_its_weights(auto, shrunk, section):
         _write_random_weights(auto, shrunk, section, recipe.training.seed)
         origin = f"random: {name} holds no weights that fit its first {layers} blocks"
