@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -17,6 +20,15 @@ world lay still except a fox who sang of bread and wine"""
 WORDS = STORY.split()
 QUICK = ("bad_inputs", "checkpoint", "data", "objectives", "optim", "recipe", "training")
 """The folders of tests/unit that `pytest -m quick` runs."""
+
+
+@pytest.fixture(autouse=True)
+def _process_as_it_was() -> Iterator[None]:
+    """Takes back what a test, or a launcher or a rank that ran in this process, has left in it."""
+    before = signal.getsignal(signal.SIGUSR1)
+    with mock.patch.dict(os.environ):
+        yield
+    signal.signal(signal.SIGUSR1, before)
 
 
 def make_texts(num_rows: int, seed: int = 0) -> list[str]:

@@ -22,10 +22,13 @@ from ranks import alone, run_on_ranks
 OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMP_")
 """What the names of a launcher's environment variables start with."""
 
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 def clean_environment(**added: str) -> dict[str, str]:
     """This process's environment without what a launcher may have left in it, offline, and what is added."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)}
+    left = {key for key in os.environ if key.startswith(OF_A_LAUNCHER) or key in OF_A_RANK}
+    kept = {key: value for key, value in os.environ.items() if key not in left}
     return {**kept, "HF_HUB_OFFLINE": "1", **added}
 
 

@@ -83,8 +83,10 @@ def _signals_handed_on() -> Iterator[None]:
         for child in children:
             child.send_signal(number)
 
-    # Started by `nohup`, it goes on without its terminal.
-    handled = [number for number in HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    # Started by `nohup`, it goes on without its terminal. But a process that ignores SIGUSR1 is one that still starts
+    # up: the user did not ask for that.
+    ignored = [number for number in HANDED_ON if signal.getsignal(number) is signal.SIG_IGN]
+    handled = [number for number in HANDED_ON if number == signal.SIGUSR1 or number not in ignored]
     before = {number: signal.signal(number, hand_on) for number in handled}
     try:
         yield
