@@ -165,7 +165,7 @@ def child_two_ranks() -> Figures:
     """Offload with accumulation on two ranks that share a device, over gloo, against ordinary FSDP2."""
     import torch
     import torch.distributed as dist
-    from offload_loops import Case, bf16_ulps, offloaded, ordinary
+    from support.offload_loops import Case, bf16_ulps, offloaded, ordinary
 
     found = {}
     for case in (Case(tied=False), Case(accumulation=3)):

@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 from accelerate import Accelerator, init_empty_weights
 from devices.fake_gpu import simulated
-from moe import mixture
 from peft import LoraConfig, get_peft_model
-from tiny import llama
+from support.moe import mixture
+from support.tiny import llama
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     LlamaForSequenceClassification,

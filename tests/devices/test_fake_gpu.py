@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from devices.device_runs import RUNS, make_trainer, make_window, train
-from ranks import alone, run_on_ranks
+from support.ranks import alone, run_on_ranks
 
 WRONG = {
     "a host tensor in the forward": "FakeTensorDeviceMismatchError",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from conftest import make_texts
-from docs_commands import ROOT, Printed, check, commands, printed
-from ranks import run_on_ranks
+from support.docs_commands import ROOT, Printed, check, commands, printed
+from support.ranks import run_on_ranks
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app

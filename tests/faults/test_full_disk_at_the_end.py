@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from conftest import make_texts
-from disturbances import small_disk
-from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama
+from support.disturbances import small_disk
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
 
 from toolkit.errors import ToolkitError
 

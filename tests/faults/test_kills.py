@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import yaml
 from conftest import make_texts
-from disturbances import KINDS, LIMIT_SECONDS, Site, possible, small_disk
 from safetensors.torch import load_file
-from stand_in import NUM_RANKS, attempt
-from tiny import recipe_values, save_llama
-from two_hosts import Host, two_hosts
+from support import ranks
+from support.disturbances import KINDS, LIMIT_SECONDS, Site, possible, small_disk
+from support.stand_in import NUM_RANKS, attempt
+from support.tiny import recipe_values, save_llama
+from support.two_hosts import Host, two_hosts
 
 from toolkit.run.lease import LEASE, Lease
 from toolkit.run.status import FOLDER

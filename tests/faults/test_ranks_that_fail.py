@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import yaml
-from tiny import recipe_values, save_llama
+from support import ranks
+from support.tiny import recipe_values, save_llama
 
 from toolkit.checkpoint.manifest import list_checkpoints
 

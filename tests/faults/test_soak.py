@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from conftest import make_texts
-from ranks import run_on_ranks
 from safetensors.torch import load_file
+from support.ranks import run_on_ranks
+from support.tiny import recipe_values, save_llama
 from test_repeated_runs import held
-from tiny import recipe_values, save_llama
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
 LOOK_SECONDS = 60 * MINUTES / 60

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ranks
 from conftest import make_texts
-from tiny import recipe_values, save_llama
+from support import ranks
+from support.tiny import recipe_values, save_llama
 
 from toolkit.checkpoint import latest
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import yaml
 from conftest import make_texts
-from launches import clean_environment
-from ranks import run_on_ranks
-from tiny import recipe_values, save_llama
+from support.launches import clean_environment
+from support.ranks import run_on_ranks
+from support.tiny import recipe_values, save_llama
 
 from toolkit.checkpoint import latest, list_checkpoints
 from toolkit.training.stop import StopRequests

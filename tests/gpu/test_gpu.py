@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from packed_rows import Documents, packed
-from tiny import llama, recipe_values, save_llama
+from support.packed_rows import Documents, packed
+from support.tiny import llama, recipe_values, save_llama
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_loops import Case, Found, masters, ordinary, prepare, train
+from support.offload_loops import Case, Found, masters, ordinary, prepare, train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import meet, run_on_ranks
-from tiny import recipe_values, save_llama
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
 
 TEXTS = ["a king and a queen walked by the river", "the moon was high"]
 

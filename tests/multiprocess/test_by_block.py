@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import make_texts
-from ranks import meet, run_on_ranks
-from tiny import llama, recipe_values, save_llama
+from support.ranks import meet, run_on_ranks
+from support.tiny import llama, recipe_values, save_llama
+from support.traffic import Traffic
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from traffic import Traffic
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from toolkit.errors import BadInputError

@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import make_texts
-from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama, unfinish
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama, unfinish
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 

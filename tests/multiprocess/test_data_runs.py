@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_texts
-from ranks import meet, run_on_ranks
-from tiny import VOCAB_SIZE, recipe_values, save_llama, unfinish
+from support.ranks import meet, run_on_ranks
+from support.tiny import VOCAB_SIZE, recipe_values, save_llama, unfinish
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,

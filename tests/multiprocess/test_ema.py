@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_texts
-from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama, unfinish
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama, unfinish
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 STEPS, ROWS_PER_STEP, DECAY = 6, 4, 0.7

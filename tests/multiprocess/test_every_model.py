@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bf16_models import save_tiny
-from every_model import causal_kinds
-from ranks import run_on_ranks
+from support.bf16_models import save_tiny
+from support.every_model import causal_kinds
+from support.ranks import run_on_ranks
 from test_precision import compare, sharded
 
 NUM_BATCHES = 6

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from moe import MODELS, mixture, plain_step
-from moe_steps import Case, compare_step, sharded_step, windows_of
-from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama
+from support.moe import MODELS, mixture, plain_step
+from support.moe_steps import Case, compare_step, sharded_step, windows_of
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
 from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune

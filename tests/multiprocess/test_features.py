@@ -13,10 +13,10 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
-from ranks import meet, run_on_ranks
+from support import tiny
+from support.ranks import meet, run_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
-import ranks
 import torch
+from support import ranks
 
 THREADS = 12
 FORKS = 20

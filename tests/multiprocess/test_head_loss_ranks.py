@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import meet, run_on_ranks
-from tiny import llama
+from support.ranks import meet, run_on_ranks
+from support.tiny import llama
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 K, VOCABULARY, T = 2, 96, 24

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from conftest import make_texts
-from ranks import run_on_ranks
-from tiny import save_llama
+from support.ranks import run_on_ranks
+from support.tiny import save_llama
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app

@@ -10,10 +10,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-from peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, peft_loop
-from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama, unfinish
+from support.peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, peft_loop
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama, unfinish
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 STEPS = 8

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
 from safetensors.torch import load_file, save_file
-from tiny import llama, save_llama
+from support.ranks import run_on_ranks
+from support.tiny import llama, save_llama
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 TEXTS = ["a king and a queen walked by the river"]

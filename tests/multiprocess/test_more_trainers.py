@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from launches import launch
-from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
+from support.launches import launch
+from support.ranks import meet, run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("reward", "seq2seq", "dpo", "kto", "grpo", "distillation", "embeddings")

@@ -7,14 +7,14 @@ where a forward that does not wait for them would otherwise go unseen.
 from __future__ import annotations
 
 import pytest
-from offload_loops import (
+from support.offload_loops import (
     Case,
     bf16_ulps,
     differences,
     offloaded,
     ordinary,
 )
-from ranks import run_on_ranks
+from support.ranks import run_on_ranks
 
 CASES = [
     Case(),

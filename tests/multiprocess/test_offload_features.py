@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_texts
-from offload_loops import STEPS, Case, Found, differences, loss_of, masters, ordinary, prepare, train
-from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import llama, recipe_values, save_llama
+from support.offload_loops import STEPS, Case, Found, differences, loss_of, masters, ordinary, prepare, train
+from support.ranks import meet, run_on_ranks
+from support.tiny import llama, recipe_values, save_llama
 
 from toolkit.errors import BadInputError, ToolkitError, TrainingError
 
@@ -362,7 +362,7 @@ def test_too_little_host_memory_is_told_on_all_ranks() -> None:
 def lose_weights() -> str:
     """A run whose weights cannot be read ends as `finetune` ends it; the error that comes through."""
     from accelerate.state import AcceleratorState
-    from offload_loops import make_model
+    from support.offload_loops import make_model
 
     def cannot(_: Any) -> None:
         raise OSError("no such weights")

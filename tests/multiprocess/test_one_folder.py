@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
-from ranks import run_on_ranks
-from tiny import recipe_values, save_llama
+from support.ranks import run_on_ranks
+from support.tiny import recipe_values, save_llama
 
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of <sched.h>
 TEXTS = ["a king and a queen walked by the river", "the moon was high"]

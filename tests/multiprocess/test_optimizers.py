@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
-from ranks import meet, run_on_ranks
-from tiny import recipe_values, save_llama
+from support import tiny
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
 
 STEPS = 6
 ROWS = 8

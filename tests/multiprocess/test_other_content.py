@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from conftest import make_texts
-from ranks import meet, run_on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import recipe_values, save_llama, unfinish
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama, unfinish
 
 TEXTS = [" ".join(text.split()[:6]) for text in make_texts(24, seed=3)]
 PAIRS = [{"prompt": a, "chosen": " " + b, "rejected": " a"} for a, b in zip(TEXTS, reversed(TEXTS), strict=True)]

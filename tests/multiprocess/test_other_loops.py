@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from launches import clean_environment, launch
+from support.launches import clean_environment, launch
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
+from support.ranks import run_on_ranks
 
 from toolkit.sharding import gloo as pairwise
 

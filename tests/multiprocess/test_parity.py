@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STEPS = 12

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from moe import by_batched_mm, mixture, plain_step
-from moe_steps import Case, sharded_step, windows_of
-from ranks import meet, run_on_ranks
+from support.moe import by_batched_mm, mixture, plain_step
+from support.moe_steps import Case, sharded_step, windows_of
+from support.ranks import meet, run_on_ranks
 
 COEF, MAX_NORM = 0.3, 0.05
 RUNS: dict[str, tuple[Case, float, float | None, int]] = {

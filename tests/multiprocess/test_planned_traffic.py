@@ -9,10 +9,10 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import meet, run_on_ranks
-from tiny import llama
+from support.ranks import meet, run_on_ranks
+from support.tiny import llama
+from support.traffic import Traffic
 from torch import nn
-from traffic import Traffic
 
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.time.traffic import traffic

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from planning_models import workload
-from ranks import meet, run_on_ranks
+from support.planning_models import workload
+from support.ranks import meet, run_on_ranks
 
 from toolkit.planning.memory.fake import Ledger
 from toolkit.planning.memory.held import MemoryLayout

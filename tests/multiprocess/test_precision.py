@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from bf16_models import loaded, output_types, save_tiny
-from offload_loops import slow_down
-from ranks import meet, run_on_ranks
+from support.bf16_models import loaded, output_types, save_tiny
+from support.offload_loops import slow_down
+from support.ranks import meet, run_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import CONFIG_MAPPING
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_texts
-from peft_by_hand import adapted
-from ranks import meet, run_on_ranks
-from tiny import recipe_values, save_llama
+from support.peft_by_hand import adapted
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STEPS, PAIRS_PER_STEP, BETA, SEED = 5, 8, 0.3, 2

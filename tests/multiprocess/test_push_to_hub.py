@@ -12,9 +12,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 from conftest import make_texts
-from hub_stand_in import TOKEN, hub
-from ranks import meet, run_on_ranks
-from tiny import recipe_values, save_llama
+from support.hub_stand_in import TOKEN, hub
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
 
 from toolkit.recipe.recipe import Recipe
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_texts
-from ranks import meet, run_on_ranks
-from tiny import llama, recipe_values, save_llama
+from support.ranks import meet, run_on_ranks
+from support.tiny import llama, recipe_values, save_llama
 from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_texts
-from ranks import meet, run_on_ranks
-from tiny import recipe_values, save_llama
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 STEPS, PAIRS_PER_STEP, CENTERING = 4, 8, 0.05

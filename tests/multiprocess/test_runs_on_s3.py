@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from conftest import make_texts
 from moto.server import ThreadedMotoServer
-from ranks import meet, run_on_ranks
-from tiny import recipe_values, save_llama
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
 from typer.testing import CliRunner
 
 from toolkit.checkpoint import store as stores

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_texts
-from ranks import meet, run_on_ranks
-from tiny import VOCAB_SIZE, recipe_values
+from support.ranks import meet, run_on_ranks
+from support.tiny import VOCAB_SIZE, recipe_values
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, T5Config
 
 from toolkit.data.tokenizer import _train_byte_pairs

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import make_texts
-from ledger import Ledger
-from packed_rows import Documents, packed
-from ranks import meet, run_on_ranks
-from tiny import recipe_values, save_llama
-from traffic import Traffic
+from support.ledger import Ledger
+from support.packed_rows import Documents, packed
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
+from support.traffic import Traffic
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import toolkit.run.accelerator

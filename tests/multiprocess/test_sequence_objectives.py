@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import make_texts
-from ranks import meet, run_on_ranks
-from tiny import recipe_values, save_llama
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,

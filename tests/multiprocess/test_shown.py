@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_texts
-from ranks import meet, run_on_ranks
-from tiny import recipe_values, save_llama
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 

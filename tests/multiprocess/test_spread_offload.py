@@ -12,15 +12,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
-import offload_loops
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import get_fsdp2_grad_scaler
-from moe import MODELS, mixture
-from offload_loops import VOCABULARY, Case, Found, bf16_ulps, differences, learning_rate, loss_of, make_optimizer
-from ranks import meet, run_on_ranks
+from support import offload_loops
+from support.moe import MODELS, mixture
+from support.offload_loops import (
+    VOCABULARY,
+    Case,
+    Found,
+    bf16_ulps,
+    differences,
+    learning_rate,
+    loss_of,
+    make_optimizer,
+)
+from support.ranks import meet, run_on_ranks
 from torch import nn
 
 from toolkit.sharding import OffloadSettings, sharding_kwargs

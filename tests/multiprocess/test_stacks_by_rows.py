@@ -10,13 +10,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from moe import mixture, plain_step
-from moe_steps import compare_step, sharded_step, windows_of
-from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama
+from support.moe import mixture, plain_step
+from support.moe_steps import compare_step, sharded_step, windows_of
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
+from support.traffic import Traffic
 from torch.distributed.tensor import distribute_tensor
-from traffic import Traffic
 from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune, sharding_kwargs

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import meet, run_on_ranks
-from tiny import llama
+from support.ranks import meet, run_on_ranks
+from support.tiny import llama
+from support.traffic import Traffic
 from torch import nn
-from traffic import Traffic
 
 K = 3
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hybrid")

@@ -14,9 +14,9 @@ import pytest
 import torch
 import yaml
 from conftest import make_texts
-from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 

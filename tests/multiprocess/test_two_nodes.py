@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launches import clean_environment, launch
-from tiny import recipe_values, save_llama
-from two_hosts import ADDRESSES, two_hosts
+from support.launches import clean_environment, launch
+from support.tiny import recipe_values, save_llama
+from support.two_hosts import ADDRESSES, two_hosts
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import meet, run_on_ranks
+from support.ranks import meet, run_on_ranks
 from torch import nn
 
 STEPS = 3

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import yaml
-from launches import clean_environment
-from moe import mixture
-from tiny import recipe_values, save_llama
+from support.launches import clean_environment
+from support.moe import mixture
+from support.tiny import recipe_values, save_llama
 
 from toolkit.cli import app as cli
 from toolkit.errors import ToolkitError

@@ -14,7 +14,7 @@ import torch
 import yaml
 from conftest import make_texts
 from safetensors.torch import load_file
-from tiny import VOCAB_SIZE, recipe_values, save_llama
+from support.tiny import VOCAB_SIZE, recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 
 from toolkit.data.tokenizer import _train_byte_pairs

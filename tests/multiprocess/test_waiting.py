@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ranks import alone, run_on_ranks
+from support.ranks import alone, run_on_ranks
 
 PATIENCE_SECONDS = 3
 WORK_SECONDS = 6
@@ -21,7 +21,7 @@ def slow_on_rank_zero(meeting: str, folder: str) -> float:
     import torch
     import torch.distributed as dist
     from accelerate import Accelerator
-    from tiny import llama
+    from support.tiny import llama
 
     from toolkit import ranks
     from toolkit.checkpoint import export as exports

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_texts
-from peft_by_hand import adapted
-from ranks import meet, run_on_ranks
 from safetensors.torch import load_file
-from tiny import recipe_values
-from tiny_multimodal import FAMILIES, save_multimodal
+from support.peft_by_hand import adapted
+from support.ranks import meet, run_on_ranks
+from support.tiny import recipe_values
+from support.tiny_multimodal import FAMILIES, save_multimodal
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 STEPS, ROWS, SEED, RATE = 3, 4, 3, 3e-3

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from launches import clean_environment
 from nbclient import NotebookClient
-from ranks import alone, run_on_ranks
+from support.launches import clean_environment
+from support.ranks import alone, run_on_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]

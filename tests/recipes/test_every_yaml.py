@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from launches import launch
+from support.launches import launch
 
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.strategy import parse_strategy

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import offload_loops
 import torch
 import torch.distributed as dist
-from offload_loops import Case, learning_rate, loss_of, make_model, ordinary, prepare, slow_down
 from streams.happens_before import Checker, Race
 from streams.simulated import watched_by
+from support import offload_loops
+from support.offload_loops import Case, learning_rate, loss_of, make_model, ordinary, prepare, slow_down
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.utils._pytree import tree_map_only

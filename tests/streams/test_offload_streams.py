@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from offload_loops import Case
-from ranks import alone, run_on_ranks
 from streams.mutations import Mutation, mutated
 from streams.runs import Run, races_of
+from support.offload_loops import Case
+from support.ranks import alone, run_on_ranks
 
 import toolkit.sharding.offload
 from toolkit.sharding.fsdp import autograd_sums_gradients

@@ -58,7 +58,7 @@ Trace = list[dict[str, Any]]
 
 def record(rank_counts: Sequence[int] = RANKS) -> dict[str, Trace]:
     """Name of each shipped recipe -> its trace on one rank and then on two, or on those of them that are named."""
-    from ranks import run_on_ranks
+    from support.ranks import run_on_ranks
 
     traces: dict[str, Trace] = {path.stem: [] for path in RECIPES}
     with TemporaryDirectory() as folder:
@@ -102,7 +102,7 @@ def _losses(recipes: list[Path]) -> dict[str, Trace]:
     """This rank's records of a run of each recipe."""
     import os
 
-    from ranks import meet
+    from support.ranks import meet
 
     from toolkit import Recipe, finetune
     from toolkit.model.fake_tensors import lacks_products

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from refusals import finetune, shown, toolkit
-from tiny import recipe_values, save_llama
+from support.refusals import finetune, shown, toolkit
+from support.tiny import recipe_values, save_llama
 
 TEXTS = ["a king and a queen walked by the river", "the moon was high"]
 

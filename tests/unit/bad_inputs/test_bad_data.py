@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from refusals import Outcome, toolkit
-from tiny import recipe_values, save_llama
+from support.refusals import Outcome, toolkit
+from support.tiny import recipe_values, save_llama
 
 TEXTS = ["a king and a queen walked by the river", "the moon was high"]
 

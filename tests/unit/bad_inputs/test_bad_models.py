@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from refusals import finetune
 from safetensors.torch import load_file, save_file
-from tiny import recipe_values, save_llama
+from support.refusals import finetune
+from support.tiny import recipe_values, save_llama
 
 TEXTS = ["a king and a queen walked by the river", "the moon was high"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

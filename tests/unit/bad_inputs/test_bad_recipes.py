@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from refusals import key_of, toolkit
+from support.refusals import key_of, toolkit
 
 REFUSED = """
 model.name_or_path=3

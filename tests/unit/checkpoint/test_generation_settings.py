@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_texts
-from tiny import recipe_values, save_llama
+from support.tiny import recipe_values, save_llama
 from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune

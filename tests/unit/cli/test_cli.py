@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import clean_environment
+from support.launches import clean_environment
 from typer.main import get_command
 from typer.testing import CliRunner
 

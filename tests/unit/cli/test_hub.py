@@ -12,7 +12,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from refusals import finetune
+from support.refusals import finetune
 from typer.testing import CliRunner
 
 from toolkit.cli import hub

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from launches import clean_environment
+from support.launches import clean_environment
 
 CODE = """
 import builtins, sys

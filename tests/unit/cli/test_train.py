@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launches import clean_environment
+from support.launches import clean_environment
 from typer.testing import CliRunner, Result
 
 from toolkit.cli import launcher, train

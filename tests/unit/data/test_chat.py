@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from chat_templates import CHAT_TEMPLATES, CHATML, CHATML_GENERATION, PHI_3, QWEN_3, QWEN_25, ChatTemplate
-from chat_templates import tokenizer_for as new_tokenizer
+from support.chat_templates import CHAT_TEMPLATES, CHATML, CHATML_GENERATION, PHI_3, QWEN_3, QWEN_25, ChatTemplate
+from support.chat_templates import tokenizer_for as new_tokenizer
 from tokenizers.processors import ByteLevel
 from transformers import PreTrainedTokenizerFast
 

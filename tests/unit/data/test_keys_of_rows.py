@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import CHATML, DEEPSEEK_R1, QWEN_3, ChatTemplate, tokenizer_for
+from support.chat_templates import CHATML, DEEPSEEK_R1, QWEN_3, ChatTemplate, tokenizer_for
 
 from toolkit.data import build
 from toolkit.data.encode import Encoder

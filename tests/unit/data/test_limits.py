@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tiny import save_llama
+from support.tiny import save_llama
 
 from toolkit.data import json_list, readers, templates, time_limit
 from toolkit.data.build import build

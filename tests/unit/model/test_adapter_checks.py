@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import llama
 from test_expert_adapters import adapt
-from tiny import llama
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -77,7 +77,7 @@ def test_a_folder_has_no_revisions(tmp_path: Any) -> None:
 
 
 def test_a_router_that_is_trained_whole_is_one_router() -> None:
-    from moe import mixture
+    from support.moe import mixture
 
     plain = mixture("qwen3_moe")
     count = len(find_routers(plain))

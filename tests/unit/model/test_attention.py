@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import llama
+from support.tiny import llama
 from transformers.utils import import_utils
 
 from toolkit.errors import BadInputError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import llama
+from support.tiny import llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from toolkit.data.cut import Part

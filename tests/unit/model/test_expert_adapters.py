@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from tiny import llama, tiny_config
+from support.tiny import llama, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

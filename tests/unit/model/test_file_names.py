@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from every_model import causal_kinds
 from safetensors.torch import load_file
-from tiny import tiny_config
+from support.every_model import causal_kinds
+from support.tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
 from toolkit.model.file_names import FileNames

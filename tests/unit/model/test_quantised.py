@@ -15,7 +15,7 @@ import torch
 from accelerate import init_empty_weights
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
-from tiny import llama, save_llama
+from support.tiny import llama, save_llama
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-from tiny import llama, recipe_values, save_llama, tiny_config
+from support.tiny import llama, recipe_values, save_llama, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import save_llama
+from support.tiny import save_llama
 from transformers import AutoConfig, AutoTokenizer
 
 from toolkit.errors import BadInputError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from moe import MODELS, chosen, micro_batches, mixture
-from tiny import llama
+from support.moe import MODELS, chosen, micro_batches, mixture
+from support.tiny import llama
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.utils.output_capturing import OutputRecorder

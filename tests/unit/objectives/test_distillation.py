@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_texts
-from ledger import Ledger
-from tiny import llama, save_llama
+from support.ledger import Ledger
+from support.tiny import llama, save_llama
 from transformers import AutoTokenizer
 
 from toolkit.data import tokenizer

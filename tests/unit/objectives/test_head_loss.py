@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from ledger import Ledger
+from support.ledger import Ledger
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import (

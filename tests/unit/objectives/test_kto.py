@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import make_texts
 from datasets import Dataset
-from tiny import save_llama
+from support.tiny import save_llama
 from transformers import AutoTokenizer, LlamaForCausalLM
 from trl import KTOConfig, KTOTrainer
 

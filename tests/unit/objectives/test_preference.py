@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from conftest import make_texts
 from datasets import Dataset
-from tiny import save_llama
+from support.tiny import save_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer

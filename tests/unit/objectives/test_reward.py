@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import make_texts
 from datasets import Dataset
-from tiny import llama, save_llama
+from support.tiny import llama, save_llama
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 from trl import RewardConfig, RewardTrainer
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from moe import mixture
-from tiny import llama
+from support.moe import mixture
+from support.tiny import llama
 from torch import nn
 from torch._functorch import config as functorch
 from transformers import (

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from html_page import HOSTILE, Page
 from rich.console import Console
+from support.html_page import HOSTILE, Page
 
 from toolkit.pages.data_console import MAX_LISTED_ROWS, SAMPLE_LENGTH, shortened, show_report
 from toolkit.pages.data_page import MAX_BARS, render_data_page, write_data_page

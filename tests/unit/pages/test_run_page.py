@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from html_page import HOSTILE, Page
+from support.html_page import HOSTILE, Page
 
 from toolkit.pages.run_page import MAX_LISTED_STEPS, RunSummary, render_report, write_report
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from html_page import HOSTILE, Page
+from support.html_page import HOSTILE, Page
 
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, mark_ended, state_of

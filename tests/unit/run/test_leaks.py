@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from packed_rows import Documents, gpt2, packed, qwen
-from tiny import llama
+from support.packed_rows import Documents, gpt2, packed, qwen
+from support.tiny import llama
 from torch import nn
 from transformers import RobertaConfig, RobertaForCausalLM
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 import yaml
 from accelerate import Accelerator
-from refusals import Outcome as Refusal
-from refusals import finetune
-from tiny import llama, recipe_values, save_llama
+from support.refusals import Outcome as Refusal
+from support.refusals import finetune
+from support.tiny import llama, recipe_values, save_llama
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app

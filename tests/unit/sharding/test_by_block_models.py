@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import llama
+from support.tiny import llama
 from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError

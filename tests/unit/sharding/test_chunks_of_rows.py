@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from packed_rows import Documents, packed
 from peft import LoraConfig, get_peft_model
-from tiny import llama
+from support.packed_rows import Documents, packed
+from support.tiny import llama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM

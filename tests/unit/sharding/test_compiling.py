@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from packed_rows import VOCABULARY
-from tiny import llama
+from support.packed_rows import VOCABULARY
+from support.tiny import llama
 from torch import nn
 from torch._dynamo.utils import counters
 

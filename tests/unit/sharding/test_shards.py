@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from moe import mixture
+from support.moe import mixture
 from torch import nn
 
 from toolkit.sharding.experts import dealing_of

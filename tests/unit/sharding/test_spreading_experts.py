@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe import mixture
-from tiny import llama
+from support.moe import mixture
+from support.tiny import llama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import make_texts
-from tiny import save_llama
+from support.tiny import save_llama
 from transformers import AutoTokenizer, T5Config
 from typer.testing import CliRunner, Result
 

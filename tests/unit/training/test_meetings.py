@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from tiny import llama
+from support.tiny import llama
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode

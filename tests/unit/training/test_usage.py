@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import llama
+from support.tiny import llama
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel

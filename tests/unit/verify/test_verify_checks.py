@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny import recipe_values, save_llama
+from support.tiny import recipe_values, save_llama
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from planning_models import workload
+from support.planning_models import workload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from planning_models import workload
+from support.planning_models import workload
 
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import MemoryLayout, replay

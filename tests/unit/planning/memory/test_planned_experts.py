@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from planning_models import workload
+from support.planning_models import workload
 from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError

@@ -8,8 +8,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from planning_models import DECODERS, KINDS, workload
-from ranks import PRELOADED
+from support.planning_models import DECODERS, KINDS, workload
+from support.ranks import PRELOADED
 
 from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from planning_models import batch_of, build, config_of, of_whole_logits
+from support.planning_models import batch_of, build, config_of, of_whole_logits
 from transformers import Ernie4_5_MoeConfig
 
 from toolkit.planning.memory.held import MemoryLayout, held_unit, rounded

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from packaging.version import Version
-from planning_models import workload
+from support.planning_models import workload
 
 from toolkit.model.adapters import add_adapter, base_of, quantise
 from toolkit.model.quantised import OLDEST_TORCH

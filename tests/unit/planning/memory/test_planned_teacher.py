@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from planning_models import batch_of, build, config_of
+from support.planning_models import batch_of, build, config_of
 from torch import nn
 
 from toolkit.model.adapters import add_adapter

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planning_models import batch_of, build, config_of, objective_of, workload
-from tiny import llama
+from support.planning_models import batch_of, build, config_of, objective_of, workload
+from support.tiny import llama
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_llama import SHAPES, Recorder, segments
+from support.fake_llama import SHAPES, Recorder, segments
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.planning.time.hardware import hardware_of

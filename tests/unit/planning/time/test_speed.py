@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from fake_llama import SHAPES, segments, unit
+from support.fake_llama import SHAPES, segments, unit
 
 from toolkit.planning.time.hardware import ADAM_BYTES, Hardware, hardware_of
 from toolkit.planning.time.roofline import Work

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_llama import unit
+from support.fake_llama import unit
 
 from toolkit.planning.memory.units import ParameterShape, UnitShape
 from toolkit.planning.time.traffic import HostExecutor, OffloadPlan, traffic

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from moe import Step, micro_batches, mixture
 from torch.optim.lr_scheduler import LambdaLR
 
+from support.moe import Step, micro_batches, mixture
 from toolkit.data.cut import Part
 from toolkit.model.attention_by_heads import attend_by_heads
 from toolkit.objectives.balance import build_balance

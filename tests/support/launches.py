@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ranks import alone, run_on_ranks
+from support.ranks import alone, run_on_ranks
 
 OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMP_")
 """What the names of a launcher's environment variables start with."""

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from support.tiny import VOCAB_SIZE
 from toolkit.data.tokenizer import _train_byte_pairs
 
 TEXT = {

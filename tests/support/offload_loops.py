@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from ranks import meet
-from tiny import llama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSNorm
+
+from support.ranks import meet
+from support.tiny import llama
 
 STEPS = 4
 VOCABULARY = 199  # odd: no dimension of the embeddings divides by 2

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
+
+from support.tiny import tiny_config
 
 
 def save_tiny(kind: str, folder: Path) -> None:

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stand_in import NUM_RANKS, Attempt, attempt
-from two_hosts import Host
-
+from support.stand_in import NUM_RANKS, Attempt, attempt
+from support.two_hosts import Host
 from toolkit.checkpoint import list_checkpoints
 from toolkit.run.lease import LEASE
 

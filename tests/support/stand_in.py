@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import ranks
-from two_hosts import ADDRESSES, Host
+from support import ranks
+from support.two_hosts import ADDRESSES, Host
 
 NUM_RANKS = 2
 SECONDS_TO_END = 5.0

@@ -19,7 +19,7 @@ from typing import Any
 from toolkit.cli.arguments import split_arguments
 from toolkit.recipe.recipe import Recipe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROGRAMS = ("toolkit", "accelerate", "torchrun", "python", "pip", "pytest", "srun")
 STARTS_RANKS = ("train", "verify", "doctor", "status")
 """Commands of `toolkit` that start ranks or look at running ones, and have tests of their own."""
