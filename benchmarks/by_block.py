@@ -355,9 +355,9 @@ def measure_links(ends: Ends, rounds: int) -> Iterator[dict[str, Any]]:
 
 def measure_memory(_ends: Ends, _rounds: int) -> Iterator[dict[str, Any]]:
     """Peaks of a rank of 8 without the optimizer's state: traces of the real FSDP2 on tensors without memory, bf16."""
-    from toolkit.planning.memory.held import MemoryLayout
     from toolkit.planning.memory.probe import Prober
     from toolkit.planning.memory.replay import replay
+    from toolkit.planning.memory.state_bytes import MemoryLayout
     from toolkit.planning.memory.trace import trace
     from toolkit.planning.memory.units import unit_shapes
     from toolkit.sharding import Checkpointing

@@ -123,7 +123,7 @@ def stepping(point: Point, rank: int) -> Any:
 
     from toolkit.data.samples import IGNORED
     from toolkit.objectives.find_head import find_head_loss
-    from toolkit.objectives.head_loss import HeadLoss
+    from toolkit.objectives.fused_linear_cross_entropy import HeadLoss
     from toolkit.sharding import sharding_kwargs
 
     accelerator = Accelerator(**sharding_kwargs("zero3"))

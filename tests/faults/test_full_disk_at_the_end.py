@@ -40,10 +40,10 @@ def starts(home: Path) -> dict[str, Any]:
     from toolkit import Recipe, finetune
     from toolkit.checkpoint import list_checkpoints
     from toolkit.run import outcome
-    from toolkit.training import full_disk
+    from toolkit.training import durable_writes
     from toolkit.training.trainer import Trainer
 
-    full_disk.PATIENCE_SECONDS, full_disk.RETRY_SECONDS = 0.2, 0.1
+    durable_writes.PATIENCE_SECONDS, durable_writes.RETRY_SECONDS = 0.2, 0.1
     disk, require_room, train_step = home / "disk", outcome.require_room, Trainer.train_step
     run = disk / "run"
     steps: list[int] = []

@@ -24,8 +24,8 @@ from support.stand_in import NUM_RANKS, attempt
 from support.tiny import recipe_values, save_llama
 from support.two_hosts import Host, two_hosts
 
-from toolkit.run.lease import LEASE, Lease
-from toolkit.run.status import FOLDER
+from toolkit.supervise.lease import LEASE, Lease
+from toolkit.supervise.rank_status import FOLDER
 
 GRACE_SECONDS = 1.5
 STALL_SECONDS = 8.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from toolkit.objectives.head_loss import AfterHead, summed_loss
+from toolkit.objectives.fused_linear_cross_entropy import AfterHead, summed_loss
 
 TOKENS, VOCABULARY, WIDTH = 4096, 65_536, 512
 

@@ -58,7 +58,7 @@ def toolkit(strategy: str, kind: str, precision: str) -> tuple[list[float], dict
     from accelerate import Accelerator
 
     from toolkit import sharding_kwargs
-    from toolkit.objectives import head_loss
+    from toolkit.objectives import fused_linear_cross_entropy
     from toolkit.objectives.causal_lm import CausalLM
     from toolkit.sharding.checkpointing import Checkpointing
     from toolkit.sharding.launched import accumulation_plugin
@@ -67,7 +67,7 @@ def toolkit(strategy: str, kind: str, precision: str) -> tuple[list[float], dict
 
     meet()
     reset_accelerate()
-    head_loss.MIN_CHUNK_TOKENS, head_loss.CHUNK_ENTRIES = 10, 1
+    fused_linear_cross_entropy.MIN_CHUNK_TOKENS, fused_linear_cross_entropy.CHUNK_ENTRIES = 10, 1
     more = {"checkpointing": Checkpointing(1)} if strategy == "zero3" else {}
     accelerator = Accelerator(
         mixed_precision=precision,

@@ -18,9 +18,9 @@ from support.planning_models import workload
 from support.ranks import meet, run_on_ranks
 
 from toolkit.planning.memory.fake import Ledger
-from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import Memory, replay
+from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload

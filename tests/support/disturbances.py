@@ -17,7 +17,7 @@ from pathlib import Path
 from support.stand_in import NUM_RANKS, Attempt, attempt
 from support.two_hosts import Host
 from toolkit.checkpoint import list_checkpoints
-from toolkit.run.lease import LEASE
+from toolkit.supervise.lease import LEASE
 
 LIMIT_SECONDS = 120.0
 """Within which whatever a fault ends has ended. A launcher that is gone takes a minute, by promise."""

@@ -18,9 +18,9 @@ from toolkit.checkpoint.upload import Uploads
 from toolkit.checkpoint.writer import Checkpointer
 from toolkit.data.ahead import ahead
 from toolkit.recipe.schema import CheckpointSection
-from toolkit.run.flight import last_collectives
-from toolkit.run.watched import watched
 from toolkit.sharding.offload.worker import Worker
+from toolkit.supervise.flight_recorder import last_collectives
+from toolkit.supervise.watched import watched
 
 STARTERS = {
     "checkpoint/writer.py": "on_this_device",
@@ -28,11 +28,11 @@ STARTERS = {
     "data/ahead.py": "on_this_device",
     "data/time_limit.py": "_look",  # looks at the clock; knows no torch
     "sharding/offload/worker.py": "set_device",  # told its device, which need not be the current one
-    "run/lease.py": "_beat",  # writes a file; knows no torch
-    "run/orphans.py": "_watch",  # looks for a process; knows no torch
-    "run/store_lease.py": "_beat",  # writes to a store; knows no torch
-    "run/flight.py": "on_this_device",
-    "run/watched.py": "on_this_device",
+    "supervise/lease.py": "_beat",  # writes a file; knows no torch
+    "supervise/parent_death.py": "_watch",  # looks for a process; knows no torch
+    "supervise/store_lease.py": "_beat",  # writes to a store; knows no torch
+    "supervise/flight_recorder.py": "on_this_device",
+    "supervise/watched.py": "on_this_device",
     "sharding/by_block.py": "on_this_device",
     "terminal.py": "_remind",  # prints a line; knows no torch
     "verify/sharded.py": "_end_with_parent",  # reads a pipe and ends the process; knows no torch
@@ -106,8 +106,8 @@ def test_a_checkpoint_is_copied_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatc
 def test_collectives_are_looked_up_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From a thread of the watch, which is a thread itself."""
     devices = Devices(monkeypatch)
-    monkeypatch.setattr("toolkit.run.flight._dump", lambda: devices.note("looked up") or [])
-    monkeypatch.setattr("toolkit.run.watched._keep_looking", lambda watch, done: last_collectives())
+    monkeypatch.setattr("toolkit.supervise.flight_recorder._dump", lambda: devices.note("looked up") or [])
+    monkeypatch.setattr("toolkit.supervise.watched._keep_looking", lambda watch, done: last_collectives())
     with watched(tmp_path, stall_minutes=None):
         pass
     assert devices.done == {"watch": [3], "flight-recorder": [3, "looked up"]}

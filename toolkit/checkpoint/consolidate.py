@@ -46,7 +46,7 @@ from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import add_adapter, has_adapter, quantise, write_adapter
 from toolkit.model.file_names import FileNames
 from toolkit.model.load import auto_class, take_generation_settings
-from toolkit.places import GIB, is_store
+from toolkit.paths import GIB, is_store
 from toolkit.recipe.schema import AdapterSection, ExportSection
 
 EXPORT_TYPES = ("float32", "bfloat16", "float16")

@@ -42,7 +42,7 @@ from toolkit.model.file_names import FileNames
 from toolkit.model.load import auto_class, load_stored
 from toolkit.model.quantised import dequantised, quantise_loaded
 from toolkit.model.weights import fit_of
-from toolkit.places import BASE_FILE, GIB
+from toolkit.paths import BASE_FILE, GIB
 from toolkit.sharding.shards import shard_group, shard_shape, sharded_dim, state_once
 
 CARRIED = ("*processor_config.json", "LICENSE*", "NOTICE*")

@@ -29,7 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, counted, first_line
-from toolkit.places import is_store
+from toolkit.paths import is_store
 
 FORMAT = 1
 FOLDER = "checkpoints"

@@ -24,8 +24,8 @@ from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
 from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.model.adapters import base_fingerprint
 from toolkit.recipe.recipe import Recipe
-from toolkit.training.beats import Beats, Phase
-from toolkit.training.full_disk import PATIENCE_SECONDS
+from toolkit.training.durable_writes import PATIENCE_SECONDS
+from toolkit.training.heartbeat import Heartbeat, Phase
 from toolkit.training.metrics import Metrics
 from toolkit.training.trainer import Trainer
 
@@ -64,7 +64,7 @@ class RunCheckpoints:
         optimizer: torch.optim.Optimizer,
         metrics: Metrics,
         store: StorePath | None,
-        beats: Beats,
+        beats: Heartbeat,
         teacher: str | None = None,
         content: str | None = None,
     ) -> None:

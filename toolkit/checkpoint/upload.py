@@ -40,7 +40,7 @@ from toolkit.checkpoint.rotation import superseded
 from toolkit.checkpoint.store import StorePath, without_secrets
 from toolkit.errors import ToolkitError, counted, first_line, in_words
 from toolkit.recipe.schema import CheckpointSection
-from toolkit.training.full_disk import RETRY_SECONDS, TELL_SECONDS
+from toolkit.training.durable_writes import RETRY_SECONDS, TELL_SECONDS
 
 T = TypeVar("T")
 

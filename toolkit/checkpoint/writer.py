@@ -42,7 +42,7 @@ from toolkit.checkpoint.state import described, first_failure, first_non_finite,
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.upload import Uploads
 from toolkit.errors import ToolkitError, first_line, is_lost_peer
-from toolkit.places import CHECKPOINT_FILE_BYTES
+from toolkit.paths import CHECKPOINT_FILE_BYTES
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.shards import local_tensor
 

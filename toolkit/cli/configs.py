@@ -15,7 +15,7 @@ from toolkit.cli.arguments import AsJson, NewFile
 from toolkit.cli.console import print_table
 from toolkit.cli.recipes import new_yaml
 from toolkit.errors import BadInputError, did_you_mean
-from toolkit.places import shipped_files
+from toolkit.paths import shipped_files
 
 configs_app = typer.Typer(invoke_without_command=True)
 

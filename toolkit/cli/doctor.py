@@ -21,7 +21,7 @@ import typer
 from toolkit.cli.arguments import AsJson
 from toolkit.cli.console import print_table
 from toolkit.errors import first_line
-from toolkit.places import GIB, user_cache
+from toolkit.paths import GIB, user_cache
 
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterable, Mapping
 
 from toolkit.errors import BadInputError
-from toolkit.places import is_file_source, is_hub_name
+from toolkit.paths import is_file_source, is_hub_name
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import Terminal
 

@@ -11,7 +11,7 @@ import typer
 from toolkit.cli.arguments import AsJson, CpuOption, GpusOption
 from toolkit.cli.hub import settle_names
 from toolkit.errors import BadInputError, counted
-from toolkit.places import GIB, atomic_write
+from toolkit.paths import GIB, atomic_write
 from toolkit.terminal import Terminal
 
 if TYPE_CHECKING:

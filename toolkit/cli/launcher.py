@@ -110,7 +110,7 @@ def _exit_code(rank: int, code: int, output_dir: Path) -> int:
     if code >= 0:
         return code
     from toolkit.pages.status import mark_ended
-    from toolkit.run.status import REPORT
+    from toolkit.supervise.rank_status import REPORT
 
     name = signal.Signals(-code).name
     hint = ": the machine may have run out of memory" if name == "SIGKILL" else ""

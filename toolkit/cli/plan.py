@@ -19,7 +19,7 @@ from toolkit.cli.configs import find_config
 from toolkit.cli.console import print_table
 from toolkit.cli.hub import settle_hub
 from toolkit.errors import BadInputError
-from toolkit.places import GIB
+from toolkit.paths import GIB
 from toolkit.planning.time.hardware import Hardware, hardware_of, presets, profile_path
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import Terminal

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit.errors import BadInputError, counted
-from toolkit.places import GIB
+from toolkit.paths import GIB
 from toolkit.planning.launch import LaunchCommand
 from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, PlanRow
 from toolkit.planning.setup import Setup

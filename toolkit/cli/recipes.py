@@ -12,7 +12,7 @@ import typer
 from toolkit.cli.arguments import AsJson, NewFile
 from toolkit.cli.console import print_table
 from toolkit.errors import BadInputError
-from toolkit.places import DATA_SUFFIXES
+from toolkit.paths import DATA_SUFFIXES
 from toolkit.recipe.load import find_recipe, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 

@@ -23,7 +23,7 @@ STANDING_SECONDS = 30.0
 def status(run: RunFolder, as_json: AsJson = False) -> None:
     """Show where each rank of a live run is, and who waits for whom. Exit code 1 if the run is not live."""
     from toolkit.run.finished import is_finished
-    from toolkit.run.status import COLUMNS, cells, read_statuses, verdict
+    from toolkit.supervise.rank_status import COLUMNS, cells, read_statuses, verdict
 
     if not run.is_dir():
         raise BadInputError(f"{str(run)!r}: no such folder; name the training.output_dir of a run")
@@ -51,7 +51,7 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
 def _gone(run: Path, silent: list[float]) -> str | None:
     """Since when nothing was heard of a run that was killed, which its report is made to say; None: it is not gone."""
     from toolkit.pages.status import mark_ended
-    from toolkit.run.status import REPORT
+    from toolkit.supervise.rank_status import REPORT
 
     if not silent or min(silent) <= GONE_SECONDS:
         return None

@@ -29,7 +29,7 @@ from toolkit.cli.configs import find_config
 from toolkit.cli.retries import require_useful, with_retries
 from toolkit.data.files import paths_of
 from toolkit.errors import BadInputError
-from toolkit.places import require_folder, shipped_folder, shown_path
+from toolkit.paths import require_folder, shipped_folder, shown_path
 from toolkit.recipe.recipe import Recipe
 
 ON_CPU = "ACCELERATE_USE_CPU"

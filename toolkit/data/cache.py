@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import BadInputError
-from toolkit.places import user_cache
+from toolkit.paths import user_cache
 from toolkit.recipe.schema import DataSection
 
 FORMAT = 4

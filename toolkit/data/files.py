@@ -9,7 +9,7 @@ from pathlib import Path
 from fsspec.utils import infer_compression
 
 from toolkit.errors import DataError
-from toolkit.places import COMPRESSIONS, DATA_SUFFIXES, is_file_source
+from toolkit.paths import COMPRESSIONS, DATA_SUFFIXES, is_file_source
 from toolkit.recipe.schema import DataSection
 
 TABLES = (".parquet", ".arrow")

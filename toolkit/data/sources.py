@@ -20,7 +20,7 @@ from toolkit.data.json_list import WRAPPERS
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row, Shard, opened, read, unreadable
 from toolkit.errors import DataError
-from toolkit.places import COMPRESSIONS, is_file_source
+from toolkit.paths import COMPRESSIONS, is_file_source
 from toolkit.recipe.schema import DataSection, SourceSection
 
 LINES = (".jsonl", ".ndjson")

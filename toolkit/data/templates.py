@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.sandbox import LONGEST, TooLargeError, use_in_transformers
 from toolkit.data.time_limit import TimeLimitError, time_limit
 from toolkit.errors import BadInputError, DataError
-from toolkit.places import GIB
+from toolkit.paths import GIB
 
 RENDER_SECONDS = 30.0
 """Time limit of one rendering, which takes milliseconds: a template can loop for years."""

@@ -24,7 +24,7 @@ from toolkit.data.readers import read
 from toolkit.data.sources import identify_rows, open_source
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.errors import BadInputError, in_words
-from toolkit.places import require_folder
+from toolkit.paths import require_folder
 from toolkit.recipe.schema import DataSection, ModelSection
 from toolkit.terminal import Pass, Terminal
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BadInputError, ToolkitError, first_line
-from toolkit.places import BASE_FILE, fingerprint_of, require_folder
+from toolkit.paths import BASE_FILE, fingerprint_of, require_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

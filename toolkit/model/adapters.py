@@ -33,7 +33,7 @@ from toolkit.model.targets import (
     targets_beside_experts,
     targets_of_pattern,
 )
-from toolkit.places import BASE_FILE
+from toolkit.paths import BASE_FILE
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.shards import Rows, state_once
 

@@ -57,7 +57,7 @@ from toolkit.model.weights import (
     told_by_us,
     unused_names,
 )
-from toolkit.places import fingerprint_of, require_folder
+from toolkit.paths import fingerprint_of, require_folder
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.apply import KeepsMasters
 from toolkit.terminal import Pass, Terminal

@@ -19,7 +19,7 @@ from toolkit.model.attention import is_flash, known_packing
 from toolkit.model.fake_tensors import has_values
 from toolkit.model.positions import first_position, takes_positions
 from toolkit.objectives.find_head import find_head_loss
-from toolkit.objectives.head_loss import HeadLoss, numbers_of_targets
+from toolkit.objectives.fused_linear_cross_entropy import HeadLoss, numbers_of_targets
 from toolkit.objectives.objective import RunsWindows
 from toolkit.objectives.preference_losses import log_probabilities_by_document, summed_by_document
 from toolkit.sharding.fsdp import class_name

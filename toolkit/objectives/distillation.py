@@ -12,7 +12,7 @@ from toolkit.data.samples import Batch
 from toolkit.errors import BadInputError
 from toolkit.objectives.causal_lm import HEAD_LOSS_TOLERANCE, CausalLM, rows_of
 from toolkit.objectives.divergence import ENTRIES, Divergence, summed_divergence
-from toolkit.objectives.head_loss import AfterHead, chunk_tokens
+from toolkit.objectives.fused_linear_cross_entropy import AfterHead, chunk_tokens
 from toolkit.objectives.objective import RunsWindows
 from toolkit.objectives.teacher import Teacher, require_head_loss
 

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from toolkit.objectives.head_loss import CHUNK_ENTRIES, AfterHead, Gradients, Head, How, dtypes_of, how_of
+from toolkit.objectives.fused_linear_cross_entropy import (
+    CHUNK_ENTRIES,
+    AfterHead,
+    Gradients,
+    Head,
+    How,
+    dtypes_of,
+    how_of,
+)
 from toolkit.sharding.chunks import each_alike
 
 ENTRIES = CHUNK_ENTRIES // 2

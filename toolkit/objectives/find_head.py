@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPa
 from toolkit.errors import first_line
 from toolkit.model.adapters import base_of
 from toolkit.model.fake_tensors import unset_fake_temporarily
-from toolkit.objectives.head_loss import LOGITS_BIAS, AfterHead, HeadLoss
+from toolkit.objectives.fused_linear_cross_entropy import LOGITS_BIAS, AfterHead, HeadLoss
 
 
 def find_head_loss(model: nn.Module) -> HeadLoss | str:

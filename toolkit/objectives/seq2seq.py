@@ -15,7 +15,7 @@ from toolkit.model.adapters import base_of
 from toolkit.model.fake_tensors import has_values, unset_fake_temporarily
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.find_head import find_head_loss
-from toolkit.objectives.head_loss import HeadLoss, numbers_of_targets
+from toolkit.objectives.fused_linear_cross_entropy import HeadLoss, numbers_of_targets
 from toolkit.sharding.fsdp import class_name
 
 

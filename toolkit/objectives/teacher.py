@@ -18,8 +18,8 @@ from toolkit.errors import BadInputError
 from toolkit.model.load import NoTokens, fingerprint, load, load_without_weights
 from toolkit.objectives.causal_lm import CausalLM, rows_of
 from toolkit.objectives.divergence import TeacherSide
-from toolkit.objectives.head_loss import HeadLoss
-from toolkit.places import is_hub_name
+from toolkit.objectives.fused_linear_cross_entropy import HeadLoss
+from toolkit.paths import is_hub_name
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection, ModelSection, SourceSection
 from toolkit.sharding.apply import apply, hold_whole

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.places import is_file_source
+from toolkit.paths import is_file_source
 from toolkit.recipe.load import read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import harmless

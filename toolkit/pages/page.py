@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.places import atomic_write
+from toolkit.paths import atomic_write
 
 WIDE_PX, NARROW_PX, SMALL_PX = (860, 264), (360, 240), (400, 180)
 """Width and height at which charts are drawn (CSS pixels); the browser scales them to their card."""

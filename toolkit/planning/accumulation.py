@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from toolkit.objectives.balance import build_balance
-from toolkit.places import GIB
+from toolkit.paths import GIB
 from toolkit.planning.planner import AS_FAST, Planner, PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.sharding.checkpointing import Checkpointing

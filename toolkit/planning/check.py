@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from toolkit.errors import BadInputError, UnplannableError, first_line
-from toolkit.places import GIB
+from toolkit.paths import GIB
 from toolkit.planning.accumulation import settle
 from toolkit.planning.memory.replay import Memory
 from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, Planner

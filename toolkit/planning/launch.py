@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.places import shipped_folder, shown_path
+from toolkit.paths import shipped_folder, shown_path
 from toolkit.planning.planner import PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.planning.table import Plan

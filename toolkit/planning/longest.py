@@ -10,7 +10,7 @@ from typing import NamedTuple
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.positions import num_positions
-from toolkit.places import GIB
+from toolkit.paths import GIB
 from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, Planner, PlanRow, Verdict
 from toolkit.planning.setup import Setup, can_offload, require_ranks
 from toolkit.planning.time.hardware import Hardware

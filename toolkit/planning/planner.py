@@ -10,10 +10,10 @@ from toolkit.errors import BadInputError, UnplannableError, in_words
 from toolkit.model.fake_tensors import grouped_products, lacks_products, without_logs
 from toolkit.objectives.teacher import teacher_units
 from toolkit.optim.build import block_matrices
-from toolkit.places import CHECKPOINT_FILE_BYTES, GIB
-from toolkit.planning.memory.held import MemoryLayout
+from toolkit.paths import CHECKPOINT_FILE_BYTES, GIB
 from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import Memory, replay
+from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.units import ParameterShape, UnitShape, teacher_shapes, unit_shapes
 from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import Hardware

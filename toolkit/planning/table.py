@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import trainable_share
 from toolkit.model.positions import require_positions
-from toolkit.places import GIB
+from toolkit.paths import GIB
 from toolkit.planning.accumulation import obstacle_by_block, settle
 from toolkit.planning.memory.replay import Memory
 from toolkit.planning.planner import AS_FAST, Planner, PlanRow

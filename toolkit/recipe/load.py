@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import BadInputError, RecipeError, did_you_mean
-from toolkit.places import DATA_SUFFIXES, shipped_files
+from toolkit.paths import DATA_SUFFIXES, shipped_files
 from toolkit.recipe.schema import RIVALS
 
 OVERRIDE = "override"

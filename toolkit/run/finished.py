@@ -11,8 +11,8 @@ from toolkit.checkpoint.manifest import sync, write_synced
 from toolkit.data.cache import digest
 from toolkit.pages.card import CARD
 from toolkit.pages.status import state_of
-from toolkit.places import fingerprint_of
-from toolkit.run.status import REPORT
+from toolkit.paths import fingerprint_of
+from toolkit.supervise.rank_status import REPORT
 
 FINISHED = "finished.json"
 WEIGHTS = "*.safetensors"

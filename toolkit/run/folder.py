@@ -30,12 +30,12 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.weights import fit_of
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
-from toolkit.places import atomic_write, clear_interrupted_writes, is_store
+from toolkit.paths import atomic_write, clear_interrupted_writes, is_store
 from toolkit.recipe.recipe import Recipe
 from toolkit.run import finished
-from toolkit.run.lease import LEASE, let_go, unwritable
-from toolkit.run.status import FOLDER as BEATS_FOLDER
-from toolkit.run.status import REPORT
+from toolkit.supervise.lease import LEASE, let_go, unwritable
+from toolkit.supervise.rank_status import FOLDER as HEARTBEAT_FOLDER
+from toolkit.supervise.rank_status import REPORT
 from toolkit.training.profile import FOLDER as PROFILE_FOLDER
 
 RUN_FILES = (
@@ -82,7 +82,7 @@ def claimed(output_dir: Path, recipe: Recipe, found: Resumption, store: StorePat
         if ranks.rank() == 0 and not goes_on:
             if is_ours and _run_files(output_dir) == ["recipe.yaml"]:
                 (output_dir / "recipe.yaml").unlink(missing_ok=True)
-            shutil.rmtree(output_dir / BEATS_FOLDER, ignore_errors=True)
+            shutil.rmtree(output_dir / HEARTBEAT_FOLDER, ignore_errors=True)
         raise
 
 
@@ -206,7 +206,7 @@ def is_same_and_finished(output_dir: Path, recipe: Recipe) -> bool:
 def clear_killed(output_dir: Path) -> None:
     """Removes what tells of the processes of a run that was killed behind its report; not while one of them lives."""
     if let_go(output_dir / LEASE):
-        shutil.rmtree(output_dir / BEATS_FOLDER, ignore_errors=True)
+        shutil.rmtree(output_dir / HEARTBEAT_FOLDER, ignore_errors=True)
 
 
 def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:

@@ -22,20 +22,20 @@ from toolkit.model.load import auto_class
 from toolkit.pages.card import draw_losses, recipe_for_readers, write_card
 from toolkit.pages.page import format_bytes
 from toolkit.pages.run_page import RunSummary, write_report
-from toolkit.places import GIB
+from toolkit.paths import GIB
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.doubts import Guess, doubts_of
 from toolkit.run.finished import write_finished
+from toolkit.run.loss_warnings import Guess, doubts_of
 from toolkit.run.parts import Parts
-from toolkit.run.status import REPORT
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.plugin import (
     ShardingPlugin,
 )
 from toolkit.sharding.unit_plan import UnitPlan
+from toolkit.supervise.rank_status import REPORT
 from toolkit.terminal import Pass, Terminal
-from toolkit.training.full_disk import patiently
-from toolkit.training.patience import patience_is_over
+from toolkit.training.durable_writes import patiently
+from toolkit.training.early_stopping import patience_is_over
 
 
 @dataclass(frozen=True, repr=False)

@@ -41,7 +41,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import NEXT_TOKEN, steps_of_run
 from toolkit.run.accelerator import checkpointing_of, compilation_of
 from toolkit.run.by_block import Accumulation, accumulation_of
-from toolkit.run.leaks import LeakError, check_causal, check_leaks
+from toolkit.run.packing_check import LeakError, check_causal, check_leaks
 from toolkit.run.quantised_check import check_quantised
 from toolkit.run.rows import build_windows, fitting, last_position, may_pad, require_room, without_packing
 from toolkit.run.sequence import check_parts, part_of, share_rows

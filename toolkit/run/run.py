@@ -37,8 +37,6 @@ from toolkit.run.accelerator import (
     quiet_libraries,
     released_at_last,
 )
-from toolkit.run.doubts import uniform_guess
-from toolkit.run.facts import facts_of, introduce
 from toolkit.run.finished import changed_export
 from toolkit.run.folder import (
     claimed,
@@ -49,10 +47,8 @@ from toolkit.run.folder import (
     write_beginning,
     write_data_report,
 )
-from toolkit.run.lease import owned
 from toolkit.run.live import LiveReport, ended_in
-from toolkit.run.meeting import meeting
-from toolkit.run.orphans import ended_with_launcher
+from toolkit.run.loss_warnings import uniform_guess
 from toolkit.run.outcome import (
     FinetuneResult,
     conclude,
@@ -64,16 +60,20 @@ from toolkit.run.outcome import (
 )
 from toolkit.run.parts import Parts, build_parts
 from toolkit.run.rows import build_evaluation, rest_of_run
+from toolkit.run.run_summary import facts_of, introduce
 from toolkit.run.samples import first_samples, last_samples
-from toolkit.run.status import REPORT
-from toolkit.run.store_lease import owned_store
-from toolkit.run.watched import watched
 from toolkit.sharding.plugin import (
     ShardingPlugin,
 )
+from toolkit.supervise.lease import owned
+from toolkit.supervise.parent_death import ended_with_launcher
+from toolkit.supervise.rank_status import REPORT
+from toolkit.supervise.rendezvous import timed_rendezvous
+from toolkit.supervise.store_lease import owned_store
+from toolkit.supervise.watched import watched
 from toolkit.terminal import Terminal
-from toolkit.training.beats import Beats, Phase
-from toolkit.training.full_disk import patiently
+from toolkit.training.durable_writes import patiently
+from toolkit.training.heartbeat import Heartbeat, Phase
 from toolkit.training.metrics import Metrics
 from toolkit.training.profile import StepProfile
 from toolkit.training.stop import StopRequests
@@ -180,7 +180,7 @@ def _started(recipe: Recipe) -> Iterator[tuple[Accelerator, ShardingPlugin, Path
     plugins = build_plugins(recipe)
     plugin: ShardingPlugin = plugins["fsdp_plugin"]
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
-    with meeting(recipe.training.stall_minutes):
+    with timed_rendezvous(recipe.training.stall_minutes):
         accelerator = build_accelerator(recipe, plugins, output_dir)
     forget_peaks(accelerator.device)
     console = Terminal(quiet=not accelerator.is_main_process)
@@ -216,7 +216,7 @@ def _fit(
     found: Resumption,
     store: StorePath | None,
     console: Terminal,
-    beats: Beats,
+    beats: Heartbeat,
     live: LiveReport,
 ) -> _Fitted:
     """Trains to the run's end, from the beginning or from the checkpoint `found`."""
@@ -293,7 +293,7 @@ def _build_trainer(
     stop: StopRequests,
     checkpoints: RunCheckpoints,
     profile: StepProfile | None,
-    beats: Beats,
+    beats: Heartbeat,
 ) -> Trainer:
     decay = recipe.training.ema
     return Trainer(

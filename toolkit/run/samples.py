@@ -19,7 +19,7 @@ from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.reward import Reward
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.pages.samples import SideBySide
-from toolkit.places import atomic_write
+from toolkit.paths import atomic_write
 from toolkit.run.parts import Parts
 from toolkit.terminal import Pass, Terminal
 

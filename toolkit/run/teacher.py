@@ -16,7 +16,7 @@ from toolkit.objectives.distillation import Distillation
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.teacher import load_teacher, shard_teacher
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.leaks import check_leaks
+from toolkit.run.packing_check import check_leaks
 from toolkit.sharding.plugin import ShardingPlugin
 
 

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit.errors import BadInputError, TrainingError
 from toolkit.ranks import on_this_device
-from toolkit.sharding.cuts import Pass, bypasses, cut, cut_written
 from toolkit.sharding.fsdp import (
     begin_forward,
     class_name,
@@ -32,6 +31,7 @@ from toolkit.sharding.fsdp import (
     sharded_modules,
     stay_in_forward,
 )
+from toolkit.sharding.graph_cuts import Pass, bypasses, cut, cut_written
 from toolkit.sharding.unit_plan import UnitPlan
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from toolkit.data.packing import Ints, best_fit, split
 from toolkit.data.sources import open_source
 from toolkit.errors import BadInputError, counted
 from toolkit.model.load import is_encoder_decoder
-from toolkit.places import GIB, is_file_source
+from toolkit.paths import GIB, is_file_source
 from toolkit.planning.planner import PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.planning.table import plan, recommend

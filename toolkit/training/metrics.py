@@ -12,10 +12,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from toolkit.places import GIB
+from toolkit.paths import GIB
 from toolkit.recipe.schema import LoggingSection
 from toolkit.terminal import Terminal
-from toolkit.training.full_disk import TELL_SECONDS, LinesFile
+from toolkit.training.durable_writes import TELL_SECONDS, LinesFile
 from toolkit.training.progress import Progress
 
 SHARES = {"accuracy": "accuracy", "f1_macro": "F1", "f1": "F1 of entities"}

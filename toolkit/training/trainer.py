@@ -28,11 +28,11 @@ from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.offload import engine_of
 from toolkit.sharding.shards import whole_tensor
 from toolkit.terminal import Pass, Terminal
-from toolkit.training.beats import Beats, Phase
+from toolkit.training.early_stopping import patience_is_over
 from toolkit.training.experts import ExpertLoads
 from toolkit.training.garbage import collect_at, collected_by_step
+from toolkit.training.heartbeat import Heartbeat, Phase
 from toolkit.training.metrics import Metrics
-from toolkit.training.patience import patience_is_over
 from toolkit.training.profile import DATA, UPDATE, StepProfile, label
 from toolkit.training.step import RankStep, Step
 from toolkit.training.stop import reason_of_all
@@ -113,7 +113,7 @@ class Trainer:
         save_requested: Callable[[], bool] = lambda: False,
         checkpoints: Checkpoints | None = None,
         profile: StepProfile | None = None,
-        beats: Beats | None = None,
+        beats: Heartbeat | None = None,
         by_block: ByBlock | None = None,
         balance: Balance | None = None,
         ema: Ema | None = None,
@@ -132,7 +132,7 @@ class Trainer:
         self.save_requested = save_requested
         self.checkpoints = checkpoints
         self.profile = profile
-        self.beats = beats or Beats()
+        self.beats = beats or Heartbeat()
         self.by_block = by_block
         self.ema = ema
         self.experts = ExpertLoads(balance or Balance([]), accelerator, metrics)

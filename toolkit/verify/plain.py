@@ -25,7 +25,7 @@ from toolkit.optim.build import matrices
 from toolkit.optim.schedule import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
-from toolkit.run.leaks import LeakError, check_leaks
+from toolkit.run.packing_check import LeakError, check_leaks
 from toolkit.run.rows import build_windows, fitting, may_pad, require_room, without_packing
 from toolkit.sharding.shards import local_tensor
 from toolkit.verify.launch import Launch

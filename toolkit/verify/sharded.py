@@ -24,11 +24,11 @@ from toolkit.errors import BadInputError, ToolkitError
 from toolkit.model.expert_adapters import as_peft_has_them, peft_name
 from toolkit.model.quantised import dequantised
 from toolkit.optim.schedule import build_schedule
-from toolkit.places import atomic_write
+from toolkit.paths import atomic_write
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries, release
-from toolkit.run.facts import facts_of
 from toolkit.run.parts import Parts, build_parts
+from toolkit.run.run_summary import facts_of
 from toolkit.sharding import checkpointing
 from toolkit.sharding.offload import engine_of
 from toolkit.sharding.shards import local_tensor, state_once

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, PretrainedConfig
 
 from toolkit.errors import BadInputError, counted, first_line
 from toolkit.model.parts import writer_class
-from toolkit.places import require_folder
+from toolkit.paths import require_folder
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ModelSection
 

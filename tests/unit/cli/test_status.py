@@ -13,7 +13,7 @@ from toolkit.cli.app import app
 from toolkit.errors import ToolkitError
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, state_of
-from toolkit.run.status import FOLDER, RankStatus, to_text
+from toolkit.supervise.rank_status import FOLDER, RankStatus, to_text
 
 GOES = RankStatus(0, "one", 10, "S", "forward", 7, 41, 0.5, 1.0)
 

@@ -20,10 +20,10 @@ from transformers import AutoTokenizer
 from toolkit.data import tokenizer
 from toolkit.errors import BadInputError
 from toolkit.objectives import divergence as module
-from toolkit.objectives import head_loss
+from toolkit.objectives import fused_linear_cross_entropy
 from toolkit.objectives.distillation import Distillation
 from toolkit.objectives.divergence import Divergence, TeacherSide, summed_divergence
-from toolkit.objectives.head_loss import AfterHead
+from toolkit.objectives.fused_linear_cross_entropy import AfterHead
 from toolkit.objectives.teacher import load_teacher, require_same_tokens
 from toolkit.recipe.recipe import Recipe
 
@@ -78,7 +78,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(
     rows: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(head_loss, "MIN_CHUNK_TOKENS", 5)
+    monkeypatch.setattr(fused_linear_cross_entropy, "MIN_CHUNK_TOKENS", 5)
     monkeypatch.setattr(module, "ENTRIES", 1)  # chunks of five tokens, the last one of three
     student, targets, (of_teacher, weight, bias) = heads(*rows)
     divergence = Divergence(kind, beta, temperature, ratio)
@@ -125,7 +125,7 @@ def test_a_student_that_is_its_teacher_has_no_divergence() -> None:
 
 
 def test_no_whole_logits_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_loss, "MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(fused_linear_cross_entropy, "MIN_CHUNK_TOKENS", 1)
     monkeypatch.setattr(module, "ENTRIES", 4 * 600)
     student, targets, (of_teacher, weight, bias) = heads(600, 600, tokens=400)
     for kind, beta in KINDS:

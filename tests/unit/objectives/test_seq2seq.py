@@ -20,7 +20,7 @@ from toolkit.data.samples import IGNORED
 from toolkit.data.tokenizer import _train_byte_pairs
 from toolkit.errors import BadInputError, DataError, RecipeError
 from toolkit.model.load import load_without_weights
-from toolkit.objectives.head_loss import HeadLoss
+from toolkit.objectives.fused_linear_cross_entropy import HeadLoss
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.planning.workload import PlannedTokenizer
 from toolkit.recipe.recipe import Recipe

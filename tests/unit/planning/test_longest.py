@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import BadInputError
-from toolkit.places import GIB
+from toolkit.paths import GIB
 from toolkit.planning.longest import STEP, longest_rows
 from toolkit.planning.planner import HEADROOM, Planner
 from toolkit.planning.setup import Setup

@@ -17,7 +17,7 @@ from toolkit.cli import plan_console as show
 from toolkit.cli.app import app
 from toolkit.cli.plan import accelerated_by
 from toolkit.errors import BadInputError
-from toolkit.places import GIB
+from toolkit.paths import GIB
 from toolkit.planning import check
 from toolkit.planning.launch import launch_of
 from toolkit.planning.memory.probe import Prober

@@ -23,7 +23,7 @@ from torch import nn
 
 from toolkit.model.fake_tensors import FakeTensorMode
 from toolkit.objectives.teacher import teacher_units
-from toolkit.planning.memory.alike import Aside, signature
+from toolkit.planning.memory.block_dedup import Aside, signature
 from toolkit.planning.memory.fake import Ledger, autocast, cuda_dropout, give_parameters, host_copies, tree_map_only
 from toolkit.planning.memory.units import head_unit
 from toolkit.planning.time.roofline import Operator, Work, record

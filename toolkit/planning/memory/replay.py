@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from toolkit.planning.memory.by_block import window
-from toolkit.planning.memory.held import HeldUnit, MemoryLayout, held_unit, optimizer_bytes, rounded
-from toolkit.planning.memory.moments import HEAD, level_before_head, moment_names
+from toolkit.planning.memory.phases import HEAD, level_before_head, moment_names
 from toolkit.planning.memory.probe import Probe, ProbeEvent
+from toolkit.planning.memory.state_bytes import HeldUnit, MemoryLayout, held_unit, optimizer_bytes, rounded
 from toolkit.planning.memory.units import UnitShape
 from toolkit.sharding.fsdp import frees_gather_before_copying
 from toolkit.sharding.offload.capture import MAX_IN_FLIGHT

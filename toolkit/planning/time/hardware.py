@@ -19,7 +19,7 @@ from typing import Any, Literal
 import yaml
 
 from toolkit.errors import BadInputError
-from toolkit.places import GIB, atomic_write, user_cache
+from toolkit.paths import GIB, atomic_write, user_cache
 
 GB = 1e9
 

@@ -17,7 +17,7 @@ import torch
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, ToolkitError
-from toolkit.places import GIB
+from toolkit.paths import GIB
 
 # Of cgroup version 2. Without its files the host's own figure stands.
 CGROUP = Path("/sys/fs/cgroup")

@@ -22,7 +22,7 @@ import torch
 from torch.utils import cpp_extension
 
 from toolkit.errors import ToolkitError
-from toolkit.places import user_cache
+from toolkit.paths import user_cache
 
 SOURCE = Path(__file__).with_name("adamw.cpp")
 # adamw.cpp spells out which operations are fused, as torch fuses them: contraction by the compiler would change last

@@ -9,7 +9,7 @@ import torch
 
 from toolkit import ranks
 from toolkit.errors import BadInputError
-from toolkit.places import GIB
+from toolkit.paths import GIB
 from toolkit.sharding.offload.host import HostPlan, Slabs, plan_host, require_host_memory
 from toolkit.sharding.offload.units import OffloadedUnit, Slot
 

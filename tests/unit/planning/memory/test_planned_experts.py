@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import add_adapter
 from toolkit.model.fake_tensors import lacks_products
-from toolkit.places import GIB
+from toolkit.paths import GIB
 from toolkit.planning.longest import longest_rows
 from toolkit.planning.memory.fake import fake_ranks
-from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
+from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.planner import Planner

@@ -11,9 +11,9 @@ import pytest
 from support.planning_models import DECODERS, KINDS, workload
 from support.ranks import PRELOADED
 
-from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import Memory, replay
+from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload

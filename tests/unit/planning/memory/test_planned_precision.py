@@ -9,9 +9,9 @@ import pytest
 from support.planning_models import batch_of, build, config_of, of_whole_logits
 from transformers import Ernie4_5_MoeConfig
 
-from toolkit.planning.memory.held import MemoryLayout, held_unit, rounded
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
+from toolkit.planning.memory.state_bytes import MemoryLayout, held_unit, rounded
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload

@@ -11,9 +11,9 @@ from support.planning_models import workload
 
 from toolkit.model.adapters import add_adapter, base_of, quantise
 from toolkit.model.quantised import OLDEST_TORCH
-from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
+from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload

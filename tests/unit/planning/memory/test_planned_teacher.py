@@ -13,9 +13,9 @@ from torch import nn
 from toolkit.model.adapters import add_adapter
 from toolkit.objectives.distillation import Distillation
 from toolkit.objectives.divergence import Divergence
-from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
+from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import teacher_shapes, unit_shapes
 from toolkit.planning.time.traffic import traffic, with_teacher

@@ -29,7 +29,7 @@ def test_private_modules_are_named_in_few_files() -> None:
         "cli/console.py",  # the name of its logger
         "model/fake_tensors.py",
         "planning/memory/fake.py",
-        "run/flight.py",  # does without where they are not there
+        "supervise/flight_recorder.py",  # does without where they are not there
         "sharding/fsdp.py",
         "sharding/gloo.py",
         "sharding/shards.py",

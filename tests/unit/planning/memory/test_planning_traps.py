@@ -23,9 +23,9 @@ from transformers import LlamaConfig
 from toolkit.model.fake_tensors import FakeTensorMode
 from toolkit.optim.build import block_matrices, build_optimizer
 from toolkit.planning.memory.fake import Ledger, cuda_dropout
-from toolkit.planning.memory.held import MemoryLayout, optimizer_bytes
 from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import replay
+from toolkit.planning.memory.state_bytes import MemoryLayout, optimizer_bytes
 from toolkit.planning.memory.trace import trace
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.planner import OPTIMIZER_BYTES

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from toolkit.planning.memory import probe
 from toolkit.planning.memory import trace as traces
-from toolkit.planning.memory.held import MemoryLayout
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import Memory, replay
+from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.workload import Workload
 from toolkit.sharding import apply

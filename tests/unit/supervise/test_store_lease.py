@@ -10,9 +10,9 @@ import pytest
 
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError
-from toolkit.run import store_lease
-from toolkit.run.lease import LEASE, Lease
-from toolkit.run.store_lease import owned_store
+from toolkit.supervise import store_lease
+from toolkit.supervise.lease import LEASE, Lease
+from toolkit.supervise.store_lease import owned_store
 
 ELSEWHERE = Lease(host="node9", pid=17, boot="another boot", born="1")
 

@@ -12,11 +12,11 @@ import pytest
 
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, state_of
-from toolkit.run import watch as watch_module
-from toolkit.run.status import RankStatus, account, behind, read_statuses, verdict
-from toolkit.run.watch import STALL_FILE, Watch
-from toolkit.run.watched import ABANDONED_SECONDS, clear_abandoned
-from toolkit.training.beats import RECORD_BYTES, Beats, Phase, mark_watched, read_beat
+from toolkit.supervise import watchdog as watch_module
+from toolkit.supervise.rank_status import RankStatus, account, behind, read_statuses, verdict
+from toolkit.supervise.watchdog import STALL_FILE, Watch
+from toolkit.supervise.watched import ABANDONED_SECONDS, clear_abandoned
+from toolkit.training.heartbeat import RECORD_BYTES, Heartbeat, Phase, mark_watched, read_heartbeat
 
 LIMIT = 60.0
 WAITING = RankStatus(0, "one", 10, "S", "backward", 7, 41, 70.0, 1.0)
@@ -24,16 +24,16 @@ WAITING = RankStatus(0, "one", 10, "S", "backward", 7, 41, 70.0, 1.0)
 
 def test_a_record_is_read_back() -> None:
     memory = bytearray(RECORD_BYTES)
-    assert read_beat(memory) is None
-    beats = Beats(memory)
+    assert read_heartbeat(memory) is None
+    beats = Heartbeat(memory)
     beats.at(Phase.DATA, 3)
     beats.at(Phase.FORWARD, 3)
     mark_watched(memory, 5, 6)
-    beat = read_beat(memory)
+    beat = read_heartbeat(memory)
     assert beat is not None
     assert (beat.sequence, beat.phase, beat.step, beat.watched_ns, beat.pid) == (2, Phase.FORWARD, 3, 5, 6)
     memory[0] += 1  # half of the next one
-    assert read_beat(memory) is None
+    assert read_heartbeat(memory) is None
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ class Host:
 
     def beat(self, rank: int, phase: Phase, at: float, step: int = 0) -> None:
         memory = self.records.setdefault(rank, bytearray(RECORD_BYTES))
-        sequence = (getattr(read_beat(memory), "sequence", 0)) + 1
-        beats = Beats(memory)
+        sequence = (getattr(read_heartbeat(memory), "sequence", 0)) + 1
+        beats = Heartbeat(memory)
         beats._sequence = sequence - 1
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("time.monotonic_ns", lambda: int(at * 1e9))

@@ -51,7 +51,7 @@ class Beat:
     pid: int
 
 
-class Beats:
+class Heartbeat:
     """Writes a rank's record. A beat takes no lock and no system call, so that it can be taken many times a step.
 
     Args:
@@ -73,7 +73,7 @@ def mark_watched(memory: bytearray | mmap.mmap, now_ns: int, pid: int) -> None:
     _WATCHER.pack_into(memory, _BEAT.size, now_ns, pid)
 
 
-def read_beat(memory: bytes) -> Beat | None:
+def read_heartbeat(memory: bytes) -> Beat | None:
     """The record; None while it is being written, or where there is none yet."""
     if len(memory) < RECORD_BYTES:
         return None

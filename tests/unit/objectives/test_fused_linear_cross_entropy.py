@@ -27,10 +27,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from toolkit.objectives import head_loss
+from toolkit.objectives import fused_linear_cross_entropy
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.find_head import find_head_loss
-from toolkit.objectives.head_loss import AfterHead, HeadLoss
+from toolkit.objectives.fused_linear_cross_entropy import AfterHead, HeadLoss
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.preference_losses import LOSSES
 
@@ -64,9 +64,9 @@ AFTER = {
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 7 tokens, and the weight's gradient in blocks of 10 rows."""
-    monkeypatch.setattr(head_loss, "MIN_CHUNK_TOKENS", 7)
-    monkeypatch.setattr(head_loss, "CHUNK_ENTRIES", 1)
-    monkeypatch.setattr(head_loss, "BLOCK_ENTRIES", 320)
+    monkeypatch.setattr(fused_linear_cross_entropy, "MIN_CHUNK_TOKENS", 7)
+    monkeypatch.setattr(fused_linear_cross_entropy, "CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(fused_linear_cross_entropy, "BLOCK_ENTRIES", 320)
 
 
 def make(name: str) -> Any:
@@ -158,7 +158,7 @@ def test_in_bfloat16(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> No
     batch = batch_of()
     exact = with_gradients(model := make(name), whole(model, batch))
     if how == "weights, one chunk":
-        monkeypatch.setattr(head_loss, "MIN_CHUNK_TOKENS", 100)
+        monkeypatch.setattr(fused_linear_cross_entropy, "MIN_CHUNK_TOKENS", 100)
     if how != "autocast":
         model.to(torch.bfloat16)
     found, plain = [], []
@@ -306,7 +306,7 @@ def peak(loss_of: Any) -> int:
 
 @pytest.fixture
 def _real_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_loss, "CHUNK_ENTRIES", 16 * LARGE)
+    monkeypatch.setattr(fused_linear_cross_entropy, "CHUNK_ENTRIES", 16 * LARGE)
 
 
 @pytest.mark.usefixtures("_real_chunks")
@@ -317,7 +317,7 @@ def test_whole_logits_are_never_there() -> None:
 
 
 @pytest.mark.usefixtures("_real_chunks")
-@pytest.mark.parametrize("loss", [head_loss.summed_loss, head_loss.token_losses])
+@pytest.mark.parametrize("loss", [fused_linear_cross_entropy.summed_loss, fused_linear_cross_entropy.token_losses])
 def test_one_chunk_is_there_at_a_time(loss: Any) -> None:
     hidden, weight = torch.randn((TOKENS, 8), requires_grad=True), torch.randn((LARGE, 8))
     targets = torch.randint(0, LARGE, (TOKENS,))
@@ -353,7 +353,7 @@ def test_in_float16_a_gradient_that_fits_with_its_factor_is_finite(scale: float)
     hidden, targets = torch.full((4096, 16), 30.0, dtype=torch.float16), torch.full((4096,), 7)
     plain, ours = (torch.zeros(512, 16, dtype=torch.float16, requires_grad=True) for _ in range(2))
     (F.cross_entropy((hidden @ plain.t()).float(), targets, reduction="sum") * scale / 4096).backward()
-    (head_loss.summed_loss(hidden, ours, None, targets).squeeze() * scale / 4096).backward()
+    (fused_linear_cross_entropy.summed_loss(hidden, ours, None, targets).squeeze() * scale / 4096).backward()
     assert plain.grad is not None
     assert ours.grad is not None
     assert ours.grad.isfinite().all()

@@ -22,7 +22,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.document_attention import BY_DOCUMENT, register_by_document
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.leaks import check_causal, check_leaks
+from toolkit.run.packing_check import check_causal, check_leaks
 from toolkit.run.parts import _check_leaks
 
 

@@ -16,7 +16,7 @@ SHORTEST_SECONDS = 60.0
 
 
 @contextmanager
-def meeting(stall_minutes: float | None) -> Iterator[None]:
+def timed_rendezvous(stall_minutes: float | None) -> Iterator[None]:
     """While entered, this rank waits for the others for so long; then it says so, and ends with exit code 4.
 
     torch waits for half an hour for a rank that has ended before all had met.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.doubts import Guess, doubts_of
+from toolkit.run.loss_warnings import Guess, doubts_of
 from toolkit.run.outcome import conclude, result_of
 from toolkit.terminal import Terminal
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from toolkit.run.watch import GUARD, Watch
+from toolkit.supervise.watchdog import GUARD, Watch
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def guarded(local: Path, shared: Path, limit: float, interval: float) -> Iterato
     paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     arguments = [str(os.getpid()), str(local), str(shared), str(limit), str(interval)]
     process = subprocess.Popen(  # noqa: S603
-        [sys.executable, "-m", "toolkit.run.guard", *arguments],
+        [sys.executable, "-m", "toolkit.supervise.watchdog_process", *arguments],
         stdin=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": paths},
     )

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from toolkit import ranks
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, StoreError
-from toolkit.run.lease import LEASE, STALE_SECONDS, Lease
+from toolkit.supervise.lease import LEASE, STALE_SECONDS, Lease
 from toolkit.terminal import Terminal
 
 BEAT_SECONDS = 20.0

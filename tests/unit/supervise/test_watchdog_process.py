@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.run import meeting as meeting_module
-from toolkit.run.guard import guarded
-from toolkit.run.meeting import meeting
-from toolkit.run.status import read_statuses
-from toolkit.training.beats import RECORD_BYTES, Beats, Phase, mark_watched
+from toolkit.supervise import rendezvous
+from toolkit.supervise.rank_status import read_statuses
+from toolkit.supervise.rendezvous import timed_rendezvous
+from toolkit.supervise.watchdog_process import guarded
+from toolkit.training.heartbeat import RECORD_BYTES, Heartbeat, Phase, mark_watched
 
 
 def test_a_stopped_rank_that_is_alone_on_its_host_is_ended_and_told(
@@ -26,7 +26,7 @@ def test_a_stopped_rank_that_is_alone_on_its_host_is_ended_and_told(
     shared.mkdir(parents=True)
     rank = subprocess.Popen(["sleep", "60"])
     memory = bytearray(RECORD_BYTES)
-    Beats(memory).at(Phase.BACKWARD, 7)
+    Heartbeat(memory).at(Phase.BACKWARD, 7)
     mark_watched(memory, time.monotonic_ns(), rank.pid)
     (local / "rank_00003").write_bytes(memory)
     rank.send_signal(signal.SIGSTOP)
@@ -69,27 +69,27 @@ def wait_for(holds: Callable[[], bool]) -> bool:
 def _guards(folder: Path) -> list[str]:
     """Processes that watch over this folder."""
     found = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line for line in found if "toolkit.run.guard" in line and str(folder) in line]
+    return [line for line in found if "toolkit.supervise.watchdog_process" in line and str(folder) in line]
 
 
 def test_ranks_that_do_not_meet_say_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
-    monkeypatch.setattr(meeting_module, "SHORTEST_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous, "SHORTEST_SECONDS", 0.05)
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "node0"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
-    with meeting(0.1):  # six seconds
+    with timed_rendezvous(0.1):  # six seconds
         time.sleep(0.2)
-    with meeting(None):
+    with timed_rendezvous(None):
         time.sleep(0.2)
     assert left == []
-    with meeting(0.0001):
+    with timed_rendezvous(0.0001):
         time.sleep(0.5)
     assert left == [4]
     told = capsys.readouterr().err
     assert "error: rank 1 on " in told
     assert "has waited 0 s for all 2 ranks to meet at node0:29500 (training.stall_minutes" in told
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with meeting(0.0001):
+    with timed_rendezvous(0.0001):
         time.sleep(0.2)
     assert left == [4]

@@ -17,10 +17,19 @@ from pathlib import Path
 
 from toolkit.errors import StalledError
 from toolkit.pages.status import mark_ended
-from toolkit.places import atomic_write
-from toolkit.run.status import FROZEN_SHARE, REPORT, RankStatus, account, host_files, read_host, to_text, verdict
+from toolkit.paths import atomic_write
+from toolkit.supervise.rank_status import (
+    FROZEN_SHARE,
+    REPORT,
+    RankStatus,
+    account,
+    host_files,
+    read_host,
+    to_text,
+    verdict,
+)
 from toolkit.terminal import harmless
-from toolkit.training.beats import mark_watched, read_beat
+from toolkit.training.heartbeat import mark_watched, read_heartbeat
 
 STALL_FILE = "stall.txt"
 
@@ -116,7 +125,7 @@ class Watch:
         found = []
         for rank, path in self._records.items():
             with contextlib.suppress(OSError):
-                beat = read_beat(path.read_bytes())
+                beat = read_heartbeat(path.read_bytes())
                 if beat is not None:
                     seconds, silent = now - beat.at_ns / 1e9, now - beat.watched_ns / 1e9
                     process = (platform.node(), beat.pid, _state_of(beat.pid))

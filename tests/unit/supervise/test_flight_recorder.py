@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.run import flight
+from toolkit.supervise import flight_recorder
 
 RECORDED = {
     "version": "2.10",
@@ -27,12 +27,12 @@ RECORDED = {
 
 class Recorder:
     def __init__(self, answer: Any) -> None:
-        setattr(self, flight.DUMPS[0], answer)
+        setattr(self, flight_recorder.DUMPS[0], answer)
 
 
 def test_the_last_collective_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_distributed_c10d", Recorder(lambda *_: json.dumps(RECORDED).encode()))
-    assert flight.last_collectives().splitlines() == [
+    assert flight_recorder.last_collectives().splitlines() == [
         "Last collectives, by torch's flight recorder:",
         "  ['0', 'default_pg']: nccl:all_reduce of [[]], number 6 of its group, scheduled",
         "  ['1', 'shards']: nccl:reduce_scatter of [[8, 2]], number 41 of its group, started",
@@ -40,14 +40,14 @@ def test_the_last_collective_of_each_group(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_recorder_that_has_nothing_fails_or_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight, "DUMP_SECONDS", 0.1)
+    monkeypatch.setattr(flight_recorder, "DUMP_SECONDS", 0.1)
 
     def fail(*_: Any) -> bytes:
         raise RuntimeError("no backend")
 
     for answer in (lambda *_: b"{}", fail, lambda *_: time.sleep(1.0)):
         monkeypatch.setattr(torch._C, "_distributed_c10d", Recorder(answer))
-        assert flight.last_collectives() == ""
+        assert flight_recorder.last_collectives() == ""
 
 
 @pytest.mark.gpu
@@ -59,6 +59,6 @@ def test_nccl_records_by_itself() -> None:
     try:
         dist.all_reduce(torch.ones(3, device="cuda"))
         torch.cuda.synchronize()
-        assert "nccl:all_reduce of [[3]], number 1 of its group" in flight.last_collectives()
+        assert "nccl:all_reduce of [[3]], number 1 of its group" in flight_recorder.last_collectives()
     finally:
         dist.destroy_process_group()

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from toolkit.errors import BadInputError
-from toolkit.run import lease
 from toolkit.run.folder import clear_killed
-from toolkit.run.lease import LEASE, Lease, acquire, owned, read_lease
+from toolkit.supervise import lease
+from toolkit.supervise.lease import LEASE, Lease, acquire, owned, read_lease
 
 ELSEWHERE = {"host": "other", "boot": "another boot", "pid": 1}
 
@@ -61,7 +61,7 @@ def test_a_folder_that_was_made_for_nothing_is_taken_back(path: Path) -> None:
 
 def test_a_killed_owner_holds_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where nobody has waited for the process, and its pid is not free."""
-    code = f"import time; from toolkit.run.lease import *; acquire(Path({str(path)!r})); time.sleep(60)"
+    code = f"import time; from toolkit.supervise.lease import *; acquire(Path({str(path)!r})); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code])
     until = time.monotonic() + 60
     while not path.exists():
@@ -220,9 +220,9 @@ def test_file_systems_without_links(
 ORPHAN = """
 import sys, time
 from pathlib import Path
-from toolkit.run import orphans
-orphans.LOOK_SECONDS, orphans.GRACE_SECONDS = 0.1, 0.3
-with orphans.ended_with_launcher():
+from toolkit.supervise import parent_death
+parent_death.LOOK_SECONDS, parent_death.GRACE_SECONDS = 0.1, 0.3
+with parent_death.ended_with_launcher():
     Path(sys.argv[1]).touch()
     time.sleep(60)
 """

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from toolkit.errors import BadInputError, ToolkitError
-from toolkit.training import full_disk
-from toolkit.training.full_disk import LinesFile, patiently
+from toolkit.training import durable_writes
+from toolkit.training.durable_writes import LinesFile, patiently
 
 
 class Disk:
@@ -21,7 +21,7 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.room, self.error = 10**9, errno.ENOSPC
         self._write = os.pwrite
-        monkeypatch.setattr(full_disk.os, "pwrite", self.pwrite)
+        monkeypatch.setattr(durable_writes.os, "pwrite", self.pwrite)
 
     def pwrite(self, descriptor: int, data: bytes, offset: int) -> int:
         if self.room == 0:
@@ -34,8 +34,8 @@ class Disk:
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(full_disk.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(full_disk.time, "sleep", self.sleep)
+        monkeypatch.setattr(durable_writes.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(durable_writes.time, "sleep", self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds

@@ -15,11 +15,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from toolkit import ranks
-from toolkit.run.flight import last_collectives
-from toolkit.run.guard import guarded
-from toolkit.run.status import FOLDER
-from toolkit.run.watch import STALL_FILE, Watch
-from toolkit.training.beats import RECORD_BYTES, Beats, Phase, mark_watched, read_beat
+from toolkit.supervise.flight_recorder import last_collectives
+from toolkit.supervise.rank_status import FOLDER
+from toolkit.supervise.watchdog import STALL_FILE, Watch
+from toolkit.supervise.watchdog_process import guarded
+from toolkit.training.heartbeat import RECORD_BYTES, Heartbeat, Phase, mark_watched, read_heartbeat
 
 PREFIX = "finetune-toolkit-"
 """Of the folders with records, in the folder for temporary files of each host."""
@@ -38,7 +38,7 @@ def _keep_looking(watch: Watch, done: threading.Event) -> None:
 
 
 @contextmanager
-def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Beats]:
+def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Heartbeat]:
     """While entered, this rank is watched, and watches over the others; gives what its training thread reports to.
 
     Collective at the start. A run that stands still ends with exit code 4, on all ranks.
@@ -57,7 +57,7 @@ def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Beats]:
     local.mkdir(mode=0o700, exist_ok=True)
     record = local / f"rank_{ranks.rank():05d}"
     memory = _mapped(record)
-    beats = Beats(memory)
+    beats = Heartbeat(memory)
     beats.at(Phase.START)
     mark_watched(memory, time.monotonic_ns(), os.getpid())
     ranks.gather_objects(None)  # every rank's record is there
@@ -97,7 +97,7 @@ def clear_abandoned(temporary: Path, now: float) -> None:
     """Removes the records of runs that were killed; `now` is in monotonic seconds."""
     for folder in temporary.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            beats = [read_beat(path.read_bytes()) for path in folder.glob("rank_*")]
+            beats = [read_heartbeat(path.read_bytes()) for path in folder.glob("rank_*")]
             if beats and all(beat and now - beat.watched_ns / 1e9 > ABANDONED_SECONDS for beat in beats):
                 shutil.rmtree(folder, ignore_errors=True)
 
