@@ -114,7 +114,7 @@ def plain_step(model: Any, windows: list[list[dict[str, torch.Tensor]]], coef: f
             loss = loss + ce / targets
             of_round.append(routed)
         seen.append([torch.cat(layers) for layers in zip(*of_round, strict=True)])
-    extra, shares = torch.zeros(()), []
+    extra, minimised, shares = torch.zeros(()), 0.0, []
     num_layers = len(seen[0])
     for layer in range(num_layers):
         experts = [chosen(model, of_round[layer], layer, top_k) for of_round in seen]
@@ -128,14 +128,11 @@ def plain_step(model: Any, windows: list[list[dict[str, torch.Tensor]]], coef: f
             squares = of_round[layer].logsumexp(dim=-1).square().mean()
             share = len(of_round[layer]) / tokens
             extra = extra + share * (coef * balance + z * squares) / num_layers
-    balance = sum(
-        len(share) * top_k * (share * torch.cat([scores(model, r[n]) for r in seen]).mean(dim=0)).sum()
-        for n, share in enumerate(shares)
-    )
+            minimised += share * float(balance) / num_layers
     (loss + extra).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return Step(float(loss), float(balance) / num_layers, gradients, torch.stack(shares))
+    return Step(float(loss), minimised, gradients, torch.stack(shares))
 
 
 def _forward(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -65,11 +65,20 @@ def find_routers(model: nn.Module) -> list[Router]:
     base: Any = base_of(model)
     config: Any = getattr(base, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    top_k = next((int(value) for name in CHOSEN if (value := getattr(text, name, None))), 1)
     found: dict[int, Router] = {}
     for path, module, index in _recorded(base):
-        found.setdefault(id(module), Router(path, module, index, top_k))
+        found.setdefault(id(module), Router(path, module, index, experts_of_a_token(text, path)))
     return list(found.values())
+
+
+def experts_of_a_token(config: Any, path: str) -> int:
+    """How many experts a token has in the layer that a path names, by the model's configuration."""
+    value = next((value for name in CHOSEN if (value := getattr(config, name, None))), 1)
+    if not isinstance(value, list | tuple):
+        return int(value)
+    # HunYuan's may list a number for each layer.
+    layer = next(int(part) for part in path.split(".") if part.isdecimal())
+    return int(value[layer])
 
 
 def own_coefficient(model: nn.Module) -> float | None:

@@ -82,6 +82,7 @@ class Balance:
         self._waiting: list[_MicroBatch] = []  # forwards whose loads are not known
         self._mine: dict[int, torch.Tensor] = {}  # of each router, (2, experts): choices and sums of probabilities
         self._all: dict[int, torch.Tensor] = {}  # the same, over all ranks
+        self._minimised: torch.Tensor | float = 0.0  # summed over tokens, layers and ranks
         self._chosen: dict[int, int] = {}  # experts of a token, by router
         for number, router in enumerate(routers):
             router.module.register_forward_hook(_Hook(self, number))
@@ -95,6 +96,7 @@ class Balance:
         """
         self._num_tokens, self._scale = max(1, num_tokens), scale
         self._mine, self._all = {}, {}
+        self._minimised = 0.0
 
     @contextmanager
     def observing(self, batch: Batch) -> Iterator[None]:
@@ -112,9 +114,14 @@ class Balance:
     def exchange(self) -> None:
         """Between forward and backward: the loads over all ranks, all layers in one exchange. Collective."""
         if self.losses.balance:
+            before = dict(self._all)
             self._exchange()
+            loads = {number: self._load(number) for number in self._all}
+            for number, load in loads.items():
+                sums = (self._all[number] - before.get(number, 0))[1]  # of these micro-batches alone
+                self._minimised = self._minimised + len(load) * (load.double() @ sums)
             for one in self._waiting:
-                one.loads = {number: self._load(number) for number in self._all}
+                one.loads = loads
         self._waiting.clear()
 
     def _exchange(self) -> None:
@@ -135,7 +142,10 @@ class Balance:
         return (self._chosen[number] * choices / choices.sum().clamp_min(1)).float()
 
     def loads(self) -> tuple[list[list[float]], float]:
-        """Of the step: each layer's share of choices by expert, and the balance loss. Collective; meets the device."""
+        """Of the step: each layer's share of choices by expert, and the balance loss. Collective; meets the device.
+
+        The loss is the one that is minimised, so of the same loads; without a coefficient, that of the whole step.
+        """
         self._exchange()
         if not self._all:
             return [], 0.0
@@ -145,11 +155,13 @@ class Balance:
             number: [list(islice(rows, size)) for _ in range(2)] for number, size in zip(self._all, sizes, strict=True)
         }
         shares = {number: [x / max(1.0, sum(choices)) for x in choices] for number, (choices, _) in sums.items()}
-        losses = [
+        total = sum(
             len(shares[number]) * self._chosen[number] * sum(f * p for f, p in zip(shares[number], probs, strict=True))
             for number, (_, probs) in sums.items()
-        ]
-        return list(shares.values()), sum(losses) / len(losses) / self._num_tokens
+        )
+        if self.losses.balance:
+            total = float(self._minimised)
+        return list(shares.values()), total / len(sums) / self._num_tokens
 
     def experts_of_a_token(self, number: int) -> int:
         """How many experts a router has chosen for each token."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from toolkit.data.samples import Batch
 from toolkit.model.quantised import QuantisedLinear, quantised_layers
+from toolkit.model.routers import experts_of_a_token
 
 
 def forget_peaks(device: torch.device) -> None:
@@ -139,8 +140,6 @@ def _matrix_flops(
     Args:
         counts: whether the module of this path is counted.
     """
-    # A token meets so many of the experts, whose matrices stand in one parameter of three dimensions.
-    num_met = getattr(config, "num_experts_per_tok", None) or 1
     forward = to_inputs = to_weights = 0.0
     is_trained_before = False
     packed = {id(parameter) for _, layer in quantised_layers(model) for parameter in layer.bytes()}
@@ -155,7 +154,9 @@ def _matrix_flops(
         for parameter in own if counts(path) and not isinstance(module, nn.Embedding) else ():
             if parameter.ndim not in (2, 3) or id(parameter) in packed:
                 continue  # norms and biases are added or multiplied, element by element
-            share = min(1.0, num_met / parameter.shape[0]) if parameter.ndim == 3 else 1.0
+            # A token meets so many of the experts, whose matrices stand in one parameter of three dimensions.
+            num_met = experts_of_a_token(config, path) if parameter.ndim == 3 else parameter.shape[0]
+            share = min(1.0, num_met / parameter.shape[0])
             flops = 2.0 * parameter.numel() * share
             forward += flops
             to_inputs += flops * is_trained_before

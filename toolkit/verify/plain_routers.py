@@ -99,14 +99,18 @@ class PlainRouters:
                     f"model: {type(self._base).__name__} does not show the plain loop which experts it computes, so it "
                     "cannot be verified"
                 )
+            self._experts_of_a_token = [one.shape[-1] for one in seen.chosen]
             real = _real(batch).to(seen.logits[0].device)
             self._choices.append(seen.choices(real))
             self._sums.append([self._scores(one)[real].double().sum(dim=0) for one in seen.logits])
         totals = [torch.stack(layer).sum(dim=0) for layer in zip(*self._choices, strict=True)]
-        sums = [torch.stack(layer).sum(dim=0) for layer in zip(*self._sums, strict=True)]
         self.loads.append([(total / total.sum().clamp_min(1)).tolist() for total in totals])
-        terms = [len(p) * (total @ p) / self._tokens**2 for total, p in zip(totals, sums, strict=True)]
-        self.balance.append(float(torch.stack(terms).mean()))
+        terms = [
+            len(sums) * (self._share(number, layer) @ sums)
+            for number, layers in enumerate(self._sums)
+            for layer, sums in enumerate(layers)
+        ]
+        self.balance.append(float(torch.stack(terms).sum()) / self._tokens / len(totals))
         self._totals = totals
 
     def loss(self, number: int, batch: Batch, seen: Seen) -> torch.Tensor:
@@ -115,18 +119,23 @@ class PlainRouters:
         Args:
             number: of the micro-batch in its step.
         """
-        # Without by_block, a round of all ranks knows the rounds before it alone.
-        last = len(self._choices) if self._whole_step else (number // self._groups + 1) * self._groups
         real = _real(batch).to(seen.logits[0].device)
         total = torch.zeros((), device=real.device)
         for layer, logits in enumerate(seen.logits):
-            counted = torch.stack([choices[layer] for choices in self._choices[:last]]).sum(dim=0)
-            k = seen.chosen[layer].shape[-1]
-            share = (k * counted / counted.sum().clamp_min(1)).float()  # f_e: choices for each token
+            share = self._share(number, layer).float()
             balance = len(share) * (self._scores(logits) * share).sum(dim=-1)
             squares = logits.float().logsumexp(dim=-1).square()
             total = total + (self._coefficient * balance + self._z * squares)[real].sum()
         return total / (self._tokens * len(seen.logits))
+
+    def _share(self, number: int, layer: int) -> torch.Tensor:
+        """f_e: choices of each expert for each token, as a micro-batch of this number knows them, (experts,)."""
+        # Without a coefficient nothing is minimised, and the whole step is told. Otherwise a round of all ranks
+        # knows the rounds before it alone, unless they run by block.
+        whole = self._whole_step or not self._coefficient
+        last = len(self._choices) if whole else (number // self._groups + 1) * self._groups
+        counted = torch.stack([choices[layer] for choices in self._choices[:last]]).sum(dim=0)
+        return self._experts_of_a_token[layer] * counted / counted.sum().clamp_min(1)
 
     @torch.no_grad()
     def end(self) -> None:

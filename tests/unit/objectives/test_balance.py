@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 from support.moe import MODELS, chosen, micro_batches, mixture
-from support.tiny import llama
+from support.tiny import llama, tiny_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
 from transformers.utils.output_capturing import OutputRecorder
 
 from toolkit.errors import BadInputError
 from toolkit.model.routers import find_routers, own_coefficient
 from toolkit.objectives.balance import Balance, RouterLosses, build_balance, experts_fact
 from toolkit.recipe.schema import ObjectiveSection
+from toolkit.training.usage import model_flops
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -25,6 +27,41 @@ def test_the_routers_are_those_whose_logits_transformers_records(kind: str) -> N
     assert len(routers) == 2
     assert all(path.startswith(f"model.layers.{i}.") for i, path in enumerate(router.path for router in routers))
     assert all((router.bias is not None) == (kind == "deepseek_v3") for router in routers)
+
+
+def test_a_list_of_experts_is_read_for_each_layer() -> None:
+    """HunYuan's `moe_topk`, of which transformers takes each layer's own."""
+    config = tiny_config("hunyuan_v1_moe")
+    config.moe_topk = [1, 3]
+    model = AutoModelForCausalLM.from_config(config)
+    assert [router.top_k for router in find_routers(model)] == [1, 3]
+    flops = {layers: model_flops(_with_experts(layers)).per_token for layers in ((1, 3), (1, 1), (3, 3))}
+    assert flops[1, 1] < flops[1, 3] < flops[3, 3]
+
+
+def _with_experts(of_layers: tuple[int, ...]) -> Any:
+    config = tiny_config("hunyuan_v1_moe")
+    config.moe_topk = list(of_layers)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_the_recorded_loss_is_the_one_that_is_minimised() -> None:
+    """Of two micro-batches in turn, the first has its own load, and the second that of both."""
+    model, batches = mixture("olmoe"), micro_batches(2)
+    balance = Balance(find_routers(model), RouterLosses(balance=1.0))
+    balance.begin(sum(int(batch["lengths"].sum()) for batch in batches), 1.0)
+    expected, counts = 0.0, torch.zeros(2, 4)
+    for batch in batches:
+        with balance.observing(batch):
+            model(input_ids=batch["input_ids"], use_cache=False)
+        balance.exchange()
+        routed = model.model(input_ids=batch["input_ids"], output_router_logits=True, use_cache=False).router_logits
+        real = (torch.arange(12) < batch["lengths"][:, None]).flatten()
+        for layer, logits in enumerate(routed):
+            counts[layer] += chosen(model, logits[real], layer, 2).sum(dim=0)
+            f = 2 * counts[layer] / counts[layer].sum()
+            expected += 4 * (logits[real].softmax(dim=-1) @ f).sum().item() / 2
+    assert balance.loads()[1] == pytest.approx(expected / sum(int(batch["lengths"].sum()) for batch in batches))
 
 
 def counted(model: Any, balance: Balance, batch: dict[str, torch.Tensor]) -> torch.Tensor:
