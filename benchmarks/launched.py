@@ -42,17 +42,18 @@ def import_all() -> None:
 def watch() -> None:
     """Puts a clock around the parts of a run."""
 
-    from toolkit.run import accelerator, parts, run
+    from toolkit.run import accelerator, model_checks, model_on_meta, opening
+    from toolkit.training.trainer import Trainer
 
     for module, name, part in (
-        (run, "build_accelerator", "accelerator"),
-        (parts.tokenizer, "load", "tokenizer"),
-        (parts.build, "build", "data"),
-        (parts, "load", "model"),
+        (opening, "build_accelerator", "accelerator"),
+        (model_on_meta.tokenizer, "load", "tokenizer"),
+        (model_on_meta.build, "build", "data"),
+        (model_on_meta, "load", "model"),
         (accelerator.Accelerator, "prepare", "prepare, with weights"),
-        (parts, "_check_leaks", "check of packing"),
-        (run.Trainer, "evaluate", "first evaluation"),
-        (run.Trainer, "train_step", "first step"),
+        (model_checks, "check_packing", "check of packing"),
+        (Trainer, "evaluate", "first evaluation"),
+        (Trainer, "train_step", "first step"),
     ):
         setattr(module, name, timed(part, getattr(module, name)))
 

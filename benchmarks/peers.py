@@ -241,7 +241,9 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: An
         from toolkit.optim.schedule import build_schedule
         from toolkit.recipe.recipe import Recipe
         from toolkit.run.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries
-        from toolkit.run.parts import build_parts
+        from toolkit.run.prepare import prepare_run
+        from toolkit.run.stages import OpenedRun
+        from toolkit.terminal import Terminal
         from toolkit.training.metrics import Metrics
         from toolkit.training.trainer import Trainer
 
@@ -253,8 +255,8 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: An
         output.mkdir(exist_ok=True)
         plugins = build_plugins(recipe)
         accelerator = build_accelerator(recipe, plugins, output)
-        parts = build_parts(accelerator, recipe, plugins["fsdp_plugin"])
-        schedule = build_schedule(inner_optimizer(parts.optimizer), recipe.schedule, parts.num_steps)
+        run = prepare_run(OpenedRun(recipe, accelerator, plugins["fsdp_plugin"], output, Terminal(quiet=rank != 0)))
+        schedule = build_schedule(inner_optimizer(run.sharded.optimizer), recipe.schedule, run.num_steps)
 
         class GatedTrainer(Trainer):
             """Waits at the gate before each step; its windows are made ahead."""
@@ -263,13 +265,13 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: An
                 if not gate():
                     raise OverError
                 step = super().train_step(window)
-                gate.saw(step.loss, sum(map(parts.objective.count_targets, window)))
+                gate.saw(step.loss, sum(map(run.objective.count_targets, window)))
                 return step
 
-        with Metrics(accelerator, output / "metrics.jsonl", recipe.logging, parts.num_steps) as metrics:
+        with Metrics(accelerator, output / "metrics.jsonl", recipe.logging, run.num_steps) as metrics:
             trainer = GatedTrainer(
-                accelerator, parts.model, parts.optimizer, schedule, parts.objective, recipe.training, metrics,
-                parts.windows,
+                accelerator, run.model, run.sharded.optimizer, schedule, run.objective, recipe.training, metrics,
+                run.windows,
             )  # fmt: skip
             with contextlib.suppress(OverError):
                 trainer.fit()

@@ -278,6 +278,7 @@ def ended_three_times(folder: str) -> list[str]:
     """
     from toolkit import Recipe, finetune
     from toolkit.run import run as runs
+    from toolkit.training.trainer import Trainer
 
     class PeerLostError(Exception):
         pass
@@ -286,7 +287,7 @@ def ended_three_times(folder: str) -> list[str]:
         raise PeerLostError
 
     recipe = Recipe.from_mapping(recipe_of(folder, "three-times"))
-    for place, name in ((runs.Trainer, "train_step"), (runs, "build_parts")):
+    for place, name in ((Trainer, "train_step"), (runs, "prepare_run")):
         original = getattr(place, name)
         setattr(place, name, lose)
         ranks.meet()

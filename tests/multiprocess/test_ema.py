@@ -55,11 +55,11 @@ def values(folder: Path, name: str, case: str, **training: Any) -> dict[str, Any
 def runs(folder: Path) -> dict[str, Any]:
     from toolkit import Recipe, finetune
     from toolkit.optim.ema import Ema
-    from toolkit.run import run as run_module
+    from toolkit.run import fit as fit_module
 
     ranks, found = int(os.environ["WORLD_SIZE"]), {}
     sizes: list[int] = []
-    build = run_module._build_trainer
+    build = fit_module._build_trainer
 
     def measured(*args: Any) -> Any:
         trainer = build(*args)
@@ -81,9 +81,9 @@ def runs(folder: Path) -> dict[str, Any]:
             meet()
             found[f"{case} cut"] = run(f"{case}-cut", case)
     if ranks == 2:
-        run_module._build_trainer = measured
+        fit_module._build_trainer = measured
         run("measured", "zero3", max_steps=1)
-        run_module._build_trainer = build
+        fit_module._build_trainer = build
         found["bytes"] = sizes
     return found
 

@@ -32,7 +32,7 @@ from toolkit.objectives.preference_losses import LOSSES
 from toolkit.objectives.reward import Reward
 from toolkit.objectives.tagging import TokenClassification, entities
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.sequence import check_parts
+from toolkit.run.sequence_check import check_parts
 from toolkit.sharding.sequence import form_groups, own_part
 
 SIZES: dict[str, Any] = {

@@ -74,7 +74,7 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 def test_a_forbidden_import_is_found() -> None:
-    assert forbidden("sharding", "from toolkit import ranks\nfrom toolkit.run.parts import Parts\n") == [
+    assert forbidden("sharding", "from toolkit import ranks\nfrom toolkit.run.stages import PreparedRun\n") == [
         "line 2 imports toolkit.run"
     ]
     assert forbidden("pages", "def show():\n    from toolkit import planning\n") == ["line 2 imports toolkit.planning"]

@@ -30,12 +30,10 @@ class LiveReport:
 
     Args:
         summary_of: the summary of the records so far.
-        num_steps: of the whole run; asked anew, since a resumed run finds out late.
+        num_steps: of the whole run.
     """
 
-    def __init__(
-        self, path: Path, summary_of: Callable[[list[dict[str, Any]]], RunSummary], num_steps: Callable[[], int]
-    ) -> None:
+    def __init__(self, path: Path, summary_of: Callable[[list[dict[str, Any]]], RunSummary], num_steps: int) -> None:
         self._path = path
         self._summary_of = summary_of
         self._num_steps = num_steps
@@ -81,7 +79,7 @@ class LiveReport:
         status = Status(
             state,
             step,
-            self._num_steps(),
+            self._num_steps,
             seconds_left,
             round(time.time(), 1),
             math.ceil(self._every),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from transformers import AutoConfig
 
 from toolkit import ranks
@@ -26,11 +25,8 @@ from toolkit.paths import GIB
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.finished import write_finished
 from toolkit.run.loss_warnings import Guess, doubts_of
-from toolkit.run.parts import Parts
+from toolkit.run.stages import OpenedRun, PreparedRun
 from toolkit.sharding.apply import PRECISIONS
-from toolkit.sharding.plugin import (
-    ShardingPlugin,
-)
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.supervise.rank_status import REPORT
 from toolkit.terminal import Pass, Terminal
@@ -108,67 +104,65 @@ def result_of(
     return FinetuneResult(output_dir, export_dir, metrics, first, last, sample, difference, seconds, doubts)
 
 
-def export_model(
-    accelerator: Accelerator, recipe: Recipe, parts: Parts, output_dir: Path
-) -> tuple[Path | None, float | None, str | None]:
-    """Writes and checks the export: its folder, the difference of logits and a sample of text."""
-    settings = recipe.export
+def export_model(opened: OpenedRun, run: PreparedRun) -> tuple[Path | None, float | None, str | None]:
+    """Writes and checks the export; returns its folder, the difference of logits and a sample of text. Collective."""
+    settings = opened.recipe.export
     if not settings.enabled:
         return None, None, None
-    folder = output_dir / "export"
-    dtype = getattr(torch, settings.dtype or recipe.model.dtype)
+    folder = opened.output_dir / "export"
+    dtype = getattr(torch, settings.dtype or opened.recipe.model.dtype)
     how = ExportSettings(dtype, int(settings.max_shard_gib * GIB), settings.merge)
-    console, inner = Terminal(quiet=ranks.rank() != 0), accelerator.unwrap_model(parts.model)
-    ranks.on_first_rank(lambda: patiently(lambda: require_room(inner, folder, how), "the export", console.warn))
+    console = Terminal(quiet=ranks.rank() != 0)
+    ranks.on_first_rank(lambda: patiently(lambda: require_room(run.inner, folder, how), "the export", console.warn))
     with Pass(console, "exporting the model"):
-        export(accelerator, parts.model, parts.tokenizer, folder, how)
+        export(opened.accelerator, run.model, run.tokenizer, folder, how)
     with Pass(console, "checking the export"):
-        difference, sample = _checked(accelerator, recipe, parts, folder, dtype)
+        difference, sample = _check_export(opened, run, folder, dtype)
     return folder, difference, sample
 
 
-def _checked(
-    accelerator: Accelerator, recipe: Recipe, parts: Parts, folder: Path, dtype: torch.dtype
+def _check_export(
+    opened: OpenedRun, run: PreparedRun, folder: Path, dtype: torch.dtype
 ) -> tuple[float | None, str | None]:
-    """The difference of logits between the model and the folder that was written, and the folder's sample of text."""
-    settings = recipe.export
+    """Returns the difference of logits between the model and its export, and the export's sample of text."""
+    recipe, accelerator, settings = opened.recipe, opened.accelerator, opened.recipe.export
     reloaded = None
     if settings.verify or recipe.logging.sample_prompt is not None:
         # In the type that training computes in: only what the export changed may differ.
-        compute, config = PRECISIONS[accelerator.mixed_precision] or dtype, accelerator.unwrap_model(parts.model).config
+        compute, config = PRECISIONS[accelerator.mixed_precision] or dtype, run.inner.config
         # The others wait over the host: inside a collective NCCL gives up after ten minutes.
         trust = recipe.model.trust_remote_code
         reloaded = ranks.alone_on_first_rank(lambda: reload(folder, accelerator.device, compute, config, trust))
     difference = sample = None
     if settings.verify:
         # The same sample on every rank: where the model is sharded, all of them take part in its forward.
-        batch = next(iter(evaluation_batches(parts.data.train, 1, 0, 1, 1)))
-        difference = verify(accelerator, parts.model, reloaded, parts.objective.logits, batch)
+        batch = next(iter(evaluation_batches(run.data.train, 1, 0, 1, 1)))
+        difference = verify(accelerator, run.model, reloaded, run.objective.logits, batch)
     prompt, length, seed = recipe.logging.sample_prompt, recipe.logging.sample_max_new_tokens, recipe.training.seed
     if prompt is not None:
         prompt = (recipe.data.source_prefix or "") + prompt
-        sample = ranks.alone_on_first_rank(lambda: sample_text(reloaded, parts.tokenizer, prompt, length, seed))
+        sample = ranks.alone_on_first_rank(lambda: sample_text(reloaded, run.tokenizer, prompt, length, seed))
     return difference, sample
 
 
 def write_pages(
-    recipe: Recipe,
-    plugin: ShardingPlugin,
-    parts: Parts,
+    opened: OpenedRun,
+    run: PreparedRun,
     facts: dict[str, str],
     result: FinetuneResult,
     step_seconds: dict[str, float] | None,
 ) -> None:
     """Writes the model card, the report, and last the statement that the run is done. On rank 0."""
     clear_unfinished(result.output_dir)  # of saves that a disk broke off, and did not let delete
-    summary = replace(summary_of(recipe, plugin, parts, facts, result), step_seconds=step_seconds)
+    summary = replace(summary_of(opened, run, facts, result), step_seconds=step_seconds)
     if result.export_dir is not None:
-        write_card(result.export_dir, recipe, summary.facts, result.metrics, summary.data_report, summary.versions)
+        report, versions = summary.data_report, summary.versions
+        write_card(result.export_dir, opened.recipe, summary.facts, result.metrics, report, versions)
     write_report(result.output_dir / REPORT, summary)
     write_finished(result.output_dir, result.export_dir)
 
 
-def conclude(console: Terminal, recipe: Recipe, result: FinetuneResult) -> None:
+def print_result(console: Terminal, recipe: Recipe, result: FinetuneResult) -> None:
     """Prints the last lines: the held-out loss, a sample, and where everything lies."""
     if result.initial_eval_loss is not None and result.final_eval_loss is not None:
         change = result.final_eval_loss / result.initial_eval_loss - 1
@@ -197,14 +191,13 @@ def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
     return f"{auto}.from_pretrained({str(export_dir)!r})"
 
 
-def summary_of(
-    recipe: Recipe, plugin: ShardingPlugin, parts: Parts, facts: dict[str, str], result: FinetuneResult
-) -> RunSummary:
-    """What the report shows of a run, as far as it has come."""
+def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], result: FinetuneResult) -> RunSummary:
+    """Collects what the report shows of a run, as far as it has come."""
+    recipe = opened.recipe
     facts = {**facts, "duration": f"{result.seconds:.0f} s"}
     facts["memory"] += f"; measured {_measured_memory(result.metrics)}"
-    if parts.compilation is not None:
-        facts["compute"] = parts.compilation.describe()  # it may have failed in the first step
+    if run.sharded.compilation is not None:
+        facts["compute"] = run.sharded.compilation.describe()  # it may have failed in the first step
     if result.logits_difference is not None:
         facts["export checked"] = f"logits differ by {result.logits_difference:.1e} of the largest"
     if (ended := patience_is_over(result.metrics, recipe.training.patience)) is not None:
@@ -220,12 +213,12 @@ def summary_of(
         title=result.output_dir.name,
         recipe_yaml=recipe_for_readers(recipe),
         metrics=result.metrics,
-        data_report=parts.data.report.to_dict(),
-        units=_unit_rows(plugin.unit_plan),
+        data_report=run.shown.data_report.to_dict(),
+        units=_unit_rows(opened.plugin.unit_plan),
         facts=facts,
         versions={**{package: version(package) for package in packages}, "machine": machine},
         sample=sample,
-        side_by_side=parts.side_by_side,
+        side_by_side=run.shown.side_by_side,
         doubts=result.doubts,
     )
 

@@ -21,7 +21,7 @@ from toolkit.model.load import load_without_weights
 from toolkit.model.positions import require_positions, takes_positions
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import NEXT_TOKEN
-from toolkit.run.sequence import part_of
+from toolkit.run.sequence_check import part_of
 from toolkit.sharding.fsdp import class_name
 
 

@@ -27,11 +27,14 @@ from toolkit.optim.schedule import build_schedule
 from toolkit.paths import atomic_write
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries, release
-from toolkit.run.parts import Parts, build_parts
+from toolkit.run.prepare import prepare_run
 from toolkit.run.run_summary import facts_of
+from toolkit.run.stages import OpenedRun, PreparedRun
 from toolkit.sharding import checkpointing
 from toolkit.sharding.offload import engine_of
+from toolkit.sharding.plugin import ShardingPlugin
 from toolkit.sharding.shards import local_tensor, state_once
+from toolkit.terminal import Terminal
 from toolkit.training.metrics import Metrics
 from toolkit.training.trainer import Trainer
 from toolkit.verify.plain import is_felt, set_dropout
@@ -70,52 +73,54 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     accelerator = build_accelerator(recipe, plugins, folder / "run")
     if accelerator.mixed_precision == "fp16":
         raise BadInputError("mixed_precision fp16: its gradient scaler skips steps, which no plain loop does; use bf16")
-    parts = build_parts(accelerator, recipe, plugins["fsdp_plugin"])
-    if parts.padded is not None:
+    plugin: ShardingPlugin = plugins["fsdp_plugin"]
+    opened = OpenedRun(recipe, accelerator, plugin, folder / "run", Terminal(quiet=not accelerator.is_main_process))
+    run = prepare_run(opened)
+    if run.checked.padded is not None:
         # The plain side has packed them, as the recipe leaves it open.
-        raise BadInputError(f"data.packing: {parts.padded}; set data.packing=false")
-    model = accelerator.unwrap_model(parts.model)
+        raise BadInputError(f"data.packing: {run.checked.padded}; set data.packing=false")
+    model = run.inner
     # The plain side draws no masks that these ranks could share.
     set_dropout(model, 0.0)
-    result = _train(accelerator, recipe, parts, steps, folder)
-    result["facts"] = facts_of(accelerator, recipe, plugins["fsdp_plugin"], parts)
+    result = _train(opened, run, steps, folder)
+    result["facts"] = facts_of(opened, run)
     # On every rank: gathering is collective, and rank 0 alone gets the tensors.
     tensors = as_peft_has_them(model, dequantised(model, whole_tensors(state_once(model))))
     weights = {name: t.float().cpu().contiguous() for name, t in tensors if t is not None}
     if accelerator.is_main_process:
         save_file(weights, folder / "weights.safetensors")
-    checkpointed = plugins["fsdp_plugin"].checkpointing is not None
+    checkpointed = plugin.checkpointing is not None
     # Offload takes gradients away as they come; blocks are checkpointed in the same way with and without it.
-    offloaded = plugins["fsdp_plugin"].offload is not None
-    result["replay"] = _replay(accelerator, parts) if checkpointed and not offloaded else None
-    release(accelerator, plugins["fsdp_plugin"])
+    offloaded = plugin.offload is not None
+    result["replay"] = _replay(accelerator, run) if checkpointed and not offloaded else None
+    release(accelerator, plugin)
     return result
 
 
-def _train(accelerator: Accelerator, recipe: Recipe, parts: Parts, steps: int, folder: Path) -> dict[str, Any]:
+def _train(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) -> dict[str, Any]:
     """The trainer's own steps. A parameter had a gradient where its first moment is not zero."""
-    model = accelerator.unwrap_model(parts.model)
+    recipe, accelerator, model = opened.recipe, opened.accelerator, run.inner
     named = {peft_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = inner_optimizer(parts.optimizer)
-    schedule = build_schedule(optimizer, recipe.schedule, parts.num_steps)
+    optimizer = inner_optimizer(run.sharded.optimizer)
+    schedule = build_schedule(optimizer, recipe.schedule, run.num_steps)
     metrics = Metrics(accelerator, folder / "metrics.jsonl", recipe.logging, steps)
     trainer = Trainer(
         accelerator,
-        parts.model,
-        parts.optimizer,
+        run.model,
+        run.sharded.optimizer,
         schedule,
-        parts.objective,
+        run.objective,
         recipe.training,
         metrics,
-        parts.windows,
-        by_block=parts.accumulation.by_block,
-        balance=parts.balance,
+        run.windows,
+        by_block=run.accumulation.by_block,
+        balance=run.balance,
     )
-    parts.model.train()
+    run.model.train()
     found, loads = [], []
-    for window in itertools.islice(parts.windows, steps):
+    for window in itertools.islice(run.windows, steps):
         found.append(trainer.train_step(window))
-        loads.append(parts.balance.loads())
+        loads.append(run.balance.loads())
         schedule.step()
     engine = engine_of(model)
     if engine is not None:
@@ -136,20 +141,20 @@ def _train(accelerator: Accelerator, recipe: Recipe, parts: Parts, steps: int, f
     }
 
 
-def _replay(accelerator: Accelerator, parts: Parts) -> dict[str, float]:
+def _replay(accelerator: Accelerator, run: PreparedRun) -> dict[str, float]:
     """Gradients of this rank's first micro-batch, blocks checkpointed and not, from one random state.
 
     Returns:
         `blocks`: forwards under checkpointing; `difference`: of the gradients, as a share of the
         largest; `effect`: what another random state changes, 0 where the model has no dropout.
     """
-    set_dropout(accelerator.unwrap_model(parts.model), REHEARSED_DROPOUT)
-    batch = next(iter(parts.windows))[0]
-    checkpointed = _gradients(accelerator, parts, batch, seed=0)
+    set_dropout(run.inner, REHEARSED_DROPOUT)
+    batch = next(iter(run.windows))[0]
+    checkpointed = _gradients(accelerator, run, batch, seed=0)
     with _direct_blocks() as calls:
-        direct = _gradients(accelerator, parts, batch, seed=0)
+        direct = _gradients(accelerator, run, batch, seed=0)
         blocks = len(calls)
-        other = _gradients(accelerator, parts, batch, seed=1)
+        other = _gradients(accelerator, run, batch, seed=1)
     return {
         "blocks": blocks,
         "difference": _largest_difference(checkpointed, direct),
@@ -175,13 +180,13 @@ def _direct_blocks() -> Iterator[list[str]]:
         vars(checkpointing)["checkpoint"] = stock
 
 
-def _gradients(accelerator: Accelerator, parts: Parts, batch: Batch, seed: int) -> list[torch.Tensor]:
+def _gradients(accelerator: Accelerator, run: PreparedRun, batch: Batch, seed: int) -> list[torch.Tensor]:
     """This rank's parts of the gradients of one micro-batch."""
     torch.manual_seed(1000 * seed + accelerator.process_index)
     batch = {key: value.to(accelerator.device) for key, value in batch.items()}
-    accelerator.backward(parts.objective.loss_sum(parts.model, batch))
-    found = [local_tensor(p.grad).clone() for p in parts.model.parameters() if p.grad is not None]
-    parts.model.zero_grad(set_to_none=True)
+    accelerator.backward(run.objective.loss_sum(run.model, batch))
+    found = [local_tensor(p.grad).clone() for p in run.model.parameters() if p.grad is not None]
+    run.model.zero_grad(set_to_none=True)
     return found
 
 

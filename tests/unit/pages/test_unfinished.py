@@ -73,7 +73,7 @@ class Run:
         self.path = folder / "report.html"
         patch.setattr("toolkit.ranks.rank", lambda: rank)
         patch.setattr("toolkit.ranks.world_size", lambda: world_size)
-        self.report = LiveReport(self.path, self.summary, lambda: 10)
+        self.report = LiveReport(self.path, self.summary, 10)
 
     def summary(self, records: list[dict[str, Any]]) -> RunSummary:
         return RunSummary("run", "", records, {}, [], {}, {}, None)

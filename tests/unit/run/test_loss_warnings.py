@@ -10,7 +10,7 @@ import pytest
 
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.loss_warnings import Guess, doubts_of
-from toolkit.run.outcome import conclude, result_of
+from toolkit.run.outcome import print_result, result_of
 from toolkit.terminal import Terminal
 
 TOKENS = Guess(1024, "tokens")
@@ -52,7 +52,7 @@ def test_without_a_guess_only_held_out_losses_speak() -> None:
 
 def test_the_last_lines_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = result_of(tmp_path, records(BURST, (7.0, 9.0)), None, guess=TOKENS)
-    conclude(Terminal(), Recipe.load("quickstart"), result)
+    print_result(Terminal(), Recipe.load("quickstart"), result)
     told = capsys.readouterr()
     assert [line.partition(":")[0] for line in told.err.splitlines() if ":" in line][-2:] == ["warning", "warning"]
     assert told.out == f"run: {tmp_path}\nreport: {tmp_path / 'report.html'}\n"

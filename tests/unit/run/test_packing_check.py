@@ -22,8 +22,9 @@ from toolkit.errors import BadInputError
 from toolkit.model.document_attention import BY_DOCUMENT, register_by_document
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.model_checks import check_packing
 from toolkit.run.packing_check import check_causal, check_leaks
-from toolkit.run.parts import _check_leaks
+from toolkit.run.stages import OpenedRun, ShardedModel
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,11 +133,14 @@ def test_completions_of_a_pair_share_a_sample_that_is_not_packed(make: Callable[
     model = make()
     with pytest.raises(BadInputError, match="Both completions of a pair share") if leaks else nullcontext():
         assert check_leaks(model, model, CausalLM(model), pairs, 2, torch.device("cpu"), False) is not None
-    accelerator: Any = SimpleNamespace(unwrap_model=lambda wrapped: wrapped, device=torch.device("cpu"))
+    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), mixed_precision="no")
     recipe: Any = Recipe.load("dpo", {"training.micro_batch_size": 2, "data.packing": False})
     data: Any = SimpleNamespace(train=pairs, report=SimpleNamespace(packing=False))
+    nothing: Any = None
+    opened = OpenedRun(recipe, accelerator, nothing, nothing, nothing)
+    sharded = ShardedModel(model, model, nothing, None)
     with pytest.raises(BadInputError, match="Both completions of a pair share") if leaks else nullcontext():
-        assert _check_leaks(accelerator, recipe, model, CausalLM(model), data, False) == (None, None)  # type: ignore[arg-type]
+        assert check_packing(opened, sharded, CausalLM(model), data) == (None, None)
 
 
 def test_without_rows_that_share_a_sample_there_is_nothing_to_check() -> None:

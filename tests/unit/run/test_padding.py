@@ -6,7 +6,7 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import yaml
@@ -20,7 +20,8 @@ from toolkit.cli.app import app
 from toolkit.errors import BadInputError
 from toolkit.model.fake_tensors import lacks_products
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.parts import _prepared
+from toolkit.run.sharded_model import prepare_forwards
+from toolkit.run.stages import OpenedRun
 from toolkit.verify import Outcome, ShardedRun, verify
 from toolkit.verify.launch import Launch
 
@@ -144,7 +145,8 @@ def test_what_compiles_for_minutes_says_so_before(
 ) -> None:
     plugin: Any = SimpleNamespace(strategy=SimpleNamespace(sharded=True), compilation=None)
     accelerator: Any = SimpleNamespace(is_main_process=True)
-    _prepared(accelerator, llama(attention), cast(Any, None), plugin)
+    nothing: Any = None
+    prepare_forwards(OpenedRun(nothing, accelerator, plugin, nothing, nothing), llama(attention))
     line = "flex_attention compiles its kernels in the first forward, which can take minutes\n"
     assert capsys.readouterr().err == line * told
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from toolkit.errors import BadInputError
 from toolkit.planning.check import Planned
 from toolkit.planning.memory.fake import fake_ranks
-from toolkit.run.by_block import accumulation_of, check_forwards
+from toolkit.run.by_block_check import accumulation_of, check_forwards
 from toolkit.sharding import Checkpointing, plan_units
 from toolkit.sharding.apply import apply
 from toolkit.sharding.by_block import ByBlock

@@ -18,7 +18,7 @@ from toolkit.data.cut import WHOLE
 from toolkit.errors import BadInputError
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.planning.memory.fake import fake_ranks
-from toolkit.run.sequence import check_parts
+from toolkit.run.sequence_check import check_parts
 from toolkit.sharding import Checkpointing, checkpoint_blocks, plan_units
 from toolkit.sharding.apply import apply
 from toolkit.sharding.by_block import ByBlock

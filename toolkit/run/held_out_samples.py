@@ -20,7 +20,7 @@ from toolkit.objectives.reward import Reward
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.pages.samples import SideBySide
 from toolkit.paths import atomic_write
-from toolkit.run.parts import Parts
+from toolkit.run.stages import PreparedRun
 from toolkit.terminal import Pass, Terminal
 
 SAMPLES_FILE = "samples.json"
@@ -41,9 +41,9 @@ class Prompt:
     answer: list[int]
 
 
-def held_out_prompts(parts: Parts, count: int) -> list[Prompt]:
+def held_out_prompts(run: PreparedRun, count: int) -> list[Prompt]:
     """The first held-out rows that leave room for an answer; of pairs, with the chosen one."""
-    samples = parts.data.validation
+    samples = run.data.validation
     if isinstance(samples, SourceTargetSamples):
         pairs = (samples.parts(number) for number in range(min(count, len(samples))))
         return [Prompt(source.tolist(), target.tolist()) for source, target in pairs]
@@ -74,33 +74,33 @@ def _prompt(ids: np.ndarray, targets: np.ndarray) -> Prompt | None:
 
 
 @torch.no_grad()
-def continuations(accelerator: Accelerator, parts: Parts, prompts: list[Prompt]) -> list[str]:
+def continuations(accelerator: Accelerator, run: PreparedRun, prompts: list[Prompt]) -> list[str]:
     """The most likely tokens behind each prompt, as text. Every rank calls this.
 
     By the model as it is trained, sharded and without a cache, so that nothing of it is copied; every rank runs the
     same forwards. Without dropout no random number is drawn, and training goes on as if nothing had been.
     """
-    assert not isinstance(parts.objective, SequenceClassification | Reward)
+    assert not isinstance(run.objective, SequenceClassification | Reward)
     # An encoder-decoder's rows are targets, which begin as that of the held-out row does.
-    begun = isinstance(parts.objective, Seq2Seq)
-    rows = [_first(parts.objective, prompt) if begun else list(prompt.asked) for prompt in prompts]
+    begun = isinstance(run.objective, Seq2Seq)
+    rows = [_first(run.objective, prompt) if begun else list(prompt.asked) for prompt in prompts]
     starts, length = [len(row) for row in rows], NEW_TOKENS
-    if isinstance(parts.data.validation, SourceTargetSamples):
-        length = min(length, parts.data.validation.max_target_length - 1)
-    width, padding = max(starts) + length, pad_id(parts.tokenizer)
-    parts.model.eval()
+    if isinstance(run.data.validation, SourceTargetSamples):
+        length = min(length, run.data.validation.max_target_length - 1)
+    width, padding = max(starts) + length, pad_id(run.tokenizer)
+    run.model.eval()
     tell = Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts")
     for number in range(length):
         tell(number, length)
         batch = _batch(rows, width, padding)
-        batch = parts.objective.on_host(_with_sources(batch, prompts, padding) if begun else batch)
-        logits = parts.objective.logits(parts.model, send_to_device(batch, accelerator.device))
+        batch = run.objective.on_host(_with_sources(batch, prompts, padding) if begun else batch)
+        logits = run.objective.logits(run.model, send_to_device(batch, accelerator.device))
         ends = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
         chosen = logits[torch.arange(len(rows), device=logits.device), ends].argmax(dim=-1).tolist()
         for row, token in zip(rows, chosen, strict=True):
             row.append(token)
-    parts.model.train()
-    return [_text(parts, row[start:]) for row, start in zip(rows, starts, strict=True)]
+    run.model.train()
+    return [_text(run, row[start:]) for row, start in zip(rows, starts, strict=True)]
 
 
 def _first(objective: AnyObjective, prompt: Prompt) -> list[int]:
@@ -124,16 +124,18 @@ def _batch(rows: list[list[int]], width: int, padding: int) -> Batch:
     return {"input_ids": ids, "labels": torch.full_like(ids, IGNORED), "position_ids": positions}
 
 
-def _text(parts: Parts, ids: list[int]) -> str:
+def _text(run: PreparedRun, ids: list[int]) -> str:
     """The tokens up to the first special one, which ends a text or a turn."""
-    special = set(parts.tokenizer.all_special_ids)
+    special = set(run.tokenizer.all_special_ids)
     end = next((place for place, token in enumerate(ids) if token in special), len(ids))
-    text: str = parts.tokenizer.decode(ids[:end])
+    text: str = run.tokenizer.decode(ids[:end])
     return text
 
 
-def first_samples(accelerator: Accelerator, parts: Parts, count: int, output_dir: Path, resumed: bool) -> list[Prompt]:
-    """What the model writes before its first step goes into `parts`; of a resumed run it is read. Collective.
+def first_samples(
+    accelerator: Accelerator, run: PreparedRun, count: int, output_dir: Path, resumed: bool
+) -> list[Prompt]:
+    """What the model writes before its first step goes into `run.shown`; of a resumed run it is read. Collective.
 
     Returns:
         The prompts, for the end of the run; none where nothing is asked for, or a resumed run has not begun with any.
@@ -141,35 +143,35 @@ def first_samples(accelerator: Accelerator, parts: Parts, count: int, output_dir
     path = output_dir / SAMPLES_FILE
     if count == 0 or (resumed and not ranks.on_first_rank(path.exists)):
         return []
-    prompts = held_out_prompts(parts, count)
+    prompts = held_out_prompts(run, count)
     if not prompts:
         told = f"logging.held_out_samples: no held-out row leaves room for {NEW_TOKENS} tokens within data.max_length"
         Terminal(quiet=ranks.rank() != 0).warn(told)
         return []
     if resumed:
         saved = ranks.on_first_rank(lambda: json.loads(path.read_text(encoding="utf-8")))
-        parts.side_by_side = [SideBySide(**sample) for sample in saved]
+        run.shown.side_by_side = [SideBySide(**sample) for sample in saved]
         return prompts
-    before = continuations(accelerator, parts, prompts)
-    decode = parts.tokenizer.decode
-    parts.side_by_side = [
-        SideBySide(decode(prompt.asked), _text(parts, prompt.answer), text)
+    before = continuations(accelerator, run, prompts)
+    decode = run.tokenizer.decode
+    run.shown.side_by_side = [
+        SideBySide(decode(prompt.asked), _text(run, prompt.answer), text)
         for prompt, text in zip(prompts, before, strict=True)
     ]
-    _keep(parts, output_dir)
+    _keep(run, output_dir)
     return prompts
 
 
-def _keep(parts: Parts, output_dir: Path) -> None:
-    text = json.dumps([asdict(sample) for sample in parts.side_by_side], indent=1)
+def _keep(run: PreparedRun, output_dir: Path) -> None:
+    text = json.dumps([asdict(sample) for sample in run.shown.side_by_side], indent=1)
     ranks.on_first_rank(lambda: atomic_write(output_dir / SAMPLES_FILE, text))
 
 
-def last_samples(accelerator: Accelerator, parts: Parts, prompts: list[Prompt], output_dir: Path) -> None:
+def last_samples(accelerator: Accelerator, run: PreparedRun, prompts: list[Prompt], output_dir: Path) -> None:
     """Puts what the model writes after its last step beside what it wrote before. Collective."""
     if prompts:
-        after = continuations(accelerator, parts, prompts)
-        parts.side_by_side = [
-            replace(sample, after=text) for sample, text in zip(parts.side_by_side, after, strict=True)
+        after = continuations(accelerator, run, prompts)
+        run.shown.side_by_side = [
+            replace(sample, after=text) for sample, text in zip(run.shown.side_by_side, after, strict=True)
         ]
-        _keep(parts, output_dir)
+        _keep(run, output_dir)

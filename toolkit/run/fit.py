@@ -1,0 +1,205 @@
+"""The stage that trains: a prepared run and a checkpoint, if any, become records and a trained model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+
+from toolkit import ranks
+from toolkit.checkpoint.resume import Resumption
+from toolkit.checkpoint.session import RunCheckpoints, require_output_dir
+from toolkit.checkpoint.store import StorePath
+from toolkit.data.samples import TextSamples
+from toolkit.data.stream import describe_stream
+from toolkit.errors import counted
+from toolkit.optim.ema import Ema
+from toolkit.optim.schedule import build_schedule
+from toolkit.planning.time.hardware import peak_flops_of
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.accelerator import inner_optimizer
+from toolkit.run.folder import write_beginning, write_data_report
+from toolkit.run.held_out_samples import first_samples, last_samples
+from toolkit.run.live import LiveReport
+from toolkit.run.rows import build_evaluation
+from toolkit.run.stages import OpenedRun, PreparedRun
+from toolkit.training.durable_writes import patiently
+from toolkit.training.heartbeat import Heartbeat
+from toolkit.training.metrics import Metrics
+from toolkit.training.profile import StepProfile
+from toolkit.training.stop import StopRequests
+from toolkit.training.trainer import Trainer
+from toolkit.training.usage import ModelFlops, model_flops
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What training leaves beside the model.
+
+    Attributes:
+        records: of metrics.jsonl.
+        step_seconds: seconds by kind of a profiled step; None: no step was profiled.
+        missing: why the last checkpoint is not in the store; None: it is, or there is no store.
+    """
+
+    records: list[dict[str, Any]]
+    step_seconds: dict[str, float] | None
+    missing: str | None
+
+
+def fit(
+    opened: OpenedRun,
+    run: PreparedRun,
+    found: Resumption,
+    store: StorePath | None,
+    heartbeat: Heartbeat,
+    live: LiveReport,
+) -> Fitted:
+    """Trains to the run's end, from the beginning or from the checkpoint `found`. Collective.
+
+    Raises:
+        StoppedError: a rank was asked to end; the state is saved.
+        TrainingError: too many steps in a row had no finite loss and gradient.
+    """
+    recipe, accelerator, output_dir, console = opened.recipe, opened.accelerator, opened.output_dir, opened.console
+    ranks.on_first_rank(lambda: write_beginning(output_dir, recipe, run.data.report, run.inner, run.tokenizer))
+    accelerator.init_trackers(recipe.logging.project_name, config=_tracker_config(recipe))
+    set_seed(recipe.training.seed, device_specific=True)  # dropout differs between ranks
+    if found.start is not None:
+        console.print(_resumed_from(found), markup=False)
+    profile = _profile_of(opened)
+    with (
+        StopRequests(recipe.checkpoint.time_limit_minutes) as stop,
+        Metrics(
+            accelerator,
+            output_dir / "metrics.jsonl",
+            recipe.logging,
+            run.num_steps,
+            run.objective.unit,
+            run.planned.peak_bytes,
+            live.record,
+        ) as metrics,
+    ):
+        checkpoints = _checkpoints_of(opened, run, metrics, store, heartbeat)
+        trainer = _build_trainer(opened, run, metrics, stop, checkpoints, profile, heartbeat)
+        if found.start is not None:
+            checkpoints.restore(*found.start, trainer, trainer.schedule, run.num_positions)
+        count = recipe.logging.held_out_samples
+        prompts = first_samples(accelerator, run, count, output_dir, resumed=found.start is not None)
+        with checkpoints:
+            trainer.fit()
+        if opened.plugin.engine is not None:
+            opened.plugin.engine.flush()  # the last step may still fail
+        last_samples(accelerator, run, prompts, output_dir)
+    # On all ranks: inside a collective the others would give up waiting for a full disk.
+    require_output_dir(output_dir)
+    ranks.on_first_rank(lambda: patiently(metrics.catch_up, "metrics.jsonl", console.warn))
+    if profile is not None:
+        console.print(_where_time_went(profile.seconds), markup=False)
+    if run.data.stream is not None:
+        _report_stream(opened, run)
+    return Fitted(metrics.records, profile.seconds if profile is not None else None, checkpoints.missing)
+
+
+def _checkpoints_of(
+    opened: OpenedRun, run: PreparedRun, metrics: Metrics, store: StorePath | None, heartbeat: Heartbeat
+) -> RunCheckpoints:
+    return RunCheckpoints(
+        opened.accelerator,
+        opened.output_dir,
+        opened.recipe,
+        opened.plugin.text,
+        run.data.fingerprint,
+        run.model,
+        inner_optimizer(run.sharded.optimizer),
+        metrics,
+        store,
+        heartbeat,
+        run.teacher_fingerprint,
+        run.data.content,
+    )
+
+
+def _build_trainer(
+    opened: OpenedRun,
+    run: PreparedRun,
+    metrics: Metrics,
+    stop: StopRequests,
+    checkpoints: RunCheckpoints,
+    profile: StepProfile | None,
+    heartbeat: Heartbeat,
+) -> Trainer:
+    recipe, accelerator, optimizer = opened.recipe, opened.accelerator, run.sharded.optimizer
+    decay = recipe.training.ema
+    return Trainer(
+        accelerator,
+        run.model,
+        optimizer,
+        build_schedule(inner_optimizer(optimizer), recipe.schedule, run.num_steps),
+        run.objective,
+        recipe.training,
+        metrics,
+        run.windows,
+        evaluation=build_evaluation(accelerator, recipe, run.data),
+        flops=_flops(accelerator, run.inner),
+        stop_reason=lambda: stop.reason,
+        save_requested=stop.take_save,
+        checkpoints=checkpoints,
+        profile=profile,
+        beats=heartbeat,
+        by_block=run.accumulation.by_block,
+        balance=run.balance,
+        ema=None if decay is None else Ema(run.inner, decay),
+    )
+
+
+def _report_stream(opened: OpenedRun, run: PreparedRun) -> None:
+    """Writes the data report anew, with all the rows that have been read: at the beginning it knew the first alone."""
+    stream, samples = run.data.stream, run.data.train
+    assert stream is not None
+    assert isinstance(samples, TextSamples)
+    report = describe_stream(run.data.report, stream, samples, run.tokenizer)
+    run.shown.data_report = report
+    ranks.on_first_rank(lambda: write_data_report(opened.output_dir, opened.recipe, report))
+
+
+def _resumed_from(found: Resumption) -> str:
+    assert found.start is not None
+    manifest = found.start[1]
+    return (
+        f"   resumed: after step {manifest.step}, {counted(manifest.samples, 'sample')}, from {found.origin} "
+        f"(written by {counted(manifest.world_size, 'rank')}, {manifest.strategy})"
+    )
+
+
+def _profile_of(opened: OpenedRun) -> StepProfile | None:
+    steps = opened.recipe.training.profile_steps
+    return None if steps is None else StepProfile(opened.accelerator, steps[0], steps[1], opened.output_dir)
+
+
+def _where_time_went(seconds: dict[str, float] | None) -> str:
+    if seconds is None:
+        return "   profile: none: the run took no such steps (training.profile_steps)"
+    whole = sum(seconds.values())
+    parts = ", ".join(f"{kind} {part / whole:.1%}" for kind, part in seconds.items())
+    return f"   profile: {whole:.3f} s a step: {parts}"
+
+
+def _tracker_config(recipe: Recipe) -> dict[str, Any]:
+    """Flattens the recipe to plain values, which is what trackers take."""
+    plain = {key: value for key, (value, _) in recipe.origins().items()}
+    return {key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in plain.items()}
+
+
+def _flops(accelerator: Accelerator, model: nn.Module) -> tuple[ModelFlops, float] | None:
+    if accelerator.device.type != "cuda":
+        return None
+    peak = peak_flops_of(torch.cuda.get_device_name(accelerator.device), accelerator.mixed_precision)
+    # No MFU for a device whose peak is not known, rather than a guess.
+    if peak is None:
+        return None
+    return model_flops(model), peak

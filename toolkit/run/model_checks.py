@@ -1,0 +1,98 @@
+"""The stage behind `prepare`: the model is checked on the rows as it is trained, with its kernels and precision."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from toolkit import ranks
+from toolkit.data.build import TokenisedData
+from toolkit.data.samples import LabelledSamples, PairSamples, TextSamples
+from toolkit.objectives.build import AnyObjective, build_objective
+from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.reward import Reward
+from toolkit.planning.check import Planned
+from toolkit.recipe.schema import NEXT_TOKEN
+from toolkit.run.packing_check import LeakError, check_causal, check_leaks
+from toolkit.run.quantised_check import check_quantised
+from toolkit.run.rows import may_pad, without_packing
+from toolkit.run.sequence_check import check_parts, part_of
+from toolkit.run.stages import CheckedModel, MetaModel, OpenedRun, PackingCheck, ShardedModel
+from toolkit.run.teacher import check_teacher
+from toolkit.terminal import Pass, Terminal
+
+
+def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded: ShardedModel) -> CheckedModel:
+    """Checks quantised layers, packed rows, parts of rows and the head's loss. Collective.
+
+    Raises:
+        BadInputError: on every rank; the model does not compute what the recipe assumes.
+    """
+    recipe, accelerator, model = opened.recipe, opened.accelerator, sharded.model
+    objective, data, padded = on_meta.objective, on_meta.data, on_meta.padded
+    check_quantised(accelerator, recipe, model, objective, data.train)
+    packing, leak = check_packing(opened, sharded, objective, data)
+    if leak is not None:
+        padded, data = leak, without_packing(recipe, on_meta.tokenizer)
+        counts = on_meta.data.report.label_counts
+        objective = build_objective(recipe.objective, on_meta.model, False, counts, on_meta.teacher)
+    check_teacher(accelerator, recipe, objective, data, opened.in_16_bits)
+    differ = _check_parts(opened, sharded, objective, data, planned)
+    return CheckedModel(objective, data, padded, packing, _checked_head_loss(opened, objective, model), differ)
+
+
+def check_packing(
+    opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData
+) -> tuple[PackingCheck | None, str | None]:
+    """Checks that tokens see no later ones, and that rows that share a sample do not see each other. Collective.
+
+    Returns:
+        What was measured, if rows share samples; and why they must not, if the recipe leaves packing open.
+
+    Raises:
+        BadInputError: they see each other, and the recipe asks for packing.
+    """
+    recipe, model, inner = opened.recipe, sharded.model, sharded.inner
+    if recipe.objective.kind in (*NEXT_TOKEN, "preference", "kto") and recipe.sharding.sequence == 1:
+        check_causal(model, inner, objective, opened.device)
+    # Both completions of a pair share a sample, whether or not it is packed.
+    pairs = isinstance(data.train, PairSamples)
+    if not isinstance(data.train, TextSamples) or not (data.train.packed or pairs):
+        return None, None
+    found, leak, size = None, None, recipe.training.micro_batch_size
+    try:
+        with Pass(Terminal(quiet=ranks.rank() != 0), "checking that rows that share a sample do not see each other"):
+            found = check_leaks(model, inner, objective, data.train, size, opened.device, opened.in_16_bits)
+    except LeakError as error:
+        leak = error
+    # All or none: ranks whose rounding differs must not train on different samples.
+    leak = next((of_rank for of_rank in ranks.gather_objects(leak) if of_rank is not None), None)
+    if leak is not None:
+        if not may_pad(recipe, data):
+            raise leak
+        return None, leak.why
+    if not data.train.packed:
+        return None, None
+    train = data.report.train
+    assert train is not None
+    assert train.fill_rate is not None, "rows are packed"
+    return PackingCheck(train.fill_rate, found), None
+
+
+def _check_parts(
+    opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData, planned: Planned
+) -> float | None:
+    """Returns the largest difference from whole rows, see `check_parts`; None if rows are whole."""
+    if not isinstance(data.train, TextSamples | LabelledSamples):
+        return None
+    part = part_of(opened.accelerator, opened.recipe)[2]
+    chunked = planned.checkpointing is not None and planned.checkpointing.chunk_tokens is not None
+    model, inner, device = sharded.model, sharded.inner, opened.device
+    return check_parts(model, inner, objective, data.train, part, device, opened.in_16_bits, chunked)
+
+
+def _checked_head_loss(opened: OpenedRun, objective: AnyObjective, model: nn.Module) -> str | None:
+    """Tries the head's loss on a few tokens, and says what computes it; None for objectives that have no choice."""
+    if isinstance(objective, SequenceClassification | Reward):
+        return None
+    return objective.check_head_loss(model, opened.device, opened.in_16_bits)

@@ -1,0 +1,71 @@
+"""Stages before any weight is read: the rows, and the model on the meta device with its attention and objective."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from toolkit.data import build, tokenizer
+from toolkit.errors import BadInputError
+from toolkit.model.adapter_checks import require_mergeable, require_one_type
+from toolkit.model.adapters import base_of
+from toolkit.model.attention import settle_attention
+from toolkit.model.load import load
+from toolkit.model.quantised import quantised_layers
+from toolkit.objectives.balance import build_balance
+from toolkit.objectives.build import build_objective
+from toolkit.run.rows import fitting, require_room
+from toolkit.run.sequence_check import share_rows
+from toolkit.run.stages import MetaModel, OpenedRun, TokenisedRows
+from toolkit.run.teacher import asked_teacher
+
+
+def read_rows(opened: OpenedRun) -> TokenisedRows:
+    """Loads the tokenizer and tokenises the rows. Collective.
+
+    Raises:
+        BadInputError: a source, a row or the tokenizer cannot be read.
+    """
+    recipe = opened.recipe
+    tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
+    return TokenisedRows(tokens, build.build(recipe.data, tokens, recipe.training.seed, recipe.objective))
+
+
+def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
+    """Builds the model without weights, and settles all that its architecture decides.
+
+    Raises:
+        BadInputError: the model cannot be trained or exported as asked; said before any weight is read.
+    """
+    recipe, tokens = opened.recipe, rows.tokenizer
+    model = _loaded(opened, rows)
+    data, padded = fitting(recipe, tokens, rows.data, model)
+    require_room(model, tokens, recipe)
+    packed, label_counts = data.report.packing, data.report.label_counts
+    attention = _choose_attention(opened, model, packed)
+    teacher = asked_teacher(opened.accelerator, recipe, tokens, packed)
+    objective = build_objective(recipe.objective, model, packed, label_counts, teacher)
+    balance = build_balance(recipe.objective, model)
+    return MetaModel(model, tokens, data, padded, attention, teacher, objective, balance)
+
+
+def _loaded(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
+    """Builds the model. Raises BadInputError if there is none, or if it cannot be trained or exported as asked."""
+    recipe, names = opened.recipe, rows.data.label_names
+    model = load(recipe.model, rows.tokenizer, recipe.training.seed, names, recipe.adapter, recipe.objective.kind)
+    require_one_type(model, recipe.model.dtype, opened.accelerator.mixed_precision)
+    if recipe.export.merge:
+        require_mergeable(model)
+    if recipe.training.compile and any(quantised_layers(model)):
+        raise BadInputError(
+            "training.compile is not possible with a quantised base, whose products torch cannot compile into one "
+            "graph; remove it"
+        )
+    return model
+
+
+def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool) -> str:
+    """Gives the model the attention of the run; returns which one it is, and why."""
+    asked, compiled = opened.recipe.model.attention, opened.recipe.training.compile
+    chosen = settle_attention(base_of(model), asked, opened.device, opened.in_16_bits, packed, compiled)
+    share_rows(opened.recipe, model)
+    return chosen
