@@ -48,7 +48,7 @@ def test_finetune_takes_a_name_and_overrides(monkeypatch: pytest.MonkeyPatch) ->
         loaded.append(recipe)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("toolkit.run.run._started", started)
+    monkeypatch.setattr("toolkit.run.run.open_run", started)
     with pytest.raises(KeyboardInterrupt):
         toolkit.finetune("sft", {"training.max_steps": 5})
     assert loaded == [Recipe.load("sft", ["training.max_steps=5"])]
