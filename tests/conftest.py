@@ -20,6 +20,8 @@ world lay still except a fox who sang of bread and wine"""
 WORDS = STORY.split()
 QUICK = ("bad_inputs", "checkpoint", "data", "objectives", "optim", "recipe", "training")
 """The folders of tests/unit that `pytest -m quick` runs."""
+LONGEST_FIRST = ("recipes", "traces", "faults", "multiprocess", "streams", "devices")
+"""Folders of tests that run before the others: a long file that is left to the end keeps one worker alone."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +55,18 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Has xdist hand out files in the order of `pytest_collection_modifyitems`, not those with the most tests first."""
+    config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what a developer runs before each commit."""
-    folders = tuple(Path(__file__).parent / "unit" / name for name in QUICK)
+    """Marks what a developer runs before each commit, and sorts the folders."""
+    root = Path(__file__).parent
+    folders = tuple(root / "unit" / name for name in QUICK)
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.relative_to(root).parts[0], len(places)))
     for item in items:
         if any(folder in item.path.parents for folder in folders) and not item.get_closest_marker("slow"):
             item.add_marker("quick")

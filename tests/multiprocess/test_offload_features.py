@@ -15,7 +15,18 @@ import pytest
 import torch
 from conftest import make_texts
 from safetensors.torch import load_file
-from support.offload_loops import STEPS, Case, Found, differences, loss_of, masters, ordinary, prepare, train
+from support.offload_loops import (
+    STEPS,
+    Case,
+    Found,
+    differences,
+    loss_of,
+    make_model,
+    masters,
+    ordinary,
+    prepare,
+    train,
+)
 from support.ranks import meet, run_on_ranks
 from support.tiny import llama, recipe_values, save_llama
 
@@ -362,7 +373,6 @@ def test_too_little_host_memory_is_told_on_all_ranks() -> None:
 def lose_weights() -> str:
     """A run whose weights cannot be read ends as `finetune` ends it; the error that comes through."""
     from accelerate.state import AcceleratorState
-    from support.offload_loops import make_model
 
     def cannot(_: Any) -> None:
         raise OSError("no such weights")
@@ -428,7 +438,7 @@ def refused() -> dict[str, str]:
         accelerator = Accelerator(
             mixed_precision=precision, **sharding_kwargs("zero3", offload=OffloadSettings(**settings))
         )
-        model = settings.pop("model", None) or __import__("offload_loops").make_model(Case())
+        model = settings.pop("model", None) or make_model(Case())
         accelerator.prepare(model, optimizer(model.parameters()))
 
     note("ddp", lambda: sharding_kwargs("ddp", offload="optimizer"))
