@@ -117,13 +117,17 @@ def _machine(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine
     import torch
 
     from toolkit.planning.time.hardware import hardware_of, preset_of_device
+    from toolkit.sharding.offload.host import host_gib_of_a_rank
     from toolkit.suggest.suggestion import Machine
 
     here = torch.cuda.device_count()
     if cpu is None and gpus is None and hardware is None and not here:
         cpu = CPU_RANKS
     preset = preset_of_device(torch.cuda.get_device_name(0)) if here and hardware is None and cpu is None else None
-    device = preset or hardware_of(hardware or ("cpu" if cpu is not None else "h100_sxm"))
+    device = preset or hardware_of(
+        hardware or ("cpu" if cpu is not None else "h100_sxm"),
+        device_memory_gib=host_gib_of_a_rank(cpu) if cpu is not None and hardware is None else None,
+    )
     if (device.device_type == "cpu") != (cpu is not None):
         right = "--gpus N" if cpu is not None else "--cpu N"
         raise BadInputError(f"--hardware {device.name}: its type is {device.device_type}; give {right} with it")

@@ -39,7 +39,9 @@ Gpus = Annotated[
         help="Plan for this many GPUs, one rank each. By default the config's number, or 1.", show_default=False
     ),
 ]
-Cpu = Annotated[int | None, typer.Option(min=1, help="Plan for this many processes on the CPU.", show_default=False)]
+Cpu = Annotated[
+    int | None, typer.Option(min=1, help="Plan for this many processes on this machine's CPU.", show_default=False)
+]
 HardwareName = Annotated[
     str,
     typer.Option(help="Plan for this hardware: a preset (--list-hardware), `calibrated`, or the path of a profile."),
@@ -110,7 +112,7 @@ def plan(
     settle_hub(loaded)
     device = hardware_of(
         hardware if cpu is None else _cpu_alone(gpus, hardware),
-        device_memory_gib=device_memory_gib,
+        device_memory_gib=device_memory_gib if cpu is None or device_memory_gib is not None else _share(cpu),
         gpus_per_node=gpus_per_node,
         host_memory_gib=host_memory_gib,
         link_gbs=link_gbs,
@@ -133,6 +135,13 @@ def _cpu_alone(gpus: int | None, hardware: str) -> str:
     if gpus is not None or hardware not in (DEFAULT_HARDWARE, "cpu"):
         raise BadInputError("--cpu excludes --gpus and --hardware; leave one of them out")
     return "cpu"
+
+
+def _share(num_ranks: int) -> float:
+    """What this machine's memory gives each of its CPU ranks (GiB)."""
+    from toolkit.sharding.offload.host import host_gib_of_a_rank  # torch is imported only for a recipe that is right
+
+    return host_gib_of_a_rank(num_ranks)
 
 
 @dataclass(frozen=True)

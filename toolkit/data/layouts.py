@@ -236,8 +236,20 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
     fitting = f"Its columns fit {' or '.join(f'objective.kind={other}' for other in others)}. " if others else ""
     raise DataError(
         f"{source.field}: {source.name!r} matches no known column layout; {_has(source)}; needed: {allowed}. "
-        f"{fitting}Name its columns by hand, for example {_hint(source.columns, candidates)}"
+        f"{fitting}{_advice(source, candidates)}"
     )
+
+
+def _advice(source: Source, kinds: list[str]) -> str:
+    """What makes the columns of a source a known layout."""
+    separator = next((s for s in (";", "\t", "|") if len(source.columns) == 1 and s in source.columns[0]), None)
+    if separator is not None:
+        return f"They are separated by {separator!r}: save the file with commas" + (
+            ", or name it .tsv" if separator == "\t" else ""
+        )
+    if TRANSLATION not in source.columns and len(source.columns) < min(len(KINDS[kind]) for kind in kinds):
+        return "Add the columns that are missing"
+    return f"Name its columns by hand, for example {_hint(source.columns, kinds)}"
 
 
 def _is_there(name: str, columns: list[str]) -> bool:

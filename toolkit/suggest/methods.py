@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.data.layouts import KINDS, LAYOUTS_OF, Layout, recognise
 from toolkit.data.sources import Source
-from toolkit.errors import BadInputError, did_you_mean
+from toolkit.errors import BadInputError, DataError, did_you_mean
 from toolkit.recipe.schema import ColumnsSection
 
 ANY_SIZE = math.inf
@@ -231,7 +231,14 @@ def method_of(
     by_layout = OF_ENCODER_DECODERS if encoder_decoder else BY_LAYOUT
     names = by_layout if name is None else pairs.get(name, (name,))
     candidates = [METHODS[candidate] for candidate in names]
-    layout = recognise(source, columns, *dict.fromkeys(method.objective for method in candidates))
+    objectives = dict.fromkeys(method.objective for method in candidates)
+    try:
+        layout = recognise(source, columns, *objectives)
+    except DataError:
+        if name is None:
+            raise
+        # Rows that another method learns from: the layouts of the one that was asked for still go first.
+        layout = recognise(source, columns, *objectives, *(method.objective for method in METHODS.values()))
     for method in candidates:
         if layout.kind in method.layouts:
             return method, layout

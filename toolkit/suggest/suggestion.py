@@ -40,6 +40,9 @@ ROUND_TO = 64
 ROUND_TARGETS_TO = 16
 """Likewise of targets, which are shorter."""
 
+MOST_LEFT_OUT = 0.5
+"""Share of the rows that a recipe may leave out, with a comment that says so; of more it would keep too few."""
+
 FEWEST_STEPS = 100
 """A step is made of fewer rows where a run would have fewer steps than this: a schedule needs room to act."""
 
@@ -164,6 +167,8 @@ def suggest(
     draft.set("data.train", data if here else _absolute(data))
     chosen, layout, rows, found, prompt = _surveyed(draft, method, tell)
     tell(f"planning {found.num_parameters:,} parameters on {machine.words}")
+    # A save takes host memory, which the plan counts; how often it comes follows from the steps.
+    draft.set("checkpoint.every_steps", 1)
     row = _planned(draft, chosen, rows, found, machine)
     while row is None and method is None and chosen.name in SMALLER:
         chosen = METHODS[SMALLER[chosen.name]]
@@ -271,6 +276,8 @@ def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None
     most = covering(rows.lengths, COVERED)
     told = f"{COVERED:.0%} of the {counted(len(rows.lengths), 'row')} have at most {most:,} tokens."
     is_text = method.name == "pretrain"
+    if not is_text and method.objective not in CLASSIFIERS:
+        _require_rows_that_fit(draft, rows, model)
     wanted = min(TEXT_LENGTH, max(ROUND_TO, rows.num_tokens // FEWEST_STEPS)) if is_text else most
     length = max(8, -(-wanted // ROUND_TO) * ROUND_TO)
     if model.positions is not None and length > model.positions:
@@ -293,6 +300,23 @@ def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None
         without = "This model takes no position_ids, so rows that share a sample would see each other."
         # Null and not true, which would end the run where that check fails.
         draft.set("data.packing", *((None, why) if model.takes_positions else (False, without)))
+
+
+def _require_rows_that_fit(draft: Draft, rows: Rows, model: Model) -> None:
+    """Raises BadInputError if a run would leave out most rows: its recipe would train next to nothing."""
+    given = draft.given.get("data.max_length")
+    limits = [limit for limit in (model.positions, given) if limit is not None]
+    is_cut = draft.get("data.long_rows") in ("truncate", "split")
+    longer = rows.longer_than(min(limits), model.positions) if limits and not is_cut else 0
+    if longer > MOST_LEFT_OUT * len(rows.lengths):
+        limit, most = min(limits), int(rows.lengths.max())
+        which = "data.max_length allows" if limit == given else "the model has positions for"
+        larger = f"a larger data.max_length (the longest row has {most:,} tokens), " if limit == given else ""
+        raise BadInputError(
+            f"data.train: {longer:,} of {counted(len(rows.lengths), 'row')} are longer than the {limit:,} tokens that "
+            f"{which}, and a run would leave them out; give {larger}shorter rows, a model with more positions, or "
+            "data.long_rows=truncate, which cuts them"
+        )
 
 
 def _set_target_length(draft: Draft, lengths: Ints, model: Model) -> None:

@@ -20,9 +20,12 @@ from typer.testing import CliRunner, Result
 from toolkit.cli.app import app
 from toolkit.data.sources import open_source
 from toolkit.errors import BadInputError, ToolkitError
+from toolkit.paths import GIB
+from toolkit.planning.table import plan
 from toolkit.planning.time.hardware import hardware_of, save_profile
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ColumnsSection, SourceSection
+from toolkit.sharding.offload import host
 from toolkit.suggest.draft import Draft
 from toolkit.suggest.methods import METHODS, method_of
 from toolkit.suggest.suggestion import Machine, suggest
@@ -35,10 +38,18 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         for text in TEXTS
     ],
     "pairs": [{"prompt": text[:9], "chosen": text[9:30], "rejected": text[:20] + " b"} for text in TEXTS],
+    "mixed": [  # a third of them are longer than the model's positions
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "ab" if number % 3 else text}]}
+        for number, text in enumerate(TEXTS)
+    ],
     "labels": [{"text": text[:40], "label": "ab"[number % 2]} for number, text in enumerate(TEXTS)],
     "summaries": [{"article": text, "highlights": text[: 5 + number % 9]} for number, text in enumerate(TEXTS)],
     "names": [{"tokens": text.split()[:9], "ner_tags": ["O", "B-X", "O"] * 3} for text in TEXTS if text.count(" ") > 8],
     "strange": [{"body": text, "stars": 3} for text in TEXTS],
+    "long": [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " ".join(texts)}]}
+        for texts in ([TEXTS[0][:20]], TEXTS[1:20], TEXTS[20:30])
+    ],
 }
 
 
@@ -59,6 +70,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_llama(folder / "model", TEXTS, tied=True, layers=1)
     save_t5(folder)
     (folder / "empty").mkdir()
+    (folder / "semicolons.csv").write_text("prompt;completion\na;b\n", encoding="utf-8")
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return folder
@@ -149,7 +161,7 @@ def test_an_encoder_decoder_learns_targets_from_sources(place: Path) -> None:
     assert validated.exit_code == 0, validated.output
     source = open_source(SourceSection(path="labels.jsonl"), "data.train")
     assert method_of(None, source, ColumnsSection(), encoder_decoder=True)[0].name == "classify"
-    with pytest.raises(ToolkitError, match=r"data\.columns\.source"):
+    with pytest.raises(ToolkitError, match=r"Add the columns that are missing"):
         suggest("t5", "text.jsonl", Machine(hardware_of("cpu"), 1))
 
 
@@ -182,15 +194,15 @@ def test_lengths_steps_and_held_out_rows_follow_from_the_data(place: Path) -> No
 
 
 def test_what_is_given_stays_and_replaces_its_rival_and_long_rows_are_told() -> None:
-    given = ["data.chat_template=chatml", "training.max_steps=2", "sharding.strategy=ddp", "optimizer.learning_rate=1"]
-    found = suggest("model", "chat.jsonl", Machine(hardware_of("cpu"), 2), overrides=given)
+    given = ["data.chat_template=alpaca", "training.max_steps=2", "sharding.strategy=ddp", "optimizer.learning_rate=1"]
+    found = suggest("model", "mixed.jsonl", Machine(hardware_of("cpu"), 2), overrides=given)
     recipe = found.recipe
     assert (recipe.training.max_steps, recipe.training.num_epochs, found.num_steps) == (2, None, 2)
-    assert (recipe.sharding.strategy, recipe.data.chat_template) == ("ddp", "chatml")
+    assert (recipe.sharding.strategy, recipe.data.chat_template) == ("ddp", "alpaca")
     assert (recipe.data.max_length, recipe.data.long_rows) == (64, "drop"), "the model's positions"
     assert found.reasons["data.max_length"].endswith("The model has 64 positions.")
     longer = found.rows.longer_than(64)
-    assert 1 < longer < 120
+    assert 1 < longer < 60
     assert found.reasons["data.long_rows"] == f"{longer} of 120 rows are longer and are left out."
     assert found.reasons["sharding.strategy"] == "Given on the command line."
 
@@ -246,7 +258,24 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
         (["./nowhere", "chat.jsonl"], "model.name_or_path: the folder './nowhere' does not exist"),
         (["empty", "chat.jsonl"], "model.name_or_path: no model can be built from 'empty'"),
         (["model", "strange.jsonl"], "data.columns."),
-        (["model", "chat.jsonl", "--method", "dpo"], "needed: chosen + rejected"),
+        (
+            ["model", "chat.jsonl", "--method", "dpo"],
+            "--method dpo does not learn from rows with messages; for these: full, lora, qlora",
+        ),
+        (["model", "semicolons.csv"], "They are separated by ';': save the file with commas"),
+        (
+            ["model", "long.jsonl"],
+            "2 of 3 rows are longer than the 64 tokens that the model has positions for, and a run would leave them out",
+        ),
+        (
+            ["model", "long.jsonl", "data.long_rows=drop"],
+            "2 of 3 rows are longer than the 64 tokens that the model has",
+        ),
+        (
+            ["model", "chat.jsonl", "data.max_length=16"],
+            "120 of 120 rows are longer than the 16 tokens that data.max_length allows, and a run would leave them out; "
+            "give a larger data.max_length (the longest row has ",
+        ),
         (
             ["model", "chat.jsonl", "--method", "pretrain"],
             "does not learn from rows with messages; for these: full, lora",
@@ -270,6 +299,29 @@ def test_bad_input_is_one_clear_error(arguments: list[str], told: str) -> None:
     assert told in str(result.exception)
     assert Path("there.yaml").read_text(encoding="utf-8") == "description: mine\n"
     assert not Path("chat.yaml").exists()
+
+
+def test_long_rows_are_cut_if_the_recipe_is_to_say_so() -> None:
+    found = suggest("model", "long.jsonl", Machine(hardware_of("cpu"), 1), overrides=["data.long_rows=truncate"])
+    assert (found.recipe.data.long_rows, found.recipe.data.max_length) == ("truncate", 64)
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "h100_sxm"])
+def test_the_plan_of_the_recipe_that_was_written_needs_what_was_told(hardware: str) -> None:
+    machine = Machine(hardware_of(hardware), 2)
+    found = suggest("model", "chat.jsonl", machine)
+    asked = plan(found.recipe, machine.hardware, 2).asked
+    assert (found.row.need, found.row.host_bytes) == (asked.need, asked.host_bytes)
+    assert (asked.host_bytes > 0) == (hardware == "h100_sxm"), "a save copies the state to the host"
+
+
+def test_cpu_ranks_share_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "host_bytes", lambda: 24 * GIB)
+    result = init("model", "chat.jsonl", "--cpu", "3")
+    assert "3 x cpu: " in result.output
+    assert " of 8 GiB needed" in result.output
+    planned = CliRunner().invoke(app, ["plan", "chat.yaml", "--cpu", "3"])
+    assert "3 x cpu, 8 GiB each" in planned.output
 
 
 def test_every_method_has_a_rate_for_every_size_and_a_source() -> None:

@@ -152,13 +152,34 @@ def _machine() -> str:
         return platform.node()
 
 
-def _container_room() -> tuple[int, int] | None:
-    """The number of this process's control group, the same in no other container, and its free bytes; None: no limit"""
+def _container_limit() -> int | None:
+    """Bytes that this process's control group may take; None without a limit."""
     try:
-        limit = int((CGROUP / "memory.max").read_text())
-        return CGROUP.stat().st_ino, limit - int((CGROUP / "memory.current").read_text())
+        return int((CGROUP / "memory.max").read_text())
     except (OSError, ValueError):  # no such file, or no limit ("max")
         return None
+
+
+def _container_room() -> tuple[int, int] | None:
+    """The number of this process's control group, the same in no other container, and its free bytes; None: no limit"""
+    limit = _container_limit()
+    if limit is None:
+        return None
+    try:
+        return CGROUP.stat().st_ino, limit - int((CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def host_bytes() -> int:
+    """All bytes of this host, or of the container that it is."""
+    total, limit = int(psutil.virtual_memory().total), _container_limit()
+    return total if limit is None else min(total, limit)
+
+
+def host_gib_of_a_rank(num_ranks: int) -> float:
+    """What each of so many ranks on this host has of all its memory (GiB)."""
+    return host_bytes() / num_ranks / GIB
 
 
 def free_host_bytes() -> int:
