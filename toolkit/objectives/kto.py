@@ -14,6 +14,7 @@ from toolkit.model.adapters import adapters_off, has_adapter
 from toolkit.model.fake_tensors import has_values
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import OF_BASE, RunsWindows
+from toolkit.objectives.preference_losses import share_won
 
 SUMS = "window_sums"
 """Where a batch has what `Kto.window_sums` would give."""
@@ -142,7 +143,7 @@ class Kto:
         distances = signed_distances(log_ratios, good, kl, self._beta)
         losses = torch.where(good, *self._weights) * (1 - torch.sigmoid(distances))
         found = distances.detach()
-        figures = torch.stack([(found > 0).float(), found, kl.expand_as(found)])
+        figures = torch.stack([share_won(found), found, kl.expand_as(found)])
         # Filled, not multiplied by 0, which would let a NaN through.
         sums = figures.masked_fill(~learned, 0.0).sum(dim=1)
         return losses.masked_fill(~learned, 0.0).sum(), self._beta * log_ratios.detach(), sums

@@ -172,7 +172,7 @@ class Loss:
         Metrics:
             chosen_reward, rejected_reward: as the loss defines it.
             margin: the chosen's reward less the rejected's.
-            accuracy: 1 where the margin is above 0, else 0.
+            accuracy: 1 if the margin is above 0, 0.5 if it is 0, else 0.
             kl: where the pairs have a reference, the mean over chosen and rejected of log pi(y|x) - log ref(y|x)
                 (nats per completion). It would estimate KL(pi || ref) on completions drawn from the policy; on
                 these it tells how far the policy has moved, and is below 0 where they became less likely.
@@ -185,6 +185,11 @@ class Loss:
         return terms.losses, _metrics(pairs, terms)
 
 
+def share_won(margin: torch.Tensor) -> torch.Tensor:
+    """1 for a margin above 0, 0.5 for a tie, which tells nothing apart, else 0; of any shape, float32."""
+    return (margin > 0).float() + 0.5 * (margin == 0).float()
+
+
 @torch.no_grad()
 def _metrics(pairs: Pairs, terms: Terms) -> Metrics:
     chosen, rejected = terms.chosen.detach(), terms.rejected.detach()
@@ -193,7 +198,7 @@ def _metrics(pairs: Pairs, terms: Terms) -> Metrics:
         "chosen_reward": chosen,
         "rejected_reward": rejected,
         "margin": margin,
-        "accuracy": (margin > 0).float(),
+        "accuracy": share_won(margin),
     }
     if pairs.reference_chosen is not None:
         metrics["kl"] = torch.stack(pairs.log_ratios()).mean(dim=0)

@@ -15,6 +15,7 @@ from toolkit.model.adapters import base_of
 from toolkit.model.fake_tensors import has_values
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import RunsWindows
+from toolkit.objectives.preference_losses import share_won
 from toolkit.objectives.scores import any_places, at_places, places_of, scores_of_tokens
 from toolkit.sharding.fsdp import class_name
 
@@ -121,7 +122,7 @@ class Reward:
 def _figures(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     """`Reward.figures` of each pair, (4, P)."""
     margins = chosen - rejected
-    return torch.stack([(margins > 0).float(), margins, chosen, rejected])
+    return torch.stack([share_won(margins), margins, chosen, rejected])
 
 
 def _learned(batch: Batch) -> torch.Tensor:

@@ -46,7 +46,7 @@ FIGURES = (
     Figure("margin", "Margin", _signed),
     Figure("chosen_reward", "Chosen reward", _signed),
     Figure("rejected_reward", "Rejected reward", _signed),
-    Figure("kl", "KL", _signed),
+    Figure("kl", "KL estimate", _signed),
     Figure("divergence", "Divergence from the teacher", _signed),
     Figure("cross_entropy", "Cross-entropy", _signed),
 )
@@ -56,7 +56,7 @@ CHARTS = (
     ("shares", "Accuracy", (("accuracy", "accuracy"), ("f1_macro", "F1"), ("f1", "F1 of entities"))),
     ("margin", "Margin of the rewards", (("margin", ""),)),
     ("rewards", "Rewards", (("chosen_reward", "chosen"), ("rejected_reward", "rejected"))),
-    ("kl", "KL to the reference", (("kl", ""),)),
+    ("kl", "KL to the reference, estimated on these completions (below 0: they became less likely)", (("kl", ""),)),
     ("divergence", "Divergence from the teacher", (("divergence", ""),)),
     ("cross-entropy", "Cross-entropy of the labels", (("cross_entropy", ""),)),
     ("balance-loss", "Balance loss of the experts", (("balance_loss", ""),)),

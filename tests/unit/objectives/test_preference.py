@@ -35,7 +35,7 @@ import toolkit.objectives.preference_losses
 from toolkit.data.samples import IGNORED, Batch, sample_of, stack
 from toolkit.errors import BadInputError
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.preference_losses import LOSSES, Pairs, sequence_log_probabilities
+from toolkit.objectives.preference_losses import LOSSES, Pairs, sequence_log_probabilities, share_won
 
 LENGTH = 64
 """Of a packed sample (tokens)."""
@@ -403,9 +403,14 @@ def test_metrics(name: str) -> None:
         assert value.dtype == torch.float32
     assert losses.requires_grad
     assert not any(value.requires_grad for value in metrics.values())
-    assert torch.equal(metrics["accuracy"].bool(), metrics["chosen_reward"] > metrics["rejected_reward"])
+    sides = zip(metrics["chosen_reward"], metrics["rejected_reward"], strict=True)
+    assert metrics["accuracy"].tolist() == [1.0 if chosen > rejected else 0.0 for chosen, rejected in sides]
     same = Pairs(pairs.chosen, pairs.chosen, pairs.chosen_tokens, pairs.chosen_tokens, pairs.chosen, pairs.chosen)
-    assert LOSSES[name](same)[1]["accuracy"].sum() == 0, "a tie is no win"
+    assert LOSSES[name](same)[1]["accuracy"].tolist() == [0.5] * 50, "a tie tells nothing apart"
+
+
+def test_a_tie_is_half_a_win() -> None:
+    assert share_won(torch.tensor([2.0, 0.0, -0.5, math.nan])).tolist() == [1.0, 0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -265,7 +265,7 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
         (["model", "semicolons.csv"], "They are separated by ';': save the file with commas"),
         (
             ["model", "long.jsonl"],
-            "2 of 3 rows are longer than the 64 tokens that the model has positions for, and a run would leave them out",
+            "2 of 3 rows are longer than the 64 tokens that the model has positions for, and a run would leave",
         ),
         (
             ["model", "long.jsonl", "data.long_rows=drop"],
@@ -273,8 +273,8 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
         ),
         (
             ["model", "chat.jsonl", "data.max_length=16"],
-            "120 of 120 rows are longer than the 16 tokens that data.max_length allows, and a run would leave them out; "
-            "give a larger data.max_length (the longest row has ",
+            "120 of 120 rows are longer than the 16 tokens that data.max_length allows, and a run would leave them "
+            "out; give a larger data.max_length (the longest row has ",
         ),
         (
             ["model", "chat.jsonl", "--method", "pretrain"],
