@@ -296,6 +296,12 @@ class Builder:
         names = sorted(found - {None}, key=_numbers_first)
         if not names:
             raise DataError(nothing_left("data.train", train, problems_of(train)))
+        numbers = [name for name in names if name.isdecimal()]
+        if self.objective.kind == "token_classification" and 0 < len(numbers) < len(names):
+            raise DataError(
+                f"data.train: tags are numbers ({numbers[0]}) in some places and names ({names[-1]}) in others, and "
+                "one would be taken for two classes; write all as numbers or all as names"
+            )
         if len(names) < 2:
             raise DataError(f"data.train: all rows are of one class ({names[0]}); a classifier needs two or more")
         return names

@@ -19,7 +19,7 @@ from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row
 from toolkit.data.templates import SlowTemplateError
 from toolkit.data.thoughts import for_template, left_out
-from toolkit.errors import DataError
+from toolkit.errors import DataError, first_line
 
 NOTE_END = "; "
 """Between two notes about a row."""
@@ -70,11 +70,23 @@ class Encoder:
             SlowTemplateError: with the row's index.
         """
         examples = [_attempt(layout.example, row) for row in rows]
-        documents = self._documents(examples)
+        documents = self._guarded(examples)
         for document, row in zip(documents, rows, strict=True):
             if document["problem"] is None and (unread := layout.unread(row)):
                 document["note"] = joined_notes([document["note"], *unread])
         return documents
+
+    def _guarded(self, examples: list[Example | RowProblem]) -> list[Document]:
+        """`_documents`; a tokenizer whose Rust code gives up, as an expression that never ends does, is told."""
+        try:
+            return self._documents(examples)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # its class is exported nowhere, and is no Exception
+                raise
+            raise DataError(
+                f"model.tokenizer: the tokenizer of {self.tokenizer.name_or_path!r} cannot read a row: "
+                f"{first_line(error)}; correct its tokenizer.json, or name another one"
+            ) from None
 
     def _documents(self, examples: list[Example | RowProblem]) -> list[Document]:
         if self.objective == "sequence_classification":

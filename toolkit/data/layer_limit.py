@@ -1,6 +1,7 @@
-"""A number of layers that no model has, told before transformers reads the configuration.
+"""What no configuration may ask for, told before transformers reads it.
 
-A configuration's own checks may look through all layers for each layer (lfm2), which does not end for a million.
+A configuration's own checks may look through all layers for each layer (lfm2), which does not end for a million, and
+divide by heads that are not there. An attention from the hub is code that the recipe does not name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ from toolkit.errors import BadInputError
 
 MAX_LAYERS = 10_000
 """Ten times as many as any model has. Each costs about 4 ms and 100 kB of Python, before it has weights."""
+
+HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
+"""How configurations call their heads, which sizes are divided by."""
+
+ATTENTION = "attn_implementation"
+"""Ending of the keys under which transformers reads an attention from a configuration."""
 
 KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 """How configurations call it."""
@@ -35,11 +42,35 @@ def require_few_layers(values: Mapping[str, Any], field: str, where: str) -> Non
                 )
 
 
-def require_few_stored_layers(name: str, revision: str | None, field: str) -> None:
-    """The same for the config.json of a folder or repository, if it has one that can be read."""
+def _require_heads(values: Mapping[str, Any], field: str, where: str) -> None:
+    for key in HEADS:
+        if isinstance(heads := values.get(key), int) and heads < 1:
+            raise BadInputError(f"{field}: {key} is {heads} in {where}; needs at least 1. Correct it")
+
+
+def _require_no_hub_kernel(values: Any, field: str, where: str) -> None:
+    """Raises BadInputError if an attention is a repository, whose code transformers would fetch and run."""
+    for key, value in values.items() if isinstance(values, Mapping) else ():
+        if str(key).endswith(ATTENTION) and "/" in str(value):
+            raise BadInputError(
+                f"{field}: {where} asks for code from the hub ({key}: {value!r}), which runs only if the recipe says "
+                f"so; remove {key} there, and choose in model.attention"
+            )
+        _require_no_hub_kernel(value, field, where)
+
+
+def require_safe_stored(name: str, revision: str | None, field: str) -> None:
+    """The same for the config.json of a folder or repository, if it has one that can be read, and more.
+
+    Raises:
+        BadInputError: also for no heads, and for an attention that is code from the hub.
+    """
     try:
         values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
     except Exception:  # who reads it next says better what is wrong with it
         return
     if isinstance(values, dict):
-        require_few_layers(values, field, f"config.json of {name!r}")
+        where = f"config.json of {name!r}"
+        require_few_layers(values, field, where)
+        _require_heads(values, field, where)
+        _require_no_hub_kernel(values, field, where)

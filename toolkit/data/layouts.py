@@ -165,7 +165,7 @@ class Layout:
             return
         # TRL's name and LLaMA-Factory's. Compared as text, since a CSV file holds no booleans.
         for column in ("label", "kto_tag"):
-            if str(row.get(column)).lower() in ("true", "false"):
+            if str(row.get(column)).lower() in JUDGEMENTS:
                 raise DataError(
                     f"data: rows are judged good or bad one by one ({column}: {row[column]}), as for KTO; set "
                     "objective.kind=kto (toolkit init: --method kto), or keep only the good rows and remove the "
@@ -337,10 +337,14 @@ def _tagged(values: dict[str, Any], columns: dict[str, str], names: tuple[str, .
     )
 
 
+JUDGEMENTS = ("true", "false", "1", "0")
+"""How rows say that an answer is good or bad, in small letters."""
+
+
 def _judgement(value: Any, column: str) -> bool:
     # A CSV file holds text alone.
     said = str(value).lower()
-    if said not in ("true", "false", "1", "0"):
+    if said not in JUDGEMENTS:
         raise RowProblem(f"{column} is {'missing or null' if value is None else 'neither true nor false'}")
     return said in ("true", "1")
 

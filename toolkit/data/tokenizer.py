@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from toolkit import ranks
 from toolkit.data.cache import cache_folder, digest, kept
 from toolkit.data.examples import texts_of
-from toolkit.data.layer_limit import require_few_stored_layers
+from toolkit.data.layer_limit import require_safe_stored
 from toolkit.data.layouts import recognise
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import read
@@ -59,7 +59,7 @@ def _load(model: ModelSection, data: DataSection, objective: str) -> PreTrainedT
     require_folder(name, field)
     # model.revision is of the model's own repository; a tokenizer from another place has none.
     revision = None if model.tokenizer else model.revision
-    require_few_stored_layers(name, revision, field)  # the tokenizer's class may be found by the configuration's
+    require_safe_stored(name, revision, field)  # the tokenizer's class may be found by the configuration's
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise a great many kinds about a broken file

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from toolkit import ranks
-from toolkit.data.layer_limit import require_few_layers, require_few_stored_layers
+from toolkit.data.layer_limit import require_few_layers, require_safe_stored
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
@@ -395,7 +395,7 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
     field = _field(model)
     try:
         if model.name_or_path is not None:
-            require_few_stored_layers(model.name_or_path, model.revision, field)
+            require_safe_stored(model.name_or_path, model.revision, field)
             config = AutoConfig.from_pretrained(
                 model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
             )
@@ -411,6 +411,9 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
     _require_possible(config, field, model.name_or_path or "it")
     return config
 
+
+MOST_DROPOUT, MOST_EPS = 0.5, 0.1
+"""Of a configuration; transformers' own have at most 0.3 and 0.001. More drowns what the model has learned."""
 
 SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 """Of a configuration; with none of them below one could a model be made."""
@@ -431,6 +434,12 @@ def _require_possible(config: PretrainedConfig, field: str, name: str) -> None:
             f"{field}: no model can be built from {name!r}: {', '.join(wrong)}; needs at least 1. Correct "
             f"{_where(field)}"
         )
+    heads, groups = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if type(heads) is int and type(groups) is int and heads % groups:
+        raise BadInputError(
+            f"{field}: {name!r} has {heads} heads of attention that share {groups} heads of keys and values, which do "
+            f"not divide them. Correct {_where(field)}"
+        )
     odd = _odd_numbers(text if isinstance(text, dict) else text.to_dict())
     if odd:
         raise BadInputError(f"{field}: {name!r} cannot be trained: {'; '.join(odd)}. Correct {_where(field)}")
@@ -439,8 +448,8 @@ def _require_possible(config: PretrainedConfig, field: str, name: str) -> None:
 def _odd_numbers(values: dict[str, Any]) -> list[str]:
     """Numbers of a configuration that spoil the first step, and that building the model does not meet."""
     needs: dict[tuple[str, ...], tuple[str, Callable[[float], bool]]] = {
-        ("dropout", "pdrop", "dropout_prob"): ("from 0 to 1", lambda value: 0 <= value <= 1),
-        ("_eps", "_epsilon"): ("at least 0", lambda value: 0 <= value < math.inf),
+        ("dropout", "pdrop", "dropout_prob"): (f"from 0 to {MOST_DROPOUT}", lambda value: 0 <= value <= MOST_DROPOUT),
+        ("_eps", "_epsilon"): (f"from 0 to {MOST_EPS}", lambda value: 0 <= value <= MOST_EPS),
         ("rope_theta",): ("above 0", lambda value: 0 < value < math.inf),
     }
     inner = values.get("rope_parameters")

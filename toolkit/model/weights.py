@@ -236,8 +236,9 @@ def require_values(
         whole = [name for name, stored in files.items() if _is_whole(*stored) and state[name].is_floating_point()]
         if whole:
             raise BadInputError(
-                f"model.name_or_path: {len(whole)} of the weights of {source!r} are stored as integers, as in "
-                f"quantised models: {some(whole)}; name the model that they were quantised from"
+                f"model.name_or_path: {len(whole)} of the weights of {source!r} are stored as integers or in 8 bits, "
+                f"as in quantised models, without the scales that they need: {some(whole)}; name the model that they were "
+                "quantised from"
             )
         require_some_values(source, _pieces(stored for name, stored in files.items() if state[name].ndim > 1))
         stored = _index(folder)
@@ -261,6 +262,9 @@ def require_some_values(source: str, matrices: Iterable[torch.Tensor]) -> None:
         )
 
 
+INDEX = "model.safetensors.index.json"
+"""The file that says in which of several files each tensor is."""
+
 PIECE_ROWS = 4096
 """Rows of a stored tensor that a check holds at a time."""
 
@@ -274,12 +278,12 @@ def _pieces(stored: Iterable[tuple[Path, str]]) -> Iterator[torch.Tensor]:
 
 
 def _is_whole(path: Path, name: str) -> bool:
-    """Whether a tensor is stored as whole numbers or as truth values."""
+    """Whether a tensor is stored as whole numbers, as truth values, or in 8 bits, which need a scale."""
     with safe_open(path, framework="pt") as file:
         return file.get_slice(name).get_dtype() not in FLOATS
 
 
-FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0")
+FLOATS = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the types of weights."""
 
 
@@ -358,16 +362,32 @@ def _lookup(name: str, stored: dict[str, Path], prefix: str) -> tuple[Path, str]
 
 def _index(folder: Path) -> dict[str, Path]:
     """Tensor's name -> file, of every safetensors file of a model's folder."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        # The name alone: an index from somebody else must not lead out of the folder.
-        return {name: folder / Path(file).name for name, file in weight_map.items()}
+        return _indexed_files(folder, json.loads(index.read_text(encoding="utf-8")))
     single = folder / "model.safetensors"
     if not single.is_file():
         return {}
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single)
+
+
+def _indexed_files(folder: Path, index: object) -> dict[str, Path]:
+    """Tensor's name -> file. Raises BadInputError for an index that is none, or that leads out of its folder."""
+    named = index.get("weight_map") if isinstance(index, dict) else None
+    wrong = None
+    if not isinstance(named, dict) or not named:
+        wrong = "it has no weight_map that names any tensor"
+    elif odd := [file for file in named.values() if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+", file)]:
+        wrong = f"it names {odd[0]!r}, which is no file beside it"
+    elif missing := [file for file in dict.fromkeys(named.values()) if not (folder / file).is_file()]:
+        wrong = f"it names {missing[0]!r}, which is not there"
+    if wrong is not None:
+        raise BadInputError(
+            f"model.name_or_path: {str(folder / INDEX)!r} does not say where the weights are: {wrong}; download the "
+            "model again, or name another one"
+        )
+    return {name: folder / file for name, file in named.items()}
 
 
 def require_safetensors(name: str, folder: Path) -> None:

@@ -29,6 +29,7 @@ def chat(*turns: Any) -> dict[str, Any]:
 GOOD = {"text": "a king and a queen"}
 USER, ANSWER = ("user", "a king?"), ("assistant", "a queen")
 CHATML = "data.chat_template=chatml"
+TAG = "objective.kind=token_classification"
 CLASSIFY, PREFER = "objective.kind=sequence_classification", "objective.kind=preference"
 
 REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...], str]] = {
@@ -87,6 +88,40 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...], str]] = {
         (),
         "label",
     ),
+    "judgements as numbers without an objective": (
+        "a.jsonl",
+        lines({"prompt": "a", "completion": "b", "label": 0}, {"prompt": "a", "completion": "c", "label": 1}),
+        (),
+        "rows are judged good or bad one by one (label: 0), as for KTO; set objective.kind=kto",
+    ),
+    "judgements of CSV without an objective": (
+        "a.csv",
+        "prompt,completion,label\na,b,1\n",
+        (),
+        "(label: 1), as for KTO",
+    ),
+    "judgements under LLaMA-Factory's name": (
+        "a.jsonl",
+        lines({**chat(USER, ANSWER), "kto_tag": 1}),
+        (CHATML,),
+        "(kto_tag: 1), as for KTO",
+    ),
+    "tags that are numbers and names": (
+        "a.jsonl",
+        lines({"tokens": ["a", "king"], "ner_tags": [0, "B-PER"]}, {"tokens": ["a"], "ner_tags": ["O"]}),
+        (TAG,),
+        "tags are numbers (0) in some places and names (O) in others",
+    ),
+    "tags that are numbers in one row and names in another": (
+        "a.jsonl",
+        lines({"tokens": ["a", "king"], "ner_tags": [0, 1]}, {"tokens": ["a"], "ner_tags": ["B-PER"]}),
+        (TAG,),
+        "tags are numbers (0) in some places and names (B-PER) in others",
+    ),
+    "columns between semicolons": ("a.csv", "prompt;completion\na;b\n", (), "separated by ';': save the file with"),
+    "columns between tabs": ("a.csv", "prompt\tcompletion\na\tb\n", (), "separated by '\\t': save the file with"),
+    "columns between bars": ("a.csv", "prompt|completion\na|b\n", (), "separated by '|': save the file with commas"),
+    "pairs of one column": ("a.jsonl", lines({"chosen": "a"}), (PREFER,), "Add the columns that are missing"),
     "one class": ("a.jsonl", lines({"text": "a", "label": "x"}, {"text": "b", "label": "x"}), (CLASSIFY,), "one class"),
     "no label": ("a.jsonl", lines(GOOD), (CLASSIFY,), "label"),
     "labels that are null": ("a.jsonl", lines({"text": "a", "label": None}), (CLASSIFY,), "a.jsonl"),

@@ -87,12 +87,43 @@ def quantised(method: str) -> Spoil:
     return configured(quantization_config={"quant_method": method, "bits": 4, "group_size": 128})
 
 
+def split_by(pattern: str) -> Spoil:
+    """The tokenizer splits text by a pattern first."""
+
+    def spoil(folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        values = json.loads(path.read_text())
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        values["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, values["pre_tokenizer"]]}
+        path.write_text(json.dumps(values))
+
+    return spoil
+
+
 NORM, HEAD, EMBEDDINGS = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 
 REFUSED: dict[str, tuple[Spoil, str]] = {
     "heads that do not divide": (configured(num_attention_heads=5), "number of attention heads (5)"),
-    "no heads": (configured(num_attention_heads=0), "model.name_or_path"),
-    "key heads that do not divide": (configured(num_key_value_heads=3), "k_proj.weight [24, 48] for [36, 48]"),
+    "no heads": (configured(num_attention_heads=0), "num_attention_heads is 0 in config.json"),
+    "heads below 0": (configured(num_attention_heads=-4), "num_attention_heads is -4 in config.json"),
+    "key heads that do not divide": (
+        configured(num_key_value_heads=3),
+        "4 heads of attention that share 3 heads of keys and values, which do not divide them",
+    ),
+    "an attention from the hub": (
+        configured(_attn_implementation="kernels-community/flash-attn"),
+        "asks for code from the hub (_attn_implementation: 'kernels-community/flash-attn')",
+    ),
+    "an attention from the hub inside": (
+        configured(text_config={"attn_implementation": "kernels-community/flash-attn@v1:forward"}),
+        "asks for code from the hub (attn_implementation: ",
+    ),
+    "weights in 8 bits": (
+        changed(lambda t: t.update({HEAD: t[HEAD].to(torch.float8_e4m3fn)})),
+        f"in 8 bits, as in quantised models, without the scales that they need: {HEAD};",
+    ),
+    "an epsilon that drowns every value": (configured(rms_norm_eps=1000.0), "rms_norm_eps is 1000.0, and needs to be"),
+    "a dropout of nearly all": (configured(attention_dropout=0.9), "attention_dropout is 0.9, and needs to be from 0"),
     "hidden size 0": (configured(hidden_size=0), "hidden_size is 0"),
     "hidden size below 0": (configured(hidden_size=-8), "hidden_size is -8"),
     "hidden size as text": (configured(hidden_size="48"), "hidden_size"),
@@ -163,7 +194,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "an infinite size": (configured(hidden_size=float("inf")), "hidden_size"),
     "head dimension 0": (configured(head_dim=0), "config.json"),
     "odd head dimension": (configured(head_dim=7), "head_dim"),
-    "no key heads": (configured(num_key_value_heads=0), "config.json"),
+    "no key heads": (configured(num_key_value_heads=0), "num_key_value_heads is 0 in config.json"),
     "middle size 0": (configured(intermediate_size=0), "do not match its configuration"),
     "epsilon as text": (configured(rms_norm_eps="small"), "rms_norm_eps"),
     "epsilon that is no number": (configured(rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
@@ -173,7 +204,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         configured(rope_parameters={"rope_type": "default", "rope_theta": -5.0}),
         "rope_theta is -",
     ),
-    "dropout above 1": (configured(attention_dropout=2.0), "attention_dropout is 2.0, and needs to be from 0 to 1"),
+    "dropout above 1": (configured(attention_dropout=2.0), "attention_dropout is 2.0, and needs to be from 0 to 0.5"),
     "dropout that is no number": (configured(attention_dropout=float("nan")), "attention_dropout is nan"),
     "initial range that is no number": (configured(initializer_range=float("nan")), "initializer_range"),
     "tied as text": (configured(tie_word_embeddings="no"), "tie_word_embeddings"),
@@ -196,10 +227,31 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "no weights": (without(WEIGHTS), "weights"),
     "a pickle without weights": (pickled, "are pickled (pytorch_model.bin), and a pickle can run code"),
     "index is cut": (indexed("{"), "weights"),
-    "index is a list": (indexed("[]"), "weights"),
-    "index without a map": (indexed("{}"), "weight_map"),
-    "index of numbers": (indexed('{"weight_map": {"a": 3}}'), "weights"),
-    "index of a missing file": (indexed('{"weight_map": {"lm_head.weight": "gone.safetensors"}}'), "weights"),
+    "index is a list": (indexed("[]"), "it has no weight_map that names any tensor"),
+    "index without a map": (indexed("{}"), "it has no weight_map that names any tensor"),
+    "index with an empty map": (indexed('{"weight_map": {}}'), "it has no weight_map that names any tensor"),
+    "index with a list of names": (indexed('{"weight_map": ["lm_head.weight"]}'), "it has no weight_map"),
+    "index with a null map": (indexed('{"weight_map": null}'), "it has no weight_map"),
+    "index of numbers": (indexed('{"weight_map": {"a": 3}}'), "it names 3, which is no file beside it"),
+    "index of a missing file": (
+        indexed('{"weight_map": {"lm_head.weight": "gone.safetensors"}}'),
+        "it names 'gone.safetensors', which is not there",
+    ),
+    "index that leads out": (
+        indexed('{"weight_map": {"lm_head.weight": "../good/model.safetensors"}}'),
+        "it names '../good/model.safetensors', which is no file beside it",
+    ),
+    "index that leads to the root": (
+        indexed('{"weight_map": {"lm_head.weight": "/etc/hostname"}}'),
+        "it names '/etc/hostname', which is no file beside it",
+    ),
+    "index of the folder above": (indexed('{"weight_map": {"lm_head.weight": ".."}}'), "it names '..'"),
+    "index with a NUL": (indexed('{"weight_map": {"lm_head.weight": "a\\u0000b"}}'), "which is no file beside it"),
+    "index of another file": (indexed('{"weight_map": {"lm_head.weight": "config.json"}}'), "cannot be read"),
+    "a tokenizer that never ends": (
+        split_by(r"(((((a|b| |[a-z])+)+)+)+)+X"),
+        "the tokenizer of {folder} cannot read a row: Onig: Regex search error: retry-limit-in-match over",
+    ),
     "tokenizer is cut": (cut("tokenizer.json"), "tokenizer.json"),
     "tokenizer is empty": (written("tokenizer.json", ""), "tokenizer.json"),
     "tokenizer is a list": (written("tokenizer.json", "[]"), "tokenizer.json"),
@@ -237,7 +289,6 @@ TAKEN: dict[str, tuple[Spoil, str]] = {
     ),
     "several ends of text": (configured(eos_token_id=[1, 2]), "Llama 3 has them"),
     "architectures of another": (configured(architectures=["GPT2LMHeadModel"]), "model_type says what is built"),
-    "weights in 8 bits": (changed(lambda t: t.update({HEAD: t[HEAD].to(torch.float8_e4m3fn)})), "they are floats"),
     "weights in 64 bits": (changed(lambda t: t.update({HEAD: t[HEAD].double()})), "they are rounded to model.dtype"),
     "no limit of positions": (configured(max_position_embeddings=-1), "so says XLNet, whose positions have no limit"),
     "unknown class of the tokenizer": (
