@@ -237,8 +237,8 @@ def require_values(
         if whole:
             raise BadInputError(
                 f"model.name_or_path: {len(whole)} of the weights of {source!r} are stored as integers or in 8 bits, "
-                f"as in quantised models, without the scales that they need: {some(whole)}; name the model that they were "
-                "quantised from"
+                f"as in quantised models, without the scales that they need: {some(whole)}; name the model that "
+                "they were quantised from"
             )
         require_some_values(source, _pieces(stored for name, stored in files.items() if state[name].ndim > 1))
         stored = _index(folder)
