@@ -387,6 +387,7 @@ def _indexed_files(folder: Path, index: object) -> dict[str, Path]:
             f"model.name_or_path: {str(folder / INDEX)!r} does not say where the weights are: {wrong}; download the "
             "model again, or name another one"
         )
+    assert named is not None
     return {name: folder / file for name, file in named.items()}
 
 
