@@ -1,18 +1,22 @@
-"""The first ten minutes with one GPU: what must be right, then how fast it is.
+"""The first hours with one GPU: what must be right and how fast it is, in four parts of ten minutes.
 
-    python benchmarks/acceptance.py [--only NAME ...] [--output benchmarks/results/acceptance.jsonl]
+    python benchmarks/acceptance.py --part 1 [--output benchmarks/results/acceptance.jsonl]
 
-Each step is a process of its own with a time limit, so that one that hangs or crashes costs its own time alone. The
-least sure code comes first: offload's streams, then the sanitizer, two ranks on one device, how often host and device
-meet, a kill and its resume, the plan against the measured peak; figures come last. Prints a line of JSON for each step
-and a summary; the exit code is 1 where a check failed. `--tiny` rehearses every step on the CPU, where the figures say
-nothing.
+The parts go from the most valuable to the least, and each is worth having alone: 1 says whether offload and the plain
+path are right and what the plan misses, 2 how fast full fine-tuning and LoRA are beside published figures, 3 adds two
+ranks on one device and a kill with its resume, 4 the speed of offload and the best share of the peak. A part first
+looks whether the machine has what it takes, and ends with the list of what must be carried there (`carry.py`) if not.
+
+Each step is a process of its own with a time limit, so that one that hangs or crashes costs its own time alone, and
+leaves a line of JSON at once. The exit code is 1 if a check failed. `--tiny` rehearses every step on the CPU, where
+the figures say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -24,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from carry import look
 from facts import facts, show, tell
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +47,7 @@ class Step:
         limit: seconds after which it is ended, and has failed.
         check: what came of it, from the folder and what was printed; only where the exit code is 0.
         processes: environment variables of each process that runs the command at the same time.
+        part: of the script, 1 to 4.
     """
 
     name: str
@@ -49,6 +55,7 @@ class Step:
     limit: float
     check: Check = lambda _folder, _printed: (True, {})
     processes: Sequence[dict[str, str]] = field(default_factory=lambda: [{}])
+    part: int = 1
 
 
 def records(path: Path) -> list[Figures]:
@@ -60,32 +67,42 @@ def records(path: Path) -> list[Figures]:
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
+        "model_type": "llama",
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
     },
     "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
         "hidden_size": 1024,
         "intermediate_size": 3072,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
     },
     "llama-3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128_256,
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
     },
 }
+"""The published shapes, vocabulary included: it is 40 % of the small one's work, and most of its peak."""
 
 
 def recipe(shape: str, length: int, steps: int, *overrides: str) -> list[str]:
     """The arguments of recipes/finetune.py for random weights of a shape, on the plays, packed."""
-    config = {"model_type": "llama", **SHAPES[shape], "max_position_embeddings": length, "tie_word_embeddings": True}
+    config = {**SHAPES[shape], "max_position_embeddings": length}
     return [
         "recipes/finetune.py",
         "quickstart",
@@ -95,6 +112,7 @@ def recipe(shape: str, length: int, steps: int, *overrides: str) -> list[str]:
         "data.cache_dir={folder}/cache",
         "training.output_dir={folder}/run",
         f"training.max_steps={steps}",
+        "schedule.warmup_steps=2",
         "training.micro_batch_size=1",
         "training.eval_every_steps=null",
         "logging.sample_prompt=null",
@@ -162,18 +180,29 @@ def best_mfu(folder: Path, _printed: str) -> tuple[bool, Figures]:
 
 
 def child_two_ranks() -> Figures:
-    """Offload with accumulation on two ranks that share a device, over gloo, against ordinary FSDP2."""
+    """Offload with accumulation on two ranks that share a device, over gloo, against ordinary FSDP2.
+
+    The host's AdamW and the device's round in another order, so single weights differ by many units in the last place
+    at equal losses. The tolerances are those of tests/gpu.
+    """
     import torch
     import torch.distributed as dist
-    from support.offload_loops import Case, bf16_ulps, offloaded, ordinary
+    from support.offload_loops import Case, offloaded, ordinary
 
-    found = {}
+    apart: dict[str, float] = {}
     for case in (Case(tied=False), Case(accumulation=3)):
         expected = ordinary(case)
-        found[str(case)] = max(bf16_ulps(offloaded(case, way), expected) for way in ("cpu_torch", "device_stream"))
+        for way in ("cpu_torch", "device_stream"):
+            found = offloaded(case, way)
+            losses = zip(found.losses, expected.losses, strict=True)
+            apart[f"losses, {case}, {way}"] = max(abs(a - b) / abs(b) for a, b in losses)
+            weights = ((found.weights[name] - weight).abs() for name, weight in expected.weights.items())
+            apart[f"weights, {case}, {way}"] = max(float(difference.max()) for difference in weights)
     if dist.is_initialized():
         dist.destroy_process_group()
-    return {"passed": max(found.values()) <= 1, "ulps": found, "device": "cuda" if torch.cuda.is_available() else "cpu"}
+    allowed = {"losses": 2e-3, "weights": 2e-2}
+    passed = all(value <= allowed[name.partition(",")[0]] for name, value in apart.items())
+    return {"passed": passed, "apart": apart, "device": "cuda" if torch.cuda.is_available() else "cpu"}
 
 
 def child_meetings() -> Figures:
@@ -208,25 +237,48 @@ def child_meetings() -> Figures:
 
 
 def child_kill_and_resume() -> Figures:
-    """A run that is killed after a checkpoint and started again, against one that nobody disturbs."""
+    """A run that is killed after a checkpoint and started again, against one that nobody disturbs.
+
+    That one is run twice: kernels that add in no fixed order make two equal runs differ, and a resumed run may differ
+    from an undisturbed one by no more than that.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        losses = []
-        for name in ("whole", "killed"):
-            arguments = recipe("tiny", 128, 24, "checkpoint.every_steps=4", f"data.cache_dir={folder}/cache")
+        losses = {}
+        for name in ("whole", "twin", "killed"):
+            arguments = recipe("tiny", 128, 24, "checkpoint.every_steps=4")
             command = [PYTHON, *(part.replace("{folder}", f"{folder}/{name}") for part in arguments)]
-            process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-            if name == "killed":
-                run = Path(folder, name, "run/checkpoints")
-                while process.poll() is None and not list(run.glob("step_*/COMPLETE")):
-                    time.sleep(0.05)
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-            if process.wait() != 0:
-                return {"passed": False, "failed": name}
+            if name == "killed" and (why := _killed_after_a_checkpoint(command, Path(folder, name, "run"))):
+                return {"passed": False, "failed": why}
+            done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            if done.returncode != 0:
+                return {"passed": False, "failed": name, "printed": done.stdout[-1000:]}
+            if ("resumed: after step" in done.stdout) != (name == "killed"):
+                return {"passed": False, "failed": f"{name}: resumed, or began anew, when it should not have"}
             rows = records(Path(folder, name, "run/metrics.jsonl"))
-            losses.append([row["loss"] for row in rows if row["split"] == "train"])
-        return {"passed": losses[0] == losses[1], "steps": len(losses[0])}
+            losses[name] = [row["loss"] for row in rows if row["split"] == "train"]
+        noise, difference = (_furthest(losses[name], losses["whole"]) for name in ("twin", "killed"))
+        return {
+            "passed": difference <= 2 * noise,
+            "steps": len(losses["whole"]),
+            "noise": noise,
+            "difference": difference,
+        }
+
+
+def _furthest(found: list[float], expected: list[float]) -> float:
+    """Largest difference of two lists of losses; infinite if one is longer."""
+    if len(found) != len(expected):
+        return math.inf
+    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+
+
+def _killed_after_a_checkpoint(command: list[str], run: Path) -> str:
+    """Kills the run as soon as it has a whole checkpoint; why that did not come about, or nothing."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list(run.glob("checkpoints/step_*/COMPLETE")):
+        time.sleep(0.02)
+    process.kill()
+    return "" if process.wait() == -signal.SIGKILL else "the run had ended before it was killed"
 
 
 CHILDREN = {"two ranks": child_two_ranks, "meetings": child_meetings, "kill and resume": child_kill_and_resume}
@@ -244,45 +296,49 @@ def two_processes(on_gpu: bool, folder: str) -> list[dict[str, str]]:
 
 
 def steps_of(tiny: bool, folder: str) -> list[Step]:
-    """All steps in order: what must be right, then how fast it is."""
-    pytest = [PYTHON, "-m", "pytest", "-q", "-m", "gpu"]
+    """All steps in order, most valuable first. The limits of a part add up to ten minutes."""
+    pytest = [PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     lora = ("adapter.kind=lora", "training.mixed_precision=bf16")
+    full = ("training.mixed_precision=bf16",)
     sft = "tiny" if tiny else "qwen3-0.6b"
     lengths = (128, 256) if tiny else (8192, 16384)
-    steps = 8 if tiny else 20
+    steps = 8 if tiny else 16
     sizes = ["--sizes", "tiny", "--tokens", "64", "--rounds", "2", "--steps", "1"] if tiny else ["--sizes", "3b"]
     return [
-        Step("offload on the device", [*pytest, "tests/gpu/test_gpu_offload.py"], 240),
+        Step("offload on the device", [*pytest, "tests/gpu/test_gpu_offload.py"], 180),
+        Step("the plan's peak", [PYTHON, *recipe(sft, lengths[0], 6, *full)], 120, planned(not tiny)),
+        Step("host and device meet once a step", child("meetings"), 60, told),
         Step(
             "sanitizer",
             [*pytest, "tests/gpu/test_gpu_offload.py", "-k", "accumulation"],
-            240,
+            120,
             processes=[{} if tiny else {"TORCH_CUDA_SANITIZER": "1"}],  # it cannot be imported without CUDA
         ),
-        Step("other tests", [*pytest, "tests/gpu", "--ignore", "tests/gpu/test_gpu_offload.py"], 300),
-        Step("two ranks on one device", child("two ranks"), 300, told, two_processes(not tiny, folder)),
-        Step("host and device meet once a step", child("meetings"), 180, told),
-        Step("killed and resumed", child("kill and resume"), 300, told),
-        Step("the plan's peak", [PYTHON, *recipe(sft, lengths[0], 6)], 240, planned(not tiny)),
-        Step(
-            "offload against none",
-            [PYTHON, "benchmarks/offload.py", *sizes, "--output", "{folder}/offload.jsonl"],
-            540,
-            speeds("offload.jsonl"),
-        ),
-        Step("full, 8k tokens", [PYTHON, *recipe(sft, lengths[0], steps)], 240, rate(26_005.0)),
-        Step("full, 16k tokens", [PYTHON, *recipe(sft, lengths[1], steps)], 240, rate(25_486.0)),
+        Step("other tests", [*pytest, "tests/gpu", "--ignore", "tests/gpu/test_gpu_offload.py"], 120),
+        Step("full, 8k tokens", [PYTHON, *recipe(sft, lengths[0], steps, *full)], 180, rate(26_005.0), part=2),
+        Step("full, 16k tokens", [PYTHON, *recipe(sft, lengths[1], steps, *full)], 180, rate(25_486.0), part=2),
         Step(
             "LoRA of 8B, 4k tokens",
             [PYTHON, *recipe("tiny" if tiny else "llama-3-8b", lengths[0] if tiny else 4096, steps, *lora)],
-            300,
+            240,
             rate(12_473.0),
+            part=2,
+        ),
+        Step("two ranks on one device", child("two ranks"), 240, told, two_processes(not tiny, folder), part=3),
+        Step("killed and resumed", child("kill and resume"), 360, told, part=3),
+        Step(
+            "offload against none",
+            [PYTHON, "benchmarks/offload.py", *sizes, "--output", "{folder}/offload.jsonl"],
+            330,
+            speeds("offload.jsonl"),
+            part=4,
         ),
         Step(
             "MFU",
             [PYTHON, "benchmarks/mfu.py", *(["--tiny"] if tiny else []), "--output", "{folder}/mfu.jsonl"],
-            540,
+            270,
             best_mfu,
+            part=4,
         ),
     ]
 
@@ -294,46 +350,64 @@ def run(step: Step, tiny: bool) -> Figures:
     """Runs a step's processes; whether it passed, how long it took, and its figures or the end of what it printed."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        command = [part.replace("{folder}", folder) for part in step.command]
-        common = {**os.environ, **({"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} if tiny else {})}
-        common["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), common.get("PYTHONPATH", "")])
-        processes = [
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=common | added,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            for added in step.processes
-        ]
-        printed, codes = [], []
-        for process in processes:
-            try:
-                printed.append(process.communicate(timeout=max(1.0, started + step.limit - time.monotonic()))[0])
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                printed.append(process.communicate()[0] + f"\nended after {step.limit:.0f} s")
-            codes.append(process.returncode)
+        codes, printed = _run_processes(step, folder, tiny)
         # pytest ends with 5 where it has found no test, as in a rehearsal of tests that need a GPU
         passed = all(code == 0 or (tiny and code == 5) for code in codes)
-        figures: Figures = {"printed": printed[0][-2000:]}
+        # Of the process that failed by itself, not of one that was ended for it.
+        figures: Figures = {"printed": max(zip(codes, printed, strict=True), key=lambda each: each[0])[1]}
         if passed:
             try:
                 passed, figures = step.check(Path(folder), printed[0])
             except Exception as error:
-                passed, figures = False, {"printed": f"{type(error).__name__}: {error}\n{printed[0][-2000:]}"}
+                passed, figures = False, {"printed": f"{type(error).__name__}: {error}\n{printed[0]}"}
+    if "printed" in figures:
+        figures["printed"] = figures["printed"][-2000:]
     return {"step": step.name, "passed": passed, "seconds": round(time.monotonic() - started, 1), **figures}
+
+
+def _run_processes(step: Step, folder: str, tiny: bool) -> tuple[list[int], list[str]]:
+    """Exit codes and what was printed. If one process fails, or the time is up, the others are ended at once."""
+    command = [part.replace("{folder}", folder) for part in step.command]
+    common = {**os.environ, **({"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} if tiny else {})}
+    common["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), common.get("PYTHONPATH", "")])
+    # Into files: a pipe that nobody reads yet blocks its process after 64 KiB.
+    outputs = [Path(folder, f"printed_{number}") for number in range(len(step.processes))]
+    processes = []
+    for added, output in zip(step.processes, outputs, strict=True):
+        with output.open("w", encoding="utf-8") as file:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=common | added,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+    deadline = time.monotonic() + step.limit
+    while time.monotonic() < deadline:
+        found = [process.poll() for process in processes]
+        if None not in found or any(found):
+            break
+        time.sleep(0.05)
+    ended = [process for process in processes if process.poll() is None]
+    for process in ended:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    printed = [output.read_text(encoding="utf-8", errors="replace") for output in outputs]
+    late = f"\nended after {step.limit:.0f} s" if time.monotonic() >= deadline else "\nended as another process failed"
+    said = [text + late if process in ended else text for process, text in zip(processes, printed, strict=True)]
+    return [process.returncode for process in processes], said
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", type=int, choices=[1, 2, 3, 4], help="run this part alone; by default all four")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run these steps alone")
-    parser.add_argument("--list", action="store_true", help="print the names of the steps and end")
+    parser.add_argument("--list", action="store_true", help="print parts, limits and names of the steps, and end")
     parser.add_argument("--tiny", action="store_true", help="rehearse on the CPU, with tiny models")
-    parser.add_argument("--output", type=Path, help="file to which lines of JSON are added")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/acceptance.jsonl")
     parser.add_argument("--child", choices=list(CHILDREN), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
@@ -341,18 +415,22 @@ def main() -> None:
         return
     meeting = tempfile.mkdtemp()
     steps = steps_of(options.tiny, meeting)
-    names = [step.name for step in steps]
     if options.list:
-        print("\n".join(names))
+        print("\n".join(f"part {step.part}, {step.limit:3.0f} s: {step.name}" for step in steps))
         return
+    names = [step.name for step in steps]
     unknown = sorted(set(options.only or []) - set(names))
     if unknown:
         parser.error(f"--only: no step is named {', '.join(unknown)}; there are: {', '.join(names)}")
+    here = look()
+    print(here.told(), flush=True)
+    if here.missing:
+        sys.exit(1)
     machine, rows = facts("datasets", "peft"), []
     for step in steps:
-        if options.only is None or step.name in options.only:
+        if (options.only is None or step.name in options.only) and options.part in (None, step.part):
             rows.append(run(step, options.tiny))
-            tell({**machine, "tiny": options.tiny, **rows[-1]}, options.output)
+            tell({**machine, "tiny": options.tiny, "part": step.part, **rows[-1]}, options.output)
     columns = ["step", "", "seconds", "figures"]
     keys = {"step", "passed", "seconds", "printed"}
     show(

@@ -1,0 +1,99 @@
+"""The script for the first hours with a GPU: shapes, limits, and processes that print much, fail or hang."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def acceptance() -> ModuleType:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import acceptance
+
+        return acceptance
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize(("shape", "parameters"), [("qwen3-0.6b", 596_049_920), ("llama-3-8b", 8_030_261_248)])
+def test_shapes_are_the_published_ones(acceptance: ModuleType, shape: str, parameters: int) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(acceptance.SHAPES[shape])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_a_part_takes_ten_minutes_at_most(acceptance: ModuleType) -> None:
+    steps = acceptance.steps_of(False, "")
+    assert [step.part for step in steps] == sorted(step.part for step in steps)
+    assert {part: sum(step.limit for step in steps if step.part == part) for part in (1, 2, 3, 4)} == {
+        1: 600,
+        2: 600,
+        3: 600,
+        4: 600,
+    }
+
+
+def run(acceptance: ModuleType, code: str, limit: float = 60.0) -> dict[str, object]:
+    """Two processes that run the same code; RANK tells them apart."""
+    environments = [{"RANK": "0"}, {"RANK": "1"}]
+    found: dict[str, object] = acceptance.run(
+        acceptance.Step("step", [sys.executable, "-c", code], limit, processes=environments), tiny=False
+    )
+    return found
+
+
+def test_a_process_that_prints_much_is_not_blocked(acceptance: ModuleType) -> None:
+    # Rank 0 waits for rank 1 to end, which has printed more than a pipe holds.
+    code = (
+        "import os, pathlib, time\n"
+        "done = pathlib.Path(os.environ['PYTHONPATH'].split(os.pathsep)[0], '.acceptance_done')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    print('x' * 300_000, flush=True); done.touch()\n"
+        "else:\n"
+        "    [time.sleep(0.01) for _ in iter(done.exists, True)]\n"
+        "    done.unlink()\n"
+    )
+    assert run(acceptance, code)["passed"]
+
+
+def test_a_process_that_fails_ends_the_step_and_is_the_one_that_is_told_of(acceptance: ModuleType) -> None:
+    code = "import os, time\nif os.environ['RANK'] == '1': raise SystemExit('rank 1 says why')\ntime.sleep(600)"
+    found = run(acceptance, code, limit=60)
+    assert not found["passed"]
+    assert "rank 1 says why" in str(found["printed"])
+
+
+def test_a_step_that_hangs_is_ended(acceptance: ModuleType) -> None:
+    found = run(acceptance, "import time; time.sleep(600)", limit=0.5)
+    assert not found["passed"]
+    assert "ended after" in str(found["printed"])
+
+
+def test_a_run_that_ends_before_it_is_killed_is_told(acceptance: ModuleType, tmp_path: Path) -> None:
+    told = acceptance._killed_after_a_checkpoint([sys.executable, "-c", ""], tmp_path)
+    assert told == "the run had ended before it was killed"
+
+
+def test_what_an_image_lacks(acceptance: ModuleType) -> None:
+    import carry
+
+    image = {"torch": "2.11.0+cu130", "transformers": "5.17.0", "numpy": "2.3.1", "pyyaml": "6.0.2"}
+    required = ["torch>=2.11,<2.16", "transformers>=5.20,<5.24", "datasets>=4.0", "numpy>=1.26", "PyYAML>=6"]
+    assert carry.missing(required, image) == ["transformers>=5.20,<5.24", "datasets>=4.0"]
+    machine = carry.Machine("3.12", "x86_64", image, carry.missing(required, image))
+    planned = {"transformers": "5.23.0", "datasets": "5.2.0", "numpy": "2.3.1", "torch": "2.11.0", "dill": "0.4.1"}
+    report = {"install": [{"metadata": {"name": name, "version": each}} for name, each in planned.items()]}
+    assert carry.wanted(report, machine) == ["datasets==5.2.0", "dill==0.4.1", "transformers==5.23.0"]
+    assert "transformers>=5.20,<5.24 (found: 5.17.0)" in machine.told()
