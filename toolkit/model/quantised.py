@@ -151,7 +151,10 @@ class QuantisedLinear(nn.Linear):
 
 @contextmanager
 def weights_as_numbers(model: nn.Module, dtype: torch.dtype) -> Iterator[set[str]]:
-    """Whoever reads the `weight` of a quantised layer gets its matrix, (outputs, inputs), of this type, not its bytes.
+    """Quantised layers compute with their matrices, and who reads a `weight` gets the matrix, (outputs, inputs).
+
+    Args:
+        dtype: of the matrices that are read.
 
     Yields:
         The paths of those layers whose weights are read meanwhile.
@@ -167,6 +170,11 @@ def weights_as_numbers(model: nn.Module, dtype: torch.dtype) -> Iterator[set[str
                 return packed
             read.add(paths[self])
             return self.dequantize().to(dtype)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            # torch's own product, as if the layer had never been quantised; autocast takes its type.
+            bias = None if self.bias is None else self.bias.to(inputs.dtype)
+            return F.linear(inputs, self.dequantize().to(inputs.dtype), bias)
 
     try:
         for layer in layers.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from toolkit import Recipe, finetune
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import add_adapter, quantise
-from toolkit.model.quantised import quantise_loaded, quantised_layers
+from toolkit.model.quantised import _Product, quantise_loaded, quantised_layers
 from toolkit.model.read_weights import read_weights
 from toolkit.recipe.schema import AdapterSection
+from toolkit.run.quantised_check import check_quantised
 
 NF4 = AdapterSection(kind="lora", quantize="nf4")
 READ = {
@@ -94,6 +96,27 @@ def test_a_run_refuses_code_whose_source_does_not_show_it(
     monkeypatch.setattr(LlamaMLP, "forward", forward)
     with pytest.raises(BadInputError, match=r"adapter\.quantize: LlamaForCausalLM does not compute.*gate_proj"):
         finetune(Recipe.from_mapping(values))
+
+
+def test_a_product_that_is_not_that_of_the_dequantised_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = llama()
+    quantise_loaded(model, {"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]})
+    rows = SimpleNamespace(few=lambda _tokens: {"input_ids": torch.arange(3, 14)[None]})
+    monkeypatch.setattr("toolkit.run.quantised_check.TextSamples", SimpleNamespace)
+    objective = SimpleNamespace(on_host=lambda batch: batch, logits=lambda model, batch: model(**batch).logits)
+    recipe = SimpleNamespace(model=SimpleNamespace(dtype="float32"))
+    accelerator = SimpleNamespace(
+        unwrap_model=lambda wrapped: wrapped, mixed_precision="no", device=torch.device("cpu")
+    )
+    check: Any = check_quantised
+    for dtype in (torch.float32, torch.bfloat16):
+        check(accelerator, recipe, model.to(dtype), objective, rows)
+    product = _Product.forward
+    wrong = staticmethod(lambda ctx, inputs, *rest: product(ctx, 1.001 * inputs, *rest))
+    monkeypatch.setattr(_Product, "forward", wrong)
+    with pytest.raises(BadInputError, match=r"LlamaForCausalLM does not compute .*logits differ by .*e-0"):
+        check(accelerator, recipe, model.float(), objective, rows)
 
 
 @pytest.mark.parametrize(
