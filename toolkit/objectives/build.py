@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from toolkit.errors import BadInputError
+from toolkit.model.positions import takes_positions
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.distillation import Distillation
@@ -13,11 +14,12 @@ from toolkit.objectives.kto import Kto
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.preference_losses import LOSSES
 from toolkit.objectives.reward import Reward
+from toolkit.objectives.rows_alone import RowsAlone
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.objectives.tagging import TokenClassification
 from toolkit.recipe.schema import ObjectiveSection
 
-AnyObjective = CausalLM | SequenceClassification | Preference | Reward | Kto | Distillation
+AnyObjective = CausalLM | SequenceClassification | Preference | Reward | Kto | Distillation | RowsAlone
 
 
 def build_objective(
@@ -26,6 +28,7 @@ def build_objective(
     packed: bool,
     label_counts: dict[str, int] | None,
     teacher: nn.Module | None = None,
+    apart: bool = False,
 ) -> AnyObjective:
     """The recipe's objective.
 
@@ -33,17 +36,21 @@ def build_objective(
         packed: whether documents share samples.
         label_counts: rows, or words, of each class to train on, in the order of the classes; None: no classification.
         teacher: of a distillation.
+        apart: whether completions that are compared must not share rows; they never do in a model without positions.
 
     Raises:
         BadInputError: a model that cannot be trained so, or class weights of another number than classes.
     """
+    apart = apart or not takes_positions(model)
     if section.kind == "preference":
         given = {key: getattr(section, key) for key in ("beta", "label_smoothing", "gamma", "odds_weight")}
-        return Preference(model, LOSSES[section.preference_loss], given)
+        return Preference(model, LOSSES[section.preference_loss], given, apart)
     if section.kind == "kto":
-        return Kto(model, section.beta or 0.1, section.desirable_weight or 1.0, section.undesirable_weight or 1.0)
+        return Kto(
+            model, section.beta or 0.1, section.desirable_weight or 1.0, section.undesirable_weight or 1.0, apart
+        )
     if section.kind == "reward":
-        return Reward(model, section.center_rewards_coefficient or 0.0)
+        return Reward(model, section.center_rewards_coefficient or 0.0, apart)
     if section.kind == "seq2seq":
         return Seq2Seq(model)
     if teacher is not None:

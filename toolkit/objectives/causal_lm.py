@@ -49,7 +49,7 @@ class CausalLM:
         if packed and not takes_positions(model):
             raise BadInputError(
                 f"data.packing: {class_name(base_of(model))} takes no position_ids, so rows that share a sample would "
-                "see each other; set data.packing=false, or train another model on completions that are compared"
+                "see each other; set data.packing=false"
             )
         self._first_position = first_position(base_of(model))
         # Its kernels tell documents apart in a single row only; in several they would leak.

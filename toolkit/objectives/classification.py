@@ -33,6 +33,8 @@ class SequenceClassification:
     def __init__(self, model: nn.Module, num_classes: int, class_weights: list[float] | None = None) -> None:
         accepted = inspect.signature(base_of(model).forward).parameters
         self._inputs = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in accepted]
+        # Jamba's makes a cache that it cannot use.
+        self._settings = {"use_cache": False} if "use_cache" in accepted else {}
         self._pad_id = base_of(model).config.get_text_config().pad_token_id
         self.num_classes = num_classes
         self._weights = None if class_weights is None else torch.tensor(class_weights)
@@ -71,7 +73,8 @@ class SequenceClassification:
         if "whole_positions" in batch:  # no token of a decoder sees the padding behind it
             names = [*(name for name in names if name != "attention_mask"), "position_ids"]
         with rows_of(batch):
-            return model(**{name: batch[name] for name in names if name in batch}).logits  # type: ignore[no-any-return]
+            given = {name: batch[name] for name in names if name in batch}
+            return model(**given, **self._settings).logits  # type: ignore[no-any-return]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return self._loss_sum(self.logits(model, batch), batch["labels"])

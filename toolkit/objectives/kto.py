@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from toolkit.data.cut import counts_here
+from toolkit.data.documents_apart import documents_apart
 from toolkit.data.samples import IGNORED, OTHER, Batch
 from toolkit.model.adapters import adapters_off, has_adapter
 from toolkit.model.fake_tensors import has_values
@@ -41,18 +42,25 @@ class Kto:
     Args:
         desirable_weight: w of good completions.
         undesirable_weight: w of bad ones.
+        apart: whether each completion has a row of its own; otherwise they share rows.
     """
 
     unit = "rows"
     figures = ("accuracy", "margin", "kl")
 
     def __init__(
-        self, model: nn.Module, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+        self,
+        model: nn.Module,
+        beta: float = 0.1,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        apart: bool = False,
     ) -> None:
         self._beta = beta
         self._weights = (desirable_weight, undesirable_weight)
+        self.apart = apart
         # One row at a time is packed, too: a prompt with another completion may share its sample.
-        self._causal = CausalLM(model, packed=True)
+        self._causal = CausalLM(model, packed=not apart)
         self._adapted = model if has_adapter(model) else None
 
     @property
@@ -66,11 +74,13 @@ class Kto:
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """As `CausalLM` does, for both completions, and with the rows that are learned (`learned`, (R,))."""
-        own = self._causal.on_host(batch)
         if "good" not in batch:  # prompts to continue
-            return own
-        other = {f"{OTHER}{name}": value for name, value in self._causal.on_host(_other(batch)).items()}
-        return {**own, **other, "learned": _learned(batch)}
+            return self._causal.on_host(batch)
+        own, other = batch, _other(batch)
+        if self.apart:
+            own, other = documents_apart(own), documents_apart(other)
+        of_other = {f"{OTHER}{name}": value for name, value in self._causal.on_host(other).items()}
+        return {**self._causal.on_host(own), **of_other, "learned": _learned(batch)}
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
         """With the base's log-probabilities and the sums of `window_sums`."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from toolkit.data.cut import counts_here
+from toolkit.data.documents_apart import documents_apart
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.model.adapters import adapters_off, has_adapter
 from toolkit.objectives.causal_lm import CausalLM
@@ -25,15 +26,18 @@ class Preference:
     """Chosen completions over rejected ones; the loss of `toolkit.objectives.preference_losses` summed over the pairs.
 
     The reference's log-probabilities come with the batch, or are those of the model with its adapters off.
+
+    Args:
+        apart: whether each completion has a row of its own; otherwise those of a pair share one.
     """
 
     unit = "pairs"
 
-    def __init__(self, model: nn.Module, loss: Loss, settings: Mapping[str, float | None]) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, settings: Mapping[str, float | None], apart: bool = False) -> None:
         self.loss = loss
         self._settings = settings
-        # The completions of a pair share a row, whether pairs share one or not.
-        self._causal = CausalLM(model, packed=True)
+        self.apart = apart
+        self._causal = CausalLM(model, packed=not apart)
         self._adapted = model if has_adapter(model) else None
 
     @property
@@ -50,7 +54,7 @@ class Preference:
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """As `CausalLM` does."""
-        return self._causal.on_host(batch)
+        return self._causal.on_host(documents_apart(batch) if self.apart and "segments" in batch else batch)
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, T, V)."""

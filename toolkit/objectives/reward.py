@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.data.cut import counts_here
+from toolkit.data.documents_apart import documents_apart
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
@@ -36,12 +37,15 @@ class Reward:
 
     A completion's reward is the score of its last token that is no padding, as transformers' sequence classifiers have
     it: where texts are padded with the token that ends them, the token before that one.
+
+    Args:
+        apart: whether each completion has a row of its own; otherwise those of a pair share one.
     """
 
     unit = "pairs"
     figures = ("accuracy", "margin", "chosen_reward", "rejected_reward")
 
-    def __init__(self, model: nn.Module, center_rewards_coefficient: float = 0.0) -> None:
+    def __init__(self, model: nn.Module, center_rewards_coefficient: float = 0.0, apart: bool = False) -> None:
         base = base_of(model)
         if not hasattr(base, "score") or base.config.is_encoder_decoder:
             raise BadInputError(
@@ -51,8 +55,8 @@ class Reward:
         self._coefficient = center_rewards_coefficient
         pad_id = base.config.get_text_config().pad_token_id
         self._pad_id = -1 if pad_id is None else pad_id
-        # The completions of a pair share a row, whether pairs share one or not.
-        self._causal = CausalLM(model, packed=True)
+        self.apart = apart
+        self._causal = CausalLM(model, packed=not apart)
 
     def count_targets(self, batch: Batch) -> int:
         """Pairs; those that only fill up a held-out batch have no labels, and shared ones count on one rank."""
@@ -60,6 +64,7 @@ class Reward:
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """As `CausalLM` does, and with `_places`."""
+        batch = documents_apart(batch) if self.apart else batch
         known = {name: value for name, value in self._causal.on_host(batch).items() if name != "whole_ids"}
         return {**known, **self._places(batch)}
 

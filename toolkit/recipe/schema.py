@@ -303,6 +303,9 @@ PADDED = (*CLASSIFIERS, "seq2seq")
 NEXT_TOKEN = ("causal_lm", "distillation")
 """Objectives that learn from each next token of the same rows."""
 
+COMPARED = ("preference", "reward", "kto")
+"""Objectives that learn from completions which are compared with others."""
+
 OBJECTIVE_SETTINGS = {
     "causal_lm": (),
     "seq2seq": (),

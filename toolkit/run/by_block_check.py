@@ -46,9 +46,17 @@ class Accumulation:
 
 
 def accumulation_of(
-    recipe: Recipe, planned: Planned, plugin: ShardingPlugin, model: nn.Module, device: torch.device
+    recipe: Recipe,
+    planned: Planned,
+    plugin: ShardingPlugin,
+    model: nn.Module,
+    device: torch.device,
+    alone: str | None = None,
 ) -> Accumulation:
     """As the recipe says, or for `auto` as is planned and the model can. Every rank calls this.
+
+    Args:
+        alone: why the rows of a micro-batch run one after another, if they do.
 
     Raises:
         BadInputError: the recipe asks for by_block, and the model cannot run so.
@@ -57,6 +65,11 @@ def accumulation_of(
         return Accumulation(None, planned.why)
     assert plugin.unit_plan is not None  # strategies that have none are refused, and `auto` leaves them alone
     try:
+        if alone is not None and recipe.training.micro_batch_size > 1:
+            raise BadInputError(
+                f"sharding.accumulate: by_block runs a forward for each micro-batch, and {alone}, so that each row "
+                "needs its own; set training.micro_batch_size=1, or sharding.accumulate=by_micro_batch"
+            )
         by_block = ByBlock(model, plugin.unit_plan)
         # Noise is each rank's own, and so may be what it finds.
         ranks.on_every_rank(lambda: check_forwards(model, by_block, device), "look at the model by block")

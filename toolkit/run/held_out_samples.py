@@ -14,9 +14,10 @@ from accelerate.utils import send_to_device
 from toolkit import ranks
 from toolkit.data.samples import IGNORED, Batch, PairSamples, SourceTargetSamples, TextSamples, filled_up
 from toolkit.data.tokenizer import pad_id
-from toolkit.objectives.build import AnyObjective
 from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.objective import Objective
 from toolkit.objectives.reward import Reward
+from toolkit.objectives.rows_alone import inner_objective
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.pages.samples import SideBySide
 from toolkit.paths import atomic_write
@@ -80,10 +81,11 @@ def continuations(accelerator: Accelerator, run: PreparedRun, prompts: list[Prom
     By the model as it is trained, sharded and without a cache, so that nothing of it is copied; every rank runs the
     same forwards. Without dropout no random number is drawn, and training goes on as if nothing had been.
     """
-    assert not isinstance(run.objective, SequenceClassification | Reward)
+    inner = inner_objective(run.objective)
+    assert not isinstance(inner, SequenceClassification | Reward)
     # An encoder-decoder's rows are targets, which begin as that of the held-out row does.
-    begun = isinstance(run.objective, Seq2Seq)
-    rows = [_first(run.objective, prompt) if begun else list(prompt.asked) for prompt in prompts]
+    begun = isinstance(inner, Seq2Seq)
+    rows = [_first(inner, prompt) if begun else list(prompt.asked) for prompt in prompts]
     starts, length = [len(row) for row in rows], NEW_TOKENS
     if isinstance(run.data.validation, SourceTargetSamples):
         length = min(length, run.data.validation.max_target_length - 1)
@@ -103,7 +105,7 @@ def continuations(accelerator: Accelerator, run: PreparedRun, prompts: list[Prom
     return [_text(run, row[start:]) for row, start in zip(rows, starts, strict=True)]
 
 
-def _first(objective: AnyObjective, prompt: Prompt) -> list[int]:
+def _first(objective: Objective, prompt: Prompt) -> list[int]:
     """The token that the decoder is given before a target."""
     assert isinstance(objective, Seq2Seq)
     return objective.decoder_inputs(torch.tensor([prompt.answer]))[0, :1].tolist()
@@ -113,15 +115,16 @@ def _with_sources(batch: Batch, prompts: list[Prompt], padding: int) -> Batch:
     """A batch of targets as the decoder is given them, with their sources."""
     sources, lengths = filled_up([prompt.asked for prompt in prompts], padding, max(len(p.asked) for p in prompts))
     mask = (torch.arange(sources.shape[1]) < lengths[:, None]).long()
-    targets = {"decoder_input_ids": batch["input_ids"], "labels": batch["labels"]}
-    return {"input_ids": sources, "attention_mask": mask, **targets}
+    targets = {"decoder_input_ids": batch["input_ids"], "labels": batch["labels"], "target_lengths": batch["lengths"]}
+    return {"input_ids": sources, "attention_mask": mask, "lengths": lengths, **targets}
 
 
 def _batch(rows: list[list[int]], width: int, padding: int) -> Batch:
     """(B, `width`), padded on the right, where a causal model never looks."""
     ids = torch.tensor([row + [padding] * (width - len(row)) for row in rows])
     positions = torch.arange(width).expand(len(rows), -1).contiguous()
-    return {"input_ids": ids, "labels": torch.full_like(ids, IGNORED), "position_ids": positions}
+    lengths = torch.tensor([len(row) for row in rows])
+    return {"input_ids": ids, "labels": torch.full_like(ids, IGNORED), "position_ids": positions, "lengths": lengths}
 
 
 def _text(run: PreparedRun, ids: list[int]) -> str:

@@ -7,13 +7,16 @@ from torch import nn
 from toolkit import ranks
 from toolkit.data.build import TokenisedData
 from toolkit.data.samples import LabelledSamples, PairSamples, TextSamples
+from toolkit.errors import BadInputError
 from toolkit.objectives.build import AnyObjective, build_objective
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.reward import Reward
+from toolkit.objectives.rows_alone import RowsAlone
 from toolkit.planning.check import Planned
-from toolkit.recipe.schema import NEXT_TOKEN
+from toolkit.recipe.schema import COMPARED, NEXT_TOKEN
 from toolkit.run.packing_check import LeakError, check_causal, check_leaks
+from toolkit.run.padding_check import changed_by_padding
 from toolkit.run.quantised_check import check_quantised
 from toolkit.run.rows import may_pad, without_packing
 from toolkit.run.sequence_check import check_parts, part_of
@@ -35,10 +38,32 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
     if leak is not None:
         padded, data = leak, without_packing(recipe, on_meta.tokenizer)
         counts = on_meta.data.report.label_counts
-        objective = build_objective(recipe.objective, on_meta.model, False, counts, on_meta.teacher)
+        objective = build_objective(recipe.objective, on_meta.model, False, counts, on_meta.teacher, apart=True)
     check_teacher(accelerator, recipe, objective, data, opened.in_16_bits)
     differ = _check_parts(opened, sharded, objective, data, planned)
-    return CheckedModel(objective, data, padded, packing, _checked_head_loss(opened, objective, model), differ)
+    head_loss = _checked_head_loss(opened, objective, model)
+    alone = check_padding(opened, sharded, objective, data)
+    if alone is not None:
+        objective = RowsAlone(objective)
+    return CheckedModel(objective, data, padded, packing, alone, head_loss, differ)
+
+
+def check_padding(opened: OpenedRun, sharded: ShardedModel, objective: AnyObjective, data: TokenisedData) -> str | None:
+    """Says why rows must run one after another without padding; None: padding changes nothing. Collective.
+
+    Raises:
+        BadInputError: padding changes rows, and the recipe asks for what needs padded rows.
+    """
+    recipe, samples = opened.recipe, data.train
+    kind = recipe.objective.kind
+    pads = getattr(objective, "apart", False) if kind in COMPARED else not data.report.packing
+    if not pads or samples is None or recipe.sharding.sequence > 1:  # parts of rows are checked by themselves
+        return None
+    with Pass(Terminal(quiet=ranks.rank() != 0), "checking that padding changes no row"):
+        why = changed_by_padding(sharded.model, sharded.inner, objective, samples, opened.device, opened.in_16_bits)
+    if why is not None and kind in (*COMPARED, "distillation"):
+        raise BadInputError(f"objective.kind: {kind} pads rows, and {why}; train another model")
+    return why
 
 
 def check_packing(
@@ -56,7 +81,7 @@ def check_packing(
     if recipe.objective.kind in (*NEXT_TOKEN, "preference", "kto") and recipe.sharding.sequence == 1:
         check_causal(model, inner, objective, opened.device)
     # Both completions of a pair share a sample, whether or not it is packed.
-    pairs = isinstance(data.train, PairSamples)
+    pairs = isinstance(data.train, PairSamples) and not getattr(objective, "apart", False)
     if not isinstance(data.train, TextSamples) or not (data.train.packed or pairs):
         return None, None
     found, leak, size = None, None, recipe.training.micro_batch_size

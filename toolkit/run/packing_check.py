@@ -89,7 +89,7 @@ def check_leaks(
         return None  # the first step will say so
     mend = "Set data.packing=false, or another model.attention"
     if isinstance(samples, PairSamples):
-        mend = "Both completions of a pair share a sample: set another model.attention, or train another model"
+        mend = "Both completions of a pair share a sample: remove data.packing, or set another model.attention"
     _require_small(found, TOLERANCE[in_16_bits], inner, mend)
     return found
 

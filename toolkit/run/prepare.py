@@ -53,7 +53,7 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
     num_positions = windows.num_positions
     if resumed is not None:
         num_steps, num_positions = rest_of_run(recipe, num_steps, size, num_positions, resumed)
-    accumulation = accumulation_of(recipe, planned, opened.plugin, sharded.model, opened.device)
+    accumulation = accumulation_of(recipe, planned, opened.plugin, sharded.model, opened.device, checked.alone)
     shown = Shown(checked.data.report, [])
     return PreparedRun(on_meta, planned, sharded, checked, windows, num_steps, num_positions, accumulation, shown)
 

@@ -20,7 +20,7 @@ from toolkit.model.adapters import base_of
 from toolkit.model.load import load_without_weights
 from toolkit.model.positions import require_positions, takes_positions
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import NEXT_TOKEN
+from toolkit.recipe.schema import COMPARED, NEXT_TOKEN
 from toolkit.run.sequence_check import part_of
 from toolkit.sharding.fsdp import class_name
 
@@ -92,17 +92,32 @@ def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe
 
 
 def may_pad(recipe: Recipe, data: TokenisedData) -> bool:
-    """Whether rows may be padded instead of packed: where the recipe leaves it open."""
+    """Whether rows may be padded instead of packed, if the model needs that: the recipe leaves it open.
+
+    Completions that are compared share rows even if `data.packing` is false.
+    """
+    if recipe.objective.kind in COMPARED:
+        return recipe.data.packing is not True and recipe.sharding.sequence == 1
     return data.report.packing and recipe.data.packing is None and recipe.objective.kind in NEXT_TOKEN
 
 
 def fitting(
     recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData, model: PreTrainedModel
 ) -> tuple[TokenisedData, str | None]:
-    """The data as the model can take it, and why its rows are padded, if they are for that."""
-    if takes_positions(model) or not may_pad(recipe, data):
+    """The data as the model can take it, and why its rows are padded, if they are for that.
+
+    Raises:
+        BadInputError: completions that are compared cannot share rows, and the recipe asks for that.
+    """
+    if takes_positions(model):
         return data, None
-    return without_packing(recipe, tokens), f"{class_name(base_of(model))} takes no position_ids"
+    why = f"{class_name(base_of(model))} takes no position_ids"
+    if may_pad(recipe, data):
+        return without_packing(recipe, tokens), why
+    if recipe.objective.kind in COMPARED:
+        field = "data.packing" if recipe.data.packing else "sharding.sequence"
+        raise BadInputError(f"{field}: {why}, so completions that share a row would see each other; remove {field}")
+    return data, None
 
 
 def without_packing(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> TokenisedData:

@@ -61,6 +61,8 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
         facts["packing"] = _packing_fact(checked.packing)
     if checked.padded is not None:
         facts["packing"] = f"none, each row is padded: {checked.padded}"
+    if checked.alone is not None:
+        facts["padding"] = f"none, the rows of a micro-batch run one after another: {checked.alone}"
     if plugin.engine is not None:
         facts["offload"] = plugin.engine.describe()
     if run.sharded.compilation is not None:

@@ -131,6 +131,7 @@ class CheckedModel:
         data: the rows, unpacked if those that share a sample saw each other and the recipe allows padding.
         padded: why rows are padded although `data.packing` is not set; None: they aren't.
         packing: what was measured of rows that share a sample; None: no rows do.
+        alone: why rows run one after another without padding; None: they are padded, or packed.
         head_loss: what computes the losses, and why; None for objectives that have no choice.
         parts_differ: the largest difference of logits or gradients from those of whole rows; None: rows are whole.
     """
@@ -139,6 +140,7 @@ class CheckedModel:
     data: TokenisedData
     padded: str | None
     packing: PackingCheck | None
+    alone: str | None
     head_loss: str | None
     parts_differ: float | None
 

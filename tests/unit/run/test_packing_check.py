@@ -139,6 +139,11 @@ def test_completions_of_a_pair_share_a_sample_that_is_not_packed(make: Callable[
     nothing: Any = None
     opened = OpenedRun(recipe, accelerator, nothing, nothing, nothing)
     sharded = ShardedModel(model, model, nothing, None)
+    measured, why = check_packing(opened, sharded, CausalLM(model), data)
+    assert measured is None
+    assert ("see each other in Leaky" in str(why)) == leaks, "each completion then gets a row of its own"
+    packed: Any = Recipe.load("dpo", {"training.micro_batch_size": 2, "data.packing": True})
+    opened = OpenedRun(packed, accelerator, nothing, nothing, nothing)
     with pytest.raises(BadInputError, match="Both completions of a pair share") if leaks else nullcontext():
         assert check_packing(opened, sharded, CausalLM(model), data) == (None, None)
 

@@ -1,0 +1,249 @@
+"""Models in which padding changes a row: their rows run alone, and completions of a pair get rows of their own."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.ranks import run_on_ranks
+from support.refusals import finetune
+from support.tiny import recipe_values, save_llama, tiny_config
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BartConfig
+from transformers import BartForSequenceClassification as Bart
+
+from toolkit.data.documents_apart import documents_apart
+from toolkit.data.samples import IGNORED, Batch, sample_of, segments_of, stack
+from toolkit.errors import BadInputError
+from toolkit.objectives.build import build_objective
+from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.rows_alone import RowsAlone, rows_without_padding
+from toolkit.recipe.schema import ObjectiveSection
+from toolkit.run.by_block_check import accumulation_of
+from toolkit.run.padding_check import changed_by_padding
+
+LENGTHS = (5, 11, 8)
+CPU = torch.device("cpu")
+
+
+def rows(count: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 60, (length,), generator=generator) for length in LENGTHS[:count]]
+
+
+class Labelled:
+    """As the toolkit pads them, with a row that only fills up the batch."""
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def batch(self, numbers: list[int], fill: bool = False) -> Batch:
+        chosen = [rows()[number] for number in numbers] + [torch.tensor([7])] * fill
+        ids = nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+        lengths = torch.tensor([len(row) for row in chosen])
+        labels = torch.tensor([number % 2 for number in numbers] + [IGNORED] * fill)
+        lengths[len(numbers) :] = 0
+        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels, "lengths": lengths}
+
+
+def classifier(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = tiny_config(kind)
+    config.num_labels = 2
+    for name in [name for name in config.to_dict() if "drop" in name and name != "drop_path_rate"]:
+        setattr(config, name, 0.0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.train()
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("bert", False), ("fnet", True), ("xlnet", True), ("llama", False)])
+def test_rows_that_padding_changes_run_alone(kind: str, changes: bool) -> None:
+    model = classifier(kind)
+    inner = SequenceClassification(model, 2)
+    told = changed_by_padding(model, model, inner, Labelled(), CPU, False)  # type: ignore[arg-type]
+    assert (told is not None) == changes
+    if told is not None:
+        assert "padding changes the logits of a row by" in told
+        assert type(model).__name__ in told
+    assert model.training
+    batch = Labelled().batch([0, 1, 2], fill=True)
+    losses = [F.cross_entropy(model(row[None]).logits, batch["labels"][i : i + 1]) for i, row in enumerate(rows())]
+    expected = torch.stack(losses).sum()
+    objective = RowsAlone(inner) if changes else inner
+    found = objective.loss_sum(model, batch)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    logits = torch.cat([model(row[None]).logits for row in rows()])
+    torch.testing.assert_close(objective.logits(model, batch)[:3], logits, rtol=1e-4, atol=1e-5)
+    sums = objective.evaluation_sums(model, batch)
+    assert sums[0].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert objective.evaluation_record(sums.tolist())["samples"] == 3
+
+
+def test_a_model_that_cannot_run_on_a_row_is_refused_by_name() -> None:
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    model = Bart(BartConfig(vocab_size=64, **sizes, encoder_attention_heads=2, decoder_attention_heads=2))
+    objective = SequenceClassification(model, 3)
+    with pytest.raises(BadInputError, match=r"data\.train: Bart\w+ cannot run on a row.*<eos>.*tokenizer that belongs"):
+        changed_by_padding(model, model, objective, Labelled(), CPU, False)  # type: ignore[arg-type]
+
+
+def test_rows_of_sources_and_targets_are_cut_each_to_its_own_length() -> None:
+    mask = (torch.arange(6) < torch.tensor([[4], [6]])).long()
+    batch = {"input_ids": torch.arange(12).view(2, 6), "attention_mask": mask, "lengths": torch.tensor([4, 6])}
+    batch |= {"labels": torch.arange(6).view(2, 3), "target_lengths": torch.tensor([3, 2])}
+    first, second = rows_without_padding(batch)
+    assert first["input_ids"].tolist() == [[0, 1, 2, 3]]
+    assert first["labels"].tolist() == [[0, 1, 2]]
+    assert second["attention_mask"].tolist() == [[1] * 6]
+    assert second["labels"].tolist() == [[3, 4]]
+
+
+def test_by_block_needs_a_row_for_each_micro_batch() -> None:
+    recipe: Any = SimpleNamespace(
+        training=SimpleNamespace(micro_batch_size=2), sharding=SimpleNamespace(accumulate="by_block")
+    )
+    plugin: Any = SimpleNamespace(unit_plan=object())
+    planned: Any = SimpleNamespace(by_block=True, why="")
+    with pytest.raises(BadInputError, match=r"by_block runs a forward.*padding changes it.*micro_batch_size=1"):
+        accumulation_of(recipe, planned, plugin, nn.Linear(1, 1), CPU, "padding changes it")
+
+
+def trained(folder: str, strategy: str) -> dict[str, Any]:
+    from toolkit import finetune as run
+    from toolkit.recipe.recipe import Recipe
+
+    place = Path(folder)
+    values = recipe_values(place / "fnet", place / "classes.jsonl", place / strategy, place / "cache")
+    values["objective"] = {"kind": "sequence_classification"}
+    values["sharding"] = {"strategy": strategy}
+    values["optimizer"] = {"learning_rate": 10.0, "beta1": 0.0, "beta2": 0.0, "eps": 100.0, "weight_decay": 0.0}
+    values["schedule"] = {"kind": "constant"}
+    values["training"] |= {"max_steps": 2, "micro_batch_size": 2, "max_grad_norm": None}
+    values["training"]["gradient_accumulation_steps"] = 2
+    result = run(Recipe.from_mapping(values))
+    return {"losses": [record["loss"] for record in result.metrics if "learning_rate" in record]}
+
+
+def test_ranks_run_a_forward_for_each_row_and_step_as_a_plain_loop(tmp_path: Path) -> None:
+    """Several forwards before a backward, under DDP and FSDP2."""
+    texts = [
+        " ".join(["a", "king", "and", "a", "queen", "walked", "by", "the", "river"][: 2 + i % 7]) for i in range(8)
+    ]
+    save_llama(tmp_path / "fnet", texts, tied=False)
+    config = tiny_config("fnet")
+    config.vocab_size, config.num_labels, config.hidden_dropout_prob = 320, 2, 0.0
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(tmp_path / "fnet")
+    classes = [{"text": text, "label": "ab"[i % 2]} for i, text in enumerate(texts)]
+    (tmp_path / "classes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in classes))
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "fnet")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=10.0, betas=(0.0, 0.0), eps=100.0, weight_decay=0.0)
+    expected = []
+    for _ in range(2):
+        ids = [torch.tensor([tokenizer(text)["input_ids"]]) for text in texts]
+        losses = [F.cross_entropy(model(row).logits, torch.tensor([i % 2])) for i, row in enumerate(ids)]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for strategy in ("ddp", "zero3"):
+        for found in run_on_ranks(trained, 2, str(tmp_path), strategy):
+            assert found["losses"] == pytest.approx(expected, rel=1e-5), strategy
+        told = (tmp_path / strategy / "report.html").read_text()
+        assert "rows of a micro-batch run one after another: padding changes the logits of a row" in told
+
+
+def pairs(count: int) -> tuple[Batch, list[tuple[list[int], list[bool]]]]:
+    """A micro-batch of two rows, each of `count` pairs, and the documents one by one."""
+    generator = torch.Generator().manual_seed(2)
+    documents = []
+    for number in range(4 * count):
+        ids = torch.randint(3, 60, (6 + number % 3,), generator=generator).tolist()
+        documents.append((ids, [False] * 3 + [True] * (len(ids) - 3)))
+    samples = [documents[: 2 * count], documents[2 * count :]]
+    arrays = [[(torch.tensor(ids).numpy(), targets) for ids, targets in sample] for sample in samples]
+    batch = stack([sample_of(sample, 40, 0) for sample in arrays])
+    batch["segments"] = segments_of(arrays, batch["input_ids"])
+    batch["reference"] = torch.zeros(2 * count, 2)
+    batch["margin"] = torch.zeros(2 * count)
+    return batch, documents
+
+
+def test_documents_get_rows_of_their_own() -> None:
+    batch, documents = pairs(2)
+    found = documents_apart(batch)
+    for number, (ids, targets) in enumerate(documents):
+        length = len(ids)
+        assert found["lengths"][number] == length
+        assert found["input_ids"][number, :length].tolist() == ids
+        assert found["position_ids"][number, :length].tolist() == list(range(length))
+        learned = [token if learned else IGNORED for token, learned in zip(ids, targets, strict=True)]
+        assert found["labels"][number, :length].tolist() == learned
+        assert found["segments"][number, :length].tolist() == [number] * length
+        assert set(found["segments"][number, length:].tolist()) <= {-1}
+
+
+def log_probability(model: Any, ids: list[int], targets: list[bool]) -> torch.Tensor:
+    scores = model(torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(dim=-1)
+    return scores.gather(1, torch.tensor(ids[1:])[:, None])[torch.tensor(targets[1:])].sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["mamba", "lfm2", "gpt_oss"])
+@pytest.mark.parametrize("objective", ["preference", "kto"])
+def test_completions_that_cannot_share_a_row_are_judged_as_if_alone(kind: str, objective: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind))
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.3)
+    batch, documents = pairs(2)
+    if objective == "kto":
+        batch |= {"good": torch.tensor([True, False] * 4), "reference": torch.zeros(8, 2)}
+        batch |= {f"kl_{name}": value for name, value in batch.items() if name not in ("good", "reference", "margin")}
+    found = build_objective(ObjectiveSection(kind=objective), model, True, None, apart=True)  # type: ignore[arg-type]
+    sums, counts = found.log_probabilities(model, found.on_host(batch))
+    expected = torch.stack([log_probability(model, ids, targets) for ids, targets in documents])
+    assert counts.flatten()[0] == sum(documents[0][1])
+    torch.testing.assert_close(sums.flatten() if objective == "preference" else sums[:, 0], expected)
+    found.loss_sum(model, found.on_host(batch)).backward()
+    assert found.count_targets(batch) == (4 if objective == "preference" else 8)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    save_llama(tmp_path / "llama", ["a king and a queen"], tied=True)
+    sides = {"prompt": "a king", "chosen": " and a queen", "rejected": " and a king"}
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(sides) + "\n") * 4)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["preference", "kto"])
+def test_a_run_gives_completions_rows_of_their_own_and_says_so(place: Path, kind: str) -> None:
+    values = recipe_values(place / "llama", place / "pairs.jsonl", place / "out", place / "cache")
+    if kind == "kto":
+        judged = [{"prompt": "a king", "completion": " and a queen", "label": i % 2 == 0} for i in range(4)]
+        (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
+    config = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    values["model"] = {"config": config, "tokenizer": str(place / "llama")}
+    values["objective"] = {"kind": kind}
+    (place / "recipe.yaml").write_text(json.dumps(values))
+    run = functools.partial(finetune, str(place / "recipe.yaml"), "--dry-run")
+    told = run()
+    assert told.code == 0, told.told
+    assert "packing: none, each row is padded: MambaForCausalLM takes no position_ids" in told.told
+    assert run("data.packing=false").code == 0
+    asked = run("data.packing=true")
+    assert asked.problems("data.packing: MambaForCausalLM takes no position_ids, so completions") == [], asked.told

@@ -1,0 +1,89 @@
+"""Before the first step: is a padded row, beside another one, what it is alone, in this model as it is trained?
+
+Padding is behind a row. A model may mix it into the text, as convolutions, Fourier transforms and landmarks do, or
+look for the end of the row at the end of the padding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit import ranks
+from toolkit.checkpoint.export import relative_difference
+from toolkit.data.documents_apart import documents_apart
+from toolkit.data.samples import Batch, Samples
+from toolkit.errors import BadInputError, first_line
+from toolkit.model.adapters import base_of
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.rows_alone import rows_without_padding
+from toolkit.sharding.fsdp import class_name
+
+SAMPLES = 64
+"""Samples among which the shortest and the longest row are looked for."""
+
+TOLERANCE = {False: 1e-4, True: 5e-2}
+"""By whether compute is in 16 bits: the largest difference of logits, as a share of the largest: rounding differs."""
+
+
+@torch.no_grad()
+def changed_by_padding(
+    model: nn.Module, inner: nn.Module, objective: Objective, samples: Samples, device: torch.device, in_16_bits: bool
+) -> str | None:
+    """Compares logits of a short and a long row in one batch with those of each alone. Every rank calls this.
+
+    Args:
+        inner: the model without what wraps it, for its name.
+
+    Returns:
+        What differs, in words; None where nothing does.
+
+    Raises:
+        BadInputError: if the model cannot run on a row of the data alone.
+    """
+    batch = _short_and_long(samples)
+    if "segments" in batch:
+        batch = {name: documents_apart(batch)[name] for name in ("input_ids", "labels", "position_ids", "lengths")}
+    rows = rows_without_padding(batch)
+    was_training = model.training
+    # Dropout would make any two forwards differ.
+    model.eval()
+    try:
+        alone = [_logits(model, objective, row, device) for row in rows]
+    except Exception as error:  # the code of a model may do anything with a row
+        raise BadInputError(
+            f"data.train: {class_name(base_of(inner))} cannot run on a row of it ({type(error).__name__}: "
+            f"{first_line(error)}); use the tokenizer that belongs to the model, or train another one"
+        ) from error
+    name, why = class_name(base_of(inner)), ""
+    try:
+        together = _logits(model, objective, batch, device)
+    except Exception as error:
+        why = f"{name} cannot run on padded rows ({type(error).__name__}: {first_line(error)})"
+    else:
+        difference = max(_difference(together[i], found[0]) for i, found in enumerate(alone))
+        if difference > TOLERANCE[in_16_bits]:
+            why = f"padding changes the logits of a row by {difference:.1e} of the largest in {name}"
+    model.train(was_training)
+    # All or none: ranks whose rounding differs must run the same forwards.
+    return next((told for told in ranks.gather_objects(why) if told), None)
+
+
+def _short_and_long(samples: Samples) -> Batch:
+    """The shortest and the longest of the first samples; of completions that are compared, all of theirs."""
+    numbers: Any = range(min(SAMPLES, len(samples)))
+    lengths = [int(samples.batch([number])["lengths"][0]) for number in numbers]
+    return samples.batch([lengths.index(min(lengths)), lengths.index(max(lengths))])
+
+
+def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> torch.Tensor:
+    return objective.logits(model, {name: tensor.to(device) for name, tensor in batch.items()}).float()
+
+
+def _difference(padded: torch.Tensor, alone: torch.Tensor) -> float:
+    """Of a row's logits, (C,) or (T, C), without those of padding; 0 if they are not finite, which step 1 says."""
+    found = relative_difference(padded[: len(alone)], alone)
+    return found if math.isfinite(found) else 0.0
