@@ -405,3 +405,27 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(finished_run: Path, w
     for name in ("flipped", "cut short"):
         assert latest(workshop / name).step == 9, name  # type: ignore[union-attr]
         assert (workshop / name / "checkpoints/step_00000009.set_aside").is_dir()
+
+
+def saved_by_time(folder: str) -> tuple[list[str], list[str]]:
+    """Folders of checkpoints of a run that nobody asked for any, and of one that was told to save none."""
+    from toolkit.recipe import schema
+
+    case = {"strategy": "zero3", "precision": "no"}
+    found = []
+    # Rank 0's clock decides for all: on the others no time has passed.
+    schema.DEFAULT_MINUTES, before = 1e-9 if rank_here() == 0 else 1e9, schema.DEFAULT_MINUTES
+    try:
+        for name, section in (("asked-for-none", {}), ("never", {"every_minutes": "never"})):
+            recipe = values(Path(folder), f"{name}-{world_size()}", case)
+            run({**recipe, "checkpoint": section})
+            place = Path(recipe["training"]["output_dir"], "checkpoints")
+            found.append(sorted(path.name for path in place.iterdir()) if place.exists() else [])
+    finally:
+        schema.DEFAULT_MINUTES = before
+    return found[0], found[1]
+
+
+def test_a_run_that_asks_for_no_checkpoint_saves_by_time_and_keeps_the_last(workshop: Path) -> None:
+    for found in run_on_ranks(saved_by_time, 2, str(workshop)):
+        assert found == (["step_00000009"], [])

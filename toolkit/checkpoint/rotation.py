@@ -12,10 +12,10 @@ def superseded(found: list[Checkpoint], settings: CheckpointSection) -> list[Che
     Those that do not count take no good one's place, and stay; of those that are not finite, the last.
     """
     whole = [checkpoint for checkpoint in found if checkpoint.manifest is not None and checkpoint.problem is None]
-    if settings.keep_last is None:
+    if settings.num_kept is None:
         return []
     broken = [checkpoint for checkpoint in found if checkpoint.manifest and checkpoint.manifest.non_finite is not None]
-    kept = {checkpoint.step for checkpoint in whole[-settings.keep_last :]}
+    kept = {checkpoint.step for checkpoint in whole[-settings.num_kept :]}
     if settings.keep_every is not None:
         kept |= {checkpoint.step for checkpoint in whole if checkpoint.step % settings.keep_every == 0}
     if settings.keep_best:

@@ -85,6 +85,12 @@ class RunCheckpoints:
         self._checkpointer = Checkpointer(run, recipe.checkpoint, metrics.warn, store)
         self._told = time.monotonic()
         self._saved_step = -1
+        self._saved_at = time.monotonic()
+
+    def is_late(self) -> bool:
+        """Whether it is time for a save by `every_minutes`: asked on rank 0, whose clock decides for all."""
+        minutes = self._recipe.checkpoint.minutes
+        return ranks.rank() == 0 and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
     def due(self, step: int) -> bool:
         every = self._recipe.checkpoint.every_steps
@@ -96,7 +102,7 @@ class RunCheckpoints:
         if self._saved_step == trainer.global_step:
             return self._checkpointer.wait() and (not wait or self._is_copied())
         require_output_dir(self._run)
-        self._saved_step = trainer.global_step
+        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         scaler = self._accelerator.scaler
         step = trainer.global_step
         losses = [r["loss"] for r in self._metrics.records if r["split"] == "eval" and r["step"] == step]

@@ -48,7 +48,10 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str) -> in
     started = time.time()
     try:
         with _signals_handed_on():
-            launch_command(launch_command_parser().parse_args(list(arguments)))
+            settings = launch_command_parser().parse_args(list(arguments))
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by `nohup`, which torch's launcher does not heed
+                settings.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
+            launch_command(settings)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return _exit_code(rank, failure.exitcode, output_dir)

@@ -20,10 +20,10 @@ def require_useful(recipe: Recipe, retries: int, dry_run: bool) -> None:
     """Raises BadInputError where restarts would have no effect, or would begin at the first step."""
     if retries and dry_run:
         raise BadInputError("--retries has no effect with --dry-run; leave one of them out")
-    if retries and recipe.checkpoint.every_steps is None:
+    if retries and recipe.checkpoint.every_steps is None and recipe.checkpoint.minutes is None:
         raise BadInputError(
-            "--retries needs checkpoints to resume from, and checkpoint.every_steps is not set; "
-            "set it, for example checkpoint.every_steps=200"
+            "--retries needs checkpoints to resume from, and checkpoint.every_minutes is never; set it, for example "
+            "checkpoint.every_minutes=10"
         )
     if retries and recipe.checkpoint.resume == "never":
         raise BadInputError("--retries needs checkpoint.resume=auto: with never each restart begins at the first step")

@@ -126,8 +126,8 @@ def _require_host_memory(num_bytes: int) -> None:
     if needed > free:
         raise BadInputError(
             f"this run cannot fit: its ranks would need {_gib(needed)} of this host's memory for offloaded state and "
-            f"for saves, but {_gib(free)} is free; set checkpoint.asynchronous=false, keep state on the device "
-            "(sharding.device_state_gib), or use more hosts"
+            f"for saves, but {_gib(free)} is free; set checkpoint.asynchronous=false or "
+            "checkpoint.every_minutes=never, keep state on the device (sharding.device_state_gib), or use more hosts"
         )
 
 

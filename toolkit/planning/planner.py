@@ -252,7 +252,7 @@ class Planner:
     def _saving_bytes(self, setup: Setup) -> int:
         """What a save of the run's state takes: the copy that training goes on beside, and a file at a time."""
         section = self.recipe.checkpoint
-        if section.every_steps is None:
+        if section.every_steps is None and section.minutes is None:
             return 0
         is_adapted = self.recipe.adapter.kind != "none"  # then the base is not saved
         averages = 4 * (self.recipe.training.ema is not None)

@@ -742,6 +742,10 @@ class TrainingSection(Section):
             )
 
 
+DEFAULT_MINUTES = 30.0
+"""A run of hours that was asked for no checkpoint loses no more than this if it is killed."""
+
+
 class CheckpointSection(Section):
     """When the run's state is saved, what is kept, and what a run resumes from.
 
@@ -749,7 +753,12 @@ class CheckpointSection(Section):
     """
 
     every_steps: PositiveInt | None = Field(
-        None, description="Save a checkpoint every N optimizer steps; null: only when the run is asked to stop."
+        None, description="Save a checkpoint every N optimizer steps; null: by time alone."
+    )
+    every_minutes: PositiveFloat | Literal["never"] | None = Field(
+        None,
+        description="Save a checkpoint when N minutes have passed since the last one; null: 30 without "
+        "checkpoint.every_steps, of which one is kept, and else never.",
     )
     keep_last: PositiveInt | None = Field(2, description="Keep the last N checkpoints; null: all.")
     keep_every: PositiveInt | None = Field(
@@ -788,6 +797,19 @@ class CheckpointSection(Section):
             if value is not None and (key == "to" or is_store(value)):
                 _require_store(f"checkpoint.{key}", value)
         return self
+
+    @property
+    def minutes(self) -> float | None:
+        """Between two saves by time; None: there are none."""
+        if self.every_minutes is None:
+            return DEFAULT_MINUTES if self.every_steps is None else None
+        return None if self.every_minutes == "never" else self.every_minutes
+
+    @property
+    def num_kept(self) -> int | None:
+        """How many of the last checkpoints are kept; None: all."""
+        asked = {"every_steps", "every_minutes", "keep_last"} & self.model_fields_set
+        return self.keep_last if asked else 1
 
 
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]

@@ -147,7 +147,7 @@ def _build_trainer(
         evaluation=build_evaluation(accelerator, recipe, run.data),
         flops=_flops(accelerator, run.inner),
         stop_reason=lambda: stop.reason,
-        save_requested=stop.take_save,
+        save_requested=lambda: stop.take_save() or checkpoints.is_late(),
         checkpoints=checkpoints,
         profile=profile,
         beats=heartbeat,

@@ -22,8 +22,8 @@ SAME_REQUEST_SECONDS = 3.0
 class StopRequests:
     """While entered, SIGTERM, SIGINT and SIGHUP only ask for an end; a SIGINT some seconds later ends at once.
 
-    SIGHUP comes when the terminal is closed. A process that `nohup` started goes on, unless it is a launcher's, which
-    ends then and hands the signal on.
+    SIGHUP comes when the terminal is closed. A process that `nohup` started goes on, unless it is a rank of `torchrun`
+    or `accelerate launch`, which end then and hand the signal on; `toolkit train` goes on.
 
     SIGUSR1 asks for a checkpoint after the step.
 
@@ -97,8 +97,11 @@ def leave_terminal() -> None:
 
 
 def _goes_on_without_terminal() -> bool:
-    """Whether `nohup` started this process, and no launcher did."""
-    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ
+    """Whether `nohup` started this process, and its launcher, if any, goes on as well."""
+    # What torch's launcher handles; it ends then.
+    handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGHUP")
+    ends = "TORCHELASTIC_RUN_ID" in os.environ and "SIGHUP" in handled
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not ends
 
 
 def reason_of_all(mine: str | None, ranks_that_want: list[bool]) -> str | None:

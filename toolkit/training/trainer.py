@@ -88,7 +88,7 @@ class Trainer:
         evaluation: makes this rank's evaluation batches, equally many on every rank; None: no evaluation.
         flops: of the model, and the peak of one device (FLOP/s), for the MFU; None where unknown.
         stop_reason: why this rank wants to end, or None; asked once a step.
-        save_requested: whether this rank was asked for a checkpoint since the last call; asked once a step.
+        save_requested: whether this rank wants a checkpoint after the step; asked once a step.
         checkpoints: None: nothing is saved.
         profile: of some steps; None: nothing is profiled.
         beats: told what begins.

@@ -42,6 +42,34 @@ def test_what_is_kept(settings: dict[str, Any], gone: list[int]) -> None:
     assert [checkpoint.step for checkpoint in superseded(saved(), section)] == gone
 
 
+@pytest.mark.parametrize(
+    ("settings", "gone"),
+    [
+        ({}, [10, 20, 30, 40]),
+        ({"every_minutes": 5.0}, [10, 20, 30]),
+        ({"keep_last": 3}, [10, 20]),
+        ({"keep_last": None}, []),
+        ({"every_steps": 10}, [10, 20, 30]),
+    ],
+)
+def test_of_checkpoints_that_nobody_asked_for_one_is_kept(settings: dict[str, Any], gone: list[int]) -> None:
+    assert [checkpoint.step for checkpoint in superseded(saved(), CheckpointSection(**settings))] == gone
+
+
+@pytest.mark.parametrize(
+    ("settings", "minutes"),
+    [
+        ({}, 30.0),
+        ({"every_steps": 5}, None),
+        ({"every_steps": 5, "every_minutes": 2.5}, 2.5),
+        ({"every_minutes": 7}, 7),
+    ],
+)
+def test_minutes_between_saves(settings: dict[str, Any], minutes: float | None) -> None:
+    assert CheckpointSection(**settings).minutes == minutes
+    assert CheckpointSection(**{**settings, "every_minutes": "never"}).minutes is None
+
+
 def test_a_broken_model_takes_no_good_ones_place() -> None:
     """Of what is not finite the last stays, to be looked at; the good ones stay however much comes after them."""
     broken = [

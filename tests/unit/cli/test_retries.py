@@ -70,7 +70,7 @@ def test_the_command_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["checkpoint.every_steps=null"], "checkpoint.every_steps is not set"),
+        (["checkpoint.every_minutes=never"], "checkpoint.every_minutes is never"),
         (["checkpoint.every_steps=5", "--dry-run"], "no effect with --dry-run"),
         (["checkpoint.every_steps=5", "checkpoint.resume=never"], "needs checkpoint.resume=auto"),
     ],

@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from accelerate.utils.launch import _filter_args
 from support.launches import clean_environment
+from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner, Result
 
 from toolkit.cli import launcher, train
@@ -212,3 +215,18 @@ def test_with_json_what_ranks_print_goes_to_stderr(capfd: pytest.CaptureFixture[
     subprocess.run(["echo", "{}"], check=True)
     told = capfd.readouterr()
     assert (told.out, told.err) == ("{}\n", "run: outputs/mine\n")
+
+
+@pytest.mark.parametrize("under_nohup", [False, True])
+def test_under_nohup_torchs_launcher_handles_no_closed_terminal(
+    under_nohup: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", given.append)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if under_nohup else signal.SIG_DFL)
+    try:
+        assert run_launcher(["--num_processes", "2", "script.py"], tmp_path) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    kept = _filter_args(given[0], get_args_parser(), [])
+    assert ("SIGHUP" in kept.signals_to_handle) == (not under_nohup)

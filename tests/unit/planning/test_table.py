@@ -376,14 +376,15 @@ def test_on_cpu_ranks_offload_is_no_saving() -> None:
 def test_a_save_is_counted_on_the_host_as_long_as_it_may_last() -> None:
     """Beside the state's copy of 12 bytes a parameter, the file that is written; a file's worth here is all of it."""
 
-    def host_bytes(asynchronous: bool, every_steps: int | None = 1) -> int:
-        own = recipe(checkpoint={"every_steps": every_steps, "asynchronous": asynchronous})
+    def host_bytes(asynchronous: bool, **saves: Any) -> int:
+        own = recipe(checkpoint={"asynchronous": asynchronous, **saves})
         planner = Planner(own, workload_of(own, "bf16"), hardware_of("h100_sxm"))
         return planner.rank_host_bytes(_asked())
 
-    assert host_bytes(True) == pytest.approx(24 * P / 2, rel=0.01)
-    assert host_bytes(False) == pytest.approx(12 * P / 2, rel=0.01)
-    assert host_bytes(True, None) == 0
+    for saves in ({"every_steps": 1}, {"every_minutes": 5.0}, {}):  # without a word there is one each half hour
+        assert host_bytes(True, **saves) == pytest.approx(24 * P / 2, rel=0.01)
+        assert host_bytes(False, **saves) == pytest.approx(12 * P / 2, rel=0.01)
+    assert host_bytes(True, every_minutes="never") == 0
 
 
 def test_state_that_streams_through_the_device_takes_buffers_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
