@@ -228,5 +228,5 @@ def test_under_nohup_torchs_launcher_handles_no_closed_terminal(
         assert run_launcher(["--num_processes", "2", "script.py"], tmp_path) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
-    kept = _filter_args(given[0], get_args_parser(), [])
+    kept = _filter_args(given[0], get_args_parser(), ["script.py"])
     assert ("SIGHUP" in kept.signals_to_handle) == (not under_nohup)
