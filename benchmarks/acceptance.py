@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from carry import look
-from facts import facts, show, tell
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
@@ -426,6 +425,8 @@ def main() -> None:
     print(here.told(), flush=True)
     if here.missing:
         sys.exit(1)
+    from facts import facts, show, tell  # these need what was looked for
+
     machine, rows = facts("datasets", "peft"), []
     for step in steps:
         if (options.only is None or step.name in options.only) and options.part in (None, step.part):

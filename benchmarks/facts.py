@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from toolkit.ranks import usable_cores
 
 PACKAGES = ("torch", "accelerate", "transformers")
 
@@ -29,7 +30,7 @@ def facts(*others: str) -> dict[str, Any]:
 
 def machine() -> str:
     """The processor and its cores that this process may use, and the GPU, if any."""
-    words = [platform.machine(), f"{len(os.sched_getaffinity(0))} cores"]
+    words = [platform.machine(), f"{usable_cores()} cores"]
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         words[0] = next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()

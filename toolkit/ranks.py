@@ -77,6 +77,30 @@ def alone_on_first_rank(action: Callable[[], T]) -> T | None:
     return kept[0] if kept else None
 
 
+def usable_cores(process: int = 0) -> int:
+    """Cores that a process may use, this one by default; fewer than there are in a container or a batch job."""
+    if hasattr(os, "sched_getaffinity"):  # Linux alone has it
+        return len(os.sched_getaffinity(process))
+    return os.cpu_count() or 1
+
+
+def cores_of_this_rank() -> int:
+    """This rank's share of the host's cores.
+
+    A launcher may have bound the rank to cores already, its own or those of a NUMA node. The launcher itself, which is
+    the parent, is not bound: if it may use more cores than this rank, the rank shares its cores with fewer others.
+    """
+    own, parent = usable_cores(), max(usable_cores(), usable_cores(os.getppid()))
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * own / parent
+    return int(own / max(1.0, sharing))
+
+
+def unused_accelerator() -> str | None:
+    """The type of an accelerator that torch knows and the toolkit doesn't run on (`mps`, `xpu`, `npu`), if any."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and found.type != "cuda" else None
+
+
 @contextmanager
 def all_cores() -> Iterator[None]:
     """torch computes on all cores that this process may use, for what one rank does on the host while others wait.
@@ -84,7 +108,7 @@ def all_cores() -> Iterator[None]:
     Launchers give each rank one thread (OMP_NUM_THREADS=1), with which the forward of a large model takes hours.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(max(before, len(os.sched_getaffinity(0))))
+    torch.set_num_threads(max(before, usable_cores()))
     try:
         yield
     finally:

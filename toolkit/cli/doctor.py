@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import platform
-import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +21,11 @@ from toolkit.cli.arguments import AsJson
 from toolkit.cli.console import print_table
 from toolkit.errors import first_line
 from toolkit.paths import GIB, user_cache
+
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None  # type: ignore[assignment]
 
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 
@@ -84,9 +88,15 @@ def _version(package: str) -> str | None:
 def _devices() -> Iterator[Finding]:
     import torch
 
+    from toolkit.ranks import unused_accelerator
+
     count = torch.cuda.device_count()
     if count == 0:
-        yield Finding("GPUs", OK, "none; runs use the CPU")
+        unused = unused_accelerator()
+        if unused is None:
+            yield Finding("GPUs", OK, "none; runs use the CPU")
+        else:
+            yield Finding("GPUs", WARNING, f"none that is used, but {unused}", "train on the CPU with --cpu 2")
         return
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
@@ -110,6 +120,8 @@ def _room() -> Iterator[Finding]:
         yield _disk(name, folder, LEAST_FREE_BYTES, "checkpoints and data may not fit; free some space")
     if Path("/dev/shm").is_dir():  # noqa: S108 (looked at, not written to)
         yield _disk("shared memory", Path("/dev/shm"), LEAST_SHARED_BYTES, "start the container with --shm-size=8g")  # noqa: S108
+    if resource is None:
+        return
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = files != resource.RLIM_INFINITY and files < LEAST_OPEN_FILES
     yield Finding(

@@ -19,7 +19,8 @@ from toolkit.terminal import Terminal
 def finetune_command(arguments: list[str]) -> int:
     """`recipes/finetune.py [RECIPE] [section.key=value ...]`; returns the exit code."""
     # Ranks that still start are not ended by a request for a checkpoint.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if hasattr(signal, "SIGUSR1"):  # Windows lacks it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     prepare_process()
     options = _parser().parse_intermixed_args(arguments)
     try:

@@ -16,7 +16,7 @@ from types import FrameType
 import psutil
 
 from toolkit.errors import BadInputError, RankLostError, StoppedError, first_line
-from toolkit.training.stop import leave_terminal
+from toolkit.training.stop import HANG_UP, SAVE_SIGNAL, SIGNALS, leave_terminal
 
 SECONDS_TO_SAVE = 600
 """How long ranks that are asked to stop may take to save their state. torch's 30 are too few for a large model."""
@@ -66,7 +66,7 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str) -> in
     return 0
 
 
-HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+HANDED_ON = (*SIGNALS, *([SAVE_SIGNAL] if SAVE_SIGNAL else []))
 
 
 @contextmanager
@@ -78,10 +78,10 @@ def _signals_handed_on() -> Iterator[None]:
     """
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
+        if number == HANG_UP:
             leave_terminal()
         children = psutil.Process().children()
-        if not children and number != signal.SIGUSR1:
+        if not children and number != SAVE_SIGNAL:
             raise SystemExit(128 + number)
         for child in children:
             child.send_signal(number)
@@ -89,7 +89,7 @@ def _signals_handed_on() -> Iterator[None]:
     # Started by `nohup`, it goes on without its terminal. But a process that ignores SIGUSR1 is one that still starts
     # up: the user did not ask for that.
     ignored = [number for number in HANDED_ON if signal.getsignal(number) is signal.SIG_IGN]
-    handled = [number for number in HANDED_ON if number == signal.SIGUSR1 or number not in ignored]
+    handled = [number for number in HANDED_ON if number == SAVE_SIGNAL or number not in ignored]
     before = {number: signal.signal(number, hand_on) for number in handled}
     try:
         yield

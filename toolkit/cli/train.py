@@ -161,7 +161,7 @@ def launcher_options(
     if gpus is None and cpu is None and config is None:
         gpus = _count_gpus() or None
         if gpus is None:
-            raise BadInputError("this machine has no GPU; --cpu 2 trains on the CPU with two processes")
+            raise BadInputError(f"{_why_no_gpu()}; --cpu 2 trains on the CPU with two processes")
     elif gpus is not None and (found := _count_gpus()) < gpus:
         raise BadInputError(f"--gpus {gpus}: this machine has {found}; --cpu {gpus} runs the same ranks on the CPU")
     path = find_config(config or (DEFAULT_CPU_CONFIG if cpu is not None else DEFAULT_GPU_CONFIG))
@@ -194,6 +194,15 @@ def _checked(path: Path) -> dict[str, Any]:
     if config.strategy is not None:
         parse_strategy(config.strategy, f"--config: {path}: fsdp_config.fsdp_sharding_strategy")
     return config.values
+
+
+def _why_no_gpu() -> str:
+    from toolkit.ranks import unused_accelerator
+
+    unused = unused_accelerator()
+    if unused is None:
+        return "this machine has no GPU"
+    return f"the toolkit does not run on this machine's accelerator ({unused})"
 
 
 def _count_gpus() -> int:

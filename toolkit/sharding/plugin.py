@@ -50,6 +50,7 @@ from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import plan_units
 from toolkit.sharding.unused import UsedParameters, drop_unused_gradients
 from toolkit.sharding.versions import check_versions
+from toolkit.terminal import Terminal
 
 
 def sharding_kwargs(
@@ -332,8 +333,14 @@ def _is_last_micro_batch() -> bool:
 
 def _rehearse_on_cpu() -> None:
     """Without a GPU, ranks meet over gloo; by itself Accelerate would leave each of them alone."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    if torch.cuda.is_available():
+        return
+    if "ACCELERATE_USE_CPU" not in os.environ and (unused := ranks.unused_accelerator()) is not None:
+        Terminal(quiet=os.environ.get("RANK", "0") != "0").print(
+            f"The toolkit does not run on this machine's accelerator ({unused}): training runs on the CPU. "
+            "`toolkit train --cpu 2` does so with two processes."
+        )
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def _refuse_replicas_on_one_host(shape: MeshShape) -> None:

@@ -39,8 +39,9 @@ def guarded(local: Path, shared: Path, limit: float, interval: float) -> Iterato
 def guard(parent: int, local: Path, shared: Path, limit: float, interval: float) -> None:
     """Looks until the rank that started this process, and holds the other end of its standard input, has ended."""
     # For the ranks, which may save their state first.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+        if hasattr(signal, name):  # Windows lacks the last two
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     watch = Watch(None, GUARD, local, shared, limit, interval, None)
     # Children of the rank may hold the other end, too, and outlive it.
     while os.getppid() == parent and not select.select([sys.stdin], [], [], interval)[0]:

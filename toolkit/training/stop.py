@@ -13,8 +13,11 @@ from typing import Any
 
 from toolkit.errors import StoppedError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SAVE_SIGNAL = signal.SIGUSR1
+HANG_UP: signal.Signals | None = getattr(signal, "SIGHUP", None)
+SAVE_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
+"""Windows has neither."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, *([HANG_UP] if HANG_UP else []))
 # A launcher passes on what the ranks have had from the terminal or the batch system already.
 SAME_REQUEST_SECONDS = 3.0
 
@@ -58,9 +61,10 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         # Python lets no other thread set handlers.
         if threading.current_thread() is threading.main_thread():
-            handled = [number for number in SIGNALS if number != signal.SIGHUP or not _goes_on_without_terminal()]
+            handled = [number for number in SIGNALS if number != HANG_UP or not _goes_on_without_terminal()]
             self._handlers = {number: signal.signal(number, self._on_signal) for number in handled}
-            self._handlers[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, self._on_save)
+            if SAVE_SIGNAL is not None:
+                self._handlers[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, self._on_save)
         return self
 
     def __exit__(
@@ -68,7 +72,7 @@ class StopRequests:
     ) -> None:
         for number, handler in self._handlers.items():
             # A process that ends for SIGTERM still has to say so, whatever its launcher sends on.
-            is_handed_on = number in (signal.SIGTERM, signal.SIGHUP)
+            is_handed_on = number in (signal.SIGTERM, HANG_UP)
             ends = is_handed_on and self._signal == number.name and isinstance(error, StoppedError)
             signal.signal(number, signal.SIG_IGN if ends else handler)
         self._handlers = {}
@@ -77,7 +81,7 @@ class StopRequests:
         self._save = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
+        if number == HANG_UP:
             leave_terminal()
         if self._signal is None:
             self._signal, self._signalled = signal.Signals(number).name, time.monotonic()

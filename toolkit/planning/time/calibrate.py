@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import platform
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from toolkit.planning.time.hardware import (
     presets,
     save_profile,
 )
+from toolkit.ranks import usable_cores
 
 DTYPES = ("float32", "bfloat16")
 """Measured. GPUs multiply float16 as fast as bfloat16; on CPUs it is slow, and nobody trains in it."""
@@ -52,7 +52,7 @@ def calibrate(seconds: float = 20.0, *, ranks: int = 1) -> Hardware:
     Raises:
         BadInputError: `ranks` that are more than the cores.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if not 1 <= ranks <= cores:
         raise BadInputError(f"ranks: {ranks}; allowed: 1 to {cores}, the cores of this machine")
     has_gpu = torch.cuda.is_available()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import platform
-import resource
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,11 @@ import torch
 from toolkit import ranks
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.paths import GIB
+
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None  # type: ignore[assignment]
 
 # Of cgroup version 2. Without its files the host's own figure stands.
 CGROUP = Path("/sys/fs/cgroup")
@@ -190,6 +194,8 @@ def free_host_bytes() -> int:
 
 def _process_room() -> int | None:
     """Bytes that this process may still take; None without a limit."""
+    if resource is None:
+        return None
     used = psutil.Process().memory_info()
     rooms = [
         limit - getattr(used, kind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,8 +36,7 @@ def default_threads(device: torch.device) -> int:
 
     On CPU ranks, whose forward takes all of the share, half of it.
     """
-    # Of the cores that this process may use, which in a container or under a batch system can be fewer than there are.
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = ranks.cores_of_this_rank()
     return max(1, cores // 2 if device.type == "cpu" else cores - 2)
 
 
