@@ -16,7 +16,7 @@ from toolkit import ranks
 from toolkit.data import report as reports
 from toolkit.data.cache import cache_folder, digest, kept
 from toolkit.data.documents import FEATURES, Named, read_documents, write_documents
-from toolkit.data.encode import Encoder
+from toolkit.data.encode import EACH_TURN, Encoder
 from toolkit.data.files import paths_of
 from toolkit.data.layouts import CLASSES, JUDGED, recognise
 from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
@@ -339,6 +339,7 @@ class Builder:
             **reports.count_rows(rows, chosen.kept, chosen.dropped),
             **described,
             **({"noted": noted} if (noted := reports.notes(rows, chosen.kept)) else {}),
+            **(reports.repeated_tokens(rows, chosen.kept) if self.targets == EACH_TURN else {}),
             duplicates=reports.named(rows, reports.duplicates(rows, chosen.kept)),
             sources=reports.describe_sources(rows, chosen.kept, chosen.dropped, order),
             long=Found(count=len(chosen.long), rows=reports.names_of(rows, chosen.long), cut_tokens=cut_tokens),
@@ -356,7 +357,7 @@ class Builder:
 
     def _write_pieces(self, file: Path, rows: Rows, order: Any, policy: str) -> dict[str, Any]:
         lengths, max_length = rows.column("length").astype(np.int64), self.data.max_length
-        pieces, cut_tokens = cut(rows, order, lengths, policy, max_length)
+        pieces, cut_tokens = cut(rows, order, lengths, policy, max_length, self.targets == EACH_TURN)
         sample_of = best_fit(pieces.lengths(), max_length) if self.packed else np.arange(len(pieces))
         in_order, ends = by_sample(pieces, sample_of)
         np.savez(file, row=in_order.row, start=in_order.start, stop=in_order.stop, ends=ends)

@@ -8,6 +8,7 @@ returned only where the renderings agree about it; a row where they do not is a 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -19,7 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from toolkit.data.problem import RowProblem
+from toolkit.data.template_arguments import NO_ARGUMENTS
 from toolkit.data.templates import rendered, within_bounds
+from toolkit.data.thoughts import for_template
 from toolkit.errors import first_line
 
 Targets = Literal["assistant", "last_turn", "all"]
@@ -53,6 +56,7 @@ def render(
     tools: list[dict[str, Any]] | None,
     targets: Targets,
     unlearned: frozenset[int] = frozenset(),
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> Rendered:
     """The conversation by the tokenizer's chat template, and what of it the model learns to write.
 
@@ -63,12 +67,13 @@ def render(
         messages: each with a `role` (system, user, assistant or tool) and `content` (text or None); an assistant's
             may have `tool_calls`.
         unlearned: indices of the messages that are no targets.
+        arguments: of the template.
 
     Raises:
         RowProblem: the template refuses the conversation, there is no assistant turn, or its words cannot be found.
     """
     assert tokenizer.chat_template is not None, "the caller sees to it that there is a chat template"
-    row = _Conversation(tokenizer, messages, tools)
+    row = ConversationText(tokenizer, messages, tools, arguments)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     skipped = [i for i in turns if i in unlearned]
     if targets == "all":
@@ -109,17 +114,22 @@ def target_mask(spans: list[Span], offsets: list[Span]) -> list[bool]:
     return ((following < len(spans)) & overlaps).tolist()  # type: ignore[no-any-return]
 
 
-class _Conversation:
+class ConversationText:
     """One row: its text, and renderings of parts of it to compare the text with.
 
     Raises RowProblem where the template refuses the whole conversation.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> None:
         self.tokenizer = tokenizer
         self.messages = messages
+        self.arguments = arguments
         self.tools = tools or None  # templates ask `tools is not none`: an empty list would be announced
         self.special = _special_tokens(tokenizer)
         self.text = self._render(messages, prompt=False)
@@ -131,7 +141,7 @@ class _Conversation:
 
     def _render(self, messages: list[Message], prompt: bool) -> str:
         try:
-            return rendered(self.tokenizer, messages, self.tools, prompt)
+            return rendered(self.tokenizer, messages, self.tools, prompt, self.arguments)
         except _REFUSALS as error:
             raise RowProblem(f"the chat template rejects it: {first_line(error)}") from error
 
@@ -198,7 +208,7 @@ class _Conversation:
         return closed is not None and closed.rstrip().endswith(self.special)
 
 
-def _spans(row: _Conversation, turns: list[int], wanted: list[int]) -> list[Span]:
+def _spans(row: ConversationText, turns: list[int], wanted: list[int]) -> list[Span]:
     """What the assistant writes in the turns `wanted`, some of all its `turns` (indices of messages).
 
     Raises:
@@ -208,14 +218,14 @@ def _spans(row: _Conversation, turns: list[int], wanted: list[int]) -> list[Span
     spans = _spans_by_template(row, turns, wanted)
     if spans and _are_theirs(row, spans, wanted):
         return spans
-    spans = [(start, end) for start, end in (_turn(row, i) for i in wanted) if start < end]
+    spans = [(start, end) for start, end in (turn_span(row, i) for i in wanted) if start < end]
     if spans and _are_theirs(row, spans, wanted):
         return spans
     # Dropped and counted, never guessed.
     raise RowProblem(NO_WAY)
 
 
-def _spans_by_template(row: _Conversation, turns: list[int], wanted: list[int]) -> list[Span] | None:
+def _spans_by_template(row: ConversationText, turns: list[int], wanted: list[int]) -> list[Span] | None:
     """The spans that the template itself marks as generated; None where it does not, or not what is wanted."""
     spans = _generation_spans(row)
     if not spans or not _hold_words(row, spans, turns):
@@ -231,20 +241,21 @@ def _spans_by_template(row: _Conversation, turns: list[int], wanted: list[int]) 
     return [span for span in spans if span[0] < span[1]]
 
 
-def _generation_spans(row: _Conversation) -> list[Span] | None:
+def _generation_spans(row: ConversationText) -> list[Span] | None:
     """Characters inside `{% generation %}` blocks; None where the template has none."""
     template = row.tokenizer.get_chat_template(tools=row.tools)
     if not _GENERATION.search(template):
         return None
     # As apply_chat_template does it, which gives the mask by tokens only: without the keys that are None.
     messages = [{key: value for key, value in message.items() if value is not None} for message in row.messages]
+    messages = for_template(messages, template)
     with within_bounds(row.tokenizer, len(messages)):
         texts, spans = render_jinja_template(
             conversations=[messages],
             tools=row.tools,
             chat_template=template,
             return_assistant_tokens_mask=True,
-            **row.tokenizer.special_tokens_map,
+            **{**row.tokenizer.special_tokens_map, **row.arguments},
         )
     return _joined(spans[0]) if texts == [row.text] else None
 
@@ -259,22 +270,22 @@ def _joined(spans: list[Span]) -> list[Span]:
     return joined
 
 
-def _hold_words(row: _Conversation, spans: list[Span], turns: list[int]) -> bool:
+def _hold_words(row: ConversationText, spans: list[Span], turns: list[int]) -> bool:
     """Whether each span holds the words of its turn, or of any turn where the template left some turns out."""
     pieces = [row.body(start, end) for start, end in spans]
     messages = [row.messages[i] for i in turns]
     if len(pieces) == len(messages):
-        return all(map(_stands_in, messages, pieces))
-    return all(any(_stands_in(message, piece) for message in messages) for piece in pieces)
+        return all(map(stands_in, messages, pieces))
+    return all(any(stands_in(message, piece) for message in messages) for piece in pieces)
 
 
-def _with_closing(row: _Conversation, start: int, end: int) -> int:
+def _with_closing(row: ConversationText, start: int, end: int) -> int:
     """The span's end with the special token behind it, unless it has one (characters)."""
     closed = row.text[start:end].rstrip().endswith(row.special)
     return end if closed else row.behind_special(end)
 
 
-def _turn(row: _Conversation, index: int) -> Span:
+def turn_span(row: ConversationText, index: int) -> Span:
     """What the assistant writes in the turn of message `index`.
 
     Raises:
@@ -282,7 +293,7 @@ def _turn(row: _Conversation, index: int) -> Span:
     """
     # The plain case: the text begins with the conversation cut before this turn, and with that cut after it.
     start, end = row.shared(index, prompt=True), row.shared(index + 1)
-    if start is not None and end is not None and _stands_in(row.messages[index], row.body(start, end)):
+    if start is not None and end is not None and stands_in(row.messages[index], row.body(start, end)):
         return start, row.closed_end(start, end)
     # The template writes this turn, or what comes before it, otherwise when more follows.
     # Qwen 3 drops the think block of earlier turns; Mistral 3 moves tools into the last user turn.
@@ -294,7 +305,7 @@ def _turn(row: _Conversation, index: int) -> Span:
     return start, end
 
 
-def _end_by_mark(row: _Conversation, index: int) -> tuple[int, int]:
+def _end_by_mark(row: ConversationText, index: int) -> tuple[int, int]:
     """Where the words of message `index` end, and where its turn does (characters).
 
     The turn ends as it does when it is the last one, or else at the special token behind its words.
@@ -315,7 +326,7 @@ def _end_by_mark(row: _Conversation, index: int) -> tuple[int, int]:
     return place, row.behind_special(place) if row.closes(index) else place
 
 
-def _start_by_mark(row: _Conversation, index: int) -> int:
+def _start_by_mark(row: ConversationText, index: int) -> int:
     """Where the turn of message `index` starts (characters): behind its generation prompt, or else at its words.
 
     Raises:
@@ -329,7 +340,7 @@ def _start_by_mark(row: _Conversation, index: int) -> int:
     return start
 
 
-def _prompt_end_by_mark(row: _Conversation, index: int) -> int | None:
+def _prompt_end_by_mark(row: ConversationText, index: int) -> int | None:
     """The end of what a generation prompt puts behind the words of the message before; None if it is not there."""
     marked = _mark_end(row.messages[index - 1], row.mark) if index > 0 else None
     place = row.place_of_mark(index - 1, marked)
@@ -339,7 +350,7 @@ def _prompt_end_by_mark(row: _Conversation, index: int) -> int | None:
     return place + len(prompt) if prompt is not None and row.text.startswith(prompt, place) else None
 
 
-def _words_start_by_mark(row: _Conversation, index: int) -> int | None:
+def _words_start_by_mark(row: ConversationText, index: int) -> int | None:
     """Where the first of an assistant's words would stand in this place; None if the text begins otherwise."""
     words = {"role": row.messages[index]["role"], "content": row.mark}
     text = row.attempt([*row.messages[:index], words, *row.messages[index + 1 :]]) or ""
@@ -347,14 +358,14 @@ def _words_start_by_mark(row: _Conversation, index: int) -> int | None:
     return len(before) if mark and row.text.startswith(before) else None
 
 
-def _are_theirs(row: _Conversation, spans: list[Span], wanted: list[int]) -> bool:
+def _are_theirs(row: ConversationText, spans: list[Span], wanted: list[int]) -> bool:
     """Whether the spans are in order and hold nothing of messages other than `wanted`."""
     in_order = all(left[1] <= right[0] for left, right in pairwise(spans))
     others = [i for i, message in enumerate(row.messages) if i not in wanted and _words(message)]
     return in_order and not _hold_others(row, spans, others)
 
 
-def _hold_others(row: _Conversation, spans: list[Span], others: list[int]) -> bool:
+def _hold_others(row: ConversationText, spans: list[Span], others: list[int]) -> bool:
     """Whether words of the messages `others` stand in a span: a mark amid them does.
 
     Where marks change the text otherwise (templates look into messages), the words themselves must not be there.
@@ -367,7 +378,7 @@ def _hold_others(row: _Conversation, spans: list[Span], others: list[int]) -> bo
     return any(target_mask(spans, places))
 
 
-def _stands_in(message: Message, text: str) -> bool:
+def stands_in(message: Message, text: str) -> bool:
     """Whether the text holds the message's words and the names of the functions it calls."""
     return _words(message) in text and all(name in text for name in _called(message))
 

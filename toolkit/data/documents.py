@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from toolkit.data.cache import digest
-from toolkit.data.encode import Document, Encoder, batches, notes_in
+from toolkit.data.encode import EACH_TURN, Document, Encoder, batches, notes_in
 from toolkit.data.layouts import Layout
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row, Shard, read
@@ -48,6 +48,9 @@ FEATURES = datasets.Features(
 
 TYPED = datasets.Features({**FEATURES, "targets": datasets.List(datasets.Value("uint8"))})
 """Of texts with a class: their `targets` are token types, of which Funnel and XLNet have three."""
+
+TURNS = datasets.Features({**FEATURES, "ends": datasets.List(datasets.Value("int32"))})
+"""With a sample for each answer: one after the last token of each, and `length` that of the longest."""
 
 BATCH_ROWS = 64
 """Rows that are tokenised in one call."""
@@ -88,6 +91,12 @@ class Documents:
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """A column of numbers, one for each row."""
         return self.table.column(name).to_numpy()  # type: ignore[no-any-return]
+
+    def ends(self, row: int) -> list[int]:
+        """One after the last token of each sample of a row."""
+        if "ends" not in self.table.column_names:
+            return [int(self.table.column("length")[row].as_py())]
+        return self.table.column("ends")[row].as_py()  # type: ignore[no-any-return]
 
     def problems(self) -> dict[int, str]:
         """Row -> why it cannot be used."""
@@ -130,7 +139,7 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
     with _spawned() if processes > 1 else nullcontext():
         made = datasets.Dataset.from_generator(
             partial(_rows, layout=layout, encoder=encoder),
-            features=TYPED if encoder.objective == "sequence_classification" else FEATURES,
+            features=_features(encoder),
             cache_dir=str(work),
             gen_kwargs={"shards": list(enumerate(source.shards))},
             num_proc=processes if processes > 1 else None,
@@ -151,6 +160,12 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
         "label_names": list(layout.label_names),
     }
     (folder / "source.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _features(encoder: Encoder) -> datasets.Features:
+    if encoder.objective == "sequence_classification":
+        return TYPED
+    return TURNS if encoder.targets == EACH_TURN else FEATURES
 
 
 @contextmanager

@@ -5,24 +5,48 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.chat import Targets, render, target_mask
-from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, Message, SourceTarget, Tagged, Text
+from toolkit.data.chat import ALL_UNLEARNED, Targets, render, target_mask
+from toolkit.data.examples import (
+    Answer,
+    Conversation,
+    Example,
+    Judged,
+    Labelled,
+    Message,
+    Pair,
+    SourceTarget,
+    Tagged,
+    Text,
+)
 from toolkit.data.flags import Span, without
 from toolkit.data.layouts import Layout
 from toolkit.data.pairs import SIDES
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row
+from toolkit.data.template_arguments import note_of, require_taken
 from toolkit.data.templates import SlowTemplateError
-from toolkit.data.thoughts import for_template, left_out
+from toolkit.data.thoughts import left_out
+from toolkit.data.turns import (
+    GREETING,
+    OF_EARLIER_TURNS,
+    Turn,
+    encode_turns,
+    has_thoughts_at_inference,
+    parts_in_turn,
+    turns_of,
+)
 from toolkit.errors import DataError, first_line
 
 NOTE_END = "; "
 """Between two notes about a row."""
+
+EACH_TURN: Final = "each_turn"
+"""`data.targets` for a sample of each answer."""
 
 DEVELOPER = "developer is written as system: the chat template knows no developer"
 
@@ -43,6 +67,15 @@ class _Prepared:
 
 
 @dataclass(frozen=True)
+class _Turns:
+    """Answers about to be tokenised, each with what comes before it, and what of it is not learned."""
+
+    turns: list[Turn]
+    cuts: list[list[Span]]
+    note: str | None = None
+
+
+@dataclass(frozen=True)
 class Encoder:
     """Encodes rows with one tokenizer.
 
@@ -56,7 +89,7 @@ class Encoder:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    targets: Targets = "assistant"
+    targets: Targets | Literal["each_turn"] = "assistant"
     objective: str = "causal_lm"
     truncate_to: int | None = None
     bos_id: int | None = None
@@ -71,8 +104,8 @@ class Encoder:
         """
         examples = [_attempt(layout.example, row) for row in rows]
         documents = self._guarded(examples)
-        for document, row in zip(documents, rows, strict=True):
-            if document["problem"] is None and (unread := layout.unread(row)):
+        for document, row, example in zip(documents, rows, examples, strict=True):
+            if document["problem"] is None and (unread := layout.unread(row, is_conversation(example))):
                 document["note"] = joined_notes([document["note"], *unread])
         return documents
 
@@ -101,16 +134,18 @@ class Encoder:
             return self._judged(examples)
         return self._encoded(examples)
 
-    def _prepare_row(self, row: int, example: Example | RowProblem) -> _Prepared | RowProblem:
+    def _prepare_row(self, row: int, example: Example | RowProblem) -> _Prepared | _Turns | RowProblem:
         try:
             return example if isinstance(example, RowProblem) else self._prepare(example)
         except SlowTemplateError as error:
             error.row = row
             raise
 
-    def _prepare(self, example: Example) -> _Prepared | RowProblem:
+    def _prepare(self, example: Example) -> _Prepared | _Turns | RowProblem:
         if isinstance(example, Conversation):
-            found: _Prepared | RowProblem = _attempt(self._rendered, example)
+            in_turns = self.targets == EACH_TURN
+            found: _Prepared | _Turns | RowProblem
+            found = _attempt(self._rendered_by_turn if in_turns else self._rendered, example)
             return found
         if isinstance(example, Answer):
             text = example.prompt + example.completion
@@ -119,19 +154,54 @@ class Encoder:
         assert isinstance(example, Text)
         return _Prepared(example.text, [(0, len(example.text))], whole=True)
 
-    def _rendered(self, example: Conversation) -> _Prepared:
+    def _asked_of_template(self, example: Conversation) -> tuple[list[Message], list[str]]:
+        """The messages as the template takes them, and what there is to say about it. Raises RowProblem."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise RowProblem("a conversation, and the tokenizer has no chat template (data.chat_template)")
         template = self.tokenizer.get_chat_template(tools=example.tools)
         messages, notes = example.messages, [*example.notes]
+        if example.arguments:
+            require_taken(example.arguments, template)
+            notes.append(note_of(example.arguments))
         if "developer" not in template and any(message["role"] == "developer" for message in messages):
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
             notes.append(DEVELOPER)
-        rendered = render(
-            self.tokenizer, for_template(messages, template), example.tools, self.targets, example.unlearned
-        )
+        return messages, notes
+
+    def _rendered(self, example: Conversation) -> _Prepared:
+        messages, notes = self._asked_of_template(example)
+        assert self.targets != EACH_TURN
+        rendered = render(self.tokenizer, messages, example.tools, self.targets, example.unlearned, example.arguments)
         spans = without(rendered.spans, parts_in(rendered.text, messages, example.parts))
-        return _Prepared(rendered.text, spans, False, joined_notes([*notes, *left_out(messages, rendered.text)]))
+        left = left_out(messages, rendered.text)
+        if left and has_thoughts_at_inference(
+            self.tokenizer, messages, example.tools, example.arguments, rendered.text
+        ):
+            left = [f"{note} {OF_EARLIER_TURNS}" for note in left]
+        return _Prepared(rendered.text, spans, False, joined_notes([*notes, *left]))
+
+    def _rendered_by_turn(self, example: Conversation) -> _Turns:
+        messages, notes = self._asked_of_template(example)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [i for i in answers if i not in example.unlearned]
+        turns = turns_of(self.tokenizer, messages, example.tools, wanted, example.arguments)
+        if not turns:
+            raise RowProblem(ALL_UNLEARNED)
+        if wanted[0] == 0:
+            notes.append(GREETING)
+        cuts = [
+            parts_in_turn(turn, messages[turn.index], example.parts[turn.index]) if turn.index in example.parts else []
+            for turn in turns
+        ]
+        left = [note for turn in turns for note in left_out([messages[turn.index]], turn.written)]
+        return _Turns(turns, cuts, joined_notes([*notes, *left]))
+
+    def _encode_turns(self, item: _Turns) -> Document:
+        """A document of one answer after the other, each behind what comes before it. Raises RowProblem."""
+        found = encode_turns(self.tokenizer, item.turns, item.cuts)
+        # A conversation is as long as its longest sample, which is the last one but for thoughts that it leaves out.
+        length = int(np.diff([0, *found.ends]).max())
+        return {**document_of(found.ids, found.targets), "length": length, "ends": found.ends, "note": item.note}
 
     def _encode(self, prepared: list[_Prepared]) -> list[Document]:
         if not prepared:
@@ -187,8 +257,15 @@ class Encoder:
 
     def _encoded(self, examples: list[Example | RowProblem]) -> list[Document]:
         prepared = [self._prepare_row(row, example) for row, example in enumerate(examples)]
+        prepared = [_attempt(self._encode_turns, item) if isinstance(item, _Turns) else item for item in prepared]
         encoded = iter(self._encode([item for item in prepared if isinstance(item, _Prepared)]))
-        return [_unusable(item) if isinstance(item, RowProblem) else next(encoded) for item in prepared]
+        documents = [
+            _unusable(item) if isinstance(item, RowProblem) else item if isinstance(item, dict) else next(encoded)
+            for item in prepared
+        ]
+        if self.targets != EACH_TURN:
+            return documents
+        return [{**document, "ends": ends_of(document)} for document in documents]
 
     def _classified(self, examples: list[Example | RowProblem]) -> list[Document]:
         good = [example for example in examples if isinstance(example, Labelled)]
@@ -318,6 +395,11 @@ def parts_in(text: str, messages: list[Message], parts: dict[int, tuple[Span, ..
     return found
 
 
+def ends_of(document: Document) -> list[int]:
+    """One after the last token of each sample of a document."""
+    return document.get("ends") or [document["length"]]
+
+
 def joined_notes(notes: Iterable[str | None]) -> str | None:
     """Notes about a row as one text, each once; None if there are none. `notes_in` takes them apart."""
     each = (note for text in notes if text for note in notes_in(text))
@@ -327,6 +409,13 @@ def joined_notes(notes: Iterable[str | None]) -> str | None:
 def notes_in(text: str) -> list[str]:
     """The notes about a row, one by one."""
     return text.split(NOTE_END)
+
+
+def is_conversation(example: Example | RowProblem) -> bool:
+    """Whether a chat template renders it."""
+    if isinstance(example, Judged):
+        return isinstance(example.answer, Conversation)
+    return isinstance(example.chosen if isinstance(example, Pair) else example, Conversation)
 
 
 def _joined(chosen: Document, rejected: Document, margin: float) -> Document:

@@ -39,6 +39,7 @@ class Conversation:
         unlearned: numbers of the messages that are read only, whoever speaks.
         parts: by a message's number, the characters of its words that are read only.
         notes: what its messages say that nobody reads, or that is not learned.
+        arguments: of the chat template, that the row brings.
     """
 
     messages: list[Message]
@@ -46,6 +47,7 @@ class Conversation:
     unlearned: frozenset[int] = frozenset()
     parts: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

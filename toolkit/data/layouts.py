@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, SourceTarget, Tagged, Text
+from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, Pair, SourceTarget, Tagged, Text
 from toolkit.data.flags import refuse_media
 from toolkit.data.messages import answered_last, asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.pairs import pair_of
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row, listed
 from toolkit.data.sources import Source
+from toolkit.data.template_arguments import COLUMN, arguments_of
 from toolkit.data.values import is_absent, key_shown, text_of
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ColumnsSection
@@ -128,15 +129,17 @@ class Layout:
             assert isinstance(answer, Answer | Conversation)
             if isinstance(answer, Conversation):
                 answered_last(answer)
-            return Judged(answer, _judgement(values["label"], self.columns["label"]))
+            return Judged(_with_arguments(answer, row), _judgement(values["label"], self.columns["label"]))
         self._require_unjudged(row)
-        return self._plain(values, self.kind)
+        return _with_arguments(self._plain(values, self.kind), row)
 
-    def unread(self, row: Row) -> list[str]:
+    def unread(self, row: Row, is_conversation: bool) -> list[str]:
         """Columns of a row that say something and that nobody reads, a sentence for each."""
         if isinstance(row, RowProblem):
             return []
         read = {*self.columns.values(), *(name.partition(".")[0] for name in self.columns.values())}
+        if is_conversation:  # only a chat template takes arguments
+            read.add(COLUMN)
         unread = [name for name, value in row.items() if name not in read and not is_absent(value)]
         return [f"column {key_shown(name)} is not read" for name in unread]
 
@@ -304,6 +307,19 @@ def _has(source: Source) -> str:
 
 
 # ---- one layout each ----
+
+
+T = TypeVar("T")
+
+
+def _with_arguments(example: T, row: dict[str, Any]) -> T:
+    """A conversation, or a pair of them, with the row's arguments of the chat template."""
+    if isinstance(example, Pair):
+        sides = (_with_arguments(example.chosen, row), _with_arguments(example.rejected, row))
+        return replace(example, chosen=sides[0], rejected=sides[1])
+    if not isinstance(example, Conversation):
+        return example
+    return replace(example, arguments=arguments_of(row.get(COLUMN)))
 
 
 def _label(value: Any, column: str, names: tuple[str, ...]) -> str:

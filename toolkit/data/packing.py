@@ -70,6 +70,14 @@ def split(rows: Ints, lengths: Ints, max_length: int) -> Pieces:
     return Pieces(row, start, np.minimum(start + max_length, lengths[row]))
 
 
+def of_turns(rows: Ints, ends: list[list[int]]) -> Pieces:
+    """A piece for each answer of a row, whose `ends` are one after their last tokens."""
+    starts = [start for of_row in ends for start in (0, *of_row[:-1])]
+    stops = [stop for of_row in ends for stop in of_row]
+    row = np.repeat(rows, [len(of_row) for of_row in ends])
+    return Pieces(row, np.array(starts, dtype=np.int64), np.array(stops, dtype=np.int64))
+
+
 def best_fit(lengths: Ints, capacity: int) -> Ints:
     """The sample of each piece, (N,): best-fit decreasing, samples numbered by their first piece.
 

@@ -79,6 +79,8 @@ class SplitReport(_Part):
         lengths: min, median, mean, p90, p99 and max (tokens).
         length_histogram: `edges` (tokens) and `counts` (rows).
         longest: the `row` and its `tokens`.
+        repeated_tokens: of samples for each answer (`data.targets: each_turn`), those beyond `tokens`: what comes
+            before an answer is read once more for each.
         noted: what of kept rows is not learned -> the rows.
         duplicates: rows equal to an earlier one; not known of a stream.
         also_in_train: rows of validation that are trained on, too.
@@ -95,6 +97,7 @@ class SplitReport(_Part):
     tokens: int
     target_tokens: int | None = None
     target_share: float | None = None
+    repeated_tokens: int | None = None
     lengths: dict[str, int | float]
     length_histogram: dict[str, list[int | float]]
     target_share_histogram: dict[str, list[int | float]] | None = None
@@ -230,6 +233,12 @@ def duplicates(rows: Rows, kept: Any) -> Any:
     return kept[repeated]
 
 
+def repeated_tokens(rows: Rows, kept: Any) -> dict[str, int]:
+    """A field of a `SplitReport`: tokens of samples of answers, beyond those of each conversation once."""
+    samples = sum(rows.ends(row)[-1] for row in kept.tolist())
+    return {"repeated_tokens": samples - int(rows.column("length")[kept].sum(dtype=np.int64))}
+
+
 def repeated_in(rows: Rows, kept: Any, others: Rows, others_kept: Any) -> int:
     """How many rows are among the others, too."""
     return int(np.isin(rows.column("digest")[kept], others.column("digest")[others_kept]).sum())
@@ -343,6 +352,12 @@ def warnings(splits: dict[str, SplitReport]) -> list[str]:
         found += _noted(name, split.noted)
         if split.duplicates is not None and split.duplicates.count:
             found.append(f"{name}: {counted(split.duplicates.count, 'duplicate')} of earlier rows")
+        if split.repeated_tokens:
+            share = split.repeated_tokens / split.tokens
+            found.append(
+                f"{name}: data.targets each_turn reads {counted(split.repeated_tokens, 'token')} more than once, "
+                f"{share:.0%} of {split.tokens:,}: what comes before an answer is read again for each"
+            )
         if split.also_in_train:
             found.append(f"{name}: {counted(split.also_in_train, 'row')} also in train: the held-out loss is too low")
         if split.long.cut_tokens:

@@ -44,6 +44,9 @@ class TokenRows(Protocol):
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
         """`input_ids` and `targets` of a part of a row, each (length,)."""
 
+    def ends(self, row: int) -> list[int]:
+        """One after the last token of each sample of a row: of each answer, with `data.targets: each_turn`."""
+
 
 class Rows:
     """The rows of several sources under one numbering."""
@@ -77,6 +80,11 @@ class Rows:
         """See `Documents.tokens`."""
         source, number = self.where(row)
         return source.tokens(number, start, stop)
+
+    def ends(self, row: int) -> list[int]:
+        """See `Documents.ends`."""
+        source, number = self.where(row)
+        return source.ends(number)
 
     def name(self, row: int) -> str:
         """See `Documents.row_name`."""

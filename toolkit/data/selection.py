@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.packing import Ints, Pieces, mixed, split, whole
+from toolkit.data.packing import Ints, Pieces, mixed, of_turns, split, whole
 from toolkit.data.report import by_reason
 from toolkit.data.samples import Rows, TokenRows
 from toolkit.errors import DataError, counted
@@ -215,8 +215,12 @@ def one_pass(chosen: Selection) -> Ints:
     return rows
 
 
-def cut(rows: TokenRows, order: Ints, lengths: Ints, policy: str, max_length: int) -> tuple[Pieces, int]:
-    """The pieces of rows in order, and how many tokens are cut off."""
+def cut(
+    rows: TokenRows, order: Ints, lengths: Ints, policy: str, max_length: int, by_turn: bool = False
+) -> tuple[Pieces, int]:
+    """The pieces of rows in order, and how many tokens are cut off. `by_turn`: a piece for each answer."""
+    if by_turn:
+        return of_turns(order, [rows.ends(row) for row in order.tolist()]), 0
     if policy != "split":
         pieces = whole(order, lengths, max_length)
         return pieces, int((lengths[order] - pieces.lengths()).sum())

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data import report as reports
 from toolkit.data.ahead import ahead
 from toolkit.data.cut import WHOLE, Part
-from toolkit.data.encode import Document, Encoder, notes_in
+from toolkit.data.encode import EACH_TURN, Document, Encoder, ends_of, notes_in
 from toolkit.data.layouts import Layout
 from toolkit.data.loader import first_positions
 from toolkit.data.packing import best_fit, by_sample
@@ -65,6 +65,7 @@ class StreamCounts:
     long: int = 0
     cut_tokens: int = 0
     tokens: int = 0
+    repeated_tokens: int = 0
     target_tokens: int = 0
     lengths: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
@@ -73,6 +74,7 @@ class StreamCounts:
 
     def keep(self, document: Document) -> None:
         self.tokens += document["length"]
+        self.repeated_tokens += ends_of(document)[-1] - document["length"]
         self.target_tokens += document["num_targets"]
         if len(self.lengths) < ROWS_MEASURED:
             self.lengths.append(document["length"])
@@ -113,6 +115,10 @@ class WindowRows:
         """`input_ids` and `targets` of a part of a document, each (length,)."""
         document = self.documents[row]
         return document["input_ids"][start:stop], document["targets"][start:stop]
+
+    def ends(self, row: int) -> list[int]:
+        """One after the last token of each sample of a document."""
+        return ends_of(self.documents[row])
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,10 @@ class Stream:
                     # As arrays: lists of Python numbers would take a window several times the memory.
                     arrays = {name: np.asarray(document[name]) for name in ("input_ids", "targets")}
                     kept.append({**document, **arrays})
-                    tokens += document["length"] if self.policy == "split" else min(document["length"], self.max_length)
+                    total = ends_of(document)[-1]
+                    tokens += (
+                        total if self.policy == "split" or len(ends_of(document)) > 1 else min(total, self.max_length)
+                    )
             if self.counts.read >= ROWS_JUDGED:
                 self._check_dropped()
         self._check_dropped()
@@ -257,7 +266,8 @@ class Stream:
     def _samples(self, documents: list[Document], window: int) -> TextSamples:
         rows = WindowRows(documents)
         lengths = np.array([document["length"] for document in documents], dtype=np.int64)
-        pieces, _ = cut(rows, np.arange(len(documents)), lengths, self.policy, self.max_length)
+        by_turn = self.encoder.targets == EACH_TURN
+        pieces, _ = cut(rows, np.arange(len(documents)), lengths, self.policy, self.max_length, by_turn)
         sample_of_piece = best_fit(pieces.lengths(), self.max_length) if self.packed else np.arange(len(pieces))
         if self.seed is not None:
             num_samples = int(sample_of_piece.max()) + 1
@@ -437,6 +447,7 @@ def describe_stream(
         dropped={reason: Found(**found) for reason, found in counts.dropped.items()},
         long=Found(count=counts.long, rows=[], cut_tokens=counts.cut_tokens),
         **({"noted": noted} if noted else {}),
+        **({"repeated_tokens": counts.repeated_tokens} if stream.encoder.targets == EACH_TURN else {}),
         **{**described, "tokens": counts.tokens, "target_tokens": counts.target_tokens},
         longest={"row": counts.longest[1], "tokens": counts.longest[0]},
         samples=len(samples),

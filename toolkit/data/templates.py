@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.sandbox import LONGEST, TooLargeError, use_in_transformers
+from toolkit.data.template_arguments import NO_ARGUMENTS
+from toolkit.data.thoughts import for_template
 from toolkit.data.time_limit import TimeLimitError, time_limit
 from toolkit.errors import BadInputError, DataError
 from toolkit.paths import GIB
@@ -151,11 +153,19 @@ def rendered(
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None = None,
     prompt: bool = False,
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> str:
     """A conversation as the tokenizer's chat template writes it, `prompt` with a generation prompt behind it.
+
+    Args:
+        arguments: of the template, such as `enable_thinking`.
 
     Raises:
         SlowTemplateError: see `within_bounds`; and whatever the template raises.
     """
+    messages = for_template(messages, tokenizer.get_chat_template(tools=tools))
     with within_bounds(tokenizer, len(messages)):
-        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt))
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **arguments
+        )
+    return str(text)

@@ -103,6 +103,12 @@ def for_template(messages: list[Message], template: str) -> list[Message]:
     ]
 
 
+def thought_of(message: Message) -> str:
+    """What a message thinks, in its field or inside its words."""
+    inside = INSIDE.search(message.get("content") or "")
+    return message.get(THOUGHTS) or (inside[1] if inside else "")
+
+
 def left_out(messages: list[Message], text: str) -> list[str]:
     """Which thoughts a template leaves out of the text, a sentence for each kind."""
     fields = [message.get(THOUGHTS) or "" for message in messages]

@@ -22,6 +22,7 @@ from toolkit.data.layouts import recognise
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import read
 from toolkit.data.sources import identify_rows, open_source
+from toolkit.data.template_arguments import set_defaults
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.errors import BadInputError, in_words
 from toolkit.paths import require_folder
@@ -43,6 +44,7 @@ def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -
     """
     tokenizer = _load(model, data, objective)
     use_template(tokenizer, data.chat_template)
+    set_defaults(tokenizer, data.template_arguments)
     if model.add_tokens is not None:
         # False: beside the tokenizer's own additional tokens, which would be replaced otherwise.
         tokenizer.add_special_tokens({"additional_special_tokens": list(model.add_tokens)}, False)

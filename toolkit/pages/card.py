@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from toolkit.data.template_arguments import OF_ROW
 from toolkit.paths import is_file_source
 from toolkit.recipe.load import read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
@@ -122,7 +123,15 @@ def _data(report: dict[str, Any]) -> str:
             dropped = "; ".join(f"{entry['count']:,} {reason}" for reason, entry in counts["dropped"].items())
             sources = ", ".join(source["source"] for source in counts.get("sources", []))
             rows.append([split, sources, f"{counts['kept']:,}", dropped or "none", f"{counts['tokens']:,}"])
-    return _table(["split", "sources", "rows", "dropped", "tokens"], rows)
+    return _table(["split", "sources", "rows", "dropped", "tokens"], rows) + _arguments_of_rows(report)
+
+
+def _arguments_of_rows(report: dict[str, Any]) -> str:
+    """What rows to train on give the chat template; the recipe's arguments stand in the recipe."""
+    noted = (report.get("train") or {}).get("noted", {})
+    told = {what.removeprefix(OF_ROW): found["count"] for what, found in noted.items() if what.startswith(OF_ROW)}
+    listed = "".join(f"- {_plain(what)}: {count:,} rows\n" for what, count in sorted(told.items()))
+    return f"\nArguments of the chat template that rows bring (`chat_template_kwargs`):\n\n{listed}" if listed else ""
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:
@@ -158,7 +167,7 @@ def recipe_for_readers(recipe: Recipe) -> str:
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
     """The mapping without null values and what they leave empty; its own are kept where the model's config is."""
     kept = {
-        key: _without_nulls(value) if isinstance(value, dict) and key != "config" else value
+        key: _without_nulls(value) if isinstance(value, dict) and key not in ("config", "template_arguments") else value
         for key, value in values.items()
     }
     return {key: value for key, value in kept.items() if value is not None and value != {}}

@@ -188,8 +188,8 @@ class Recipe(Section):
             raise contradiction(f"data.streaming is not possible {what}; remove it")
         if self.data.long_rows == "split":
             raise contradiction(f"data.long_rows split is not possible {what}; allowed: error, drop, truncate")
-        for key in ("targets", "chat_template"):
-            if getattr(self.data, key) is not None:
+        for key in ("targets", "chat_template", "template_arguments"):
+            if getattr(self.data, key):
                 raise contradiction(f"data.{key} has no effect {what}; remove it")
 
     def _check_seq2seq(self) -> None:

@@ -188,8 +188,16 @@ class DataSection(Section):
     chat_template: Literal["chatml", "alpaca"] | None = Field(
         None, description="Format conversations with one of our templates instead of the tokenizer's own."
     )
-    targets: Literal["assistant", "last_turn", "all"] | None = Field(
-        None, description="Learn these parts of a conversation, or of a prompt and its answer; null: assistant."
+    template_arguments: dict[str, Any] | None = Field(
+        None,
+        min_length=1,
+        description="Give the chat template these arguments, such as {enable_thinking: false}. A row's own "
+        "chat_template_kwargs come before them.",
+    )
+    targets: Literal["assistant", "last_turn", "all", "each_turn"] | None = Field(
+        None,
+        description="Learn these parts of a conversation, or of a prompt and its answer; null: assistant. each_turn: "
+        "a sample for each answer, behind what the chat template writes before it at inference.",
     )
     # The longest contexts that models promise are of 10 million tokens; a batch of a billion would be 8 GB a tensor.
     max_length: int = Field(ge=8, le=2**24, description="Limit samples to this many tokens. Rows are packed or padded.")
@@ -247,6 +255,10 @@ class DataSection(Section):
         if self.max_validation_samples is not None and not self.has_validation:
             raise contradiction(
                 "data.max_validation_samples has no effect without data.validation or data.validation_fraction"
+            )
+        if self.targets == "each_turn" and self.long_rows in ("truncate", "split"):
+            raise contradiction(
+                f"data.long_rows {self.long_rows} is not possible with data.targets each_turn; allowed: error, drop"
             )
         self._check_weights()
         self._check_streaming()

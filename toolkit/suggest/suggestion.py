@@ -22,7 +22,15 @@ from toolkit.planning.setup import Setup
 from toolkit.planning.table import plan, recommend
 from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import CLASSIFIERS, PADDED, DataSection, ModelSection, ObjectiveSection, steps_of_run
+from toolkit.recipe.schema import (
+    CLASSIFIERS,
+    NEXT_TOKEN,
+    PADDED,
+    DataSection,
+    ModelSection,
+    ObjectiveSection,
+    steps_of_run,
+)
 from toolkit.suggest.draft import Draft
 from toolkit.suggest.methods import METHODS, SMALLER, TOKENS_PER_STEP, Method, method_of
 from toolkit.suggest.survey import Model, Rows, covering, first_words, look_at, measure, template_for
@@ -202,6 +210,13 @@ def _surveyed(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tu
         tokens = tokenizers.load(model, data, method.objective)
     tell(f"reading {source.name}: {layout.kind}")
     rows = measure(data, tokens, ObjectiveSection(kind=method.objective))  # type: ignore[arg-type]
+    if rows.earlier_thoughts and method.objective in NEXT_TOKEN:
+        told = f"The chat template leaves out thoughts of earlier turns in {counted(rows.earlier_thoughts, 'row')}."
+        draft.set(
+            "data.targets", "each_turn", f"{told} So each answer is learned as it was written, thoughts included."
+        )
+        data = _data_section(draft, method.objective)
+        rows = measure(data, tokens, ObjectiveSection(kind=method.objective))  # type: ignore[arg-type]
     prompt = first_words(source, layout) if method.objective not in (*CLASSIFIERS, "reward") else ""
     prompt = f"{data.source_prefix or ''}{prompt}" if prompt else ""
     return method, layout.kind, rows, look_at(model, tokens, rows.labels, method.objective), prompt

@@ -21,6 +21,7 @@ from toolkit.data.samples import LabelledSamples, PairSamples, SourceTargetSampl
 from toolkit.data.samples import Rows as TokenisedRows
 from toolkit.data.sources import Source
 from toolkit.data.templates import MARKERS
+from toolkit.data.turns import OF_EARLIER_TURNS
 from toolkit.model.load import load_without_weights
 from toolkit.model.positions import first_position, takes_positions
 from toolkit.recipe.schema import PADDED, DataSection, ModelSection, ObjectiveSection
@@ -44,11 +45,13 @@ class Rows:
             source and its target, the source.
         labels: names of the classes; None: no classification.
         target_lengths: tokens of targets; None: they have no row of their own.
+        earlier_thoughts: conversations in which the chat template leaves out thoughts of earlier turns.
     """
 
     lengths: Ints
     labels: list[str] | None
     target_lengths: Ints | None = None
+    earlier_thoughts: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +108,12 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
     if objective.kind == "seq2seq":
         usable = lengths > targets
         return Rows((lengths - targets)[usable], None, targets[usable])
-    return Rows(lengths[lengths > 0], found.label_names)
+    if data.targets == "each_turn":
+        assert isinstance(found.train, TextSamples)
+        lengths = found.train.pieces.lengths()
+    noted = found.report.train.noted.items() if found.report.train is not None else []
+    earlier = max((rows.count for what, rows in noted if what.endswith(OF_EARLIER_TURNS)), default=0)
+    return Rows(lengths[lengths > 0], found.label_names, earlier_thoughts=earlier)
 
 
 def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None, objective: str) -> Model:

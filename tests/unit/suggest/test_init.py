@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import make_texts
+from support.chat_templates import QWEN_3
 from support.tiny import save_llama
 from transformers import AutoTokenizer, T5Config
 from typer.testing import CliRunner, Result
@@ -191,6 +192,29 @@ def test_lengths_steps_and_held_out_rows_follow_from_the_data(place: Path) -> No
     assert recipe["data"].get("long_rows") == ("drop" if longer else None)
     comments = Path("chat.yaml").read_text(encoding="utf-8")
     assert f"99% of the 120 rows have at most {sorted(lengths)[-2]} tokens." in comments.replace("\n  # ", " ")
+
+
+def test_answers_are_learned_one_by_one_where_the_template_drops_earlier_thoughts(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    tokenizer.chat_template = QWEN_3.template
+    save_llama(tmp_path, TEXTS, tied=True, layers=1)
+    tokenizer.save_pretrained(tmp_path)
+    answers = [f"<think>\n{text[:5]}\n</think>\n\n{text[5:9]}" for text in TEXTS[:2]]
+    turns = [m for a in answers for m in ({"role": "user", "content": "a"}, {"role": "assistant", "content": a})]
+    for name, rows in {"twice": [turns] * 2, "once": [turns[:2]] * 2}.items():
+        lines = [json.dumps({"messages": row}) for row in rows for _ in range(20)]
+        Path(f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    machine = Machine(hardware_of("cpu"), 2)
+    found = {name: suggest(str(tmp_path), f"{name}.jsonl", machine, overrides=[]) for name in ("twice", "once")}
+    assert (found["twice"].recipe.data.targets, found["once"].recipe.data.targets) == ("each_turn", None)
+    assert (
+        found["twice"]
+        .reasons["data.targets"]
+        .startswith("The chat template leaves out thoughts of earlier turns in 40 rows. So each answer is learned as")
+    )
+    assert len(found["twice"].rows.lengths) == 80, "samples"
 
 
 def test_what_is_given_stays_and_replaces_its_rival_and_long_rows_are_told() -> None:

@@ -1,0 +1,122 @@
+"""Arguments of chat templates, such as `enable_thinking`: of the recipe for every row, and of a row over them.
+
+The recipe's become defaults in the template itself. So rows, samples, the export and whoever serves it render alike
+without being told, and whoever gives an argument still overrides it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from jinja2 import meta, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.problem import RowProblem
+from toolkit.data.values import is_absent, key_shown, parsed, type_of, writable
+from toolkit.errors import BadInputError
+
+COLUMN = "chat_template_kwargs"
+"""Where a row has arguments of its own; TRL's name."""
+
+OF_ROW = f"{COLUMN} of the row: "
+"""Begins what the report says about a row's arguments."""
+
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
+"""What a template is given in any case, beside the special tokens."""
+
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+
+
+@cache
+def variables(template: str) -> frozenset[str]:
+    """The variables that a chat template takes from outside, without those that it is always given."""
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    environment.globals |= dict.fromkeys(("raise_exception", "strftime_now"))
+    # transformers' own tag, which plain Jinja does not know.
+    parsed_template = environment.parse(_GENERATION.sub("", template))
+    found = meta.find_undeclared_variables(parsed_template)
+    # Jinja counts what one branch sets and another reads, too. Whoever has a default asks whether a name is defined.
+    own = {name.name for name in parsed_template.find_all(nodes.Name) if name.ctx in ("store", "param")}
+    tests = [test for test in parsed_template.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+    asked = {test.node.name for test in tests if isinstance(test.node, nodes.Name)}
+    return frozenset(name for name in found - (own - asked) if name not in GIVEN and not name.endswith("_token"))
+
+
+def with_defaults(template: str, arguments: Mapping[str, Any]) -> str:
+    """The template with defaults for variables that it is not given."""
+    # `+` keeps a line end with which the template begins.
+    defaults = [
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif +%}}"
+        for name, value in sorted(arguments.items())
+    ]
+    return "".join(defaults) + template
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value)
+
+
+def set_defaults(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None) -> None:
+    """Makes the recipe's arguments defaults of the tokenizer's chat template.
+
+    Raises:
+        BadInputError: there is no template, or it takes no variable of that name.
+    """
+    if not arguments:
+        return
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise BadInputError(
+            "data.template_arguments has no effect: the tokenizer has no chat template; remove it, or set "
+            "data.chat_template"
+        )
+    # Some tokenizers have several templates, one of them for tools.
+    each = template if isinstance(template, dict) else {"default": template}
+    known = frozenset().union(*map(variables, each.values()))
+    for name in arguments:
+        if name not in known:
+            raise BadInputError(f"data.template_arguments.{name}: {not_taken(known)}; remove it")
+    changed = {kind: with_defaults(text, arguments) for kind, text in each.items()}
+    tokenizer.chat_template = changed if isinstance(template, dict) else changed["default"]
+
+
+def not_taken(known: frozenset[str]) -> str:
+    """Why an argument has no effect on a template that takes others."""
+    return f"the chat template takes no such argument; it takes {', '.join(sorted(known)) or 'none'}"
+
+
+def arguments_of(value: Any) -> dict[str, Any]:
+    """A row's arguments. Raises RowProblem if its column holds no object."""
+    found = None if is_absent(value) else parsed(value, COLUMN)
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise RowProblem(f"{COLUMN} is {type_of(found)}, not an object")
+    writable(found, COLUMN)
+    # parquet fills up what only other rows have
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def require_taken(arguments: Mapping[str, Any], template: str) -> None:
+    """Raises RowProblem if a row has an argument that the chat template does not take."""
+    if arguments and (idle := sorted(arguments.keys() - variables(template))):
+        raise RowProblem(f"{COLUMN} has {key_shown(idle[0])}, which the chat template does not take")
+
+
+def note_of(arguments: Mapping[str, Any]) -> str:
+    """What a row's own arguments are, for the report."""
+    told = ", ".join(f"{key_shown(name)}={key_shown(json.dumps(value))}" for name, value in sorted(arguments.items()))
+    return OF_ROW + told

@@ -1,0 +1,195 @@
+"""A sample for each answer of a conversation: what a model is given before it, and what it writes.
+
+Templates that leave out the thoughts of earlier turns write the same answer in two ways: with its thoughts as the last
+turn, without them as an earlier one. At inference each answer was the last one when it was written. So each is
+rendered as the last one here, behind what came before it as it is rendered then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.chat import NO_WAY, ConversationText, stands_in, target_mask, turn_span
+from toolkit.data.examples import Message
+from toolkit.data.flags import Span, without
+from toolkit.data.problem import RowProblem
+from toolkit.data.template_arguments import NO_ARGUMENTS
+from toolkit.data.thoughts import INSIDE, thought_of
+
+GREETING = "an answer that nothing comes before is not learned (data.targets: each_turn)"
+OF_EARLIER_TURNS = "of earlier turns (data.targets: each_turn learns them)"
+CLOSED = "an answer has thoughts, and the generation prompt of the chat template closes them before it"
+
+_OPENED = re.compile(r"<think>(\n*)$")
+_EMPTY = re.compile(r"<think>\s*</think>\s*$")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer.
+
+    Attributes:
+        index: of its message.
+        prompt: the conversation before it with the generation prompt, as at inference.
+        written: what the model writes, the token that ends its turn included.
+    """
+
+    index: int
+    prompt: str
+    written: str
+
+
+def turns_of(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    wanted: list[int],
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
+) -> list[Turn]:
+    """The answers of the messages `wanted`; without one that opens the conversation, which nothing was given for.
+
+    Raises:
+        RowProblem: the template refuses what comes before an answer, or does not write the answer behind it.
+    """
+    return [_turn(tokenizer, messages[: i + 1], tools, arguments) for i in wanted if i > 0]
+
+
+def _turn(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    arguments: Mapping[str, Any],
+) -> Turn:
+    row = ConversationText(tokenizer, messages, tools, arguments)
+    index = len(messages) - 1
+    prompt = row.beginning(index, prompt=True)
+    if prompt is None:
+        raise RowProblem(NO_WAY)
+    text = row.text[: row.closed_end(0, len(row.text))]
+    written = text[len(prompt) :] if text.startswith(prompt) else _written_otherwise(row, index, text, prompt)
+    if not stands_in(messages[index], written):
+        raise RowProblem(NO_WAY)
+    return Turn(index, prompt, written)
+
+
+def _written_otherwise(row: ConversationText, index: int, text: str, prompt: str) -> str:
+    """What is written behind a prompt that the text of the conversation does not begin with.
+
+    DeepSeek R1 opens thoughts, and leaves even the last turn's out; Qwen 3 closes them if it is not to think; Mistral
+    puts the system text into a user's turn that nothing follows.
+
+    Raises:
+        RowProblem: it cannot be found.
+    """
+    thought = thought_of(row.messages[index])
+    if opened := _OPENED.search(prompt):
+        rest = _behind(text, prompt[: opened.start()])
+        # As these models write: on lines of their own, if the prompt opens them so.
+        closing = "\n</think>\n\n" if opened[1] else "</think>"
+        thought = thought.strip("\n") if opened[1] else thought
+        return thought + closing + rest.removeprefix("</think>")
+    if closed := _EMPTY.search(prompt):
+        if thought:
+            raise RowProblem(CLOSED)
+        return _behind(text, prompt[: closed.start()])
+    start, end = turn_span(row, index)
+    return row.text[start:end]
+
+
+def _behind(text: str, beginning: str) -> str:
+    if not text.startswith(beginning):
+        raise RowProblem(NO_WAY)
+    rest = text[len(beginning) :]
+    if INSIDE.match(rest):
+        raise RowProblem(NO_WAY)  # thoughts of another form than the prompt's
+    return rest
+
+
+def has_thoughts_at_inference(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    arguments: Mapping[str, Any],
+    text: str,
+) -> bool:
+    """Whether the first thoughts that the text of a conversation lacks were there when their answer was written."""
+    for i, message in enumerate(messages[:-1]):
+        thought = thought_of(message).strip() if message["role"] == "assistant" else ""
+        if thought and thought not in text and i > 0:
+            try:
+                return thought in _turn(tokenizer, messages[: i + 1], tools, arguments).written
+            except RowProblem:
+                return False
+    return False
+
+
+def parts_in_turn(turn: Turn, message: Message, parts: tuple[Span, ...]) -> list[Span]:
+    """Where parts of a message's words stand in what is written (characters). Raises RowProblem if nowhere or twice."""
+    words = message["content"]
+    if turn.written.count(words) != 1:
+        raise RowProblem("a message with train_detail does not stand in what the chat template renders, or twice")
+    place = turn.written.index(words)
+    return [(place + start, place + end) for start, end in parts]
+
+
+@dataclass(frozen=True)
+class EncodedTurns:
+    """Answers as tokens, one after the other, each behind what comes before it.
+
+    Attributes:
+        targets: which tokens are written.
+        ends: one after the last token of each answer.
+    """
+
+    ids: list[int]
+    targets: list[bool]
+    ends: list[int]
+
+
+def encode_turns(tokenizer: PreTrainedTokenizerBase, turns: list[Turn], cuts: list[list[Span]]) -> EncodedTurns:
+    """Tokenises answers.
+
+    Args:
+        cuts: characters of what is written of each that are not learned.
+
+    Raises:
+        RowProblem: a token would hold the end of a prompt and the beginning of an answer, and cannot be parted.
+    """
+    found = EncodedTurns([], [], [])
+    before = tokenizer([turn.prompt for turn in turns], **_PLAIN)["input_ids"]
+    whole = tokenizer([turn.prompt + turn.written for turn in turns], **_PLAIN)["input_ids"]
+    for turn, prompt, both, unlearned in zip(turns, before, whole, cuts, strict=True):
+        written = _continuation(tokenizer, turn, prompt, both)
+        found.ids.extend([*prompt, *written])
+        learned = _learned(tokenizer, turn, written, unlearned) if unlearned else [True] * len(written)
+        found.targets.extend([*[False] * len(prompt), *learned])
+        found.ends.append(len(found.ids))
+    return found
+
+
+_PLAIN = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+"""A chat template writes its own special tokens."""
+
+
+def _continuation(tokenizer: PreTrainedTokenizerBase, turn: Turn, prompt: list[int], both: list[int]) -> list[int]:
+    """The tokens of an answer behind a prompt, which a server tokenises alone."""
+    if both[: len(prompt)] == prompt:
+        return both[len(prompt) :]
+    # Line ends of both would be one token, say.
+    written: list[int] = tokenizer(turn.written, **_PLAIN)["input_ids"]
+    if tokenizer.decode([*prompt, *written]) != tokenizer.decode(both):
+        raise RowProblem("the beginning of an answer and the end of the generation prompt are one token")
+    return written
+
+
+def _learned(tokenizer: PreTrainedTokenizerBase, turn: Turn, written: list[int], unlearned: list[Span]) -> list[bool]:
+    spans = without([(0, len(turn.written))], unlearned)
+    encoded = tokenizer(turn.written, **_PLAIN, return_offsets_mapping=True)
+    if encoded["input_ids"] != written:
+        raise RowProblem("a message with train_detail is tokenised otherwise behind its generation prompt")
+    return target_mask(spans, encoded["offset_mapping"])
