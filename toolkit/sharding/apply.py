@@ -24,6 +24,7 @@ from toolkit.sharding.fsdp import (
     autograd_sums_gradients,
     gather_in_float32,
     hold_as_part,
+    pass_over_ungathered_units,
     reshard_all,
     reshard_in_groups,
     shapes_inside,
@@ -137,6 +138,7 @@ def apply(
         else:
             policy = root_policy if unit.kind == "root" else unit_policy
             _shard(modules, mesh, policy, strategy.reshard_each_micro_batch and unit.reshard_after_forward)
+    pass_over_ungathered_units(model)
     gather_in_float32(model, kept, beside_rounded=offload is not None)
     # After all units are made: now each rank knows its rows, and reads no others.
     _give_weights(model, originals, offload(model) if offload is not None else None)
@@ -215,24 +217,29 @@ def _schedule(
 
 
 def _prefetch(model: nn.Module, plan: UnitPlan, depth: int | None) -> None:
-    """Has each block ask for the gathers of the next `depth` blocks in forward, and of those before in backward."""
+    """Has each block ask for the gathers of the next `depth` blocks in forward, and of those before in backward.
+
+    Of its own list alone: what stands beside it may be a tower that no row of the step reaches.
+    """
     if depth is None:
         return
-    blocks: list[Any] = [model.get_submodule(unit.modules[0]) for unit in plan.blocks]
     stacks = [unit.name for unit in plan.units if unit.kind == "experts"]
-    # Experts that are a unit of their own are used behind the rest of their block.
-    inside = [
-        [model.get_submodule(path) for path in stacks if path.startswith(f"{unit.name}.")] for unit in plan.blocks
-    ]
-    for number, block in enumerate(blocks):
-        ahead = range(number + 1, min(number + 1 + depth, len(blocks)))
-        # Reversed: backward needs the nearest one first.
-        behind = range(max(0, number - depth), number)[::-1]
-        for ask, others in (
-            (block.set_modules_to_forward_prefetch, ahead),
-            (block.set_modules_to_backward_prefetch, behind),
-        ):
-            ask([*inside[number], *(module for other in others for module in (blocks[other], *inside[other]))])
+    lists: dict[str, list[str]] = {}
+    for unit in plan.blocks:
+        lists.setdefault(unit.name.rpartition(".")[0], []).append(unit.name)
+    for paths in lists.values():
+        blocks: list[Any] = [model.get_submodule(path) for path in paths]
+        # Experts that are a unit of their own are used behind the rest of their block.
+        inside = [[model.get_submodule(path) for path in stacks if path.startswith(f"{block}.")] for block in paths]
+        for number, block in enumerate(blocks):
+            ahead = range(number + 1, min(number + 1 + depth, len(blocks)))
+            # Reversed: backward needs the nearest one first.
+            behind = range(max(0, number - depth), number)[::-1]
+            for ask, others in (
+                (block.set_modules_to_forward_prefetch, ahead),
+                (block.set_modules_to_backward_prefetch, behind),
+            ):
+                ask([*inside[number], *(module for other in others for module in (blocks[other], *inside[other]))])
 
 
 def _hold_masters_in_float32(model: nn.Module) -> None:

@@ -64,6 +64,21 @@ def forget_uncalled_modules(module: FSDPModule) -> None:
     module._get_fsdp_state()._modules_to_run_forward.clear()
 
 
+def pass_over_ungathered_units(model: nn.Module) -> None:
+    """Has the end of a backward do nothing for a unit that was never gathered, as a tower that no row has reached.
+
+    FSDP2 ends a pass in all units. Where it reduces, it asks whether a parameter was ever whole; where a window goes
+    on, it does not, and fails ("no attribute '_unsharded_param'").
+    """
+    for group in fsdp_groups(model):
+        group.post_backward = functools.partial(_end_pass_if_gathered, group, group.post_backward)
+
+
+def _end_pass_if_gathered(group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+    if group.reduce_grads or any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+        post_backward(*args)
+
+
 def reshard_all(model: nn.Module) -> None:
     """Frees what a forward without gradients gathered and no backward will free."""
     for unit in sharded_modules(model):

@@ -1,0 +1,127 @@
+"""A tower of blocks that no forward enters: the step is the plain loop's, and nothing of the tower is gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import meet, run_on_ranks
+from support.traffic import Traffic
+from torch import nn
+
+NUM_MICRO_BATCHES, NUM_BLOCKS = 2, 3
+CASES = [
+    ("zero1", None),
+    ("zero2", None),
+    ("zero3", None),
+    ("zero3", 2),
+    ("zero3+by_block", None),
+]
+"""Strategies, and how many blocks are gathered ahead."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.linear(self.norm(x)))
+
+
+class Model(nn.Module):
+    """Towers on both sides of the blocks that rows go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.vision = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.audio = nn.ModuleList(Block() for _ in range(2))
+        for parameter in self.vision.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def rows(micro: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * micro + rank))
+
+
+def plain_step() -> dict[str, torch.Tensor]:
+    model = Model()
+    for micro in range(NUM_MICRO_BATCHES):
+        for rank in range(2):
+            (model(rows(micro, rank)) / (2 * NUM_MICRO_BATCHES)).backward()
+    torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1).step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def sharded_steps() -> list[tuple[float, int, int]]:
+    """For each case: how far the weights are off, and the gathers of a forward and of a window's backwards."""
+    from accelerate import Accelerator
+
+    from toolkit.sharding import sharding_kwargs
+    from toolkit.sharding.by_block import ByBlock
+    from toolkit.sharding.launched import accumulation_plugin
+    from toolkit.sharding.plugin import reset_accelerate
+
+    expected, found = plain_step(), []
+    for case, prefetch in CASES:
+        meet()
+        reset_accelerate()
+        word, _, by_block = case.partition("+")
+        backend: Any = sharding_kwargs(word, unit_classes=["Block"], prefetch=prefetch)
+        accelerator = Accelerator(gradient_accumulation_plugin=accumulation_plugin(NUM_MICRO_BATCHES), **backend)
+        model: Any = Model()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        batches, counted = [rows(micro, dist.get_rank()) for micro in range(NUM_MICRO_BATCHES)], Traffic()
+        if by_block:
+            with counted:
+                ByBlock(model, backend["fsdp_plugin"].unit_plan).run(
+                    [lambda batch=batch: model(batch) / NUM_MICRO_BATCHES for batch in batches]
+                )
+            optimizer.optimizer.step()
+        for batch in () if by_block else batches:
+            with accelerator.accumulate(model):
+                with counted:
+                    accelerator.backward(model(batch))
+                optimizer.step()
+        whole = {name: tensor.full_tensor() for name, tensor in model.named_parameters()}
+        off = max((whole[name] - expected[name]).abs().max().item() for name in expected)
+        found.append((off, counted.calls["all_gather"], counted.calls["reduce_scatter"]))
+        backend["fsdp_plugin"].close()
+        accelerator.end_training()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[tuple[float, int, int]]:
+    of_ranks = run_on_ranks(sharded_steps, 2)
+    assert of_ranks[0] == of_ranks[1]
+    return of_ranks[0]
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{word}-{ahead}" for word, ahead in CASES])
+def test_the_step_is_that_of_a_plain_loop(found: list[tuple[float, int, int]], index: int) -> None:
+    assert found[index][0] < 2e-6
+
+
+def test_no_block_of_a_tower_is_gathered(found: list[tuple[float, int, int]]) -> None:
+    """A block is gathered for a forward and again for its backward; ZeRO-1 and by block do so once for a window."""
+    gathers = {case: calls for case, (_, calls, _) in zip(CASES, found, strict=True)}
+    each = 2 * NUM_BLOCKS
+    assert gathers == {
+        ("zero1", None): NUM_BLOCKS,
+        ("zero2", None): NUM_BLOCKS,
+        ("zero3", None): each * NUM_MICRO_BATCHES,
+        ("zero3", 2): each * NUM_MICRO_BATCHES,
+        ("zero3+by_block", None): each,
+    }
