@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,6 +64,10 @@ def plain_step() -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+def loss_of_window(model: nn.Module, batch: torch.Tensor) -> Any:
+    return model(batch) / NUM_MICRO_BATCHES
+
+
 def sharded_steps() -> list[tuple[float, int, int]]:
     """For each case: how far the weights are off, and the gathers of a forward and of a window's backwards."""
     from accelerate import Accelerator
@@ -76,20 +81,19 @@ def sharded_steps() -> list[tuple[float, int, int]]:
     for case, prefetch in CASES:
         meet()
         reset_accelerate()
-        word, _, by_block = case.partition("+")
+        word, _, is_by_block = case.partition("+")
         backend: Any = sharding_kwargs(word, unit_classes=["Block"], prefetch=prefetch)
         accelerator = Accelerator(gradient_accumulation_plugin=accumulation_plugin(NUM_MICRO_BATCHES), **backend)
         model: Any = Model()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
         model, optimizer = accelerator.prepare(model, optimizer)
         batches, counted = [rows(micro, dist.get_rank()) for micro in range(NUM_MICRO_BATCHES)], Traffic()
-        if by_block:
+        if is_by_block:
             with counted:
-                ByBlock(model, backend["fsdp_plugin"].unit_plan).run(
-                    [lambda batch=batch: model(batch) / NUM_MICRO_BATCHES for batch in batches]
-                )
+                by_block = ByBlock(model, backend["fsdp_plugin"].unit_plan)
+                by_block.run([partial(loss_of_window, model, batch) for batch in batches])
             optimizer.optimizer.step()
-        for batch in () if by_block else batches:
+        for batch in () if is_by_block else batches:
             with accelerator.accumulate(model):
                 with counted:
                     accelerator.backward(model(batch))
