@@ -138,7 +138,6 @@ def apply(
         else:
             policy = root_policy if unit.kind == "root" else unit_policy
             _shard(modules, mesh, policy, strategy.reshard_each_micro_batch and unit.reshard_after_forward)
-    pass_over_ungathered_units(model)
     gather_in_float32(model, kept, beside_rounded=offload is not None)
     # After all units are made: now each rank knows its rows, and reads no others.
     _give_weights(model, originals, offload(model) if offload is not None else None)
@@ -211,6 +210,7 @@ def _schedule(
                 "reshard_after_forward is not possible with experts, whose units have ranks of their own"
             )
         reshard_in_groups(model, backward_mesh)
+    pass_over_ungathered_units(model)
     _prefetch(model, plan, prefetch)
     _follow_accumulation(model, strategy, is_last_micro_batch)
     _reshard_after_evaluation(model)
