@@ -266,7 +266,7 @@ class Builder:
         # A classifier writes nothing, nor does a reward model, so they need no token to stop at.
         # A target ends with one in any case.
         if train is not None and not self.classification and self.objective.kind not in ("reward", "seq2seq"):
-            warnings += reports.unclosed(self.tokenizer, train.rows, train.kept)
+            warnings += reports.unclosed(self.tokenizer, train.rows, train.kept, self.targets != "all")
         examples = {}
         if train is not None:
             length = self.data.max_length + (self.max_target or 0)

@@ -21,6 +21,9 @@ FLAGS = ("weight", "train", "training", "loss", "loss_scale", "mask")
 PARTS = "train_detail"
 """Which characters of a message are learned: a list of begin_offset and end_offset, both counted in, with `train`."""
 
+IN_PARTS = f"parts of a message are not learned ({PARTS})"
+"""What the report says of such a message."""
+
 MEDIA = tuple(
     name
     for kind in ("image", "video", "audio")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.data.examples import Conversation, Message
-from toolkit.data.flags import FLAGS, MEDIA, PARTS, is_learned, refuse_media, unlearned_parts
+from toolkit.data.flags import FLAGS, IN_PARTS, MEDIA, PARTS, is_learned, refuse_media, unlearned_parts
 from toolkit.data.problem import RowProblem
 from toolkit.data.thoughts import FIELDS, THOUGHTS, in_one_message, is_thought, thoughts_of
 from toolkit.data.values import encodable, is_absent, key_shown, parsed, text_of, type_of, writable
@@ -121,7 +121,7 @@ def _of_row(fields: dict[str, Any], role: str, words: str) -> dict[str, Any]:
     elif learned and role != "assistant":
         unread.append(f"a message of the {role} says that it is learned, and only the assistant's are")
     if parts:
-        unread.append(f"parts of a message are not learned ({PARTS})")
+        unread.append(IN_PARTS)
     found = {"unread": unread, "parts": parts, "weight": None if learned is None else int(learned)}
     return {key: value for key, value in found.items() if value not in (None, [], ())}
 

@@ -11,7 +11,10 @@ from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat import special_ids
+from toolkit.data.documents import Documents
+from toolkit.data.flags import IN_PARTS
 from toolkit.data.samples import Rows
+from toolkit.data.turn_ends import without_end
 from toolkit.errors import counted
 
 ROWS_NAMED = 20
@@ -303,8 +306,12 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: Any, targets: Any) -> dict[
     return {"tokens": len(ids), "target_tokens": int(targets.sum()), "segments": segments}
 
 
-def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any) -> list[str]:
-    """A warning for each source of which no end is learned, as its first row's last target is no special token."""
+def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, by_answer: bool) -> list[str]:
+    """A warning for each source of which no end is learned, or not of every answer.
+
+    Args:
+        by_answer: answers alone are learned, so that what follows the last target of each is somebody else's.
+    """
     special = special_ids(tokenizer)
     found = []
     for source, start in zip(rows.sources, rows.starts, strict=False):
@@ -318,14 +325,27 @@ def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any) -> list[
                     "learn to stop; use a tokenizer that has one (model.tokenizer)"
                 )
             continue
-        # One row tells: all rows of a source go through the same template.
+        # One row tells whether any end is learned: all rows of a source go through the same template.
         ids, targets = rows.tokens(int(mine[0]))
         if ids[np.flatnonzero(targets)[-1]] not in special:
             found.append(
                 f"{source.name}: no special token ends the assistant's turns, so the model does not learn to stop; "
                 "use a chat template whose end of turn is a special token of the tokenizer"
             )
+        elif by_answer and (some := _with_open_answers(source, special, mine - start)):
+            found.append(
+                f"{source.name}: {counted(len(some), 'row')} with an answer that no special token ends: "
+                f"{', '.join(source.row_name(row) for row in some[:3])}; there the model does not learn to stop"
+            )
     return found
+
+
+def _with_open_answers(source: Documents, special: set[int], mine: Any) -> list[int]:
+    """Those rows of a source with an answer that no special token ends."""
+    # Of answers that are learned in parts, the parts end anywhere.
+    notes = source.notes()
+    open_ones = np.intersect1d(without_end(source, special), mine).tolist()
+    return [row for row in open_ones if IN_PARTS not in notes.get(row, [])]
 
 
 UNREAD = re.compile(r"column (.*) is not read")

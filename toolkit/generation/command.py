@@ -21,7 +21,7 @@ from toolkit.errors import BadInputError
 from toolkit.generation.choices import encode_choices, log_probabilities
 from toolkit.generation.complete import Message, encode_prompt, stream
 from toolkit.generation.evaluation import Comparison, Evaluation, choose, evaluate, summary
-from toolkit.generation.load import Loaded, find_model, load_model, turn_ends
+from toolkit.generation.load import Loaded, find_model, load_model
 from toolkit.generation.options import Options, Sampling, encodable
 from toolkit.generation.rows import PromptRow, completions, encode_rows, read_rows
 from toolkit.terminal import Terminal
@@ -65,6 +65,8 @@ def load_for(options: Options) -> Iterator[Loaded]:
     """The model that the options name, with its generators seeded; the process's own are put back at the end."""
     with _quiet():
         loaded = load_model(options.source, options.dtype, options.device)
+        from toolkit.data.turn_ends import turn_ends
+
         if not options.raw and loaded.tokenizer.chat_template is not None and not turn_ends(loaded.tokenizer):
             _tell("the chat template closes no turn with a special token: answers may go on up to --max-new-tokens")
         import torch

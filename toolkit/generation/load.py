@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -290,20 +289,6 @@ def stop_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int
     """Tokens that end a text: of the generation settings, of the tokenizer, and of an assistant's turn."""
     configured = model.generation_config.eos_token_id
     ends = configured if isinstance(configured, list) else [configured]
+    from toolkit.data.turn_ends import turn_ends
+
     return frozenset(int(end) for end in [*ends, tokenizer.eos_token_id] if end is not None) | turn_ends(tokenizer)
-
-
-def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Special tokens that the chat template puts behind an assistant's words; none without a template."""
-    if tokenizer.chat_template is None:
-        return frozenset()
-    from toolkit.data.chat import special_ids
-    from toolkit.data.templates import rendered
-
-    words = "Seven"
-    messages = [{"role": "user", "content": "What is three plus four?"}, {"role": "assistant", "content": words}]
-    with suppress(Exception):  # a template is a program, and may refuse a conversation in any way
-        text = rendered(tokenizer, messages)
-        behind = tokenizer(text.rpartition(words)[2], add_special_tokens=False)["input_ids"]
-        return frozenset(behind) & special_ids(tokenizer)
-    return frozenset()

@@ -11,6 +11,7 @@ from toolkit.data.cache import cache_folder
 from toolkit.data.loader import EpochOrder
 from toolkit.data.samples import JudgedSamples, PairSamples
 from toolkit.errors import BadInputError
+from toolkit.model.adapters import base_of
 from toolkit.model.load import fingerprint
 from toolkit.objectives.kto import Kto
 from toolkit.objectives.preference import Preference
@@ -24,6 +25,7 @@ from toolkit.run.rows import build_windows, last_position, rest_of_run
 from toolkit.run.sequence_check import part_of
 from toolkit.run.sharded_model import plan_memory, shard_model
 from toolkit.run.stages import CheckedModel, OpenedRun, PreparedRun, ShardedModel, Shown
+from toolkit.run.stop_tokens import teach_to_stop
 from toolkit.terminal import Pass
 
 
@@ -55,7 +57,8 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
         num_steps, num_positions = rest_of_run(recipe, num_steps, size, num_positions, resumed)
     accumulation = accumulation_of(recipe, planned, opened.plugin, sharded.model, opened.device, checked.alone)
     shown = Shown(checked.data.report, [])
-    return PreparedRun(on_meta, planned, sharded, checked, windows, num_steps, num_positions, accumulation, shown)
+    ends = teach_to_stop(base_of(sharded.inner), on_meta.tokenizer, checked.data.train)
+    return PreparedRun(on_meta, planned, sharded, checked, windows, num_steps, num_positions, accumulation, shown, ends)
 
 
 def _with_references(

@@ -39,6 +39,8 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
         facts["adapters"] = adapter_fact(inner)
     if (told := quantised_fact(inner)) is not None:
         facts["quantised"] = told
+    if run.ends is not None:
+        facts["stop"] = run.ends
     if run.teacher is not None:
         facts["teacher"] = teacher_fact(recipe, run.teacher)
     if told := inner.fit.describe():

@@ -167,6 +167,7 @@ class PreparedRun:
         num_steps: optimizer steps of the whole run, those before a checkpoint included.
         num_positions: samples of the whole run.
         accumulation: how the micro-batches of a step run.
+        ends: which tokens end what is learned; None: the model writes no text.
     """
 
     on_meta: MetaModel
@@ -178,6 +179,7 @@ class PreparedRun:
     num_positions: int
     accumulation: Accumulation
     shown: Shown
+    ends: str | None
 
     @property
     def model(self) -> nn.Module:

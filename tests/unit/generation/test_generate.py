@@ -36,6 +36,7 @@ from toolkit.cli.app import main
 from toolkit.data.chat import render
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.turn_ends import turn_ends
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.generation.choices import encode_choices, log_probabilities
 from toolkit.generation.command import converse
@@ -52,7 +53,7 @@ from toolkit.generation.complete import (
     stream,
 )
 from toolkit.generation.evaluation import Comparison, choose, evaluate, summary
-from toolkit.generation.load import Loaded, find_model, load_model, stop_tokens, turn_ends
+from toolkit.generation.load import Loaded, find_model, load_model, stop_tokens
 from toolkit.generation.options import Sampling
 from toolkit.generation.rows import PromptRow, completions, read_rows
 

@@ -1,0 +1,66 @@
+"""Tokens that end what a model writes, and answers that do not end with one."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.chat import special_ids
+from toolkit.data.documents import Documents
+from toolkit.data.samples import TextSamples
+from toolkit.data.templates import rendered
+
+SAMPLES_LOOKED_AT = 256
+"""Among which the tokens are looked for that end what is learned: a template has one or two."""
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Special tokens that the chat template puts behind an assistant's words; none without a template."""
+    if tokenizer.chat_template is None:
+        return frozenset()
+    words = "Seven"
+    messages = [{"role": "user", "content": "What is three plus four?"}, {"role": "assistant", "content": words}]
+    with suppress(Exception):  # a template is a program, and may refuse a conversation in any way
+        text = rendered(tokenizer, messages)
+        behind = tokenizer(text.rpartition(words)[2], add_special_tokens=False)["input_ids"]
+        return frozenset(behind) & special_ids(tokenizer)
+    return frozenset()
+
+
+def learned_ends(samples: TextSamples, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that the samples teach as the end of a text or of a turn.
+
+    The last target alone does not tell: of Harmony's earlier turns it is a token that ends a channel, too, and a long
+    text is cut anywhere.
+    """
+    possible = turn_ends(tokenizer) | {tokenizer.eos_token_id}
+    found: set[int] = set()
+    for number in range(min(len(samples), SAMPLES_LOOKED_AT)):
+        for ids, targets in samples.tokens(number):
+            learned = np.flatnonzero(targets)
+            if len(learned):
+                found.add(int(ids[learned[-1]]))
+    return frozenset(found & possible)
+
+
+def without_end(source: Documents, special: Set[int]) -> Any:
+    """Numbers of the rows with an answer whose last token is not among these; their targets are whole answers."""
+    found, before = [], 0
+    for batch in source.table.to_batches():
+        ids, targets = (batch.column(name) for name in ("input_ids", "targets"))
+        edges = targets.offsets.to_numpy() - targets.offsets[0].as_py()
+        learned = targets.flatten().to_numpy(zero_copy_only=False)
+        last = learned.copy()
+        last[:-1] &= ~learned[1:]
+        rows = np.flatnonzero(edges[1:] > edges[:-1])
+        ends = edges[1:][rows] - 1
+        last[ends] = learned[ends]  # the next row's first token goes on with nothing
+        places = np.flatnonzero(last)
+        unclosed = places[~np.isin(ids.flatten().to_numpy()[places], list(special))]
+        found.append(before + np.unique(np.searchsorted(edges, unclosed, side="right") - 1))
+        before += len(batch)
+    return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
