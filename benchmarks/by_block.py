@@ -172,7 +172,7 @@ def by_toolkit(variant: str, work: Work, rank: int) -> Callable[[int], None]:
     settings = TrainingSection(output_dir="unused", max_steps=1)
     by_block = ByBlock(model, arguments["fsdp_plugin"].unit_plan) if variant == BY_BLOCK else None
     unused: Any = None
-    trainer = Trainer(accelerator, model, optimizer, schedule, objective, settings, unused, unused, by_block=by_block)
+    trainer = Trainer(accelerator, model, optimizer, schedule, objective, settings, unused, by_block=by_block)
     model.train()
     steps = iter(range(10**9))
 

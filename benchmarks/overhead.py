@@ -105,7 +105,7 @@ def by_toolkit(strategy: str, rank: int) -> Turn:
     schedule = build_schedule(optimizer.optimizer, ScheduleSection(kind="constant"), 10**6)
     settings = TrainingSection(output_dir="unused", max_steps=1)
     unused: Any = None
-    trainer = Trainer(accelerator, model, optimizer, schedule, objective, settings, unused, unused)
+    trainer = Trainer(accelerator, model, optimizer, schedule, objective, settings, unused)
     model.train()
     steps = iter(range(10**9))
     return lambda: trainer.train_step([batch(rank, next(steps))]).loss

@@ -245,6 +245,8 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: An
         from toolkit.run.stages import OpenedRun
         from toolkit.terminal import Terminal
         from toolkit.training.metrics import Metrics
+        from toolkit.training.non_finite import NonFiniteSteps
+        from toolkit.training.records import Records
         from toolkit.training.trainer import Trainer
 
         gate.imported()
@@ -270,8 +272,8 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: An
 
         with Metrics(accelerator, output / "metrics.jsonl", recipe.logging, run.num_steps) as metrics:
             trainer = GatedTrainer(
-                accelerator, run.model, run.sharded.optimizer, schedule, run.objective, recipe.training, metrics,
-                run.windows,
+                accelerator, run.model, run.sharded.optimizer, schedule, run.objective, recipe.training, run.windows,
+                extensions=[Records(metrics), NonFiniteSteps(metrics, recipe.training.max_non_finite_steps)],
             )  # fmt: skip
             with contextlib.suppress(OverError):
                 trainer.fit()

@@ -48,6 +48,8 @@ from toolkit.sharding.launched import accumulation_plugin
 from toolkit.sharding.sequence import form_groups
 from toolkit.sharding.shards import local_tensor, state_once
 from toolkit.sharding.strategy import STRATEGIES
+from toolkit.training.expert_loads import ExpertLoads
+from toolkit.training.records import Records
 from toolkit.training.trainer import Trainer
 
 NUM_RANKS = 4
@@ -131,9 +133,9 @@ def make_trainer(run: Run) -> Any:
         objective,
         settings,
         unused,
-        unused,
         by_block=ByBlock(inner, plugins["fsdp_plugin"].unit_plan) if run.by_block else None,
         balance=balance,
+        extensions=[] if balance is None else [ExpertLoads(balance, unused)],
     )
 
 
@@ -154,7 +156,7 @@ def train(run: Run) -> dict[str, Any]:
         trainer.train_step(window)
         met = seen.meetings[before:]
         records: list[Any] = []
-        trainer.metrics = mock.Mock(evaluation=records.append)
+        trainer.extensions = [*trainer.extensions, Records(mock.Mock(evaluation=records.append))]
         trainer.evaluation = lambda: window
         trainer.evaluate()
         model, optimizer = trainer.accelerator.unwrap_model(trainer.model), trainer.optimizer.optimizer

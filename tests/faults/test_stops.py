@@ -157,10 +157,10 @@ def test_a_signal_that_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, it is the launcher's echo; SIGINT some seconds later is a person who does not want to wait."""
     before = signal.getsignal(signal.SIGINT)
     with StopRequests(None) as stop:
-        assert stop.reason is None
+        assert stop.reason_to_stop() is None
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
             os.kill(os.getpid(), number)
-            assert stop.reason == "SIGINT"
+            assert stop.reason_to_stop() == "SIGINT"
         monkeypatch.setattr("toolkit.training.stop.SAME_REQUEST_SECONDS", -1.0)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):

@@ -166,8 +166,7 @@ def part(folder: str, strategy: str, offload: bool, accumulation: int, stop_afte
     class Asked(runs.StopRequests):
         """The last rank is asked to stop after a step; the others are not."""
 
-        @property
-        def reason(self) -> str | None:
+        def reason_to_stop(self) -> str | None:
             step = len(seen) // accumulation + start
             return "enough" if step == stop_after and rank_here() == world_size() - 1 else None
 

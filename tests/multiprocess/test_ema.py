@@ -54,8 +54,8 @@ def values(folder: Path, name: str, case: str, **training: Any) -> dict[str, Any
 
 def runs(folder: Path) -> dict[str, Any]:
     from toolkit import Recipe, finetune
-    from toolkit.optim.ema import Ema
     from toolkit.run import fit as fit_module
+    from toolkit.training.averages import WeightAverages
 
     ranks, found = int(os.environ["WORLD_SIZE"]), {}
     sizes: list[int] = []
@@ -63,8 +63,8 @@ def runs(folder: Path) -> dict[str, Any]:
 
     def measured(*args: Any) -> Any:
         trainer = build(*args)
-        assert isinstance(trainer.ema, Ema)
-        sizes.append(sum(tensor.to_local().nbytes for tensor in trainer.ema.tensors.values()))
+        [averages] = [each for each in trainer.extensions if isinstance(each, WeightAverages)]
+        sizes.append(sum(tensor.to_local().nbytes for tensor in averages.ema.tensors.values()))
         return trainer
 
     def run(name: str, case: str, **training: Any) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.plugin import reset_accelerate
 from toolkit.sharding.sequence import form_groups
 from toolkit.sharding.shards import whole_tensor
+from toolkit.training.expert_loads import ExpertLoads
 from toolkit.training.trainer import Trainer
 
 Case = tuple[str, str, int, bool, str]
@@ -98,14 +99,14 @@ def sharded_step(
         objective,
         settings,
         nothing,
-        nothing,
         by_block=by_block,
         balance=balance,
+        extensions=[ExpertLoads(balance, nothing)],
     )
     group, part = divmod(accelerator.process_index, sequence)
     window = windows_of(accelerator.num_processes // sequence, accumulation)[group]
     step = trainer.train_step([Part(part, sequence).of(batch) for batch in window])
-    return {"loss": step.loss, "norm": step.grad_norm, "experts": step.experts, "gradients": found}
+    return {"loss": step.loss, "norm": step.grad_norm, "experts": step.metrics, "gradients": found}
 
 
 def compare_step(found: dict[str, Any], plain: Step) -> None:

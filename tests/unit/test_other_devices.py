@@ -37,7 +37,7 @@ def of_windows() -> list[str]:
     modules = {name: importlib.reload(importlib.import_module(f"toolkit.{name}")) for name in names}
     with modules["training.stop"].StopRequests(None) as requests:
         os.kill(os.getpid(), signal.SIGTERM)
-        reason = requests.reason
+        reason = requests.reason_to_stop()
     with modules["cli.launcher"]._signals_handed_on():
         pass
     peak = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=7))

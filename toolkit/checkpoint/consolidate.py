@@ -40,12 +40,13 @@ from toolkit.checkpoint.manifest import (
     read_checkpoint,
     step_folder,
 )
-from toolkit.checkpoint.state import AVERAGE, MODEL
+from toolkit.checkpoint.state import MODEL
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import add_adapter, has_adapter, quantise, write_adapter
 from toolkit.model.file_names import FileNames
 from toolkit.model.load import auto_class, take_generation_settings
+from toolkit.optim.ema import AVERAGE
 from toolkit.paths import GIB, is_store
 from toolkit.recipe.schema import AdapterSection, ExportSection
 

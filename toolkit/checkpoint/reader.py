@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from toolkit import ranks
 from toolkit.checkpoint.manifest import METRICS, Manifest
 from toolkit.checkpoint.state import MODEL, described, first_failure, first_impossible, put_back, with_optimizer_state
 from toolkit.errors import BadInputError
-from toolkit.optim.ema import Ema
 from toolkit.recipe.recipe import Recipe
 
 MATTERS = ("model", "data", "objective", "adapter", "optimizer.kind", "training.seed", "training.ema")
@@ -80,14 +80,18 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def load_tensors(
-    folder: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None
+    folder: Path,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    more: Mapping[str, torch.Tensor],
 ) -> None:
-    """Reads the state into a model, an optimizer and averages, sharded as they are now. Collective.
+    """Reads the state into a model, an optimizer and tensors of extensions, sharded as they are now. Collective.
 
     Raises:
         BadInputError: where the checkpoint's tensors are not theirs.
     """
-    tensors = with_optimizer_state(model, optimizer, ema)
+    tensors = with_optimizer_state(model, optimizer, more)
     # Types and shapes are compared before anything is read, for an error that names the tensor.
     problem = _misfit(manifest.tensors, described(tensors))
     if problem is not None:

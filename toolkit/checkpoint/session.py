@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,12 +23,15 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
-from toolkit.errors import BadInputError, ToolkitError, first_line
+from toolkit.errors import BadInputError, StoppedError, ToolkitError, first_line
 from toolkit.model.adapters import base_fingerprint
 from toolkit.recipe.recipe import Recipe
 from toolkit.training.durable_writes import PATIENCE_SECONDS
-from toolkit.training.heartbeat import Heartbeat, Phase
+from toolkit.training.extension import Extension
+from toolkit.training.heartbeat import Heartbeat
 from toolkit.training.metrics import Metrics
+from toolkit.training.phase import Phase
+from toolkit.training.step import Step
 from toolkit.training.trainer import Trainer
 
 TELL_SECONDS = 10.0
@@ -38,13 +43,13 @@ PARTING_SECONDS = 20.0
 PACKAGES = ("torch", "accelerate", "transformers", "datasets")
 
 
-class RunCheckpoints:
+class RunCheckpoints(Extension):
     """Saves the state of a run, and restores it. As a block it waits at its end for what is written and copied.
 
     Args:
         run: the output folder.
         store: where the checkpoints are kept instead; None: in the output folder.
-        beats: told that this rank goes on while it waits.
+        heartbeat: beats while this rank waits.
         strategy: as an Accelerate config would say it; for people.
         data: identifies the tokenised data.
         model: as `accelerator.prepare` gave it.
@@ -64,7 +69,7 @@ class RunCheckpoints:
         optimizer: torch.optim.Optimizer,
         metrics: Metrics,
         store: StorePath | None,
-        beats: Heartbeat,
+        heartbeat: Heartbeat,
         teacher: str | None = None,
         content: str | None = None,
     ) -> None:
@@ -78,7 +83,7 @@ class RunCheckpoints:
         self._optimizer = optimizer
         self._metrics = metrics
         self._run = run
-        self._beats = beats
+        self._heartbeat = heartbeat
         ranks.on_first_rank(lambda: clear_unfinished(run))
         if store is not None:
             ranks.on_first_rank(lambda: upload.clear_unfinished(store))
@@ -87,17 +92,29 @@ class RunCheckpoints:
         self._saved_step = -1
         self._saved_at = time.monotonic()
 
-    def is_late(self) -> bool:
-        """Whether it is time for a save by `every_minutes`: asked on rank 0, whose clock decides for all."""
+    def wants_save(self) -> bool:
+        """Tells whether it is time for a save by `every_minutes`; the clock of rank 0 decides for all."""
         minutes = self._recipe.checkpoint.minutes
         return ranks.rank() == 0 and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
-    def due(self, step: int) -> bool:
+    def between_steps(self, trainer: Trainer, step: Step) -> None:
+        """Saves the state if a checkpoint is due or asked for.
+
+        Raises:
+            StoppedError: a rank was asked to end; the state is saved, if it could be.
+        """
+        # Before what is due: one save, which the end waits for.
+        if step.stop is not None:
+            saved = self.save(trainer, wait=True)
+            what = "its state is saved; the same command goes on from there" if saved else "its state was NOT saved"
+            raise StoppedError(f"stopped after step {trainer.global_step}: {step.stop}; {what}")
         every = self._recipe.checkpoint.every_steps
-        return every is not None and step % every == 0
+        if step.save or (every is not None and trainer.global_step % every == 0):
+            self.save(trainer)
 
     def save(self, trainer: Trainer, wait: bool = False) -> bool:
         """Saves the state after the trainer's last step, unless that is done; whether it is, as far as is known."""
+        trainer.enter_phase(Phase.SAVE)
         # The last step of a run can be due by `every_steps`, too.
         if self._saved_step == trainer.global_step:
             return self._checkpointer.wait() and (not wait or self._is_copied())
@@ -123,11 +140,11 @@ class RunCheckpoints:
             scaler=scaler.state_dict() if scaler is not None else None,
             eval_loss=losses[-1] if losses else None,
             non_finite=_non_finite_step(trainer),
-            loads=trainer.experts.unrecorded,
+            **_merged(extension.state() for extension in trainer.extensions),
             date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             versions={package: version(package) for package in PACKAGES},
         )
-        tensors = named_tensors(self._model, self._optimizer, trainer.ema)
+        tensors = named_tensors(self._model, self._optimizer, _tensors_of(trainer))
         parameters = [name for name, _ in self._model.named_parameters()]
         job = Job(manifest, tensors, parameters, random_states(), self._metrics.records)
         return self._checkpointer.save(job, wait) and (not wait or self._is_copied())
@@ -147,7 +164,7 @@ class RunCheckpoints:
         return missing is None
 
     def _wait_on(self, what: str) -> None:
-        self._beats.at(Phase.SAVE)
+        self._heartbeat.enter_phase(Phase.SAVE)
         if time.monotonic() - self._told > TELL_SECONDS:
             self._told = time.monotonic()
             self._metrics.tell(what)
@@ -158,7 +175,7 @@ class RunCheckpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._beats.at(Phase.SAVE)
+        self._heartbeat.enter_phase(Phase.SAVE)
         # After an error, too: the save under way may be what the next start goes on from.
         self._checkpointer.wait()
         if error is not None and ranks.fails_alone(error) and self._checkpointer.uploads is not None:
@@ -208,12 +225,13 @@ class RunCheckpoints:
     ) -> None:
         records = ranks.on_first_rank(lambda: reader.read_records(folder))
         reader.require_consistent(manifest, records)
-        reader.load_tensors(folder, manifest, self._model, self._optimizer, trainer.ema)
+        reader.load_tensors(folder, manifest, self._model, self._optimizer, _tensors_of(trainer))
         # The schedule has no state in the checkpoint: it follows from the steps, and waits in those that are skipped.
         for _ in range(manifest.step - manifest.trainer.get("skipped_steps", 0)):
             schedule.step()
         trainer.resume(manifest.trainer, manifest.samples, num_positions, manifest.stream)
-        trainer.experts.resume(manifest.loads)
+        for extension in trainer.extensions:
+            extension.resume(vars(manifest))
         self._metrics.resume(records)
         if self._accelerator.scaler is not None and manifest.scaler is not None:
             self._accelerator.scaler.load_state_dict(manifest.scaler)
@@ -238,6 +256,14 @@ def require_output_dir(run: Path) -> None:
             )
 
     ranks.on_first_rank(look)
+
+
+def _merged(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: value for mapping in mappings for key, value in mapping.items()}
+
+
+def _tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return _merged(extension.tensors() for extension in trainer.extensions)
 
 
 def _non_finite_step(trainer: Trainer) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import first_line
 from toolkit.model.adapters import has_adapter, trained_names
-from toolkit.optim.ema import Ema
 from toolkit.sharding.shards import beside, local_tensor, state_once
 
-MODEL, AVERAGE = "model.", "average."
-"""Before the names of the model's tensors and of their averages; the optimizer's begin with `optimizer.`"""
+MODEL = "model."
+"""Comes before the names of the model's tensors; the optimizer's begin with `optimizer.`, averages with `average.`"""
 
 
 def named_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer, more: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> dict[str, torch.Tensor]:
-    """The live tensors of model, optimizer and averages: DTensors where they are sharded, tied weights once.
+    """The live tensors of model, optimizer and what else is saved: DTensors where they are sharded, tied weights once.
 
     Of an adapted model only what is trained: the rest is where it was. With offload they are the float32
     masters and the moments on the host, as without. A tensor without dimensions is shown with one, and a
@@ -34,11 +34,12 @@ def named_tensors(
 
     Args:
         model: not wrapped in DDP.
+        more: tensors of extensions, by their names in a checkpoint.
     """
     state = state_once(model)
     kept_names = trained_names(model) if has_adapter(model) else state.keys()
     tensors = {f"{MODEL}{name}": tensor for name, tensor in state.items() if name in kept_names}
-    tensors |= {f"{AVERAGE}{name}": tensor for name, tensor in ema.tensors.items()} if ema is not None else {}
+    tensors |= more
     tensors |= {name: unquantised(value) for name, value in _optimizer_tensors(model, optimizer)}
     return {name: tensor.detach() if tensor.ndim else tensor.detach().view(1) for name, tensor in tensors.items()}
 
@@ -135,13 +136,13 @@ def quantise_into(moment: Any, values: torch.Tensor) -> None:
 
 
 def with_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, more: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """`named_tensors`, after the optimizer has made the tensors that it otherwise makes in its first step."""
     # torch makes missing state by a step on zeros of its own. Taken for parameters that no rank used, these once
     # cost every resumed run its moments (docs/log.md).
     get_optimizer_state_dict(model, optimizer)
-    return named_tensors(model, optimizer, ema)
+    return named_tensors(model, optimizer, more)
 
 
 def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

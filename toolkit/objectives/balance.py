@@ -169,10 +169,13 @@ class Balance:
 
     @torch.no_grad()
     def move_biases(self) -> None:
-        """Raises the bias of experts with fewer choices than the mean and lowers the others', once a step."""
+        """Raises the bias of experts with fewer choices than the mean and lowers the others'. Collective."""
+        if not self.losses.bias_rate:
+            return
+        self._exchange()
         for number, sums in self._all.items():
             bias = self.routers[number].bias
-            if self.losses.bias_rate and bias is not None:
+            if bias is not None:
                 bias += self.losses.bias_rate * (sums[0].mean() - sums[0]).sign().to(bias.dtype)
 
     def count(self, number: int, output: Any, one: _MicroBatch) -> None:

@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor
 from toolkit.sharding.offload import engine_of
 from toolkit.sharding.shards import beside, local_tensor, state_once
 
+AVERAGE = "average."
+"""Comes before the names of averages in a checkpoint."""
+
 
 class Ema:
     """Averages of a model's trainable parameters, in float32: average = decay x average + (1 - decay) x weight.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +28,16 @@ from toolkit.run.held_out_samples import first_samples, last_samples
 from toolkit.run.live import LiveReport
 from toolkit.run.rows import build_evaluation
 from toolkit.run.stages import OpenedRun, PreparedRun
+from toolkit.training.averages import WeightAverages
 from toolkit.training.durable_writes import patiently
+from toolkit.training.early_stopping import EarlyStopping
+from toolkit.training.expert_loads import ExpertLoads
+from toolkit.training.extension import Extension
 from toolkit.training.heartbeat import Heartbeat
 from toolkit.training.metrics import Metrics
+from toolkit.training.non_finite import NonFiniteSteps
 from toolkit.training.profile import StepProfile
+from toolkit.training.records import Records
 from toolkit.training.stop import StopRequests
 from toolkit.training.trainer import Trainer
 from toolkit.training.usage import ModelFlops, model_flops
@@ -85,7 +92,8 @@ def fit(
         ) as metrics,
     ):
         checkpoints = _checkpoints_of(opened, run, metrics, store, heartbeat)
-        trainer = _build_trainer(opened, run, metrics, stop, checkpoints, profile, heartbeat)
+        extensions = _extensions_of(opened, run, metrics, checkpoints, profile, heartbeat)
+        trainer = _build_trainer(opened, run, [stop, *extensions])
         if found.start is not None:
             checkpoints.restore(*found.start, trainer, trainer.schedule, run.num_positions)
         count = recipe.logging.held_out_samples
@@ -124,17 +132,8 @@ def _checkpoints_of(
     )
 
 
-def _build_trainer(
-    opened: OpenedRun,
-    run: PreparedRun,
-    metrics: Metrics,
-    stop: StopRequests,
-    checkpoints: RunCheckpoints,
-    profile: StepProfile | None,
-    heartbeat: Heartbeat,
-) -> Trainer:
+def _build_trainer(opened: OpenedRun, run: PreparedRun, extensions: Sequence[Extension]) -> Trainer:
     recipe, accelerator, optimizer = opened.recipe, opened.accelerator, run.sharded.optimizer
-    decay = recipe.training.ema
     return Trainer(
         accelerator,
         run.model,
@@ -142,19 +141,34 @@ def _build_trainer(
         build_schedule(inner_optimizer(optimizer), recipe.schedule, run.num_steps),
         run.objective,
         recipe.training,
-        metrics,
         run.windows,
         evaluation=build_evaluation(accelerator, recipe, run.data),
-        flops=_flops(accelerator, run.inner),
-        stop_reason=lambda: stop.reason,
-        save_requested=lambda: stop.take_save() or checkpoints.is_late(),
-        checkpoints=checkpoints,
-        profile=profile,
-        beats=heartbeat,
         by_block=run.accumulation.by_block,
         balance=run.balance,
-        ema=None if decay is None else Ema(run.inner, decay),
+        extensions=extensions,
     )
+
+
+def _extensions_of(
+    opened: OpenedRun,
+    run: PreparedRun,
+    metrics: Metrics,
+    checkpoints: RunCheckpoints,
+    profile: StepProfile | None,
+    heartbeat: Heartbeat,
+) -> list[Extension]:
+    """Builds what hangs on this run's loop. Records come first, since checkpoints hold them and errors follow them."""
+    settings = opened.recipe.training
+    found: list[Extension] = [heartbeat, Records(metrics, _flops(opened.accelerator, run.inner))]
+    found.append(NonFiniteSteps(metrics, settings.max_non_finite_steps))
+    if settings.ema is not None:
+        found.append(WeightAverages(Ema(run.inner, settings.ema)))
+    if run.balance.routers:
+        found.append(ExpertLoads(run.balance, metrics))
+    if settings.patience is not None:
+        found.append(EarlyStopping(settings.patience, metrics, lambda trainer: checkpoints.save(trainer, wait=True)))
+    found.append(checkpoints)
+    return found if profile is None else [*found, profile]
 
 
 def _report_stream(opened: OpenedRun, run: PreparedRun) -> None:

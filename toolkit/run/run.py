@@ -47,7 +47,7 @@ from toolkit.supervise.rank_status import REPORT
 from toolkit.supervise.store_lease import owned_store
 from toolkit.supervise.watched import watched
 from toolkit.training.durable_writes import patiently
-from toolkit.training.heartbeat import Phase
+from toolkit.training.phase import Phase
 
 
 def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> FinetuneResult:
@@ -90,9 +90,9 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
             facts["resumed"] = f"after step {found.start[1].step:,}; the duration is that of the rest"
         live = _live_report(opened, run, facts, started)
         with ended_in(live):
-            heartbeat.at(Phase.RESTORE)
+            heartbeat.enter_phase(Phase.RESTORE)
             fitted = fit(opened, run, found, store, heartbeat, live)
-            heartbeat.at(Phase.EXPORT)
+            heartbeat.enter_phase(Phase.EXPORT)
             export_dir, difference, sample = export_model(opened, run)
             seconds = time.perf_counter() - started
             guess = uniform_guess(run.objective, run.inner, recipe.objective.class_weights)
@@ -102,7 +102,7 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
         print_result(console, recipe, result)
         if fitted.missing is not None:
             console.warn(fitted.missing)
-        heartbeat.at(Phase.EXPORT)
+        heartbeat.enter_phase(Phase.EXPORT)
         _push(recipe, result)
         return result
 

@@ -19,7 +19,8 @@ from toolkit.supervise.flight_recorder import last_collectives
 from toolkit.supervise.rank_status import FOLDER
 from toolkit.supervise.watchdog import STALL_FILE, Watch
 from toolkit.supervise.watchdog_process import guarded
-from toolkit.training.heartbeat import RECORD_BYTES, Heartbeat, Phase, mark_watched, read_heartbeat
+from toolkit.training.heartbeat import RECORD_BYTES, Heartbeat, mark_watched, read_heartbeat
+from toolkit.training.phase import Phase
 
 PREFIX = "finetune-toolkit-"
 """Of the folders with records, in the folder for temporary files of each host."""
@@ -58,7 +59,7 @@ def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Heartbeat
     record = local / f"rank_{ranks.rank():05d}"
     memory = _mapped(record)
     beats = Heartbeat(memory)
-    beats.at(Phase.START)
+    beats.enter_phase(Phase.START)
     mark_watched(memory, time.monotonic_ns(), os.getpid())
     ranks.gather_objects(None)  # every rank's record is there
     watch = Watch(memory, ranks.rank(), local, shared, limit, interval, threading.get_ident(), details=last_collectives)

@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
+from toolkit import ranks
 from toolkit.errors import counted
+from toolkit.training.extension import Extension
+from toolkit.training.metrics import Metrics
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
+
+
+class EarlyStopping(Extension):
+    """Ends the run once the held-out loss falls no more. All ranks end alike, as after a last step.
+
+    Args:
+        patience: evaluations in a row without a lower held-out loss.
+        save: saves the state of the trainer before the run ends.
+    """
+
+    def __init__(self, patience: int, metrics: Metrics, save: Callable[[Trainer], Any] = lambda trainer: None) -> None:
+        self._patience = patience
+        self._metrics = metrics
+        self._save = save
+
+    def ends_run(self, trainer: Trainer) -> bool:
+        why = ranks.gather_objects(patience_is_over(self._metrics.records, self._patience))[0]
+        if why is None:
+            return False
+        self._metrics.tell(f"ended after step {trainer.global_step}: {why}")
+        self._save(trainer)
+        return True
 
 
 def patience_is_over(records: Iterable[dict[str, Any]], patience: int | None) -> str | None:

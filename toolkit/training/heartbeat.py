@@ -6,23 +6,9 @@ import mmap
 import struct
 import time
 from dataclasses import dataclass
-from enum import IntEnum
 
-
-class Phase(IntEnum):
-    """What a rank does."""
-
-    START = 0
-    DATA = 1
-    FORWARD = 2
-    BACKWARD = 3
-    COLLECTIVE = 4
-    OPTIMIZER = 5
-    SAVE = 6
-    EVALUATE = 7
-    EXPORT = 8
-    RESTORE = 9
-
+from toolkit.training.extension import Extension
+from toolkit.training.phase import Phase
 
 # Sequence number, phase, step, monotonic nanoseconds, and the sequence number again.
 _BEAT = struct.Struct("=qqqqq")
@@ -51,7 +37,7 @@ class Beat:
     pid: int
 
 
-class Heartbeat:
+class Heartbeat(Extension):
     """Writes a rank's record. A beat takes no lock and no system call, so that it can be taken many times a step.
 
     Args:
@@ -62,8 +48,7 @@ class Heartbeat:
         self._memory = bytearray(RECORD_BYTES) if memory is None else memory
         self._sequence = 0
 
-    def at(self, phase: Phase, step: int = 0) -> None:
-        """Says that `phase` of `step` begins."""
+    def enter_phase(self, phase: Phase, step: int = 0) -> None:
         self._sequence = sequence = self._sequence + 1
         _BEAT.pack_into(self._memory, 0, sequence, phase, step, time.monotonic_ns(), sequence)
 

@@ -12,10 +12,16 @@ import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+
+from toolkit.training.extension import Extension
+from toolkit.training.step import Step
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 PROFILED, DATA, UPDATE = "toolkit.profiled", "toolkit.data", "toolkit.update"
 """Labels of what the trainer does."""
@@ -110,7 +116,7 @@ def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-class StepProfile:
+class StepProfile(Extension):
     """Profiles the steps from `first` to `last`, on every rank.
 
     Args:
@@ -129,15 +135,15 @@ class StepProfile:
         self._profiler: torch.profiler.profile | None = None
         self._region = label(PROFILED)
 
-    def before(self, step: int) -> None:
+    def before_step(self, step: int) -> None:
         if step == self._first:
             self._profiler = torch.profiler.profile()
             self._profiler.start()
             self._region.__enter__()
 
-    def after(self, step: int) -> None:
+    def between_steps(self, trainer: Trainer, step: Step) -> None:
         """At the end of the last step writes the trace and finds the shares. Collective there."""
-        if step != self._last or self._profiler is None:
+        if trainer.global_step != self._last or self._profiler is None:
             return
         if self._accelerator.device.type == "cuda":
             # Kernels of the last step may still be queued, and would be missing.

@@ -12,7 +12,12 @@ from toolkit.training.usage import Counts
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step, over all ranks."""
+    """One optimizer step, over all ranks.
+
+    Attributes:
+        metrics: what extensions add to its record.
+        learning_rate: with which it was taken; known once the step is counted, as `seconds` is.
+    """
 
     loss: float
     grad_norm: float
@@ -24,7 +29,9 @@ class Step:
     skipped: bool
     stop: str | None
     save: bool
-    experts: dict[str, Any]
+    metrics: dict[str, Any]
+    learning_rate: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from toolkit.errors import StoppedError
+from toolkit.training.extension import Extension
 
 HANG_UP: signal.Signals | None = getattr(signal, "SIGHUP", None)
 SAVE_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
@@ -22,7 +23,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, *([HANG_UP] if HANG_UP else []))
 SAME_REQUEST_SECONDS = 3.0
 
 
-class StopRequests:
+class StopRequests(Extension):
     """While entered, SIGTERM, SIGINT and SIGHUP only ask for an end; a SIGINT some seconds later ends at once.
 
     SIGHUP comes when the terminal is closed. A process that `nohup` started goes on, unless it is a rank of `torchrun`
@@ -34,9 +35,6 @@ class StopRequests:
 
     Args:
         time_limit_minutes: of the run, from now on.
-
-    Attributes:
-        reason: why to end; None: go on.
     """
 
     def __init__(self, time_limit_minutes: float | None) -> None:
@@ -47,14 +45,13 @@ class StopRequests:
         self._time_limit_minutes = time_limit_minutes
         self._handlers: dict[signal.Signals, Any] = {}
 
-    @property
-    def reason(self) -> str | None:
+    def reason_to_stop(self) -> str | None:
         if self._signal is None and self._until is not None and time.monotonic() > self._until:
             return f"checkpoint.time_limit_minutes ({self._time_limit_minutes:g}) is over"
         return self._signal
 
-    def take_save(self) -> bool:
-        """Whether a checkpoint was asked for since the last call."""
+    def wants_save(self) -> bool:
+        """Tells whether a checkpoint was asked for since the last call."""
         asked, self._save = self._save, False
         return asked
 

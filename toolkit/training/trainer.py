@@ -6,7 +6,8 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 
@@ -19,24 +20,21 @@ from torch.optim.lr_scheduler import LambdaLR
 from toolkit import ranks
 from toolkit.data.ahead import ahead, with_next
 from toolkit.data.samples import Batch
-from toolkit.errors import StoppedError, TrainingError
+from toolkit.errors import TrainingError
 from toolkit.objectives.balance import Balance
 from toolkit.objectives.objective import Objective, OverWindow
-from toolkit.optim.ema import Ema
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.offload import engine_of
 from toolkit.sharding.shards import whole_tensor
 from toolkit.terminal import Pass, Terminal
-from toolkit.training.early_stopping import patience_is_over
-from toolkit.training.experts import ExpertLoads
+from toolkit.training.extension import Extension
 from toolkit.training.garbage import collect_at, collected_by_step
-from toolkit.training.heartbeat import Heartbeat, Phase
-from toolkit.training.metrics import Metrics
-from toolkit.training.profile import DATA, UPDATE, StepProfile, label
+from toolkit.training.phase import Phase
+from toolkit.training.profile import DATA, UPDATE, label
 from toolkit.training.step import RankStep, Step
 from toolkit.training.stop import reason_of_all
-from toolkit.training.usage import Counts, ModelFlops, counts_of, peak_device_bytes, peak_host_bytes
+from toolkit.training.usage import Counts, counts_of, peak_device_bytes, peak_host_bytes
 
 
 class Windows(Protocol):
@@ -70,31 +68,16 @@ class Counters:
     skipped_steps: int = 0
 
 
-class Checkpoints(Protocol):
-    """Where the state of a run is saved."""
-
-    def due(self, step: int) -> bool: ...
-
-    def save(self, trainer: Trainer, wait: bool = False) -> bool:
-        """Saves the state after the last step; with `wait`, whether it is whole."""
-
-
 class Trainer:
     """Trains `model` on `windows`.
 
     Args:
-        accelerator: whose `prepare` has been given `model` and `optimizer`.
-        schedule: stepped once per optimizer step.
+        accelerator: whose `prepare` was given `model` and `optimizer`.
+        schedule: stepped once per optimizer step that is not skipped.
         evaluation: makes this rank's evaluation batches, equally many on every rank; None: no evaluation.
-        flops: of the model, and the peak of one device (FLOP/s), for the MFU; None where unknown.
-        stop_reason: why this rank wants to end, or None; asked once a step.
-        save_requested: whether this rank wants a checkpoint after the step; asked once a step.
-        checkpoints: None: nothing is saved.
-        profile: of some steps; None: nothing is profiled.
-        beats: told what begins.
         by_block: runs the micro-batches of a step by block; None: one after another.
-        balance: watches the routers of a mixture of experts; None: there are none.
-        ema: averages the weights, and is evaluated in their place; None: there are no averages.
+        balance: adds the losses of a mixture's routers; None: there are none.
+        extensions: what hangs on the loop, in this order.
     """
 
     def __init__(
@@ -105,18 +88,11 @@ class Trainer:
         schedule: LambdaLR,
         objective: Objective,
         settings: TrainingSection,
-        metrics: Metrics,
         windows: Windows,
         evaluation: Callable[[], Iterable[Batch]] | None = None,
-        flops: tuple[ModelFlops, float] | None = None,
-        stop_reason: Callable[[], str | None] = lambda: None,
-        save_requested: Callable[[], bool] = lambda: False,
-        checkpoints: Checkpoints | None = None,
-        profile: StepProfile | None = None,
-        beats: Heartbeat | None = None,
         by_block: ByBlock | None = None,
         balance: Balance | None = None,
-        ema: Ema | None = None,
+        extensions: Sequence[Extension] = (),
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -124,18 +100,11 @@ class Trainer:
         self.schedule = schedule
         self.objective = objective
         self.settings = settings
-        self.metrics = metrics
         self.windows = windows
         self.evaluation = evaluation
-        self.flops = flops
-        self.stop_reason = stop_reason
-        self.save_requested = save_requested
-        self.checkpoints = checkpoints
-        self.profile = profile
-        self.beats = beats or Heartbeat()
         self.by_block = by_block
-        self.ema = ema
-        self.experts = ExpertLoads(balance or Balance([]), accelerator, metrics)
+        self.balance = balance or Balance([])
+        self.extensions = extensions
         self.counters = Counters()
         self._upcoming: list[Batch] | None = None
         self._counted: Counts | None = None  # of the next window, over all ranks
@@ -153,22 +122,21 @@ class Trainer:
         self.windows.resume(self.global_step, samples, num_positions, windows)
 
     def fit(self) -> None:
-        """Runs every window, evaluating at the start, so often as the settings say, and at the end.
-
-        With averages, the model has them afterwards.
+        """Runs every window; evaluates at the start, every `eval_every_steps` steps and at the end.
 
         Raises:
-            TrainingError: after `max_non_finite_steps` steps in a row without a finite loss and gradient.
-            StoppedError: where a rank wanted to end; the state is saved.
+            Exception: what a step or an extension raises, with a note of the step.
         """
         if self.global_step == 0:
             self.evaluate()
         self.model.train()
         with (
             collected_by_step(),
-            contextlib.closing(self.profile or contextlib.ExitStack()),
+            ExitStack() as extensions,
             contextlib.closing(ahead(iter(self.windows))) as windows,
         ):
+            for extension in self.extensions:
+                extensions.callback(extension.close)
             try:
                 self._fit(windows)
             except Exception as error:
@@ -176,68 +144,64 @@ class Trainer:
                 raise
         if not self._evaluation_due():
             self.evaluate()
-        if self.ema is not None:
-            self.ema.put()  # nothing is saved any more; what is left to do shows and exports the model
+        for extension in self.extensions:
+            extension.after_last_step()
 
     def _fit(self, windows: Iterator[list[Batch]]) -> None:
-        # Resumed where patience had ended it: it was killed before its report. Step 0 is never the end.
-        if self.global_step > 0 and self._evaluation_due() and self._is_over():
+        # Resumed behind the evaluation that ended it: it was killed before its report. Step 0 is never the end.
+        if self.global_step > 0 and self._evaluation_due() and self._ends():
             return
-        self._profile_from(self.global_step + 1)
+        self._before_step()
         started = time.perf_counter()
         waited_for = self._waited_for(windows)
         for window, self._upcoming in with_next(waited_for):
             learning_rate = float(self.schedule.get_last_lr()[0])
             step = self.train_step(window)
-            if step.skipped:
-                self.counters.skipped_steps += 1  # and the schedule waits: its warm-up is for weights that move
-            else:
-                self.schedule.step()
-            self.counters.global_step += 1
-            finished = time.perf_counter()
-            self._record(step, learning_rate, finished - started)
-            self._watch(step, learning_rate)
+            self._count_step(step)
+            step = replace(step, learning_rate=learning_rate, seconds=time.perf_counter() - started)
+            for extension in self.extensions:
+                extension.after_step(self, step)
             if self._evaluation_due():
                 self.evaluate()
-                if self._is_over():
+                if self._ends():
                     return
-            self._save_or_stop(step.stop, step.save)
+            for extension in self.extensions:
+                extension.between_steps(self, step)
             collect_at(self.global_step)
-            if self.profile is not None:
-                self.profile.after(self.global_step)
-            self._profile_from(self.global_step + 1)
+            self._before_step()
             # Evaluation and checkpoint are no part of a step's time.
             started = time.perf_counter()
 
+    def _count_step(self, step: Step) -> None:
+        if step.skipped:
+            self.counters.skipped_steps += 1  # and the schedule waits: its warm-up is for weights that move
+        else:
+            self.schedule.step()
+        self.counters.global_step += 1
+        self.counters.tokens += step.counts.tokens
+        self.counters.target_tokens += step.counts.targets
+
     def _waited_for(self, windows: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
-        """The same; a profile sees how long each was waited for."""
+        """Yields from `windows` and labels the wait for each, which a profile shows."""
         while True:
-            self._begin(Phase.DATA)
+            self.enter_phase(Phase.DATA)
             with label(DATA):
                 window = next(windows, None)
             if window is None:
                 return
             yield window
 
-    def _begin(self, phase: Phase) -> None:
-        self.beats.at(phase, self.counters.global_step + 1)
+    def enter_phase(self, phase: Phase) -> None:
+        """Tells extensions that a phase of the step under way begins."""
+        for extension in self.extensions:
+            extension.enter_phase(phase, self.counters.global_step + 1)
 
-    def _profile_from(self, step: int) -> None:
-        if self.profile is not None:
-            self.profile.before(step)
+    def _before_step(self) -> None:
+        for extension in self.extensions:
+            extension.before_step(self.global_step + 1)
 
-    def _save_or_stop(self, stop: str | None, save: bool) -> None:
-        if self.checkpoints is None:
-            return
-        # Before what is due: one save, which the end waits for.
-        if stop is not None:
-            self._begin(Phase.SAVE)
-            saved = self.checkpoints.save(self, wait=True)
-            what = "its state is saved; the same command goes on from there" if saved else "its state was NOT saved"
-            raise StoppedError(f"stopped after step {self.global_step}: {stop}; {what}")
-        if save or self.checkpoints.due(self.global_step):
-            self._begin(Phase.SAVE)
-            self.checkpoints.save(self)
+    def _ends(self) -> bool:
+        return any(extension.ends_run(self) for extension in self.extensions)
 
     def train_step(self, window: list[Batch]) -> Step:
         """One optimizer step on this rank's micro-batches; the loss is the mean over all ranks' targets.
@@ -249,15 +213,26 @@ class Trainer:
         # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks: both are undone.
         scale = self.accelerator.num_processes * len(window) / max(1, counts.targets)
         run = self._run_in_turn if self.by_block is None else self._run_by_block
-        self.experts.begin(counts.tokens)
+        self._begin_balance(counts.tokens)
         loss_sum, figures = run(window, scale)
-        self._begin(Phase.COLLECTIVE)
+        self.enter_phase(Phase.COLLECTIVE)
         step = self._gathered(loss_sum, self._clip(), figures, counts)
-        loads = self.experts.balance.loads()  # before the update, as long as host and device are together
+        for extension in self.extensions:
+            extension.before_update()
         skipped = self._update(step.grad_norm)
-        if self.ema is not None and not skipped:
-            self.ema.update()
-        return replace(step, skipped=skipped, experts=self.experts.after(self.global_step + 1, *loads, skipped))
+        metrics: dict[str, Any] = {}
+        for extension in self.extensions:
+            metrics |= extension.after_update(self.global_step + 1, skipped)
+        if not skipped:
+            self.balance.move_biases()
+        return replace(step, skipped=skipped, metrics=metrics)
+
+    def _begin_balance(self, num_tokens: int) -> None:
+        if self.balance.routers:
+            scaler = self.accelerator.scaler
+            # The ranks' gradients are averaged, and in float16 scaled; the loss's own division is not met here.
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            self.balance.begin(num_tokens, self.accelerator.num_processes * scale)
 
     def _over_window(self, batches: Iterable[Any]) -> Batch:
         """What the losses of all these micro-batches, on all ranks, share, if anything; see `OverWindow`."""
@@ -272,7 +247,7 @@ class Trainer:
         shared = self._over_window(self._in_phase(window, Phase.FORWARD))
         for batch in self._in_phase([{**batch, **shared} for batch in window], Phase.FORWARD):
             with self.accelerator.accumulate(self.model):
-                with self.experts.balance.observing(batch):
+                with self.balance.observing(batch):
                     loss, of_batch = self.objective.training_sums(self.model, batch)
                 # Summed on the device: to read each loss, the host would have to wait for every micro-batch.
                 loss_sum += loss.detach()
@@ -294,7 +269,7 @@ class Trainer:
         batches = [{**batch, **shared} for batch in batches]
 
         def forward(batch: Any) -> torch.Tensor:
-            with self.experts.balance.observing(batch):
+            with self.balance.observing(batch):
                 loss, of_batch = self.objective.training_sums(self.model, batch)
             of_batches.append(of_batch)
             return loss
@@ -312,8 +287,8 @@ class Trainer:
         return loss_sum, figures
 
     def _begin_backward(self) -> None:
-        self._begin(Phase.BACKWARD)
-        self.experts.balance.exchange()
+        self.enter_phase(Phase.BACKWARD)
+        self.balance.exchange()
 
     def _zero_sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.accelerator.device
@@ -321,7 +296,7 @@ class Trainer:
 
     def _in_phase(self, batches: Iterable[Batch], phase: Phase) -> Iterator[Batch]:
         for batch in batches:
-            self._begin(phase)
+            self.enter_phase(phase)
             yield self._on_device(batch)
 
     def _on_device(self, batch: Batch) -> Any:
@@ -354,7 +329,7 @@ class Trainer:
                 f"step {self.global_step + 1}: the gradient norm is {grad_norm}, but the weights were already updated "
                 "during backward; set training.max_grad_norm, for example to 1.0, so that such steps are skipped"
             )
-        self._begin(Phase.OPTIMIZER)
+        self.enter_phase(Phase.OPTIMIZER)
         with label(UPDATE):
             if not skipped or self.accelerator.scaler is not None:
                 self.optimizer.step()
@@ -363,7 +338,8 @@ class Trainer:
 
     def _gathered(self, loss_sum: torch.Tensor, norm: torch.Tensor, figures: torch.Tensor, counts: Counts) -> Step:
         """What the ranks found, before the update. Also takes the counts of the next window."""
-        reason = self.stop_reason()
+        reason = next((why for each in self.extensions if (why := each.reason_to_stop()) is not None), None)
+        wants_save = [each.wants_save() for each in self.extensions]
         mine = RankStep.pack(
             loss_sum,
             norm,
@@ -371,7 +347,7 @@ class Trainer:
             peak_device_bytes(self.accelerator.device),
             peak_host_bytes(),
             reason is not None,
-            self.save_requested(),
+            any(wants_save),
             *astuple(self._count(self._upcoming)),
         )
         found = [RankStep.unpack(row) for row in self.accelerator.gather(mine[None]).tolist()]
@@ -392,7 +368,7 @@ class Trainer:
             skipped=False,
             stop=reason_of_all(reason, [rank.wants_to_stop for rank in found]),
             save=any(rank.wants_to_save for rank in found),
-            experts={},
+            metrics={},
         )
 
     def _total(self, counts: Counts) -> Counts:
@@ -400,92 +376,32 @@ class Trainer:
         tensor = torch.tensor(astuple(counts), dtype=torch.float64, device=self.accelerator.device)
         return Counts(*map(int, self.accelerator.reduce(tensor, "sum").tolist()))
 
-    def _record(self, step: Step, learning_rate: float, seconds: float) -> None:
-        counts, samples = step.counts, self.windows.samples_at(self.global_step)
-        self.counters.tokens += counts.tokens
-        self.counters.target_tokens += counts.targets
-        unit, mfu = self.objective.unit, None
-        if self.flops is not None:
-            flops, peak = self.flops
-            mfu = flops.of(counts) / (seconds * peak * self.accelerator.num_processes)
-        self.metrics.train(
-            {
-                "step": self.global_step,
-                "epoch": self.windows.epoch_at(self.global_step),
-                "samples": samples,
-                "tokens": self.counters.tokens,
-                "target_tokens" if unit == "targets" else unit: self.counters.target_tokens,
-                "loss": step.loss,
-                **dict(zip(self.objective.figures, step.figures, strict=True)),
-                **step.experts,
-                "grad_norm": step.grad_norm,
-                "learning_rate": learning_rate,
-                "tokens_per_second": counts.tokens / seconds,
-                "padded_tokens_per_second": counts.padded_tokens / seconds,
-                f"{unit}_per_second": counts.targets / seconds,
-                "samples_per_second": (samples - self.windows.samples_at(self.global_step - 1)) / seconds,
-                "step_seconds": seconds,
-                "peak_device_bytes": step.peak_device_bytes or None,
-                "peak_host_bytes": step.peak_host_bytes,
-                "mfu": mfu,
-            }
-        )
-
-    def _watch(self, step: Step, learning_rate: float) -> None:
-        """Reports a step without a finite loss or gradient, and stops after too many in a row."""
-        if math.isfinite(step.loss) and not step.skipped:
-            self.counters.non_finite_in_a_row = 0
-            return
-        where = f" on rank {', '.join(map(str, step.non_finite_ranks))}" if step.non_finite_ranks else ""
-        what = "loss" if not math.isfinite(step.loss) else "gradient norm"
-        message = (
-            f"step {self.global_step}: non-finite {what}{where} (loss {step.loss}, gradient norm {step.grad_norm}, "
-            f"learning rate {learning_rate:.3e}); the optimizer step was skipped, {self.counters.skipped_steps} so far"
-        )
-        scaler = self.accelerator.scaler
-        if scaler is not None and math.isfinite(step.loss) and scaler.get_scale() >= 1:
-            # A scale is found by overflows, from 2^16 down: the run is broken where none is left to try.
-            self.metrics.warn(f"{message}; fp16 overflowed, and its loss scale is now {scaler.get_scale():g}")
-            return
-        self.metrics.warn(message)
-        self.counters.non_finite_in_a_row += 1
-        if self.counters.non_finite_in_a_row >= self.settings.max_non_finite_steps:
-            raise TrainingError(
-                f"{message}. That makes {self.counters.non_finite_in_a_row} in a row (training.max_non_finite_steps); "
-                "lower optimizer.learning_rate, lengthen the warm-up or look at the data of these steps"
-            )
-
     def _evaluation_due(self) -> bool:
         every = self.settings.eval_every_steps
         return every is not None and self.global_step % every == 0
-
-    def _is_over(self) -> bool:
-        """Whether the held-out loss falls no more; then the state is saved, and all ranks end as after a last step."""
-        if self.settings.patience is None:
-            return False
-        why = ranks.gather_objects(patience_is_over(self.metrics.records, self.settings.patience))[0]
-        if why is None:
-            return False
-        self.metrics.tell(f"ended after step {self.global_step}: {why}")
-        if self.checkpoints is not None:
-            self._begin(Phase.SAVE)
-            self.checkpoints.save(self, wait=True)
-        return True
 
     def evaluate(self) -> None:
         """Records the mean loss over the held-out targets and what the objective adds, each sample counted once."""
         if self.evaluation is None:
             return
         self.model.eval()
-        averaged = contextlib.nullcontext() if self.ema is None else self.ema.in_place()
-        with Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), averaged, torch.no_grad():
+        with Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), self._evaluating(), torch.no_grad():
             shared = self._over_window(self._in_phase(self.evaluation(), Phase.EVALUATE))
             batches = self._in_phase(self.evaluation(), Phase.EVALUATE)
             parts = [self.objective.evaluation_sums(self.model, {**batch, **shared}) for batch in batches]
-        self._begin(Phase.COLLECTIVE)
+        self.enter_phase(Phase.COLLECTIVE)
         sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
         self.model.train()
-        self.metrics.evaluation({"step": self.global_step, **self.objective.evaluation_record(sums)})
+        record = {"step": self.global_step, **self.objective.evaluation_record(sums)}
+        for extension in self.extensions:
+            extension.after_evaluation(self, record)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for extension in self.extensions:
+                stack.enter_context(extension.evaluating())
+            yield
 
 
 def _is_pageable(value: Any) -> bool:

@@ -35,7 +35,6 @@ from toolkit.sharding.offload import engine_of
 from toolkit.sharding.plugin import ShardingPlugin
 from toolkit.sharding.shards import local_tensor, state_once
 from toolkit.terminal import Terminal
-from toolkit.training.metrics import Metrics
 from toolkit.training.trainer import Trainer
 from toolkit.verify.plain import is_felt, set_dropout
 from toolkit.verify.ranks import outcome_path
@@ -103,7 +102,6 @@ def _train(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) -> dic
     named = {peft_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = inner_optimizer(run.sharded.optimizer)
     schedule = build_schedule(optimizer, recipe.schedule, run.num_steps)
-    metrics = Metrics(accelerator, folder / "metrics.jsonl", recipe.logging, steps)
     trainer = Trainer(
         accelerator,
         run.model,
@@ -111,7 +109,6 @@ def _train(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) -> dic
         schedule,
         run.objective,
         recipe.training,
-        metrics,
         run.windows,
         by_block=run.accumulation.by_block,
         balance=run.balance,

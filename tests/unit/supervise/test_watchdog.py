@@ -16,7 +16,8 @@ from toolkit.supervise import watchdog as watch_module
 from toolkit.supervise.rank_status import RankStatus, account, behind, read_statuses, verdict
 from toolkit.supervise.watchdog import STALL_FILE, Watch
 from toolkit.supervise.watched import ABANDONED_SECONDS, clear_abandoned
-from toolkit.training.heartbeat import RECORD_BYTES, Heartbeat, Phase, mark_watched, read_heartbeat
+from toolkit.training.heartbeat import RECORD_BYTES, Heartbeat, mark_watched, read_heartbeat
+from toolkit.training.phase import Phase
 
 LIMIT = 60.0
 WAITING = RankStatus(0, "one", 10, "S", "backward", 7, 41, 70.0, 1.0)
@@ -26,8 +27,8 @@ def test_a_record_is_read_back() -> None:
     memory = bytearray(RECORD_BYTES)
     assert read_heartbeat(memory) is None
     beats = Heartbeat(memory)
-    beats.at(Phase.DATA, 3)
-    beats.at(Phase.FORWARD, 3)
+    beats.enter_phase(Phase.DATA, 3)
+    beats.enter_phase(Phase.FORWARD, 3)
     mark_watched(memory, 5, 6)
     beat = read_heartbeat(memory)
     assert beat is not None
@@ -110,7 +111,7 @@ class Host:
         beats._sequence = sequence - 1
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("time.monotonic_ns", lambda: int(at * 1e9))
-            beats.at(phase, step)
+            beats.enter_phase(phase, step)
         self.alive(rank, at)
 
     def alive(self, rank: int, at: float) -> None:

@@ -15,7 +15,8 @@ from toolkit.supervise import rendezvous
 from toolkit.supervise.rank_status import read_statuses
 from toolkit.supervise.rendezvous import timed_rendezvous
 from toolkit.supervise.watchdog_process import guarded
-from toolkit.training.heartbeat import RECORD_BYTES, Heartbeat, Phase, mark_watched
+from toolkit.training.heartbeat import RECORD_BYTES, Heartbeat, mark_watched
+from toolkit.training.phase import Phase
 
 
 def test_a_stopped_rank_that_is_alone_on_its_host_is_ended_and_told(
@@ -26,7 +27,7 @@ def test_a_stopped_rank_that_is_alone_on_its_host_is_ended_and_told(
     shared.mkdir(parents=True)
     rank = subprocess.Popen(["sleep", "60"])
     memory = bytearray(RECORD_BYTES)
-    Heartbeat(memory).at(Phase.BACKWARD, 7)
+    Heartbeat(memory).enter_phase(Phase.BACKWARD, 7)
     mark_watched(memory, time.monotonic_ns(), rank.pid)
     (local / "rank_00003").write_bytes(memory)
     rank.send_signal(signal.SIGSTOP)

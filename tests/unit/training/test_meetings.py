@@ -81,7 +81,7 @@ def meetings_of_a_step(model: nn.Module, objective: Any, window: list[dict[str, 
     settings = TrainingSection(output_dir="unused", max_steps=1, max_grad_norm=1.0)
     unused: Any = None
     schedule = LambdaLR(optimizer, lambda step: 1.0)
-    trainer = Trainer(accelerator, model, prepared, schedule, objective, settings, unused, unused)
+    trainer = Trainer(accelerator, model, prepared, schedule, objective, settings, unused)
     trainer._upcoming = window
     seen = Meetings()
     tolist = torch.Tensor.tolist

@@ -40,4 +40,4 @@ def test_a_closed_terminal_ends_a_run_unless_nohup_and_its_launcher_go_on(
     monkeypatch.setattr("toolkit.training.stop.leave_terminal", lambda: None)
     with StopRequests(None) as stop:
         signal.raise_signal(signal.SIGHUP)
-        assert stop.reason == ("SIGHUP" if ends else None)
+        assert stop.reason_to_stop() == ("SIGHUP" if ends else None)

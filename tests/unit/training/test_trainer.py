@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from toolkit.errors import TrainingError
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.plugin import reset_accelerate
+from toolkit.training.early_stopping import EarlyStopping
+from toolkit.training.extension import Extension
+from toolkit.training.non_finite import NonFiniteSteps
+from toolkit.training.phase import Phase
+from toolkit.training.records import Records
+from toolkit.training.step import Step
 from toolkit.training.trainer import RankStep, Trainer
 from toolkit.training.usage import Counts
 
@@ -90,7 +97,11 @@ def built(gradients: list[float], fused: bool, scale: float | None, **settings: 
     section = TrainingSection(output_dir="unused", max_steps=len(gradients), max_grad_norm=1.0, **settings)
     objective: Any = Product()
     windows: Any = Steps(gradients)
-    return Trainer(accelerator, model, prepared, schedule, objective, section, told, windows), told
+    extensions: list[Extension] = [Records(told), NonFiniteSteps(told, section.max_non_finite_steps)]
+    if section.patience is not None:
+        extensions.append(EarlyStopping(section.patience, told))
+    trainer = Trainer(accelerator, model, prepared, schedule, objective, section, windows, extensions=extensions)
+    return trainer, told
 
 
 def trained(gradients: list[float], fused: bool, scale: float | None) -> tuple[Trainer, Told, torch.Tensor]:
@@ -154,3 +165,131 @@ def test_a_row_of_what_ranks_exchange_comes_back_as_it_went() -> None:
     row = RankStep.pack(torch.tensor(1.5), torch.tensor(2.5), torch.tensor([0.5, 4.0]), *on_host)
     found = RankStep.unpack(row.tolist())
     assert found == RankStep(1.5, 2.5, 2**40, 3, True, False, Counts(5, 2**53, 7, 8), [0.5, 4.0])
+
+
+class Noted(Extension):
+    """Notes at which points it is called, but for phases."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+        self.phases: list[tuple[Phase, int]] = []
+
+    def enter_phase(self, phase: Phase, step: int) -> None:
+        self.phases.append((phase, step))
+
+    def before_step(self, step: int) -> None:
+        self.notes.append(f"before step {step}")
+
+    def before_update(self) -> None:
+        self.notes.append("before update")
+
+    def after_update(self, step: int, skipped: bool) -> dict[str, Any]:
+        self.notes.append(f"after update {step}" + " skipped" * skipped)
+        return {"noted": step}
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        self.notes.append(f"after step {trainer.global_step}: {step.metrics}")
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.notes.append("evaluating")
+        yield
+        self.notes.append("evaluated")
+
+    def after_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        self.notes.append(f"after evaluation {record}")
+
+    def ends_run(self, trainer: Trainer) -> bool:
+        self.notes.append(f"asked at {trainer.global_step}")
+        return trainer.global_step == 4
+
+    def between_steps(self, trainer: Trainer, step: Step) -> None:
+        self.notes.append(f"between {trainer.global_step}")
+
+    def after_last_step(self) -> None:
+        self.notes.append("after last step")
+
+    def close(self) -> None:
+        self.notes.append("close")
+
+
+def evaluation_of(trainer: Trainer) -> None:
+    """Gives a trainer held-out data with a loss of 7."""
+    objective: Any = trainer.objective
+    objective.evaluation_sums = lambda model, batch: torch.tensor([7.0], dtype=torch.float64)
+    objective.evaluation_record = lambda sums: {"loss": sums[0]}
+    trainer.evaluation = lambda: [{"input_ids": torch.ones(1, 1)}]
+
+
+def test_an_extension_is_called_at_every_point_and_can_end_the_run() -> None:
+    trainer, _ = built([1.0, float("inf"), 1.0, 1.0, 1.0], False, None, eval_every_steps=2)
+    evaluation_of(trainer)
+    noted = Noted([])
+    trainer.extensions = [noted]
+    try:
+        trainer.fit()
+    finally:
+        reset_accelerate()
+
+    def step(number: int, skipped: str = "") -> list[str]:
+        return [
+            f"before step {number}",
+            "before update",
+            f"after update {number}{skipped}",
+            f"after step {number}: {{'noted': {number}}}",
+        ]
+
+    def evaluation(number: int) -> list[str]:
+        return ["evaluating", "evaluated", f"after evaluation {{'step': {number}, 'loss': 7.0}}"]
+
+    expected = [*evaluation(0), *step(1), "between 1", *step(2, " skipped"), *evaluation(2), "asked at 2", "between 2"]
+    expected += [*step(3), "between 3", *step(4), *evaluation(4), "asked at 4", "close", "after last step"]
+    assert noted.notes == expected
+    first = [phase for phase, number in noted.phases if number == 1]
+    # The data of two steps are waited for before the first, so that it can count the second's.
+    assert first == [
+        *[Phase.EVALUATE, Phase.COLLECTIVE],
+        *[Phase.DATA, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.COLLECTIVE, Phase.OPTIMIZER],
+    ]
+
+
+def test_extensions_are_closed_after_an_error() -> None:
+    trainer, told = built([1.0, 1.0], False, None)
+    notes: list[str] = []
+    trainer.extensions = [Noted(notes), *trainer.extensions]
+    told.train = lambda record: 1 / 0  # type: ignore[method-assign,assignment]
+    try:
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit()
+    finally:
+        reset_accelerate()
+    assert notes[-1] == "close"
+
+
+@pytest.mark.parametrize("left_out", [Records, NonFiniteSteps, EarlyStopping])
+def test_each_extension_can_be_left_out_alone(left_out: type[Extension]) -> None:
+    gradients = [1.0, float("inf"), 1.0, 1.0]
+    trainer, told = built(gradients, False, None, eval_every_steps=1, patience=9)
+    evaluation_of(trainer)
+    told.evaluation = told.train  # type: ignore[attr-defined]
+    trainer.extensions = [each for each in trainer.extensions if not isinstance(each, left_out)]
+    try:
+        trainer.fit()
+    finally:
+        reset_accelerate()
+    whole, _, weight = trained(gradients, False, None)
+    assert trainer.counters == whole.counters
+    assert torch.equal(trainer.model.weight.detach(), weight)  # type: ignore[union-attr,operator]
+    assert bool(told.records) == (left_out is not Records)
+    assert bool(told.warnings) == (left_out is not NonFiniteSteps)
+
+
+def test_biases_of_experts_move_in_steps_that_are_taken() -> None:
+    trainer, _ = built([1.0, float("inf"), 1.0], False, None)
+    moved: list[int] = []
+    trainer.balance.move_biases = lambda: moved.append(trainer.global_step)  # type: ignore[method-assign]
+    try:
+        trainer.fit()
+    finally:
+        reset_accelerate()
+    assert moved == [0, 2]

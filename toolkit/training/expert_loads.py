@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from accelerate import Accelerator
-
 from toolkit.objectives.balance import Balance
+from toolkit.training.extension import Extension
 from toolkit.training.metrics import Metrics
 
 LOAD_EVERY = 10
@@ -20,18 +20,14 @@ COLLAPSED = 0.5
 """A router has collapsed where its choices spread over less than this share of its experts, as exp(entropy) counts."""
 
 
-class ExpertLoads:
-    """Tells of the loads that `balance` counts.
+class ExpertLoads(Extension):
+    """Records the loads that `balance` counts, and warns of routers that collapse."""
 
-    Args:
-        accelerator: by which gradients are scaled.
-        metrics: shows warnings.
-    """
-
-    def __init__(self, balance: Balance, accelerator: Accelerator, metrics: Metrics) -> None:
+    def __init__(self, balance: Balance, metrics: Metrics) -> None:
         self.balance = balance
-        self._accelerator = accelerator
         self._metrics = metrics
+        self._loads: list[list[float]] = []  # of the step under way: each layer's share of choices by expert
+        self._loss = 0.0  # of the balance, without its coefficient
         self._since: list[list[float]] = []  # sums of the loads since they were last recorded
         self._num_steps = 0
         self._told: set[int] = set()
@@ -41,37 +37,26 @@ class ExpertLoads:
         """What is counted for the next record, and goes into checkpoints; None: nothing."""
         return (self._num_steps, self._since) if self._num_steps else None
 
-    def resume(self, unrecorded: Unrecorded | None) -> None:
-        """Goes on from a checkpoint. Raises ValueError for what is not of this model."""
-        if unrecorded is None:
+    def state(self) -> dict[str, Any]:
+        return {"loads": self.unrecorded}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        if state["loads"] is None:
             return
-        num_steps, since = unrecorded
+        num_steps, since = state["loads"]
         if num_steps < 1 or len(since) != len(self.balance.routers):
             raise ValueError(f"loads of {len(since)} routers over {num_steps} steps")
         self._num_steps, self._since = num_steps, since
 
-    def begin(self, num_tokens: int) -> None:
-        """Begins a step of so many tokens over all ranks."""
-        if self.balance.routers:
-            scaler = self._accelerator.scaler
-            # The ranks' gradients are averaged, and in float16 scaled; the loss's own division is not met here.
-            scale = 1.0 if scaler is None else scaler.get_scale()
-            self.balance.begin(num_tokens, self._accelerator.num_processes * scale)
+    def before_update(self) -> None:
+        self._loads, self._loss = self.balance.loads()
 
-    def after(self, step: int, loads: list[list[float]], loss: float, skipped: bool) -> dict[str, Any]:
-        """Ends a step: moves the biases, and gives what its train record says.
-
-        Args:
-            loads: each layer's share of choices by expert.
-            loss: of the balance, without its coefficient.
-            skipped: whether the optimizer was not stepped.
-        """
+    def after_update(self, step: int, skipped: bool) -> dict[str, Any]:
+        loads = self._loads
         if not loads:
             return {}
-        if not skipped:
-            self.balance.move_biases()
         figures: dict[str, Any] = {
-            "balance_loss": loss,
+            "balance_loss": self._loss,
             "expert_entropy": sum(map(entropy, loads)) / len(loads),
             "dead_experts": sum(share == 0 for layer in loads for share in layer),
             "max_expert_load": max(max(layer) * len(layer) for layer in loads),

@@ -1,0 +1,89 @@
+"""What hangs on the training loop: records, averages, early stopping, checkpoints, a profile, the heartbeat.
+
+The loop itself knows batches, the loss and the optimizer step. Everything else is an extension, which the loop calls at
+these points, and which can be left out of `Trainer(extensions=...)` alone:
+
+    before_step                        the step's data are not waited for yet
+      enter_phase                      DATA, FORWARD, BACKWARD, COLLECTIVE, OPTIMIZER; elsewhere EVALUATE and SAVE
+      reason_to_stop, wants_save       all ranks hear of it in the step's one exchange
+      before_update                    gradients are clipped; host and device are together, once in a step
+      after_update                     returns metrics for the step's record
+    after_step                         the step is counted
+      evaluating, after_evaluation     if an evaluation is due
+      ends_run                         behind an evaluation that was due
+    between_steps                      nothing is under way
+    after_last_step, close             after the last evaluation; at the end, after an error too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+# For types alone: the watchdog's process reads heartbeats, and does not import torch.
+if TYPE_CHECKING:
+    import torch
+
+    from toolkit.training.phase import Phase
+    from toolkit.training.step import Step
+    from toolkit.training.trainer import Trainer
+
+
+class Extension:
+    """Does nothing at any point; an extension overrides what it needs. The order of a trainer's list is kept."""
+
+    def enter_phase(self, phase: Phase, step: int) -> None:
+        """`phase` of optimizer step `step` begins, of a step's micro-batches once for each."""
+
+    def before_step(self, step: int) -> None:
+        """Optimizer step `step` begins: its data are waited for next."""
+
+    def reason_to_stop(self) -> str | None:
+        """Says why this rank wants to end after this step; None: it doesn't."""
+        return None
+
+    def wants_save(self) -> bool:
+        """Tells whether this rank wants a checkpoint after this step."""
+        return False
+
+    def before_update(self) -> None:
+        """The host has just waited for the device, so that figures can be read without a wait of their own."""
+
+    def after_update(self, step: int, skipped: bool) -> dict[str, Any]:
+        """The optimizer was stepped, or skipped. Returns metrics for the step's record."""
+        return {}
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """A step is taken, and the trainer's counters know it."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Stands around each evaluation."""
+        return nullcontext()
+
+    def after_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """An evaluation is done, with this record."""
+
+    def ends_run(self, trainer: Trainer) -> bool:
+        """Tells whether the run ends behind an evaluation that was due, or resumes behind one. Collective."""
+        return False
+
+    def between_steps(self, trainer: Trainer, step: Step) -> None:
+        """A step is taken, and the evaluation behind it, if one was due."""
+
+    def after_last_step(self) -> None:
+        """Training and its last evaluation are done."""
+
+    def close(self) -> None:
+        """The loop ends, in whatever way."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns fields of a checkpoint's manifest, as plain JSON."""
+        return {}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns tensors that go into checkpoints, by their names there. They are restored in place."""
+        return {}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave. Raises ValueError for what is not of this run."""

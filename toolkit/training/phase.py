@@ -1,0 +1,20 @@
+"""The phases of a run, as heartbeats, the watchdog and extensions of the loop name them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Phase(IntEnum):
+    """What a rank does."""
+
+    START = 0
+    DATA = 1
+    FORWARD = 2
+    BACKWARD = 3
+    COLLECTIVE = 4
+    OPTIMIZER = 5
+    SAVE = 6
+    EVALUATE = 7
+    EXPORT = 8
+    RESTORE = 9

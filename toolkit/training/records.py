@@ -1,0 +1,60 @@
+"""What each step and each evaluation writes into the records of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from toolkit.training.extension import Extension
+from toolkit.training.metrics import Metrics
+from toolkit.training.step import Step
+from toolkit.training.usage import ModelFlops
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
+
+
+class Records(Extension):
+    """Writes a record of each step and each evaluation.
+
+    Args:
+        flops: of the model, and the peak of one device (FLOP/s), for the MFU; None if one is unknown.
+    """
+
+    def __init__(self, metrics: Metrics, flops: tuple[ModelFlops, float] | None = None) -> None:
+        self._metrics = metrics
+        self._flops = flops
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        counts, number, unit = step.counts, trainer.global_step, trainer.objective.unit
+        windows, samples = trainer.windows, trainer.windows.samples_at(number)
+        self._metrics.train(
+            {
+                "step": number,
+                "epoch": windows.epoch_at(number),
+                "samples": samples,
+                "tokens": trainer.counters.tokens,
+                "target_tokens" if unit == "targets" else unit: trainer.counters.target_tokens,
+                "loss": step.loss,
+                **dict(zip(trainer.objective.figures, step.figures, strict=True)),
+                **step.metrics,
+                "grad_norm": step.grad_norm,
+                "learning_rate": step.learning_rate,
+                "tokens_per_second": counts.tokens / step.seconds,
+                "padded_tokens_per_second": counts.padded_tokens / step.seconds,
+                f"{unit}_per_second": counts.targets / step.seconds,
+                "samples_per_second": (samples - windows.samples_at(number - 1)) / step.seconds,
+                "step_seconds": step.seconds,
+                "peak_device_bytes": step.peak_device_bytes or None,
+                "peak_host_bytes": step.peak_host_bytes,
+                "mfu": self._mfu(step, trainer.accelerator.num_processes),
+            }
+        )
+
+    def _mfu(self, step: Step, num_ranks: int) -> float | None:
+        if self._flops is None:
+            return None
+        flops, peak = self._flops
+        return flops.of(step.counts) / (step.seconds * peak * num_ranks)
+
+    def after_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        self._metrics.evaluation(record)
