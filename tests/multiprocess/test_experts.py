@@ -17,7 +17,7 @@ from support.tiny import recipe_values, save_llama
 from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
-from toolkit.training import experts
+from toolkit.training import expert_loads
 from toolkit.training.trainer import Trainer
 
 COEF, Z = 0.3, 0.05
@@ -65,7 +65,7 @@ class CutError(Exception):
 def runs_with_moving_biases(folder: Path, data: Path) -> dict[str, Any]:
     """A whole run, and one cut in step 4 that goes on from the checkpoint of step 2: losses, then loads of experts."""
     train_step, found = Trainer.train_step, {}
-    experts.LOAD_EVERY = 5
+    expert_loads.LOAD_EVERY = 5
 
     def dies(trainer: Any, window: Any) -> Any:
         if trainer.global_step == 3:
