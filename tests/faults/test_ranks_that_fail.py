@@ -45,14 +45,14 @@ def arm(point: str) -> None:
     from toolkit.checkpoint import session
     from toolkit.data import samples
     from toolkit.objectives.causal_lm import CausalLM
-    from toolkit.run import parts, run
+    from toolkit.run import run, sharded_model
     from toolkit.training.trainer import Trainer
 
     if point == "data":
         samples.TextSamples.batch = fail  # type: ignore[method-assign]
         return
     if point == "parts":  # the other rank goes on into `prepare`, and waits there
-        parts.build_optimizer = fail
+        sharded_model.build_optimizer = fail
         return
     if point == "export":
         run.export_model = fail

@@ -161,7 +161,7 @@ def part(folder: str, strategy: str, offload: bool, accumulation: int, stop_afte
     """Goes on until it is asked to stop; the samples that this rank has trained on, in order."""
     from toolkit import Recipe, finetune
     from toolkit.objectives.causal_lm import CausalLM
-    from toolkit.run import run as runs
+    from toolkit.run import fit as runs
 
     class Asked(runs.StopRequests):
         """The last rank is asked to stop after a step; the others are not."""
