@@ -83,7 +83,7 @@ def test_tensors_lie_where_they_have_to(found: tuple[dict[str, Any], dict[str, s
 def test_host_and_device_meet_once_a_step(found: tuple[dict[str, Any], dict[str, str]], name: str) -> None:
     met, run = found[0][name]["met"], RUNS[name]
     if run.balance is not None:
-        assert met.pop() == (8,), "choices and probabilities of four experts"
+        assert met.pop() == (9,), "choices and probabilities of four experts, and the loss"
     assert [shape[0] for shape in met[-1:]] == [4], "a row of each rank"
     # How many tokens it sends and gets, a rank has to know: of each micro-batch, in its one layer.
     assert met[:-1] == [(2, run.backend["experts"])] * 2 if "experts" in run.backend else not met[:-1]

@@ -150,7 +150,9 @@ class Balance:
         if not self._all:
             return [], 0.0
         sizes = [found.shape[1] for found in self._all.values()]
-        rows = iter(torch.cat([found.flatten() for found in self._all.values()]).tolist())  # the device is met once
+        minimised = torch.as_tensor(self._minimised, dtype=torch.float64, device=next(iter(self._all.values())).device)
+        # One transfer, so that the device is met once.
+        rows = iter(torch.cat([*(found.flatten() for found in self._all.values()), minimised.view(1)]).tolist())
         sums = {
             number: [list(islice(rows, size)) for _ in range(2)] for number, size in zip(self._all, sizes, strict=True)
         }
@@ -160,7 +162,7 @@ class Balance:
             for number, (_, probs) in sums.items()
         )
         if self.losses.balance:
-            total = float(self._minimised)
+            total = next(rows)
         return list(shares.values()), total / len(sums) / self._num_tokens
 
     def experts_of_a_token(self, number: int) -> int:
