@@ -263,11 +263,11 @@ def test_a_gradient_of_spread_experts_that_is_wrong_is_told(
     """It is divided by the ranks that hold the expert, and not by all of them."""
     break_ranks(
         "from toolkit.sharding import apply\n"
-        "hold = apply.hold_as_part\n"
+        "hold = apply.wrap_as_dtensor\n"
         "def by_row(module, *given):\n"
         "    hold(module, *given)\n"
         "    module.set_gradient_divide_factor(1)\n"
-        "apply.hold_as_part = by_row\n",
+        "apply.wrap_as_dtensor = by_row\n",
         tmp_path,
         monkeypatch,
     )

@@ -17,7 +17,7 @@ MODULES = {
     "engine": "toolkit.sharding.offload.engine",
     "executors": "toolkit.sharding.offload.executors",
     "facade": "toolkit.sharding.offload.facade",
-    "fsdp": "toolkit.sharding.fsdp",
+    "fsdp_replaced": "toolkit.sharding.fsdp_replaced",
     "fsdp2": "torch.distributed.fsdp._fully_shard._fsdp_param_group",
 }
 

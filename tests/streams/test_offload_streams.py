@@ -154,7 +154,7 @@ MUTATIONS = [
         CONTROLS["no offload, by block"],
         Mutation("by_block._MicroBatch._run", "with self._handle.stream(self._stream):", "if True:"),
     ),
-    (CONTROLS["no offload, by block"], Mutation("by_block.ByBlock._forward", "begin_forward(self._root)")),
+    (CONTROLS["no offload, by block"], Mutation("by_block.ByBlock._forward", "self._states.begin_forwards()")),
     (
         WAYS["by block"],
         Mutation("engine.OffloadEngine._wait", "self._handle.current_stream().wait_event(unit.arrived)"),
@@ -212,7 +212,7 @@ if KEPT in WAYS:
         (
             WAYS[KEPT],
             Mutation(
-                "fsdp._init_beside_rounded",
+                "fsdp_replaced._init_beside_rounded",
                 "parameter.orig_dtype = ",
                 "parameter.param_dtype, parameter.orig_dtype = parameter.orig_dtype, ",
             ),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from toolkit.model.attention_by_heads import attend_by_heads, require_sequence
 from toolkit.objectives.objective import ByDocument, Objective
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.chunks import chunks_of
-from toolkit.sharding.fsdp import class_name, reshard_all
+from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.sequence import form_groups
+from toolkit.sharding.unit_states import UnitStates
 
 CHECKED_TOKENS = 1024
 """Of the row that is compared, which every rank has whole once."""
@@ -169,25 +170,8 @@ def _with_gradient(
                 value = value.masked_fill(~is_real.to(value.device)[..., None], 0.0)
             counts = value.dim() == BY_TOKEN or counts_here(batch)
             above = value.detach() if counts else torch.zeros_like(value)
-            with _nothing_reduced(model):
+            with UnitStates(model).reducing_nothing() if isinstance(model, FSDPModule) else nullcontext():
                 (gradient,) = torch.autograd.grad(value, embedded, above)
     finally:
         handle.remove()
     return value.detach(), gradient.float()
-
-
-@contextmanager
-def _nothing_reduced(model: nn.Module) -> Iterator[None]:
-    """Inside, the backward of a forward before reduces no gradients of FSDP2's units.
-
-    There are none. They would get zeros, and their parameters would count as used by a step.
-    """
-    if not isinstance(model, FSDPModule):
-        yield
-        return
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
-        reshard_all(model)

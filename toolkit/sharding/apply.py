@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import BadInputError
@@ -20,20 +20,20 @@ from toolkit.sharding.by_block import in_window
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
 from toolkit.sharding.experts import GROUP, SHARD, holders, require_experts, take_part
-from toolkit.sharding.fsdp import (
-    autograd_sums_gradients,
+from toolkit.sharding.fsdp import autograd_sums_gradients
+from toolkit.sharding.fsdp_replaced import (
     gather_in_float32,
-    hold_as_part,
     pass_over_ungathered_units,
-    reshard_all,
     reshard_in_groups,
     shapes_inside,
+    wrap_as_dtensor,
 )
 from toolkit.sharding.gloo import average_over, communicate
 from toolkit.sharding.precision import hold_in_float32, kept_in_float32, round_buffers, types_of_authors
 from toolkit.sharding.shards import shard_dim, shard_rows
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.unit_plan import UnitPlan
+from toolkit.sharding.unit_states import UnitStates
 
 PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -169,7 +169,7 @@ def _spread_experts(
     shapes = shapes_inside(module)
     take_part(module, grid[GROUP].size(), grid)
     _shard([module], holders(grid), uncast, strategy.reshard_each_micro_batch)
-    hold_as_part(module, mesh, shapes)
+    wrap_as_dtensor(module, mesh, shapes)
     average_over(module, grid[SHARD].size(), mesh.size())
 
 
@@ -212,8 +212,7 @@ def _schedule(
         reshard_in_groups(model, backward_mesh)
     pass_over_ungathered_units(model)
     _prefetch(model, plan, prefetch)
-    _follow_accumulation(model, strategy, is_last_micro_batch)
-    _reshard_after_evaluation(model)
+    UnitStates(model).follow_micro_batches(strategy, is_last_micro_batch, in_window)
 
 
 def _prefetch(model: nn.Module, plan: UnitPlan, depth: int | None) -> None:
@@ -299,39 +298,3 @@ def _hand_over(model: nn.Module, originals: dict[str, torch.Tensor], keep_master
         if original is not None and not original.is_meta:
             assert isinstance(parameter, DTensor)
             keep_master(name, original[shard_rows(parameter)] if original.ndim else original)
-
-
-def _follow_accumulation(model: nn.Module, strategy: Strategy, is_last_micro_batch: Callable[[], bool]) -> None:
-    """Before each training forward, says what this micro-batch's backward reduces and frees.
-
-    Stock `Accelerator.accumulate` switches reduction off until the last micro-batch, whatever the
-    stage: then ZeRO-3 keeps whole float32 gradients, 4 bytes per parameter on every rank.
-    """
-
-    def before_forward(module: nn.Module, _args: object) -> None:
-        if not torch.is_grad_enabled() or in_window():
-            return
-        assert isinstance(module, FSDPModule)
-        last = is_last_micro_batch()
-        module.set_requires_gradient_sync(strategy.reduce_each_micro_batch or last)
-        if strategy.replicated and strategy.reduce_each_micro_batch:
-            # Inside the window each replica keeps its own sum, sharded; the replicas add up once a step.
-            module.set_requires_all_reduce(last)
-        module.set_reshard_after_backward(strategy.reshard_each_micro_batch or last)
-
-    model.register_forward_pre_hook(before_forward)
-
-
-def _reshard_after_evaluation(model: nn.Module) -> None:
-    """Frees what a forward without gradients gathered and no backward will free.
-
-    Otherwise the root's parameters stay whole, and `model.parameters()` gives tensors that the
-    optimizer does not know.
-    """
-
-    def after_forward(module: nn.Module, _args: object, _output: object) -> None:
-        # Other micro-batches of a window that runs by block are in the midst of their forwards.
-        if not torch.is_grad_enabled() and not in_window():
-            reshard_all(module)
-
-    model.register_forward_hook(after_forward)

@@ -20,19 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit.errors import BadInputError, TrainingError
 from toolkit.ranks import on_this_device
-from toolkit.sharding.fsdp import (
-    begin_forward,
-    class_name,
-    end_backward,
-    end_pass,
-    forget_forwards,
-    looking_alone,
-    reshard_all,
-    sharded_modules,
-    stay_in_forward,
-)
+from toolkit.sharding.fsdp import class_name, sharded_modules
 from toolkit.sharding.graph_cuts import Pass, bypasses, cut, cut_written
 from toolkit.sharding.unit_plan import UnitPlan
+from toolkit.sharding.unit_states import UnitStates
 
 T = TypeVar("T")
 
@@ -137,6 +128,7 @@ class ByBlock:
 
     def __init__(self, root: Any, plan: UnitPlan) -> None:
         self._root = root
+        self._states = UnitStates(root)
         self._is_checked = False
         # Experts that are units of their own pass with their block.
         units = [unit for unit in plan.units if unit.reshard_after_forward and unit.kind != "experts"]
@@ -170,9 +162,7 @@ class ByBlock:
             TrainingError: the micro-batches take different paths through the model.
             BadInputError: the model hands on tensors from block to block by other ways than arguments and outputs.
         """
-        self._root.set_requires_gradient_sync(False)
-        self._root.set_reshard_after_backward(False)
-        self._root.set_is_last_backward(False)
+        self._states.begin_window()
         losses: list[torch.Tensor] = []
 
         def begin_backward(loss: torch.Tensor, passes: list[Pass]) -> None:
@@ -184,7 +174,7 @@ class ByBlock:
                 )
             backward(loss)
             losses.append(loss.detach())
-            stay_in_forward(self._root)
+            self._states.return_to_forward()
 
         rounds = self._forward(forwards, begin_backward)
         # Every window has the same graph: the first one tells.
@@ -203,8 +193,8 @@ class ByBlock:
         try:
             self._forward([torch.no_grad()(forward) for forward in forwards], lambda found, _: results.append(found))
         finally:
-            reshard_all(self._root)
-            forget_forwards(self._root)
+            self._states.free_all()
+            self._states.forget_forwards()
         return results
 
     def _forward(
@@ -215,7 +205,7 @@ class ByBlock:
         Returns:
             The units in their order, each with a pass for each micro-batch.
         """
-        begin_forward(self._root)
+        self._states.begin_forwards()
         rounds: list[tuple[Any, list[Pass]]] = []
         handle = getattr(torch, next(self._root.parameters()).device.type)
         batches = [_MicroBatch(forward, handle) for forward in forwards]
@@ -224,11 +214,11 @@ class ByBlock:
                 batch.go_on()
             while (unit := _next_unit(batches)) is not None:
                 rounds.append((unit, [Pass() for _ in batches]))
-                unit.set_reshard_after_forward(False)
+                self._states.keep_after_forward(unit)
                 for number, batch in enumerate(batches):
                     batch.inside = rounds[-1][1][number]
                     if batch is batches[-1]:
-                        unit.set_reshard_after_forward(True)
+                        self._states.free_after_forward(unit)
                     batch.go_on()
                     if batch.next_unit is None:
                         # At once: these logits go before the next micro-batch makes its own.
@@ -237,12 +227,12 @@ class ByBlock:
             for batch in batches:
                 batch.abandon()
             if rounds:
-                rounds[-1][0].set_reshard_after_forward(True)  # where a micro-batch has failed inside
+                self._states.free_after_forward(rounds[-1][0])  # if a micro-batch has failed inside
         return rounds
 
     def _backward(self, rounds: list[tuple[Any, list[Pass]]]) -> None:
         reduced: list[Any] = []
-        with looking_alone(self._root):
+        with self._states.backward_by_unit():
             while rounds:
                 unit, passes = rounds.pop()
                 inside = list(sharded_modules(unit))  # the unit itself first
@@ -251,17 +241,13 @@ class ByBlock:
                     if is_last:
                         # Its reduction has had all passes but this one to hide behind. The buffer goes before the
                         # next unit is gathered beside this one.
-                        end_pass(reduced)
-                    unit.set_requires_gradient_sync(is_last)
-                    unit.set_reshard_after_backward(is_last)
+                        self._states.end_passes(reduced)
+                    self._states.begin_unit_backward(unit, is_last)
                     one.backward()
                     # What lies between units has no hook of FSDP2's: the root's share of it is added up here.
-                    end_pass([*inside, *self._staying])
+                    self._states.end_passes([*inside, *self._staying])
                 reduced = inside
-        self._root.set_requires_gradient_sync(True)
-        self._root.set_reshard_after_backward(True)
-        self._root.set_is_last_backward(True)
-        end_backward(self._root)
+        self._states.end_window()
 
 
 def _next_unit(batches: list[_MicroBatch]) -> Any:

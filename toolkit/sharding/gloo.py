@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from toolkit.sharding.fsdp import before_copying_shards
+from toolkit.sharding.fsdp_replaced import before_copying_shards
 
 
 def all_gather(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -19,7 +19,8 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.errors import TrainingError
-from toolkit.sharding.fsdp import before_reduction, fill_missing_gradients, fsdp_groups
+from toolkit.sharding.fsdp import fill_missing_gradients, fsdp_groups
+from toolkit.sharding.fsdp_replaced import before_reduction
 from toolkit.sharding.shards import local_tensor
 
 

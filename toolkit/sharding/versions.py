@@ -96,18 +96,18 @@ PRIVATE_NAMES = (
     PrivateName(
         "accelerate.optimizer:AcceleratedOptimizer.zero_grad", ("self.optimizer.zero_grad(set_to_none=set_to_none)",)
     ),
-    # fsdp.py: the record of the units.
+    # fsdp.py, unit_states.py, fsdp_replaced.py: the record of the units.
     PrivateName(f"{_STATE}:FSDPState.__init__", ("_modules_to_run_forward: set",)),
     PrivateName(_STATE, ("_fsdp_param_group",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup.post_backward"),
     PrivateName(f"{_GROUP}:FSDPParamGroup.unshard"),
-    # fsdp.end_backward, fsdp.stay_in_forward: a backward in the midst of a forward frees nothing of the root.
+    # UnitStates.end_window, return_to_forward: a backward in the midst of a forward frees nothing of the root.
     PrivateName(f"{_STATE}:FSDPState._root_post_backward_final_callback", ("fsdp_param_group.post_backward()",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup.reshard", ("self._training_state == TrainingState.FORWARD",)),
-    # fsdp.gather_in_float32: types are a parameter's own, gathered as bytes where they differ.
+    # fsdp_replaced.gather_in_float32: types are a parameter's own, gathered as bytes where they differ.
     PrivateName(f"{_FSDP}_fsdp_param:FSDPParam.init_dtype_attrs", ("mp_policy", "self.reduce_dtype = reduce_dtype")),
     PrivateName(f"{_COLLECTIVES}foreach_all_gather", ("dtype == torch.uint8",)),
-    # fsdp.hold_as_part: what the shards of a unit are shown as; gloo.average_over: how its gradients are divided.
+    # fsdp_replaced.wrap_as_dtensor: what a unit's shards are shown as; gloo.average_over: how gradients are divided.
     PrivateName(
         f"{_FSDP}_fsdp_param:FSDPParam.reset_sharded_param", ("self._sharding_spec = self.sharded_param._spec",)
     ),
@@ -117,17 +117,17 @@ PRIVATE_NAMES = (
     PrivateName(
         f"{_COLLECTIVES}foreach_reduce", ("reduce_output.copy_(reduce_scatter_input / gradient_divide_factor)",)
     ),
-    # fsdp.looking_alone, fsdp.end_pass: the end of a pass is looked at where it was.
+    # UnitStates.backward_by_unit, end_passes: the end of a pass is looked at where it was.
     PrivateName(
         f"{_STATE}:FSDPState._register_root_post_backward_final_callback",
         ("if self._state_ctx.post_backward_final_callback_queued:",),
     ),
-    # fsdp.begin_forward: which forward waits for the optimizer.
+    # UnitStates.begin_forwards: which forward waits for the optimizer.
     PrivateName(
         f"{_STATE}:FSDPState._root_pre_forward",
         ("if self._state_ctx.iter_forward_root is not None:", "self._state_ctx.iter_forward_root = self"),
     ),
-    # fsdp.reshard_in_groups, fsdp.reshard_all: what a unit keeps from forward to backward, and among whom.
+    # fsdp_replaced.reshard_in_groups, UnitStates.free_all: what a unit keeps from forward to backward, and among whom.
     PrivateName(f"{_FSDP}_fsdp_common:HSDPMeshInfo"),
     PrivateName(f"{_FSDP}_fsdp_param:FSDPParam._init_sharded_post_forward_param_metadata", ("param",)),
     PrivateName(
@@ -144,7 +144,7 @@ PRIVATE_NAMES = (
     PrivateName(f"{_FSDP}_fsdp_collectives", ("torch.empty_like(t)", "unsharded_grads[i] = torch.cat(chunks, dim=0)")),
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("self.post_forward_mesh_info = post_forward_mesh_info",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("def is_sharded_post_forward(self)",)),
-    # fsdp.forget_forwards: what a backward prefetches.
+    # UnitStates.forget_forwards: what a backward prefetches.
     PrivateName(
         f"{_GROUP}:FSDPParamGroup._backward_prefetch",
         ("self._post_forward_indices.pop()", "self.comm_ctx.post_forward_order"),
@@ -191,7 +191,7 @@ PRIVATE_NAMES = (
             "hook(fsdp_param.sharded_param)",
         ),
     ),
-    # fsdp.before_copying_shards: where one rank gathers nothing, each copy of the shards is made in one method.
+    # fsdp_replaced.before_copying_shards: if one rank gathers nothing, one method makes each copy of the shards.
     PrivateName(
         f"{_GROUP}:FSDPParamGroup.wait_for_unshard",
         ("if not self._all_gather_result:", "fsdp_param.all_gather_inputs[0]"),
@@ -199,7 +199,7 @@ PRIVATE_NAMES = (
     PrivateName(f"{_GROUP}:FSDPParamGroup.pre_forward", ("self.wait_for_unshard()",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup.pre_backward", ("self.wait_for_unshard()",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("def _all_gather_process_group(self)",)),
-    # fsdp.reduce_again_after: the stream, and what is held of a reduction across replicas.
+    # fsdp_replaced.reduce_again_after: the stream, and what is held of a reduction across replicas.
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("def _is_hsdp(self)",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("self.comm_ctx.reduce_scatter_stream,",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("self._all_reduce_state = AllReduceState(",)),

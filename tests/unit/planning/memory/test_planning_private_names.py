@@ -31,6 +31,7 @@ def test_private_modules_are_named_in_few_files() -> None:
         "planning/memory/fake.py",
         "supervise/flight_recorder.py",  # does without where they are not there
         "sharding/fsdp.py",
+        "sharding/fsdp_replaced.py",
         "sharding/gloo.py",
         "sharding/shards.py",
         "sharding/compiling.py",

@@ -1,0 +1,69 @@
+"""What is replaced in FSDP2 is what toolkit/sharding/fsdp_replaced.py lists, on the records of a model alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from typing import Any, ClassVar
+
+import torch
+from support.moe import mixture
+from support.ranks import meet, run_on_ranks
+from support.tiny import llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from transformers import LlamaForCausalLM
+
+from toolkit.sharding import plan_units, sharding_kwargs
+from toolkit.sharding.apply import apply, groups_of
+from toolkit.sharding.fsdp import fsdp_groups
+from toolkit.sharding.fsdp_replaced import REPLACED
+from toolkit.sharding.plugin import reset_accelerate
+from toolkit.sharding.strategy import STRATEGIES
+
+
+class KeptNorms(LlamaForCausalLM):
+    """Its authors keep the norms of its blocks in float32."""
+
+    _keep_in_fp32_modules_strict: ClassVar = {"input_layernorm"}
+
+
+def replaced(model: Any) -> dict[str, set[str]]:
+    """Class of a record -> names of its methods that an attribute of the record hides."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for group in fsdp_groups(model):
+        for record in (group, *group.fsdp_params):
+            kind = type(record)
+            found[kind.__name__] |= {name for name in vars(record) if callable(getattr(kind, name, None))}
+    return found
+
+
+def replaced_by_features() -> list[dict[str, set[str]]]:
+    """Of models with offload, with parameters in float32, and with stacks of experts that a node keeps."""
+    from accelerate import Accelerator
+
+    found = []
+    for strategy, kind in (("zero3+offload", LlamaForCausalLM), ("zero3", KeptNorms)):
+        model: Any = llama()
+        model.__class__ = kind
+        meet()
+        reset_accelerate()
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", **sharding_kwargs(strategy))
+        found.append(replaced(accelerator.prepare(model, torch.optim.AdamW(model.parameters()))[0]))
+    mesh = init_device_mesh("cpu", (2,))
+    model = mixture("mixtral", num_local_experts=3)  # 3 on 2 ranks: sharded along their matrices' rows
+    apply(model, plan_units(model), STRATEGIES["zero3"], mesh, "no", lambda: True, backward_mesh=groups_of(mesh, 2))
+    return [*found, replaced(model)]
+
+
+def test_the_methods_that_are_replaced_are_listed_and_no_class_is_changed() -> None:
+    for of_features in run_on_ranks(replaced_by_features, 2):
+        together: dict[str, set[str]] = defaultdict(set)
+        for found in of_features:
+            for kind, names in found.items():
+                together[kind] |= names
+        assert together == REPLACED
+    for kind in (FSDPParamGroup, FSDPParam):
+        for name in REPLACED[kind.__name__]:
+            assert inspect.unwrap(getattr(kind, name)).__module__.startswith("torch."), name
