@@ -167,12 +167,15 @@ class ConversationText:
     def place_of_mark(self, index: int, marked: Message | None) -> int | None:
         """Where the mark of message `index` comes to stand in the row's text (characters).
 
-        None unless it stands there once and leaves all else as it is.
+        None unless it stands there once and leaves all else as it is. That in the name of a call may stand there
+        again: behind it, where the answer to the call is.
         """
         if marked is None:
             return None
         text = self.attempt([*self.messages[:index], marked, *self.messages[index + 1 :]]) or ""
         before, mark, behind = text.partition(self.mark)
+        if marked.get("tool_calls"):
+            behind = behind.replace(self.mark, "")
         return len(before) if mark and before + behind == self.text else None
 
     def behind_mark(self, index: int, marked: Message, *, prompt: bool = False) -> str | None:

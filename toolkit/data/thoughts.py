@@ -21,6 +21,7 @@ THOUGHTS = FIELDS[0]
 """Where a message has them here."""
 
 INSIDE = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_READS_PARTS = re.compile(r"""(?:\.type|\[['"]type['"]\])\s*==\s*['"]thinking['"]""")
 CHANNELS = ("analysis", "commentary", "final")
 
 
@@ -90,8 +91,22 @@ def field_of(template: str) -> str | None:
     return next((name for name in FIELDS if re.search(rf"""(?:\.|['"]){name}\b""", template)), None)
 
 
+@cache
+def reads_parts(template: str) -> bool:
+    """Whether a chat template reads thoughts from parts of the content, as Magistral's does."""
+    return _READS_PARTS.search(template) is not None
+
+
+def _in_parts(message: Message) -> Message:
+    plain = {key: value for key, value in message.items() if key != THOUGHTS}
+    words = [{"type": "text", "text": plain["content"]}] if plain.get("content") else []
+    return {**plain, "content": [{"type": "thinking", "thinking": message[THOUGHTS], "closed": True}, *words]}
+
+
 def for_template(messages: list[Message], template: str) -> list[Message]:
     """The messages with thoughts under the template's own key; one that reads none gets them as they are."""
+    if reads_parts(template):
+        return [_in_parts(message) if message.get(THOUGHTS) else message for message in messages]
     field = field_of(template)
     if field in (None, THOUGHTS):
         return messages

@@ -98,6 +98,8 @@ def _written_otherwise(row: ConversationText, index: int, text: str, prompt: str
             raise RowProblem(CLOSED)
         return _behind(text, prompt[: closed.start()])
     start, end = turn_span(row, index)
+    if thought.strip() and thought.strip() in row.text[start:end]:
+        raise RowProblem(NO_WAY)  # the prompt may have closed them, in a form that is not known here
     return row.text[start:end]
 
 
