@@ -68,11 +68,11 @@ def export_checkpoint(
 
     Returns:
         The largest difference of logits between checkpoint and export, as a share of the largest logit;
-        None where it was not looked for, or where the export is an adapter.
+        None if it was not looked for, or where the export is an adapter.
 
     Raises:
         BadInputError: a checkpoint that is not what was written, or a folder that exists.
-        ExportError: where the export gives other logits.
+        ExportError: if the export gives other logits.
     """
     if to.exists():
         raise BadInputError(f"--to: {str(to)!r} exists; name a new folder")
@@ -174,7 +174,7 @@ def export_run(
 
     Raises:
         BadInputError: no such checkpoint, one that is damaged, files of no size, or a folder that exists.
-        ExportError: where the export gives other logits.
+        ExportError: if the export gives other logits.
     """
     to = Path(to)
     if not max_shard_gib > 0:

@@ -60,7 +60,7 @@ class ExportSettings:
         dtype: of the weights; buffers keep theirs.
         max_shard_bytes: largest safetensors file, unless one tensor is larger.
         merge: adapters are added to the weights; otherwise they are all that is written.
-        average: of a checkpoint, the averages (`training.ema`) in place of the weights, where it has them.
+        average: of a checkpoint, the averages (`training.ema`) in place of the weights, if it has them.
     """
 
     dtype: torch.dtype
@@ -351,7 +351,7 @@ def verify(
         The largest difference, as a share of the largest logit; 0 on ranks other than 0.
 
     Raises:
-        ExportError: on every rank, where it is more than `TOLERANCE`.
+        ExportError: on every rank, if it is more than `TOLERANCE`.
     """
     model.eval()
     logits = logits_of(model, send_to_device(batch, accelerator.device)).float()
@@ -367,7 +367,7 @@ def verify(
 
 
 def require_close(difference: float, tolerance: float) -> None:
-    """Raises ExportError where the logits of an export differ by more than the tolerance."""
+    """Raises ExportError if the logits of an export differ by more than the tolerance."""
     # Written this way round, NaN is refused, too.
     if not difference <= tolerance:
         raise ExportError(

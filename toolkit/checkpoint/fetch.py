@@ -27,7 +27,7 @@ def clear_incoming(run: Path) -> None:
 
 
 def fetch(source: StorePath, manifest: Manifest, to: Path) -> str | None:
-    """Copies this rank's share of a checkpoint; the first file that is not what was written, None where all are.
+    """Copies this rank's share of a checkpoint; the first file that is not what was written, None if all are.
 
     The ranks of a host share the files among them, as hosts may have disks of their own. On a disk that hosts share,
     each copies all of it.

@@ -75,10 +75,10 @@ class Manifest:
         stream: where a stream goes on; None: the position says all.
         trainer: counters.
         scaler: state of fp16's gradient scaler; None without.
-        eval_loss: of the last evaluation; None where there was none.
+        eval_loss: of the last evaluation; None if there was none.
         base: fingerprint of the files of the base, if training goes on to need it: its weights are frozen, or it is
             the reference. None if not, and in checkpoints of before there was a reference here.
-        teacher: fingerprint of the files of the model that is learned from; None where there is none.
+        teacher: fingerprint of the files of the model that is learned from; None if there is none.
         non_finite: what is not finite in it, in words; None: its weights are, and so was its step.
         loads: of experts, since the last record of them: over how many steps, and their sums; None: there are none.
         tensors: name -> [type, shape of the whole].
@@ -179,7 +179,7 @@ def latest(run: Place) -> Checkpoint | None:
 
 
 def read_checkpoint(folder: Place) -> Manifest:
-    """The manifest of a checkpoint that counts. Raises BadInputError where it does not."""
+    """The manifest of a checkpoint that counts. Raises BadInputError if it does not."""
     checkpoint = look_at(folder)
     if checkpoint.manifest is None or checkpoint.problem is not None:
         raise BadInputError(f"{str(folder)!r} is no whole checkpoint: {checkpoint.problem}; name another")
@@ -279,7 +279,7 @@ def _missing(there: Mapping[str, Place], manifest: Manifest) -> str | None:
 
 
 def check_files(folder: Place, manifest: Manifest, names: Iterable[str]) -> str | None:
-    """The first of the named files whose content is not what was written; None where all are."""
+    """The first of the named files whose content is not what was written; None if all are."""
     for name in names:
         try:
             found = file_entry(folder / name)

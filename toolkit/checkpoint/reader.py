@@ -89,7 +89,7 @@ def load_tensors(
     """Reads the state into a model, an optimizer and tensors of extensions, sharded as they are now. Collective.
 
     Raises:
-        BadInputError: where the checkpoint's tensors are not theirs.
+        BadInputError: if the checkpoint's tensors are not theirs.
     """
     tensors = with_optimizer_state(model, optimizer, more)
     # Types and shapes are compared before anything is read, for an error that names the tensor.

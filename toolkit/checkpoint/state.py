@@ -77,7 +77,7 @@ def first_impossible(tensors: dict[str, torch.Tensor]) -> str | None:
 
 @torch.no_grad()
 def first_non_finite(tensors: dict[str, torch.Tensor], parameters: Iterable[str]) -> str | None:
-    """The first of the model's parameters that is not finite on this rank; None where all are.
+    """The first of the model's parameters that is not finite on this rank; None if all are.
 
     Args:
         parameters: their names. Buffers are not looked at: a mask may hold infinities.

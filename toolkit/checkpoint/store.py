@@ -72,7 +72,7 @@ class StorePath:
         return f"{self.url}/".startswith(f"{other.url}/")
 
     def iterdir(self) -> Iterator[StorePath]:
-        """The files and folders in it. Raises FileNotFoundError where there is none."""
+        """The files and folders in it. Raises FileNotFoundError if there is none."""
         with _driven(self.url) as (system, path):
             entries = system.ls(path, detail=True)
         for entry in entries:
@@ -88,7 +88,7 @@ class StorePath:
             return _described(system.info(path))
 
     def require_driver(self) -> None:
-        """Raises BadInputError where there is no driver for it."""
+        """Raises BadInputError if there is no driver for it."""
         with _driven(self.url):
             pass
 

@@ -153,7 +153,7 @@ class Sender:
 
 
 def _require_whole(path: Path, manifest: Manifest) -> None:
-    """Raises ToolkitError where a file has changed since it was written: a store's checksum would be that of a copy."""
+    """Raises ToolkitError if a file has changed since it was written: a store's checksum would be that of a copy."""
     if file_entry(path) != manifest.files[path.name]:
         raise ToolkitError(f"{path} is not what was written: its checksum differs")
 

@@ -169,7 +169,7 @@ class Checkpointer:
     def _publish(self, manifest: Manifest, unfinished: Path, folder: Path) -> None:
         """Names the files, moves the folder to its place, marks it, and clears old ones away.
 
-        Where there is a store, all but the move is done there, when every rank's files are there.
+        If there is a store, all but the move is done there, when every rank's files are there.
         """
         if self.uploads is None:
             _require_files(manifest, unfinished)
@@ -231,7 +231,7 @@ def remove(folder: Path) -> None:
 
 
 def _require_files(manifest: Manifest, folder: Path) -> None:
-    """Raises ToolkitError where rank 0 lacks a file that another rank has written, as on a disk of its own."""
+    """Raises ToolkitError if rank 0 lacks a file that another rank has written, as on a disk of its own."""
     missing = [name for name, entry in manifest.files.items() if not _has_size(folder / name, entry.bytes)]
     if missing:
         raise ToolkitError(
@@ -270,7 +270,7 @@ def _finish_rank(job: Job, folder: Path) -> dict[str, FileEntry]:
 
 
 def require_same(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Raises ToolkitError where a written file does not hold the state, byte for byte."""
+    """Raises ToolkitError if a written file does not hold the state, byte for byte."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (no dict)
             live = local_tensor(tensors[name]).cpu()

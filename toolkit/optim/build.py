@@ -37,7 +37,7 @@ def build_optimizer(
         unit_classes: as for `plan_units`, which tells muon the blocks.
 
     Raises:
-        BadInputError: where the optimizer is not installed.
+        BadInputError: if the optimizer is not installed.
     """
     groups = parameter_groups(model, section)
     settings: dict[str, Any] = {

@@ -47,7 +47,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the weights of one optimizer step in. Where they are offloaded, waits until they have been stepped."""
+        """Takes the weights of one optimizer step in. If they are offloaded, waits until they have been stepped."""
         state = state_once(self._model)
         for name, average in self.tensors.items():
             local = local_tensor(average)

@@ -73,7 +73,7 @@ def schedule_fact(section: ScheduleSection, peak: float, num_steps: int) -> str:
 
 
 def without_peak(section: ScheduleSection, peak: float, num_steps: int) -> str | None:
-    """What there is to say where the run ends in its warm-up; None where it does not."""
+    """What there is to say where the run ends in its warm-up; None if it does not."""
     warmup = warmup_steps(section, num_steps)
     if warmup < num_steps:
         return None

@@ -53,7 +53,7 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
 
 
 def compilation_of(recipe: Recipe) -> Compilation | None:
-    """How blocks are compiled. Raises BadInputError where the Accelerate config asks for it, too."""
+    """How blocks are compiled. Raises BadInputError if the Accelerate config asks for it, too."""
     # `accelerate launch` hands on its config in such variables.
     configured = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if recipe.training.compile and configured.lower() != "no":

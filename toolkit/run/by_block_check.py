@@ -31,14 +31,14 @@ class Accumulation:
 
     Attributes:
         by_block: what runs them by block; None: they run one after another.
-        why: of `sharding.accumulate: auto`; empty where the recipe chose.
+        why: of `sharding.accumulate: auto`; empty if the recipe chose.
     """
 
     by_block: ByBlock | None
     why: str = ""
 
     def describe(self) -> str | None:
-        """For people; None where there is nothing to tell."""
+        """For people; None if there is nothing to tell."""
         told = "by block: a step gathers each unit twice and reduces it once" if self.by_block else "by micro-batch"
         if self.why:
             return f"auto: {told} ({self.why})"

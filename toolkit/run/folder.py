@@ -65,7 +65,7 @@ def claimed(output_dir: Path, recipe: Recipe, found: Resumption, store: StorePat
     Checkpoints that the run passes over are set aside; what the block is given says which and why.
 
     Beside what this recipe's run has left before, the recipe stays: by it the next start knows that run again.
-    Raises BadInputError where the folder already holds a run that this one does not go on.
+    Raises BadInputError if the folder already holds a run that this one does not go on.
     """
     goes_on = found.is_own and ranks.on_first_rank(lambda: _is_of(output_dir, recipe, found))
     is_ours = False
@@ -107,7 +107,7 @@ def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
 
 
 def _require_one_folder(output_dir: Path) -> None:
-    """Raises BadInputError where ranks see different folders under this name, as hosts with disks of their own do.
+    """Raises BadInputError if ranks see different folders under this name, as hosts with disks of their own do.
 
     Every rank writes its shards of a checkpoint there: on two disks no checkpoint would ever be whole.
     """
@@ -159,7 +159,7 @@ def _run_files(output_dir: Path) -> list[str]:
 def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
     """Whether the folder holds what a run of the same recipe has left that was ended before its first checkpoint.
 
-    Raises BadInputError where it holds another run, or one that is done and is not the one to go on from.
+    Raises BadInputError if it holds another run, or one that is done and is not the one to go on from.
     """
     links = [name for name in RUN_FILES if name != CHECKPOINTS and (output_dir / name).is_symlink()]
     if links:
@@ -185,7 +185,7 @@ def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
 
 
 def require_writable(output_dir: Path) -> None:
-    """Raises BadInputError where the folder could not be made or written; leaves nothing behind."""
+    """Raises BadInputError if the folder could not be made or written; leaves nothing behind."""
     nearest = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())
     try:
         # Tried, as access rights alone do not tell it: of a read-only file system, or of root.
@@ -204,7 +204,7 @@ def is_same_and_finished(output_dir: Path, recipe: Recipe) -> bool:
 
 
 def clear_killed(output_dir: Path) -> None:
-    """Removes what tells of the processes of a run that was killed behind its report; not while one of them lives."""
+    """Deletes stale heartbeat files of a finished run, unless one of its processes is alive."""
     if let_go(output_dir / LEASE):
         shutil.rmtree(output_dir / HEARTBEAT_FOLDER, ignore_errors=True)
 

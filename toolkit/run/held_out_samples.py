@@ -64,7 +64,7 @@ def held_out_prompts(run: PreparedRun, count: int) -> list[Prompt]:
 
 
 def _prompt(ids: np.ndarray, targets: np.ndarray) -> Prompt | None:
-    """What comes before the first target, and the targets from there on; None where nothing is asked or answered."""
+    """What comes before the first target, and the targets from there on; None if nothing is asked or answered."""
     learned = np.asarray(targets, dtype=bool)
     first = PLAIN_PROMPT if learned[1:].all() else int(learned.argmax())
     if first == 0 or first >= len(ids):

@@ -63,7 +63,7 @@ class LiveReport:
             self._write(state, problem=problem)
 
     def failed(self, error: BaseException) -> None:
-        """The same after an error; on other ranks only where rank 0 may know nothing of it."""
+        """The same after an error; on other ranks only if rank 0 may know nothing of it."""
         told = f"{type(error).__name__}: {first_line(error)}"
         is_lost = isinstance(error, Exception) and is_lost_peer(error)
         if is_lost:

@@ -38,7 +38,7 @@ class Guess:
 
 
 def uniform_guess(objective: Objective, model: nn.Module, class_weights: object) -> Guess | None:
-    """The uniform guess of an objective; None where it has none: pairs are compared with a reference."""
+    """The uniform guess of an objective; None if it has none: pairs are compared with a reference."""
     objective = inner_objective(objective)
     if isinstance(objective, SequenceClassification):
         # Weights of one's own scale the loss; balanced ones are 1 in the mean over the rows.

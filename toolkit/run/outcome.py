@@ -40,14 +40,14 @@ class FinetuneResult:
 
     Attributes:
         output_dir: the run's folder.
-        export_dir: loadable by `from_pretrained`; None where the recipe switched it off.
+        export_dir: loadable by `from_pretrained`; None if the recipe switched it off.
         metrics: the records of metrics.jsonl.
         initial_eval_loss: held-out loss before the first step; None without held-out data.
         final_eval_loss: held-out loss after the last step.
         sample: continuation of the recipe's prompt; on rank 0 alone.
         logits_difference: between model and export, as a share of the largest logit.
         doubts: what the losses say against the run, a sentence each.
-        seconds: duration of the run, or of its part since it was resumed; 0 where the folder held it, done, before.
+        seconds: duration of the run, or of its part since it was resumed; 0 if the folder held it, done, before.
     """
 
     output_dir: Path

@@ -59,10 +59,10 @@ def check_leaks(
 
     Returns:
         The last document's change when the others are replaced, and its difference from its logits alone;
-        None where no sample holds two documents, or the logits are not finite.
+        None if no sample holds two documents, or the logits are not finite.
 
     Raises:
-        LeakError: where they are more than `TOLERANCE`.
+        LeakError: if they are more than `TOLERANCE`.
     """
     numbers = _numbers(samples, micro_batch_size)
     if numbers is None:
@@ -102,7 +102,7 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
     would be taken of tokens that the model sees.
 
     Raises:
-        BadInputError: where they do.
+        BadInputError: if they do.
     """
     config = base_of(inner).config.get_text_config()
     if getattr(config, "is_decoder", True) and not untrained(base_of(inner)):

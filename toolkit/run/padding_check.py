@@ -39,7 +39,7 @@ def changed_by_padding(
         inner: the model without what wraps it, for its name.
 
     Returns:
-        What differs, in words; None where nothing does.
+        What differs, in words; None if nothing does.
 
     Raises:
         BadInputError: if the model cannot run on a row of the data alone.

@@ -20,7 +20,7 @@ CHECKED_TOKENS = 1024
 """Of the first row."""
 
 TOLERANCE = 1e-5
-"""Largest difference of logits, as a share of the largest. Kernels and shapes are the same, so it is 0 where no code
+"""Largest difference of logits, as a share of the largest. Kernels and shapes are the same, so it is 0 if no code
 reads the bytes of a layer."""
 
 

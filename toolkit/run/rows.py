@@ -78,7 +78,7 @@ def last_position(recipe: Recipe, data: TokenisedData, num_steps: int, size: int
 
 
 def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:
-    """Raises BadInputError where samples do not fit the model's positions or its vocabulary."""
+    """Raises BadInputError if samples do not fit the model's positions or its vocabulary."""
     require_positions(model, recipe.data)
     rows = int(model.get_input_embeddings().weight.shape[0])
     # By the largest number, too: a vocabulary may leave some out.

@@ -61,7 +61,7 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
 
     Raises:
         ToolkitError: on every rank; with exit code 2 for bad input, before anything is left behind.
-        HubError: where the export could not be pushed; the run is done.
+        HubError: if the export could not be pushed; the run is done.
     """
     started = time.perf_counter()
     if not isinstance(recipe, Recipe):

@@ -52,7 +52,7 @@ def share_rows(recipe: Recipe, model: PreTrainedModel) -> None:
     """Forms the groups of ranks that share rows, if the recipe asks for them, and has attention go by heads.
 
     Raises:
-        BadInputError: where the groups do not fill the ranks, or the model cannot be shared so.
+        BadInputError: if the groups do not fill the ranks, or the model cannot be shared so.
     """
     size = recipe.sharding.sequence
     form_groups(size)
@@ -81,10 +81,10 @@ def check_parts(
         chunked: norms and MLPs run for a few tokens at a time.
 
     Returns:
-        The largest difference of any rank, as a share of the largest number; None where there is nothing to compare.
+        The largest difference of any rank, as a share of the largest number; None if there is nothing to compare.
 
     Raises:
-        BadInputError: where it is more than `TOLERANCE`, or the model cannot run on parts of rows.
+        BadInputError: if it is more than `TOLERANCE`, or the model cannot run on parts of rows.
     """
     if part.count == 1 and not chunked:
         return None
@@ -108,7 +108,7 @@ def check_parts(
     model.train(was_training)
     outcomes = ranks.gather_objects((differences, problem))
     problem = next((told for _, told in outcomes if told), "")
-    # Kept as it is where it is not a number, which the first step will say.
+    # NaN is kept: the first step reports it.
     worst = {name: max((of_rank[name] for of_rank, _ in outcomes), default=0.0) for name in whole}
     name = max(worst, key=lambda name: worst[name])
     if not problem and worst[name] > TOLERANCE[in_16_bits]:

@@ -23,7 +23,7 @@ from toolkit.sharding.plugin import ShardingPlugin
 def asked_teacher(
     accelerator: Accelerator, recipe: Recipe, tokens: PreTrainedTokenizerBase, packed: bool
 ) -> nn.Module | None:
-    """On the meta device, with the attention of the run; None where nobody asks for one. Raises BadInputError."""
+    """On the meta device, with the attention of the run; None if nobody asks for one. Raises BadInputError."""
     teacher: Any = load_teacher(recipe, tokens, accelerator.mixed_precision)
     if teacher is not None:
         in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"

@@ -14,7 +14,7 @@ from toolkit.sharding.apply import PRECISIONS
 
 @dataclass(frozen=True)
 class AccelerateConfig:
-    """Values that have been read, checked as they are asked for: each raises BadInputError where it is not right.
+    """Values that have been read, checked as they are asked for: each raises BadInputError if it is not right.
 
     Attributes:
         origin: where they were read, for messages.
@@ -74,7 +74,7 @@ class AccelerateConfig:
 
 
 def read_accelerate_config(path: Path) -> AccelerateConfig:
-    """Raises BadInputError where there is no file, or where it holds no mapping, or a recipe."""
+    """Raises BadInputError if there is no file, or where it holds no mapping, or a recipe."""
     if not path.is_file():
         raise BadInputError(f"--config: there is no file {str(path)!r}")
     try:

@@ -53,7 +53,7 @@ def precision_policies(
     loses what small gradients add), and what leaves the model is float32, so that the loss is.
 
     Args:
-        reduce_dtype: None: the type of compute, for one rank, where nothing is summed.
+        reduce_dtype: None: the type of compute, for one rank, if nothing is summed.
         casts_inputs: of units; not those of a library's model, whose authors' own casts say what is rounded where:
             what they make in float32 for the blocks (rotary tables, outputs of routers) stays so.
     """
@@ -112,9 +112,9 @@ def apply(
         offload: called with the sharded model before it has weights; what it returns is given the
             masters, and trainable parameters are held in the type of compute.
         compilation: of the blocks; None: they run eagerly.
-        prefetch: blocks that are gathered ahead; None: FSDP2's own one, issued when the block before has been.
+        prefetch: blocks that are gathered ahead; None: FSDP2's default prefetch of one block.
         experts: the grid of ranks over which whole experts are spread; with one `plan` has units of experts.
-        backward_mesh: of `groups_of`; None: backward gathers among all ranks of a shard group.
+        backward_mesh: as `groups_of` returns it; None: backward gathers among all ranks of a shard group.
 
     Returns:
         Every parameter as it was -> as it is now.
@@ -183,7 +183,7 @@ def hold_whole(model: nn.Module, mixed_precision: str) -> None:
 def _give_types(
     model: nn.Module, mixed_precision: str, is_offloaded: bool, is_spread: bool = False
 ) -> tuple[dict[str, torch.dtype], list[str]]:
-    """Makes parameters float32 that are held so; types in compute by name, and the names of what is float32 there."""
+    """Casts master weights to float32. Returns (compute dtype by name, names of what is computed in float32)."""
     dtype = PRECISIONS[mixed_precision]
     types = {} if dtype is None else types_of_authors(model, dtype)
     kept = kept_in_float32(model, types)
@@ -248,9 +248,9 @@ def _hold_masters_in_float32(model: nn.Module) -> None:
 
 
 def _require_one_type(model: nn.Module, kept: Sequence[str], is_spread: bool) -> None:
-    """Raises BadInputError for trainable parameters that stay in float32 where that was not tried.
+    """Raises BadInputError for trainable parameters that stay in float32 in an untested configuration.
 
-    That is torch 2.15, which reduces several types itself, and experts that are spread.
+    These are torch 2.15, which reduces several types itself, and expert parallelism.
     """
     trained = _trained(model, kept)
     if trained and (is_spread or autograd_sums_gradients()):
@@ -267,7 +267,7 @@ def _trained(model: nn.Module, names: Sequence[str]) -> list[str]:
 def _hold_in_compute_type(
     model: nn.Module, modules: Sequence[nn.Module], dtype: torch.dtype | None, kept: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Rounds a unit's trainable parameters to `dtype`, if any, but those kept; what they were, by their first names."""
+    """Rounds a unit's trainable parameters to `dtype`, except `kept`. Returns the unrounded originals by first name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     originals: dict[str, torch.Tensor] = {}
     for module in modules:

@@ -71,7 +71,7 @@ def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpoin
 
 
 def _require_no_cache(block: nn.Module, given: Iterable[Any]) -> None:
-    """Raises BadInputError where a model fills a cache that nobody asked for: the second forward would append to it."""
+    """Raises BadInputError if a model fills a cache that nobody asked for: the second forward would append to it."""
     if any(hasattr(value, "get_seq_length") for value in given):
         raise BadInputError(
             f"activation checkpointing: {class_name(block)} fills a cache although use_cache is off, and its second "

@@ -56,7 +56,7 @@ def holders(grid: DeviceMesh) -> DeviceMesh:
 
 
 def require_spreadable(strategy: Strategy, others: Mapping[str, Any]) -> None:
-    """Raises BadInputError where experts are to be spread together with what they cannot be.
+    """Raises BadInputError if experts are to be spread together with what they cannot be.
 
     Args:
         others: by name; None: not asked for.
@@ -69,7 +69,7 @@ def require_spreadable(strategy: Strategy, others: Mapping[str, Any]) -> None:
 
 
 def require_experts(model: nn.Module, num_ranks: int) -> None:
-    """Raises BadInputError where there are no stacked experts, or they cannot be dealt to a replica's ranks."""
+    """Raises BadInputError if there are no stacked experts, or they cannot be dealt to a replica's ranks."""
     stacks = stacked_experts(model)
     if not stacks:
         raise BadInputError(
@@ -104,7 +104,7 @@ def _is_by_expert(name: str, shape: torch.Size, number: int) -> bool:
 
 
 def dealing_of(model: nn.Module, num_shards: int | None = None) -> str:
-    """How ranks that do not divide a layer's experts share them; empty where they do, or where nothing is stacked.
+    """How ranks that do not divide a layer's experts share them; empty if they do, or where nothing is stacked.
 
     Args:
         num_shards: ranks that share a copy of the model; None: as it is sharded.

@@ -36,7 +36,7 @@ def resolve_strategy(asked: str | None) -> Strategy:
 def resolve_offload(strategy: str | None, offload: str | OffloadSettings | None) -> OffloadSettings | None:
     """The offload of the arguments and of the Accelerate config; None: optimizer state stays on the device.
 
-    Raises BadInputError where one asks for offload and the other refuses it, or the strategy has none.
+    Raises BadInputError if one asks for offload and the other refuses it, or the strategy has none.
     """
     configured = os.environ.get(STRATEGY_VARIABLE)
     in_text = asks_for_offload(strategy) or asks_for_offload(configured)
@@ -63,7 +63,7 @@ def configured_size(axis: str) -> int | None:
 def accumulation_plugin(steps: int) -> GradientAccumulationPlugin:
     """Accumulation over `steps` micro-batches, whatever the launcher's environment says.
 
-    Raises BadInputError where the Accelerate config asks for another number.
+    Raises BadInputError if the Accelerate config asks for another number.
     """
     configured = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     if configured not in (None, "1", "auto", str(steps)):

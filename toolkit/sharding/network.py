@@ -12,7 +12,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def require_reachable_host() -> None:
-    """Raises BadInputError where the other hosts of a run cannot reach this one by its name.
+    """Raises BadInputError if the other hosts of a run cannot reach this one by its name.
 
     gloo gives the others the address of this host's name. Debian and Ubuntu write 127.0.1.1 for it into /etc/hosts,
     and a host that is given that looks for the rank on itself: the run hangs, and at last says "connection refused".
@@ -47,7 +47,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _address_of(name: str) -> str | None:
-    """The address that gloo would take; None where the name leads nowhere."""
+    """The address that gloo would take; None if the name leads nowhere."""
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

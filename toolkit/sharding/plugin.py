@@ -83,8 +83,8 @@ def sharding_kwargs(
         reshard_after_forward: of `zero3`, ranks of a node: a unit's shards from forward to backward; unset, all ranks.
 
     Raises:
-        BadInputError: an unknown strategy, one that the Accelerate config contradicts, or an
-            version of torch or Accelerate that is too old, or newer and without a private name that is needed.
+        BadInputError: an unknown strategy, one that the Accelerate config contradicts, or an unsupported version of
+            torch or Accelerate.
     """
     plugin = ShardingPlugin(
         strategy, unit_classes, checkpointing, offload, compilation, prefetch, experts, reshard_after_forward
@@ -313,7 +313,7 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
             accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
 
     def _require_all_processes(self) -> None:
-        """Raises BadInputError where each process would train a model of its own, unnoticed."""
+        """Raises BadInputError if each process would train a model of its own, unnoticed."""
         found = PartialState().num_processes
         if found != self.total_size:
             raise BadInputError(
@@ -344,7 +344,7 @@ def _rehearse_on_cpu() -> None:
 
 
 def _refuse_replicas_on_one_host(shape: MeshShape) -> None:
-    """Raises BadInputError where replicas would each hold, and step, the whole state in one host's memory."""
+    """Raises BadInputError if replicas would each hold, and step, the whole state in one host's memory."""
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(shape.replicate * shape.shard)))
     if shape.replicate > 1 and shape.shard < on_host:
         raise BadInputError(
@@ -384,7 +384,7 @@ def _plain_type() -> DistributedType:
 
 
 def _require_process_group(device_type: str) -> None:
-    """A single process started by plain `python` gets a group of its own, so that it takes the same way."""
+    """Gives a single process that plain `python` started a process group, so that it follows the same code path."""
     if not dist.is_initialized():
         backend = "nccl" if device_type == "cuda" else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]

@@ -63,14 +63,14 @@ def form_groups(size: int) -> None:
     """Puts every rank into a group of `size` neighbours that share their rows. Collective.
 
     Raises:
-        BadInputError: where the groups do not fill the ranks.
+        BadInputError: if the groups do not fill the ranks.
     """
     require_groups("sharding.sequence", size, ranks.world_size())
     _process.group = dist.new_subgroups(group_size=size)[0] if size > 1 else None  # type: ignore[no-untyped-call]
 
 
 def require_groups(key: str, size: int, num_ranks: int) -> None:
-    """Raises BadInputError where groups of `size` ranks do not fill the ranks."""
+    """Raises BadInputError if groups of `size` ranks do not fill the ranks."""
     if num_ranks % size:
         allowed = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
         raise BadInputError(
@@ -120,7 +120,7 @@ def rows_shared(rows: WholeRows) -> Iterator[None]:
 
 
 def rows_under_way() -> WholeRows | None:
-    """The rows that this forward has a part of; None where it has them whole."""
+    """The rows that this forward has a part of; None if it has them whole."""
     return _here.rows
 
 

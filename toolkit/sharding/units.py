@@ -51,7 +51,7 @@ def plan_units(model: nn.Module, unit_classes: Sequence[str] | None = None, expe
         experts: whether the stacked experts of a block are a unit of their own, before it.
 
     Raises:
-        UnitError: where no block is found, a name matches nothing, or no block can be a unit.
+        UnitError: if no block is found, a name matches nothing, or no block can be a unit.
     """
     tree = _Tree(model)
     blocks = _found_blocks(tree) if unit_classes is None else _named_blocks(tree, unit_classes)
@@ -148,7 +148,7 @@ def _is_marked(module: nn.Module, marks: set[str]) -> bool:
 
 
 def _repeated_elements(tree: _Tree) -> Iterator[list[str]]:
-    """Elements of one list that are of one class, where there are two or more; never experts."""
+    """Elements of one list that are of one class, if there are two or more; never experts."""
     for _, paths in (listed for listed in tree.lists() if "expert" not in listed[0].lower()):
         by_class: dict[str, list[str]] = {}
         for path in paths:

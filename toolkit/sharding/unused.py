@@ -1,6 +1,6 @@
 """Parameters that some ranks use in a step and others don't: experts, branches.
 
-On each rank FSDP2 reduces the gradients that are there. Where ranks differ it adds up the gradients of different
+On each rank FSDP2 reduces the gradients that are there. If ranks differ it adds up the gradients of different
 parameters, without an error. Here a unit that is about to be reduced gets zeros for whatever has no gradient, so that
 all ranks reduce the same; and before the optimizer steps, the ranks tell each other which parameters they used. A
 parameter that none used has no gradient again, as in a plain loop: AdamW skips it, while zeros would decay it.

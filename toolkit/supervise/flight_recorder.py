@@ -1,6 +1,6 @@
-"""What torch's flight recorder knows of a rank's last collectives. Alone reads its private functions.
+"""Reads a rank's last collectives from torch's flight recorder. The only module that calls its private functions.
 
-gloo records where `TORCH_FR_BUFFER_SIZE` is set, NCCL of newer torch without it. The dump is JSON, not pickled.
+gloo records if `TORCH_FR_BUFFER_SIZE` is set, NCCL of newer torch without it. The dump is JSON, not pickled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DUMP_SECONDS = 3.0
 
 
 def last_collectives() -> str:
-    """A line for each process group of this rank; empty where nothing is recorded."""
+    """A line for each process group of this rank; empty if nothing is recorded."""
     found: list[str] = []
     # NCCL's recorder asks CUDA which collectives have ended.
     read = on_this_device(lambda: found.append(_text(_dump())))

@@ -192,7 +192,7 @@ def _unreadable(path: Path, error: OSError) -> BadInputError:
 
 
 def read_lease(path: Path) -> tuple[Lease | None, int | None]:
-    """Who holds the folder, None where the file does not say; and when it was last touched, None without a file.
+    """Who holds the folder, None if the file does not say; and when it was last touched, None without a file.
 
     A file that cannot be read is as none: the beat and the end of a run do not fail for it.
     """

@@ -1,4 +1,4 @@
-"""Ranks end when their launcher is gone: nobody would end them otherwise, and a restart would run beside them."""
+"""Ends a rank whose launcher is gone: nobody would end it otherwise, and a restart would run beside it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class RankStatus:
     """Where a rank is.
 
     Attributes:
-        state: Linux's letter of the process state; empty where it is not known.
+        state: Linux's letter of the process state; empty if it is not known.
         step: the optimizer step under way; 0 before the first.
         sequence: of its last beat.
         seconds: since its last beat.
@@ -167,7 +167,7 @@ def to_text(places: Sequence[RankStatus], count: int, written: float) -> str:
 
 
 def read_host(path: Path) -> tuple[int, float, list[RankStatus]] | None:
-    """Count, time of writing and ranks of a host's file; None where it cannot be read."""
+    """Count, time of writing and ranks of a host's file; None if it cannot be read."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return int(found["count"]), float(found["written"]), [RankStatus(**place) for place in found["ranks"]]

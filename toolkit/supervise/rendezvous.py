@@ -1,4 +1,4 @@
-"""The ranks meet, or say in time that they cannot."""
+"""Limits the time for process-group initialisation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from toolkit.errors import StalledError
 
 SHORTEST_SECONDS = 60.0
-"""Given to ranks to meet even where `stall_minutes` is less: their hosts need not start them at one time."""
+"""Given to ranks to meet even if `stall_minutes` is less: their hosts need not start them at one time."""
 
 
 @contextmanager

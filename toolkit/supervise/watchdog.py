@@ -1,6 +1,6 @@
-"""Watches over the ranks of a run: where one stands still, the run ends, and is told which.
+"""Ends the run if a rank stalls, and reports which one.
 
-Nothing here needs torch, as a host's guard watches, too (see `guard.py`).
+Nothing here needs torch, as a host's guard watches, too (see `watchdog_process.py`).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Watch:
 
 
 def _state_of(pid: int) -> str:
-    """Linux's letter; X where there is no such process, empty where nothing tells."""
+    """Linux's letter; X if there is no such process, empty if nothing tells."""
     try:
         # The name, in brackets, may hold anything.
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]

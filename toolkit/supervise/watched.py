@@ -1,4 +1,4 @@
-"""The ranks of a run watch over each other while it goes on; see `Watch`."""
+"""Has the ranks of a run watch over each other while it goes on; see `Watch`."""
 
 from __future__ import annotations
 

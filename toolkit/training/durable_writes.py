@@ -17,7 +17,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 TELL_SECONDS = 60.0
 RETRY_SECONDS = 5.0
 PATIENCE_SECONDS = 1200.0
-"""Longest wait for room at the end of a run, where nothing is left to do but to write."""
+"""Longest wait for room at the end of a run, if nothing is left to do but to write."""
 
 
 class LinesFile:

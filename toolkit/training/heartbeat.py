@@ -59,7 +59,7 @@ def mark_watched(memory: bytearray | mmap.mmap, now_ns: int, pid: int) -> None:
 
 
 def read_heartbeat(memory: bytes) -> Beat | None:
-    """The record; None while it is being written, or where there is none yet."""
+    """The record; None while it is being written, or if there is none yet."""
     if len(memory) < RECORD_BYTES:
         return None
     sequence, phase, step, at_ns, again = _BEAT.unpack_from(memory)

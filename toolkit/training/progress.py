@@ -46,7 +46,7 @@ class Progress:
     Args:
         console: silent on ranks other than 0.
         num_steps: length of the run.
-        every_steps: where there is no bar, a line every so many steps.
+        every_steps: if there is no bar, a line every so many steps.
     """
 
     def __init__(self, console: Console, num_steps: int, every_steps: int) -> None:
@@ -84,7 +84,7 @@ class Progress:
             self.line(step, *([f"{clock(left)} left"] if left else []), *figures)
 
     def line(self, step: int, *figures: str) -> None:
-        """A line of its own, above the bar where there is one."""
+        """A line of its own, above the bar if there is one."""
         self._console.print("  ".join([f"step {step}/{self._num_steps}", *figures]))
 
 

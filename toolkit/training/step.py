@@ -45,7 +45,7 @@ class RankStep:
         grad_norm: over all ranks, before clipping.
         wants_to_stop: after this step.
         wants_to_save: after this step.
-        next_counts: of this rank's part of the next window; 0 where there is none.
+        next_counts: of this rank's part of the next window; 0 if there is none.
         figures: the objective's own, sums over this rank's part.
     """
 

@@ -307,7 +307,7 @@ class Trainer:
         return send_to_device(known, device, non_blocking=True)
 
     def _count(self, window: list[Batch] | None) -> Counts:
-        """What this rank's part of a window holds; zeros where there is none."""
+        """What this rank's part of a window holds; zeros if there is none."""
         return Counts.total(counts_of(batch, self.objective.count_targets(batch)) for batch in window or [])
 
     def _clip(self) -> torch.Tensor:

@@ -402,7 +402,7 @@ def _send(step: UnitStep, begin: int, weights: torch.Tensor) -> None:
 
 
 def _end(worker: Worker, handle: Any, slabs: Slabs) -> None:
-    """Gives an engine's memory back. Of the engine it holds nothing that holds the engine."""
+    """Gives an engine's memory back. Holds no reference to the engine, so that the engine can be collected."""
     # In this order: worker and device may still be copying from the memory that is given back.
     worker.close()
     handle.synchronize()

@@ -34,7 +34,7 @@ def connect(engine: OffloadEngine, accelerator: Accelerator) -> None:
 
 
 def engine_of(model: nn.Module) -> OffloadEngine | None:
-    """The engine that steps a model's offloaded state; None where nothing is offloaded."""
+    """The engine that steps a model's offloaded state; None if nothing is offloaded."""
     return getattr(model, "offload_engine", None)
 
 

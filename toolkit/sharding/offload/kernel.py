@@ -129,7 +129,7 @@ def load_kernel() -> AdamWKernel:
     """Builds the kernel unless the user's cache holds it.
 
     Raises:
-        ToolkitError: where there is no compiler, or it fails; with its words.
+        ToolkitError: if there is no compiler, or it fails; with its words.
     """
     library = _library_path()
     if not library.exists():

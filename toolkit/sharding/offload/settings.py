@@ -87,7 +87,7 @@ def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def fused_kernel_refuses(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why the `cpu_fused` executor cannot step this optimizer; None where it can."""
+    """Why the `cpu_fused` executor cannot step this optimizer; None if it can."""
     if type(optimizer) is not torch.optim.AdamW:
         return f"it steps AdamW, not {type(optimizer).__name__}"
     for option in ("amsgrad", "maximize"):

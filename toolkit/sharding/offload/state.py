@@ -32,7 +32,7 @@ class OffloadedState:
         plan: bytes on the host.
         slabs: what holds the host memory.
         staging: buffers in the type of compute, as long as the longest unit.
-        scratch: float32, as long as the longest unit; None where gradients land in float32.
+        scratch: float32, as long as the longest unit; None if gradients land in float32.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class OffloadedState:
 
 
 def require_types(units: Sequence[OffloadedUnit], mixed_precision: str) -> None:
-    """Raises BadInputError where parameters cannot be held beside float32 masters."""
+    """Raises BadInputError if parameters cannot be held beside float32 masters."""
     # Its gradient scaler looks for infinities in `.grad`, and divides it by its scale; offload has taken it away.
     if mixed_precision == "fp16":
         raise BadInputError("offload: mixed_precision fp16 is not supported; use bf16 or no")
