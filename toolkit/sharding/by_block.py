@@ -4,7 +4,8 @@ Each micro-batch runs in a thread of its own, one at a time. Before it enters a 
 there; then they pass through, in their order. So each has the shapes, the kernels and the Python frames of an ordinary
 forward, whatever the model hands from block to block. A pass through a unit is a graph of its own, cut at the unit's
 inputs and outputs; backward runs these graphs from the last unit to the first. FSDP2 gathers a unit twice a window and
-reduces it once, and sums the gradients in float32 in the order of the micro-batches, as when FSDP2 reduces once per accumulation step.
+reduces it once. It sums the gradients in float32 in the order of the micro-batches, as when it reduces once per
+accumulation step.
 
 Known as the vertical schedule of offload to disks (GreedySnake, arXiv 2512.17570).
 """
