@@ -45,7 +45,7 @@ from toolkit.recipe.schema import ObjectiveSection, OptimizerSection, TrainingSe
 from toolkit.sharding import Checkpointing, OffloadSettings, sharding_kwargs
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.launched import accumulation_plugin
-from toolkit.sharding.sequence import form_groups
+from toolkit.sharding.sequence_parallel import form_groups
 from toolkit.sharding.shards import local_tensor, state_once
 from toolkit.sharding.strategy import STRATEGIES
 from toolkit.training.expert_loads import ExpertLoads

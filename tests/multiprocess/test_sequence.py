@@ -36,7 +36,7 @@ from toolkit.planning.workload import workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.sequence_check import check_parts
 from toolkit.sharding import Compilation
-from toolkit.sharding.sequence import form_groups, own_part
+from toolkit.sharding.sequence_parallel import form_groups, own_part
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 SIZES: dict[str, Any] = {

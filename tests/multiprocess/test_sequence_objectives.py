@@ -33,7 +33,7 @@ from toolkit.objectives.reward import Reward
 from toolkit.objectives.tagging import TokenClassification, entities
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.sequence_check import check_parts
-from toolkit.sharding.sequence import form_groups, own_part
+from toolkit.sharding.sequence_parallel import form_groups, own_part
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,

@@ -27,7 +27,7 @@ from toolkit.model.adapters import add_adapter
 from toolkit.planning.memory.units import unit_shapes
 from toolkit.planning.time.traffic import traffic
 from toolkit.recipe.schema import AdapterSection
-from toolkit.sharding import experts, plan_units
+from toolkit.sharding import expert_parallel, plan_units
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 from toolkit.training.trainer import Trainer
 
@@ -79,13 +79,13 @@ def first_block_dense(_: Any) -> Any:
 
 def small_steps() -> tuple[list[Any], dict[str, int]]:
     """The steps, and the bytes that this rank hands to the first one's collectives."""
-    tokens, exchange = [], experts._all_to_all
+    tokens, exchange = [], expert_parallel._all_to_all
 
     def counted(rows: torch.Tensor, *args: Any) -> torch.Tensor:
         tokens.append(rows.nbytes)
         return exchange(rows, *args)
 
-    with Traffic() as found, patch.object(experts, "_all_to_all", counted):
+    with Traffic() as found, patch.object(expert_parallel, "_all_to_all", counted):
         first = step_of(SMALL[0])
     steps = [first, *map(step_of, SMALL[1:]), step_of(IDLE, change=two_experts_alone)]
     steps.append(step_of(CHUNKED, change=first_block_dense, chunk_tokens=5))

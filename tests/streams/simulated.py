@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.sharding.offload.host import Slabs
 from toolkit.sharding.offload.kernel import AdamWKernel
-from toolkit.sharding.offload.units import OffloadedUnit
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit
 
 FACTORIES = ("empty", "full", "tensor", "zeros")
 

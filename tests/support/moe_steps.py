@@ -20,7 +20,7 @@ from toolkit.sharding import Checkpointing, plan_units, sharding_kwargs
 from toolkit.sharding.apply import prepare_blocks
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.plugin import reset_accelerate
-from toolkit.sharding.sequence import form_groups
+from toolkit.sharding.sequence_parallel import form_groups
 from toolkit.sharding.shards import whole_tensor
 from toolkit.training.expert_loads import ExpertLoads
 from toolkit.training.trainer import Trainer

@@ -14,7 +14,7 @@ from transformers.utils import import_utils
 
 from toolkit.errors import first_line
 from toolkit.model.document_attention import BY_DOCUMENT, register_by_document
-from toolkit.sharding.sequence import rows_under_way
+from toolkit.sharding.sequence_parallel import rows_under_way
 
 NOT_INSTALLED = "neither flash-attn nor flash-attn-3 is installed for this GPU"
 

@@ -22,7 +22,7 @@ from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of, mask_by_what_is_known
 from toolkit.model.positions import takes_positions
 from toolkit.sharding.fsdp import class_name
-from toolkit.sharding.sequence import WholeRows, heads_for_tokens, own_part, rows_under_way, tokens_for_heads
+from toolkit.sharding.sequence_parallel import WholeRows, heads_for_tokens, own_part, rows_under_way, tokens_for_heads
 
 WITHIN_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers, as configurations name them, that mix tokens in attention alone."""

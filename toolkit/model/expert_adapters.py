@@ -1,4 +1,4 @@
-"""Adapters of stacked experts, held by expert, so that whole ones can lie on ranks of their own (sharding/experts.py).
+"""Adapters of stacked experts, held by expert, for expert parallelism (sharding/expert_parallel.py).
 
 peft adapts a parameter (experts, outputs, inputs) by A, (experts x rank, inputs), an expert's rows one after another,
 and by B, (outputs, rank x experts), of which no row belongs to one expert. Here B is held as A is. Saved, it is peft's.

@@ -26,7 +26,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.routers import Router, find_routers, own_coefficient
 from toolkit.recipe.schema import ObjectiveSection
-from toolkit.sharding.experts import dealing_of
+from toolkit.sharding.expert_parallel import expert_placement
 
 
 @dataclass(frozen=True)
@@ -313,8 +313,8 @@ def experts_fact(model: nn.Module, balance: Balance, by_block: bool) -> str:
     losses, num_routers = balance.losses, len(balance.routers)
     kernel = getattr(getattr(base_of(model), "config", None), "_experts_implementation", None) or "the model's own"
     told = [f"{num_routers} routers, kernel {kernel}"]
-    if dealt := dealing_of(model):
-        told.append(dealt)
+    if placement := expert_placement(model):
+        told.append(placement)
     if losses.balance:
         source = "the model's router_aux_loss_coef" if losses.own else "objective.router_aux_coef"
         over = "the whole step" if by_block else "the step's micro-batches so far"

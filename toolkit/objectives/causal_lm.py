@@ -23,7 +23,7 @@ from toolkit.objectives.fused_linear_cross_entropy import HeadLoss, numbers_of_t
 from toolkit.objectives.objective import RunsWindows
 from toolkit.objectives.preference_losses import log_probabilities_by_document, summed_by_document
 from toolkit.sharding.fsdp import class_name
-from toolkit.sharding.sequence import WholeRows, rows_shared, summed_over_group
+from toolkit.sharding.sequence_parallel import WholeRows, rows_shared, summed_over_group
 
 HEAD_LOSS_TOLERANCE = {False: 1e-5, True: 1e-2}
 """By whether compute is in 16 bits: the largest difference from whole logits' loss, as a share of it."""

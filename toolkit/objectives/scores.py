@@ -15,7 +15,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from toolkit.data.samples import Batch
 from toolkit.model.adapters import base_of
 from toolkit.objectives.replaced import own_forward, replaced
-from toolkit.sharding.sequence import summed_over_group
+from toolkit.sharding.sequence_parallel import summed_over_group
 
 
 def scores_of_tokens(model: nn.Module, forward: Callable[[], torch.Tensor]) -> torch.Tensor:

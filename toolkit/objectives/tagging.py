@@ -11,7 +11,7 @@ from torch import nn
 
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.objectives.classification import SequenceClassification
-from toolkit.sharding.sequence import whole_rows
+from toolkit.sharding.sequence_parallel import whole_rows
 
 Entity = tuple[int, int, str]
 """First word, the one after the last, and kind."""

@@ -44,8 +44,8 @@ from toolkit.pages.page import (
     write_page,
 )
 from toolkit.pages.run_metrics import Metrics, NonFinite, column, non_finite, split_lines
-from toolkit.pages.samples import STYLE as SAMPLES_STYLE
-from toolkit.pages.samples import SideBySide, sample_card, side_by_side_card
+from toolkit.pages.side_by_side import STYLE as SAMPLES_STYLE
+from toolkit.pages.side_by_side import SideBySide, sample_card, side_by_side_card
 from toolkit.pages.status import POLICY, Status, status_head, status_note
 from toolkit.pages.status import STYLE as STATUS_STYLE
 

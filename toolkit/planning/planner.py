@@ -22,10 +22,10 @@ from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic, with_te
 from toolkit.planning.workload import Workload, shared_by, with_rows_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
-from toolkit.sharding.experts import dealing_of
+from toolkit.sharding.expert_parallel import expert_placement
+from toolkit.sharding.offload.executor_probe import STREAM_SHARE
 from toolkit.sharding.offload.executors import stream_bytes
 from toolkit.sharding.offload.host import plan_host
-from toolkit.sharding.offload.probe import STREAM_SHARE
 from toolkit.sharding.offload.state import STAGING_BUFFERS
 from toolkit.sharding.units import stacked_experts
 
@@ -341,7 +341,7 @@ class Planner:
         host = self.host_bytes(setup)
         verdict, need, problem = verdict_of(peak.total, host, self.hardware)
         tokens = setup.micro_batch_size * setup.accumulation * (setup.ranks // parts) * self.workload.tokens
-        dealing = dealing_of(self.workload.model, setup.mesh.shard)
+        dealing = expert_placement(self.workload.model, setup.mesh.shard)
         return PlanRow(setup, peak, tuple(moments), need, host, sent, time, tokens, verdict, problem, dealing)
 
 

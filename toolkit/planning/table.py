@@ -19,9 +19,9 @@ from toolkit.planning.workload import Workload, with_rows_of, workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import CLASSIFIERS, AdapterSection
 from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.experts import require_experts, require_spreadable
+from toolkit.sharding.expert_parallel import require_experts, require_spreadable
 from toolkit.sharding.fsdp import autograd_sums_gradients
-from toolkit.sharding.sequence import require_groups
+from toolkit.sharding.sequence_parallel import require_groups
 from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy
 from toolkit.sharding.units import stacked_experts
 

@@ -19,7 +19,7 @@ from toolkit.objectives.objective import Objective
 from toolkit.objectives.reward import Reward
 from toolkit.objectives.rows_alone import inner_objective
 from toolkit.objectives.seq2seq import Seq2Seq
-from toolkit.pages.samples import SideBySide
+from toolkit.pages.side_by_side import SideBySide
 from toolkit.paths import atomic_write
 from toolkit.run.stages import PreparedRun
 from toolkit.terminal import Pass, Terminal

@@ -25,7 +25,7 @@ from toolkit.objectives.objective import ByDocument, Objective
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.chunks import chunks_of
 from toolkit.sharding.fsdp import class_name
-from toolkit.sharding.sequence import form_groups
+from toolkit.sharding.sequence_parallel import form_groups
 from toolkit.sharding.unit_states import UnitStates
 
 CHECKED_TOKENS = 1024

@@ -28,7 +28,7 @@ from toolkit.data.stream import StreamLoader
 from toolkit.objectives.balance import Balance
 from toolkit.objectives.build import AnyObjective
 from toolkit.objectives.distillation import Distillation
-from toolkit.pages.samples import SideBySide
+from toolkit.pages.side_by_side import SideBySide
 from toolkit.planning.check import Planned
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.by_block_check import Accumulation

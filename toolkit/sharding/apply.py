@@ -19,7 +19,7 @@ from toolkit.errors import BadInputError
 from toolkit.sharding.by_block import in_window
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
-from toolkit.sharding.experts import GROUP, SHARD, holders, require_experts, take_part
+from toolkit.sharding.expert_parallel import GROUP, SHARD, holders, require_experts, shard_experts
 from toolkit.sharding.fsdp import autograd_sums_gradients
 from toolkit.sharding.fsdp_replaced import (
     gather_in_float32,
@@ -167,7 +167,7 @@ def _spread_experts(
     # Their block has cast what is to be cast; the weights of experts' outputs may be float32.
     uncast = replace(policy, cast_forward_inputs=False)
     shapes = shapes_inside(module)
-    take_part(module, grid[GROUP].size(), grid)
+    shard_experts(module, grid[GROUP].size(), grid)
     _shard([module], holders(grid), uncast, strategy.reshard_each_micro_batch)
     wrap_as_dtensor(module, mesh, shapes)
     average_over(module, grid[SHARD].size(), mesh.size())

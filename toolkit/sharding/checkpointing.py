@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from toolkit.errors import BadInputError
 from toolkit.sharding.chunks import Chunks, chunked_modules, in_chunks
 from toolkit.sharding.fsdp import class_name
-from toolkit.sharding.sequence import for_second_forward
+from toolkit.sharding.sequence_parallel import for_second_forward
 from toolkit.sharding.unit_plan import UnitPlan
 
 

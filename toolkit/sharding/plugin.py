@@ -40,11 +40,11 @@ from toolkit.errors import BadInputError
 from toolkit.sharding.apply import KeepsMasters, apply, groups_of, precision_policies
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
-from toolkit.sharding.experts import expert_grid, require_spreadable
+from toolkit.sharding.expert_parallel import expert_grid, require_spreadable
 from toolkit.sharding.launched import configured_size, refuse_stock_settings, resolve_offload, resolve_strategy
 from toolkit.sharding.network import require_reachable_host
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect
-from toolkit.sharding.sequence import require_groups
+from toolkit.sharding.sequence_parallel import require_groups
 from toolkit.sharding.strategy import OFFLOAD, MeshShape, mesh_shape, with_node
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import plan_units

@@ -19,7 +19,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from toolkit.errors import BadInputError, first_line
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
-from toolkit.sharding.sequence import require_groups
+from toolkit.sharding.sequence_parallel import require_groups
 from toolkit.sharding.strategy import DEFAULT_STRATEGY, MeshShape, mesh_shape, parse_strategy
 
 TWO_RANKS: dict[str, Any] = {

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from toolkit.data.cut import Part
 from toolkit.errors import BadInputError
 from toolkit.model.attention_by_heads import require_sequence
-from toolkit.sharding.sequence import require_groups
+from toolkit.sharding.sequence_parallel import require_groups
 
 
 def qwen_next() -> Any:

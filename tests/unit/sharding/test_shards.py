@@ -6,7 +6,7 @@ import pytest
 from support.moe import mixture
 from torch import nn
 
-from toolkit.sharding.experts import dealing_of
+from toolkit.sharding.expert_parallel import expert_placement
 from toolkit.sharding.shards import shard_dim
 
 
@@ -32,10 +32,15 @@ def test_stacks_are_sharded_by_rows_where_much_would_be_padded(shape: tuple[int,
 
 def test_a_run_says_how_ranks_share_experts_that_they_do_not_divide() -> None:
     model = mixture("mixtral", num_local_experts=6)
-    assert dealing_of(model, 3) == dealing_of(model) == dealing_of(nn.Linear(3, 3), 2) == ""
-    assert dealing_of(model, 4) == "6 of a layer are sharded along their matrices' rows, as 4 ranks do not divide them"
-    assert dealing_of(model, 5).endswith(
+    assert expert_placement(model, 3) == expert_placement(model) == expert_placement(nn.Linear(3, 3), 2) == ""
+    assert (
+        expert_placement(model, 4)
+        == "6 of a layer are sharded along their matrices' rows, as 4 ranks do not divide them"
+    )
+    assert expert_placement(model, 5).endswith(
         "padded to 10 for 5 ranks, 67% more of their bytes; a number of ranks that divides them pads none"
     )
-    assert dealing_of(model, 9).endswith("50% more of their bytes; hybrid with dp_shard_size 3 pads none")
-    assert dealing_of(mixture("mixtral", num_local_experts=15), 8).endswith("to 16 for 8 ranks, 7% more of their bytes")
+    assert expert_placement(model, 9).endswith("50% more of their bytes; hybrid with dp_shard_size 3 pads none")
+    assert expert_placement(mixture("mixtral", num_local_experts=15), 8).endswith(
+        "to 16 for 8 ranks, 7% more of their bytes"
+    )

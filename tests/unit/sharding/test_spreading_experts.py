@@ -14,7 +14,7 @@ from toolkit.planning.memory.fake import fake_ranks
 from toolkit.sharding import plan_units
 from toolkit.sharding.apply import apply
 from toolkit.sharding.compiling import Compilation
-from toolkit.sharding.experts import expert_grid, require_experts
+from toolkit.sharding.expert_parallel import expert_grid, require_experts
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin
 from toolkit.sharding.strategy import STRATEGIES
 

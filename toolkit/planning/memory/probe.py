@@ -31,8 +31,8 @@ from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, precision_policies
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.chunks import one_for_all_alike
-from toolkit.sharding.experts import take_part
-from toolkit.sharding.sequence import without_ranks
+from toolkit.sharding.expert_parallel import shard_experts
+from toolkit.sharding.sequence_parallel import without_ranks
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import owned_parameters, plan_units
 
@@ -121,7 +121,7 @@ class Prober:
         self._output_dtype = None if whole else precision_policies(workload.mixed_precision)[1].output_dtype
         self._model = workload.model_copy()
         for path in (unit.name for unit in self.plan.units if unit.kind == "experts"):
-            take_part(self._model.get_submodule(path), workload.experts)
+            shard_experts(self._model.get_submodule(path), workload.experts)
         with self._mode:
             casts_units = give_parameters(self._model, self._dtype)
         self._parts = [_Part(self._model, self.plan, casts_units)]

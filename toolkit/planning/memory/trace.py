@@ -23,8 +23,8 @@ from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import apply, groups_of
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.experts import expert_grid
-from toolkit.sharding.sequence import without_ranks
+from toolkit.sharding.expert_parallel import expert_grid
+from toolkit.sharding.sequence_parallel import without_ranks
 from toolkit.sharding.strategy import MeshShape, Strategy
 from toolkit.sharding.units import plan_units
 

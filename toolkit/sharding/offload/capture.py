@@ -14,7 +14,7 @@ import torch
 
 from toolkit.errors import TrainingError
 from toolkit.sharding.fsdp_replaced import free_reduced_gradient, reduce_again_after
-from toolkit.sharding.offload.units import OffloadedUnit
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit
 
 # Where the bus is slower than backward, gradients would otherwise pile up on the device, 4 bytes a parameter.
 MAX_IN_FLIGHT = 3

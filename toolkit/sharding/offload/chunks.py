@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from toolkit.sharding.offload.units import OffloadedUnit, Slot
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
 
 ALIGNMENT = 64
 """Each part of a parameter but the last is a multiple of so many elements. torch's vectorised kernels round the last

@@ -24,12 +24,12 @@ from toolkit import ranks
 from toolkit.errors import BadInputError, RankError, first_line
 from toolkit.sharding.gloo import before_reading_shards
 from toolkit.sharding.offload.capture import Capture, wait_for_landing
+from toolkit.sharding.offload.executor_probe import choose, default_threads, make_executor
 from toolkit.sharding.offload.executors import Executor, Resident, Staging, UnitStep
 from toolkit.sharding.offload.host import Slabs
-from toolkit.sharding.offload.probe import choose, default_threads, make_executor
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit, read_units
 from toolkit.sharding.offload.settings import OffloadSettings, hyper_parameters, state_names
 from toolkit.sharding.offload.state import OffloadedState, require_types
-from toolkit.sharding.offload.units import OffloadedUnit, read_units
 from toolkit.sharding.offload.worker import Worker
 from toolkit.sharding.shards import local_tensor, shard_group
 from toolkit.sharding.unused import UsedParameters

@@ -14,8 +14,8 @@ import torch
 
 from toolkit.sharding.offload.chunks import ALIGNMENT, chunks_of
 from toolkit.sharding.offload.kernel import AdamWKernel, Segment
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit
 from toolkit.sharding.offload.settings import counts_steps, hyper_parameters
-from toolkit.sharding.offload.units import OffloadedUnit
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import BadInputError
 from toolkit.sharding.offload.engine import OffloadEngine
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
 from toolkit.sharding.offload.settings import counts_steps
-from toolkit.sharding.offload.units import OffloadedUnit, Slot
 from toolkit.sharding.shards import beside, local_tensor
 
 

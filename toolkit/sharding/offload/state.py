@@ -11,7 +11,7 @@ from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.paths import GIB
 from toolkit.sharding.offload.host import HostPlan, Slabs, plan_host, require_host_memory
-from toolkit.sharding.offload.units import OffloadedUnit, Slot
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
 
 # One is written while the other is on its way to the device.
 STAGING_BUFFERS = 2

@@ -31,10 +31,10 @@ from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding import plan_units
 from toolkit.sharding.apply import apply
 from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.experts import expert_grid
+from toolkit.sharding.expert_parallel import expert_grid
 from toolkit.sharding.fsdp import autograd_sums_gradients
 from toolkit.sharding.offload.host import plan_host
-from toolkit.sharding.offload.units import read_units
+from toolkit.sharding.offload.offloaded_units import read_units
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 LAYERS, WIDTH, CHOSEN, MESH = 3, 128, 2, MeshShape(1, 4)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import BadInputError
 from toolkit.sharding.fsdp import class_name
-from toolkit.sharding.sequence import exchanges_are_planned, planned_exchange, planned_skew
+from toolkit.sharding.sequence_parallel import exchanges_are_planned, planned_exchange, planned_skew
 from toolkit.sharding.shards import MAX_PADDING, shard_dim, shard_group
 from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.units import stacked_experts
@@ -69,7 +69,7 @@ def require_spreadable(strategy: Strategy, others: Mapping[str, Any]) -> None:
 
 
 def require_experts(model: nn.Module, num_ranks: int) -> None:
-    """Raises BadInputError if there are no stacked experts, or they cannot be dealt to a replica's ranks."""
+    """Raises BadInputError if there are no stacked experts, or a replica's ranks cannot share them evenly."""
     stacks = stacked_experts(model)
     if not stacks:
         raise BadInputError(
@@ -77,10 +77,10 @@ def require_experts(model: nn.Module, num_ranks: int) -> None:
             "transformers marks by use_experts_implementation; remove it"
         )
     for path, module in stacks.items():
-        _require_dealable(path, module, num_ranks)
+        _require_divisible(path, module, num_ranks)
 
 
-def _require_dealable(path: str, module: nn.Module, num_ranks: int) -> None:
+def _require_divisible(path: str, module: nn.Module, num_ranks: int) -> None:
     number = int(module.num_experts)  # type: ignore[arg-type]
     for name, parameter in module.named_parameters():
         if not _is_by_expert(name, parameter.shape, number):
@@ -103,7 +103,7 @@ def _is_by_expert(name: str, shape: torch.Size, number: int) -> bool:
     return shape[0] % number == 0 if inner.startswith("lora_") else "." not in inner and shape[0] == number
 
 
-def dealing_of(model: nn.Module, num_shards: int | None = None) -> str:
+def expert_placement(model: nn.Module, num_shards: int | None = None) -> str:
     """How ranks that do not divide a layer's experts share them; empty if they do, or where nothing is stacked.
 
     Args:
@@ -113,11 +113,11 @@ def dealing_of(model: nn.Module, num_shards: int | None = None) -> str:
         for stack in (parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3):
             ranks = num_shards or (shard_group(stack).size() if isinstance(stack, DTensor) else 1)
             if stack.shape[0] % ranks:
-                return _dealing(stack.shape, ranks)
+                return _placement(stack.shape, ranks)
     return ""
 
 
-def _dealing(shape: torch.Size, num_shards: int) -> str:
+def _placement(shape: torch.Size, num_shards: int) -> str:
     number, rows = shape[0], -(-shape[0] // num_shards) * num_shards
     if shard_dim(shape, num_shards):
         return f"{number} of a layer are sharded along their matrices' rows, as {num_shards} ranks do not divide them"
@@ -132,7 +132,7 @@ def _dealing(shape: torch.Size, num_shards: int) -> str:
 
 
 @torch.no_grad()
-def take_part(module: nn.Module, size: int, grid: DeviceMesh | None = None) -> None:
+def shard_experts(module: nn.Module, size: int, grid: DeviceMesh | None = None) -> None:
     """Leaves a rank the experts of its row of the grid, and has the module's forward send tokens to the others.
 
     Args:

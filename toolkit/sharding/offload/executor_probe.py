@@ -20,8 +20,8 @@ from toolkit.sharding.offload.executors import (
     stream_bytes,
 )
 from toolkit.sharding.offload.kernel import load_kernel
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
 from toolkit.sharding.offload.settings import ExecutorName, fused_kernel_refuses, hyper_parameters, state_names
-from toolkit.sharding.offload.units import OffloadedUnit, Slot
 
 PROBE_NUMEL = 4 * 2**20
 PROBE_SECONDS = 0.5
