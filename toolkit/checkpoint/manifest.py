@@ -38,6 +38,8 @@ COMPLETE = "COMPLETE"
 METRICS = "metrics.jsonl"
 UNFINISHED = ".unfinished"
 """Ending of the hidden folders in which a checkpoint is written."""
+SET_ASIDE = ".set_aside"
+"""Ending of the folder of a checkpoint that a run has passed over; it does not count any more."""
 PASSED_OVER = "PASSED_OVER"
 """In a store, where a folder cannot be renamed: the mark of a checkpoint that a run has set aside; says why."""
 STEP_FOLDER = re.compile(r"step_(\d{8,})")

@@ -12,6 +12,7 @@ from toolkit.checkpoint.manifest import (
     COMPLETE,
     FOLDER,
     PASSED_OVER,
+    SET_ASIDE,
     STEP_FOLDER,
     Checkpoint,
     Manifest,
@@ -25,9 +26,6 @@ from toolkit.checkpoint.manifest import (
 from toolkit.checkpoint.reader import require_same_run
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError
-
-SET_ASIDE = ".set_aside"
-"""Ending of the folder of a checkpoint that a run has passed over; it does not count any more."""
 
 
 @dataclass(frozen=True)

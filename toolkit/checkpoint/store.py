@@ -247,6 +247,11 @@ def _driven(url: str) -> Iterator[tuple[Any, str]]:
         raise
     # Drivers raise what their libraries raise: of the network, of HTTP, of the cloud's own.
     except Exception as error:
+        if "Credentials" in type(error).__name__:
+            raise BadInputError(
+                f"checkpoint.to: {url}: its driver finds no credentials ({without_secrets(in_words(error))}); set "
+                "them, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of the driver's own"
+            ) from error
         raise StoreError(f"{url}: {without_secrets(in_words(error))}") from error
 
 

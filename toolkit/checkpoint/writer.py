@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -27,6 +28,7 @@ from toolkit.checkpoint.manifest import (
     FOLDER,
     MANIFEST,
     METRICS,
+    SET_ASIDE,
     UNFINISHED,
     FileEntry,
     Manifest,
@@ -286,6 +288,12 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
+def _step_of(set_aside: Path) -> float:
+    """The step of a checkpoint that was set aside; infinite if the name does not say it."""
+    number = set_aside.name.partition(SET_ASIDE)[0].removeprefix("step_")
+    return int(number) if number.isdecimal() else math.inf
+
+
 def clear_unfinished(run: Path) -> None:
     """Deletes what interrupted saves and deletions have left. Called by one process, before any save."""
     leftovers = [path for ending in (UNFINISHED, DELETED) for path in (run / FOLDER).glob(f".step_*{ending}")]
@@ -293,6 +301,9 @@ def clear_unfinished(run: Path) -> None:
     # Earlier versions took the marker away before the rest.
     old = [c.step for c in list_checkpoints(run) if c.unfinished and last is not None and c.step < last.step]
     leftovers += [step_folder(run, step) for step in old]
+    # Of a save that was killed between its rename and its mark; a damaged one keeps the mark, and stays.
+    aside = [path for path in (run / FOLDER).glob(f"step_*{SET_ASIDE}*") if not (path / COMPLETE).exists()]
+    leftovers += [path for path in aside if last is not None and _step_of(path) <= last.step]
     for folder in leftovers:
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 from fsspec.utils import infer_compression
 
 from toolkit.errors import DataError
-from toolkit.paths import COMPRESSIONS, DATA_SUFFIXES, is_file_source
+from toolkit.paths import COMPRESSIONS, DATA_SUFFIXES, is_file_source, is_store
 from toolkit.recipe.schema import DataSection
 
 TABLES = (".parquet", ".arrow")
@@ -37,6 +37,10 @@ def expand_files(source: str, field: str) -> list[Path]:
     found = {str(named)} if os.path.exists(named) else set(glob.glob(str(named), recursive=True))
     paths = [Path(match) for match in sorted(found)]
     if not paths:
+        if is_store(source):
+            raise DataError(
+                f"{field}: {source!r} is in a store, and rows are read from disks and the hub; copy it here"
+            )
         raise DataError(f"{field}: there is no file {source!r}; correct the path, or name a data set of the hub")
     for path in paths:
         if not path.exists():

@@ -72,6 +72,8 @@ def _describe(root: type[Section], details: ErrorDetails) -> str:
     if details["type"] == "missing":
         return f"{path}: missing; needs {_allowed(root, location) or 'a value'}"
     value = details["input"]
+    if details["type"] == "impossible":
+        return f"{path}: {details['msg']}"
     found = "found null" if value is None else f"found {value!r} ({_type_name(value)})"
     allowed = _allowed(root, location)
     if allowed:

@@ -42,7 +42,7 @@ from toolkit.run.outcome import (
 from toolkit.run.prepare import prepare_run
 from toolkit.run.run_summary import facts_of, print_run_summary
 from toolkit.run.stages import OpenedRun, PreparedRun
-from toolkit.supervise.lease import owned
+from toolkit.supervise.lease import owned, require_place
 from toolkit.supervise.rank_status import REPORT
 from toolkit.supervise.store_lease import owned_store
 from toolkit.supervise.watched import watched
@@ -134,6 +134,7 @@ def rehearse(recipe: Recipe) -> None:
     with open_run(recipe) as opened:
         output_dir, console = opened.output_dir, opened.console
         found = find_checkpoint(recipe, output_dir, store_of(recipe.checkpoint.to), copies=False)
+        ranks.on_first_rank(lambda: require_place(output_dir))
         ranks.on_first_rank(lambda: require_unfinished(output_dir, recipe, found.is_own))
         ranks.on_first_rank(lambda: require_writable(output_dir))
         for checkpoint in found.passed_over:

@@ -73,6 +73,8 @@ def require_groups(key: str, size: int, num_ranks: int) -> None:
     """Raises BadInputError if groups of `size` ranks do not fill the ranks."""
     if num_ranks % size:
         allowed = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
+        if num_ranks == 1:
+            raise BadInputError(f"{key}: {size} ranks are needed, and there is 1; start {size}, or set it to 1")
         raise BadInputError(
             f"{key}: {size} does not divide the {num_ranks} ranks into groups; "
             f"set it to one of {', '.join(map(str, allowed))}"

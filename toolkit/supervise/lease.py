@@ -116,8 +116,15 @@ def owned(folder: Path) -> Iterator[None]:
                     each.rmdir()
 
 
-def make(folder: Path) -> list[Path]:
-    """Makes the output folder; what was not there, the innermost first."""
+OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "report.html", "checkpoints", "export")
+"""By each of these a folder is known as that of a run, whatever else is in it."""
+
+BESIDE_A_RUN = (".yaml", ".yml", ".sh", ".py", ".ipynb", ".log", ".out", ".err", ".md", ".txt")
+"""Endings of what people and batch systems keep beside a run that is to begin."""
+
+
+def require_place(folder: Path) -> None:
+    """Raises BadInputError for an output folder in which no run belongs: a root, or one that holds other data."""
     if folder.exists() and not folder.is_dir():
         raise BadInputError(f"training.output_dir: {str(folder)!r} is a file; name a folder")
     if folder in (Path(folder.anchor), Path.home()):
@@ -127,6 +134,19 @@ def make(folder: Path) -> list[Path]:
             f"training.output_dir: {str(folder)!r} holds a $, and variables in a recipe are not replaced; write the "
             "path out"
         )
+    if not folder.exists() or any((folder / name).exists() for name in OF_A_RUN):
+        return
+    others = sorted(p.name for p in folder.iterdir() if p.name[0] != "." and p.suffix not in BESIDE_A_RUN)
+    if others := [name for name in others if name != "lost+found"]:
+        raise BadInputError(
+            f"training.output_dir: {str(folder)!r} holds something else ({', '.join(others[:5])}) and no run; name a "
+            "new folder, or an empty one"
+        )
+
+
+def make(folder: Path) -> list[Path]:
+    """Makes the output folder; what was not there, the innermost first."""
+    require_place(folder)
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

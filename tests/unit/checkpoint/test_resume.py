@@ -52,6 +52,21 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
         assert told.endswith(name)
 
 
+def test_of_what_was_set_aside_an_interrupted_save_goes_when_a_later_one_is_whole(tmp_path: Path) -> None:
+    written(tmp_path, 5)
+    for step, spoil in ((7, flip), (8, EVERY_DAMAGE["unfinished"]), (9, EVERY_DAMAGE["unfinished"])):
+        spoil(written(tmp_path, step))
+    set_aside(find(tmp_path, "auto", PLAIN.recipe).passed_over, tmp_path)
+    kept = ["step_00000005", "step_00000007.set_aside", "step_00000008.set_aside", "step_00000009.set_aside"]
+    (tmp_path / "checkpoints/step_mine.set_aside").mkdir()
+    clear_unfinished(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [*kept, "step_mine.set_aside"]
+    written(tmp_path, 8)
+    clear_unfinished(tmp_path)
+    kept[2] = "step_00000008"
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [*kept, "step_mine.set_aside"]
+
+
 def test_a_run_of_which_nothing_is_good_is_not_begun_anew(tmp_path: Path) -> None:
     for step in (5, 7):
         flip(written(tmp_path, step))

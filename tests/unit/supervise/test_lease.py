@@ -292,6 +292,18 @@ def test_folders_that_hold_all_else_are_refused(folder: Path) -> None:
         lease.make(folder)
 
 
+def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    for name in ("run.sh", "slurm-7.out", ".git", "recipe-of-mine.yaml"):
+        (tmp_path / name).touch()
+    lease.require_place(tmp_path)
+    for name in ("thesis.tex", "lost+found", "photos"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(BadInputError, match=r"holds something else \(photos, thesis\.tex\) and no run"):
+        lease.make(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    assert lease.make(tmp_path) == [], "it is a run's, whatever lies beside it"
+
+
 def test_a_variable_in_a_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"holds a \$, and variables in a recipe are not replaced"):
         lease.make(tmp_path / "$HOME" / "run")

@@ -8,17 +8,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, did_you_mean
 from toolkit.paths import GIB, atomic_write, user_cache
 
 GB = 1e9
@@ -148,12 +148,17 @@ def _named(name: str) -> Hardware:
     if path.suffix == ".json" or path.is_file():
         return load_profile(path)
     names = [*presets(), CALIBRATED]
-    close = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise BadInputError(
-        f"hardware: unknown {name!r}{hint}; allowed: {', '.join(names)}, or the path of a profile (.json) "
+        f"hardware: unknown {name!r}{_closest(name.lower(), names)}; allowed: {', '.join(names)}, or the path of a profile (.json) "
         "that calibration has written"
     )
+
+
+def _closest(name: str, names: list[str]) -> str:
+    """Of names that begin alike the first, as `h100_sxm` for h1000: a number that is near is another device."""
+    alike = [known for known in names if os.path.commonprefix([known, name])[:4] == known[:4] and len(name) > 3]
+    told = f"; did you mean {alike[0]!r}?" if alike else did_you_mean(name, names)
+    return told and f" ({told.removeprefix('; ')})"
 
 
 # Presets
