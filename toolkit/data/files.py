@@ -38,9 +38,7 @@ def expand_files(source: str, field: str) -> list[Path]:
     paths = [Path(match) for match in sorted(found)]
     if not paths:
         if is_store(source):
-            raise DataError(
-                f"{field}: {source!r} is in a store, and rows are read from disks and the hub; copy it here"
-            )
+            raise DataError(f"{field}: {source!r} is no file; rows are read from disks and the hub: download it first")
         raise DataError(f"{field}: there is no file {source!r}; correct the path, or name a data set of the hub")
     for path in paths:
         if not path.exists():

@@ -324,7 +324,7 @@ def test_nothing_fits_is_exit_code_1(file: str) -> None:
         (["--gpus", "12"], "not a multiple of the 8 devices per node"),
         (["--hardware", "h100"], "unknown 'h100' (did you mean 'h100_sxm'?)"),
         (["--hardware", "h1000"], "unknown 'h1000' (did you mean 'h100_sxm'?)"),
-        (["--hardware", "a100"], "unknown 'a100' (did you mean 'a100_80'?)"),
+        (["--hardware", "a100"], "unknown 'a100' (did you mean 'a100_40'?)"),
         (["--hardware", "toaster"], "unknown 'toaster'; allowed: "),
         (["--device-memory-gib", "0"], "device_memory_gib: 0"),
         (["--gpus-per-node", "-1"], "gpus_per_node: -1"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -149,14 +148,14 @@ def _named(name: str) -> Hardware:
         return load_profile(path)
     names = [*presets(), CALIBRATED]
     raise BadInputError(
-        f"hardware: unknown {name!r}{_closest(name.lower(), names)}; allowed: {', '.join(names)}, or the path of a profile (.json) "
-        "that calibration has written"
+        f"hardware: unknown {name!r}{_closest(name.lower(), names)}; allowed: {', '.join(names)}, or the path of a "
+        "profile (.json) that calibration has written"
     )
 
 
 def _closest(name: str, names: list[str]) -> str:
     """Of names that begin alike the first, as `h100_sxm` for h1000: a number that is near is another device."""
-    alike = [known for known in names if os.path.commonprefix([known, name])[:4] == known[:4] and len(name) > 3]
+    alike = [known for known in names if len(name) > 3 and known.startswith(name[:4])]
     told = f"; did you mean {alike[0]!r}?" if alike else did_you_mean(name, names)
     return told and f" ({told.removeprefix('; ')})"
 
