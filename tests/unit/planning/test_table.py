@@ -51,6 +51,7 @@ def values(**changes: Any) -> dict[str, Any]:
         "data": {"train": "text.txt", "max_length": LENGTH},
         "optimizer": {"learning_rate": 1e-3},
         "training": {**training, **changes.pop("training", {})},
+        "checkpoint": {"every_minutes": "never"},  # a save takes host memory
         **changes,
     }
 
