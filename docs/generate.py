@@ -14,7 +14,7 @@ from typer.main import get_command
 from toolkit.cli.app import app
 from toolkit.recipe.problems import allowed_values, section_of
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import Section
+from toolkit.recipe.section import Section
 
 DOCS = Path(__file__).parent
 HEAD = """# Recipe fields

@@ -25,7 +25,6 @@ from transformers import (
 from toolkit.checkpoint import state
 from toolkit.checkpoint.export import whole_tensors
 from toolkit.data.cut import Part
-from toolkit.data.samples import OTHER
 from toolkit.model.attention_by_heads import attend_by_heads
 from toolkit.model.weights import materialize
 from toolkit.objectives.balance import build_balance
@@ -38,10 +37,12 @@ from toolkit.objectives.preference import Preference
 from toolkit.objectives.preference_losses import LOSSES
 from toolkit.objectives.reward import Reward
 from toolkit.objectives.seq2seq import Seq2Seq
+from toolkit.objectives.specs.batches import KL_PREFIX
+from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.objectives.tagging import TokenClassification
 from toolkit.objectives.teacher import shard_teacher
 from toolkit.optim.build import build_optimizer
-from toolkit.recipe.schema import ObjectiveSection, OptimizerSection, TrainingSection
+from toolkit.recipe.schema import OptimizerSection, TrainingSection
 from toolkit.sharding import Checkpointing, OffloadSettings, sharding_kwargs
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.launched import accumulation_plugin
@@ -216,7 +217,7 @@ BALANCE = {"router_aux_coef": 0.1, "router_z_coef": 0.1}
 
 def judged() -> Batch:
     names = ("input_ids", "labels", "position_ids", "segments")
-    others = {f"{OTHER}{name}": tensor for name, tensor in pairs().items() if name in names}
+    others = {f"{KL_PREFIX}{name}": tensor for name, tensor in pairs().items() if name in names}
     return {**pairs(), **others, "reference": torch.zeros(4, 2), "good": torch.tensor([True, False, True, False])}
 
 

@@ -15,7 +15,8 @@ from toolkit.data.cut import Part
 from toolkit.model.attention_by_heads import attend_by_heads
 from toolkit.objectives.balance import build_balance
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.recipe.schema import ObjectiveSection, TrainingSection
+from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding import Checkpointing, plan_units, sharding_kwargs
 from toolkit.sharding.apply import prepare_blocks
 from toolkit.sharding.by_block import ByBlock

@@ -12,7 +12,7 @@ import typer
 from toolkit.errors import BadInputError
 from toolkit.recipe.load import shipped_recipes
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import Section
+from toolkit.recipe.section import Section
 
 DEFAULT_RECIPE = "quickstart"
 

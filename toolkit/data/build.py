@@ -36,11 +36,9 @@ from toolkit.data.sources import Source, glimpse, identify, open_source, sampled
 from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.tokenizer import bos_of, identity, languages, pad_id
 from toolkit.errors import DataError
-from toolkit.recipe.schema import CLASSIFIERS, DataSection, ObjectiveSection, SourceSection
+from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.schema import DataSection, SourceSection
 from toolkit.terminal import Pass, Terminal
-
-REWARD = ["reward"]
-"""Names of a reward model's scores."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +113,12 @@ class Builder:
         self.tokenizer = tokenizer
         self.seed = seed
         self.objective = objective
-        self.classification = objective.kind in CLASSIFIERS
-        self.tagged = objective.kind == "token_classification"
-        self.seq2seq = objective.kind == "seq2seq"
+        self.classification = objective.spec.has_classes
+        self.tagged = objective.spec.row_form == "tagged"
+        self.seq2seq = objective.spec.encoder_decoder
         self.max_target = (data.max_target_length or data.max_length) if self.seq2seq else None
-        self.paired = objective.kind in ("preference", "reward")
-        self.judged = objective.kind == "kto"
+        self.paired = objective.spec.row_form == "pairs"
+        self.judged = objective.spec.row_form == "judged"
         self.packed = is_packed(data, objective)
         self.targets = data.targets or "assistant"
         self.cache = cache_folder(data)
@@ -265,7 +263,7 @@ class Builder:
         warnings = reports.warnings(splits)
         # A classifier writes nothing, nor does a reward model, so they need no token to stop at.
         # A target ends with one in any case.
-        if train is not None and not self.classification and self.objective.kind not in ("reward", "seq2seq"):
+        if train is not None and self.objective.spec.predicts_next_tokens:
             warnings += reports.unclosed(self.tokenizer, train.rows, train.kept, self.targets != "all")
         examples = {}
         if train is not None:
@@ -297,7 +295,7 @@ class Builder:
         if not names:
             raise DataError(nothing_left("data.train", train, problems_of(train)))
         numbers = [name for name in names if name.isdecimal()]
-        if self.objective.kind == "token_classification" and 0 < len(numbers) < len(names):
+        if self.objective.spec.row_form == "tagged" and 0 < len(numbers) < len(names):
             raise DataError(
                 f"data.train: tags are numbers ({numbers[0]}) in some places and names ({names[-1]}) in others, and "
                 "one would be taken for two classes; write all as numbers or all as names"
@@ -420,7 +418,7 @@ class Builder:
             validation=self._samples(folder / "validation.npz", held_out_rows),
             report=DataReport.model_validate(facts["report"]),
             fingerprint=kept_as["fingerprint"],
-            label_names=REWARD if self.objective.kind == "reward" else facts["label_names"],
+            label_names=list(self.objective.spec.head_names) or facts["label_names"],
         )
 
     def _samples(self, file: Path, rows: Rows) -> Samples | None:
@@ -438,7 +436,7 @@ class Builder:
         pieces = Pieces(arrays["row"], arrays["start"], arrays["stop"])
         if self.paired:
             splits = rows.column("split")
-            margins = rows.column("margin") if self.objective.kind == "reward" else None
+            margins = rows.column("margin") if self.objective.spec.has_margins else None
             return PairSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, splits, margins=margins)
         if self.judged:
             good = np.array([label == "true" for label in rows.labels()])

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from toolkit.data.samples import IGNORED, OTHER, Batch
+from toolkit.data.samples import IGNORED, Batch
+from toolkit.objectives.specs.batches import KL_PREFIX
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,10 @@ class Part:
         """
         if self.count == 1:
             return batch
-        others = {name.removeprefix(OTHER): value for name, value in batch.items() if name.startswith(OTHER)}
-        cut = self._of({name: value for name, value in batch.items() if not name.startswith(OTHER)})
+        others = {name.removeprefix(KL_PREFIX): value for name, value in batch.items() if name.startswith(KL_PREFIX)}
+        cut = self._of({name: value for name, value in batch.items() if not name.startswith(KL_PREFIX)})
         if others:
-            cut |= {f"{OTHER}{name}": value for name, value in self._of(others).items()}
+            cut |= {f"{KL_PREFIX}{name}": value for name, value in self._of(others).items()}
         return {name: tensor.contiguous() for name, tensor in cut.items()}
 
     def _of(self, batch: Batch) -> Batch:

@@ -16,6 +16,7 @@ from toolkit.data.sources import Source
 from toolkit.data.template_arguments import COLUMN, arguments_of
 from toolkit.data.values import is_absent, key_shown, text_of
 from toolkit.errors import DataError
+from toolkit.objectives.specs.registry import SPECS
 from toolkit.recipe.schema import ColumnsSection
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -88,20 +89,6 @@ SOURCES_AND_TARGETS = (
 
 TRANSLATION = "translation"
 """Column of the hub's data sets that holds a text for each language."""
-
-LAYOUTS_OF = {
-    "causal_lm": [
-        kind for kind in KINDS if kind not in (*CLASSES, "source and target", "chosen and rejected", *JUDGED)
-    ],
-    "seq2seq": ["source and target"],
-    "sequence_classification": ["text and label"],
-    "token_classification": ["tokens and tags"],
-    "preference": ["chosen and rejected"],
-    "reward": ["chosen and rejected"],
-    "kto": list(JUDGED),
-}
-LAYOUTS_OF["distillation"] = LAYOUTS_OF["causal_lm"]
-"""Objective -> the layouts that it can learn from, in the order in which they are looked for."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +187,7 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
                 f"{source.field}: {source.name!r} has no column {name!r} (data.columns.{what}); {_has(source)}"
             )
     usual = {**{what: what for what in ColumnsSection.model_fields}, **by_hand}
-    candidates = [kind for objective in objectives for kind in LAYOUTS_OF[objective]]
+    candidates = [kind for objective in objectives for kind in SPECS[objective].layouts]
     idle: tuple[str, str] | None = None
     for kind in candidates:
         # ShareGPT's `conversations` stand for `messages`, unless the recipe names that column by hand.
@@ -235,7 +222,9 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
         )
     # `conversations` needs the same column as `messages`; it would be listed twice.
     allowed = "; ".join(" + ".join(KINDS[kind]) for kind in candidates if not kind.endswith("conversations"))
-    others = [o for o, kinds in LAYOUTS_OF.items() if any(set(KINDS[kind]) <= set(source.columns) for kind in kinds)]
+    others = [
+        spec.kind for spec in SPECS.values() if any(set(KINDS[kind]) <= set(source.columns) for kind in spec.layouts)
+    ]
     fitting = f"Its columns fit {' or '.join(f'objective.kind={other}' for other in others)}. " if others else ""
     raise DataError(
         f"{source.field}: {source.name!r} matches no known column layout; {_has(source)}; needed: {allowed}. "

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.recipe.schema import PADDED, DataSection, ObjectiveSection
+from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.schema import DataSection
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -47,7 +48,7 @@ class Pieces:
 
 def is_packed(data: DataSection, objective: ObjectiveSection) -> bool:
     """Whether rows share samples: as the recipe says, else all but those of a few objectives."""
-    return objective.kind not in PADDED if data.packing is None else data.packing
+    return not objective.spec.padded if data.packing is None else data.packing
 
 
 def whole(rows: Ints, lengths: Ints, max_length: int) -> Pieces:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from toolkit.data.documents import Documents
 from toolkit.data.packing import Pieces
+from toolkit.objectives.specs.batches import KL_PREFIX
 
 IGNORED = -100
 """The label of a token that is no target; torch's cross-entropy skips it."""
@@ -22,9 +23,6 @@ MULTIPLE = 8
 """Padded batches are as long as their longest row, rounded up to a multiple of it (tokens)."""
 
 Batch = dict[str, torch.Tensor]
-
-OTHER = "kl_"
-"""Begins what a batch of KTO has of prompts with completions of other rows."""
 
 
 class Samples(Protocol):
@@ -246,7 +244,7 @@ class JudgedSamples(TextSamples):
         unknown = torch.full((len(rows), 2), math.nan)
         return {
             **own,
-            **{f"{OTHER}{name}": tensor for name, tensor in other.items()},
+            **{f"{KL_PREFIX}{name}": tensor for name, tensor in other.items()},
             "good": torch.from_numpy(self.good[rows]),
             "reference": unknown if self.reference is None else torch.from_numpy(self.reference[rows]),
         }
@@ -270,7 +268,7 @@ class JudgedSamples(TextSamples):
     def few(self, tokens: int) -> Batch:
         """See `TextSamples.few`; the end of a row, with its own and with another completion."""
         own, other = (_ends_of([(row, tokens)], self.pad_id) for row in (self.tokens(0)[0], self.mismatched(0)[0]))
-        others = {f"{OTHER}{name}": tensor for name, tensor in other.items()}
+        others = {f"{KL_PREFIX}{name}": tensor for name, tensor in other.items()}
         return {**own, **others, "good": torch.ones(1, dtype=torch.bool), "reference": torch.zeros(1, 2)}
 
 

@@ -26,7 +26,7 @@ from toolkit.model.parts import untrained_modules
 from toolkit.model.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
 from toolkit.model.targets import (
     Targets,
-    is_classifier,
+    classifier_of,
     layers_to_quantise,
     left_out_of_all_linear,
     stacked_experts,
@@ -74,11 +74,11 @@ def add_adapter(
     """
     import peft
 
-    classifier = "TOKEN_CLS" if type(model).__name__.endswith("ForTokenClassification") else "SEQ_CLS"
+    classifier = classifier_of(type(model).__name__)
     writer = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     targets = _targets(model, section)
     config = peft.LoraConfig(
-        task_type=classifier if is_classifier(model) else writer,
+        task_type=writer if classifier is None else classifier.peft_task,
         base_model_name_or_path=base,
         revision=revision,
         r=section.r,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from torch import nn
@@ -22,8 +23,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -39,7 +38,7 @@ from toolkit.model.limits import within_limits
 from toolkit.model.parts import WHOLE, freeze_untrained, writer_class
 from toolkit.model.quantised import QuantisedWeights
 from toolkit.model.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
-from toolkit.model.targets import is_classifier
+from toolkit.model.targets import classifier_of, is_classifier
 from toolkit.model.values import Values
 from toolkit.model.weights import (
     Fit,
@@ -57,6 +56,7 @@ from toolkit.model.weights import (
     told_by_us,
     unused_names,
 )
+from toolkit.objectives.specs.registry import SPECS
 from toolkit.paths import fingerprint_of, require_folder
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.apply import KeepsMasters
@@ -207,8 +207,8 @@ def _settings(
     config = _configuration(model, tokenizer)
     if label_names is not None:
         _name_labels(config, label_names, tokenizer)
-    classes = {"seq2seq": AutoModelForSeq2SeqLM, "token_classification": AutoModelForTokenClassification}
-    auto = classes.get(objective, writer_class(config) if label_names is None else AutoModelForSequenceClassification)
+    name = SPECS[objective].auto_class
+    auto = writer_class(config) if name is None else getattr(transformers, name)
     attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
     dtype = getattr(torch, model.dtype)
     settings = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **attention}
@@ -284,11 +284,9 @@ def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: SpecialT
 
 def auto_class(config: PretrainedConfig) -> Any:
     """The class of transformers that loads a model like that of the configuration."""
-    architecture = (config.architectures or [""])[0]
-    if architecture.endswith("ForTokenClassification"):
-        return AutoModelForTokenClassification
-    if architecture.endswith("ForSequenceClassification"):
-        return AutoModelForSequenceClassification
+    spec = classifier_of((config.architectures or [""])[0])
+    if spec is not None and spec.auto_class is not None:
+        return getattr(transformers, spec.auto_class)
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else writer_class(config)
 
 

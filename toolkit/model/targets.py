@@ -19,6 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.model.parts import untrained_modules
 from toolkit.model.quantised import QuantisedLinear
 from toolkit.model.read_weights import read_weights
+from toolkit.objectives.specs.registry import SPECS
+from toolkit.objectives.specs.spec import ObjectiveSpec
 from toolkit.recipe.schema import AdapterSection
 
 ROUTERS = ("gate", "router")
@@ -94,7 +96,17 @@ def targets_of_pattern(model: PreTrainedModel, pattern: str, experts: list[str])
 
 def is_classifier(model: nn.Module) -> bool:
     """Whether a model of transformers tells classes apart, of texts or of words."""
-    return type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification"))
+    return classifier_of(type(model).__name__) is not None
+
+
+def classifier_of(architecture: str) -> ObjectiveSpec | None:
+    """The objective whose new head a class of transformers has, such as `BertForTokenClassification`; None: none."""
+    heads = {
+        spec.auto_class.removeprefix("AutoModel"): spec
+        for spec in SPECS.values()
+        if spec.auto_class and not spec.writes_text
+    }
+    return next((spec for suffix, spec in heads.items() if architecture.endswith(suffix)), None)
 
 
 def names_of_heads(model: nn.Module) -> list[str]:

@@ -25,7 +25,7 @@ from toolkit.data.samples import Batch
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.routers import Router, find_routers, own_coefficient
-from toolkit.recipe.schema import ObjectiveSection
+from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.sharding.expert_parallel import expert_placement
 
 

@@ -16,8 +16,8 @@ from toolkit.objectives.preference_losses import LOSSES
 from toolkit.objectives.reward import Reward
 from toolkit.objectives.rows_alone import RowsAlone
 from toolkit.objectives.seq2seq import Seq2Seq
+from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.objectives.tagging import TokenClassification
-from toolkit.recipe.schema import ObjectiveSection
 
 AnyObjective = CausalLM | SequenceClassification | Preference | Reward | Kto | Distillation | RowsAlone
 

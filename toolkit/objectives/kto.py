@@ -10,12 +10,13 @@ from torch import nn
 
 from toolkit.data.cut import counts_here
 from toolkit.data.documents_apart import documents_apart
-from toolkit.data.samples import IGNORED, OTHER, Batch
+from toolkit.data.samples import IGNORED, Batch
 from toolkit.model.adapters import adapters_off, has_adapter
 from toolkit.model.fake_tensors import has_values
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import OF_BASE, RunsWindows
 from toolkit.objectives.preference_losses import share_won
+from toolkit.objectives.specs.batches import KL_PREFIX
 
 SUMS = "window_sums"
 """Where a batch has what `Kto.window_sums` would give."""
@@ -79,7 +80,7 @@ class Kto:
         own, other = batch, _other(batch)
         if self.apart:
             own, other = documents_apart(own), documents_apart(other)
-        of_other = {f"{OTHER}{name}": value for name, value in self._causal.on_host(other).items()}
+        of_other = {f"{KL_PREFIX}{name}": value for name, value in self._causal.on_host(other).items()}
         return {**self._causal.on_host(own), **of_other, "learned": _learned(batch)}
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
@@ -180,7 +181,7 @@ class Kto:
 
 def _other(batch: Batch) -> Batch:
     """Of the prompts with completions of other rows."""
-    return {name.removeprefix(OTHER): value for name, value in batch.items() if name.startswith(OTHER)}
+    return {name.removeprefix(KL_PREFIX): value for name, value in batch.items() if name.startswith(KL_PREFIX)}
 
 
 def _learned(batch: Batch) -> torch.Tensor:

@@ -19,13 +19,6 @@ from toolkit.terminal import harmless
 
 CARD, CURVE = "README.md", "curve.png"
 
-TASKS = {
-    "causal_lm": "text-generation",
-    "sequence_classification": "text-classification",
-    "token_classification": "token-classification",
-    "reward": "text-classification",
-}
-
 MAX_EVALUATIONS = 12
 """Rows of the table of evaluations; of more, the first, the last and evenly spaced ones."""
 
@@ -79,7 +72,7 @@ def _header(recipe: Recipe) -> dict[str, Any]:
     adapter = recipe.adapter.kind != "none" and not recipe.export.merge
     header: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": TASKS.get(recipe.objective.kind, "text-generation"),
+        "pipeline_tag": recipe.objective.spec.pipeline_task,
         "tags": ["finetune-toolkit", recipe.objective.kind, *(["lora"] if recipe.adapter.kind == "lora" else [])],
     }
     name = recipe.model.name_or_path

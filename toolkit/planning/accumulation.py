@@ -38,7 +38,7 @@ def obstacle_by_block(planner: Planner, setup: Setup) -> str:
         return "a step has one micro-batch"
     if not setup.strategy.reshard_each_micro_batch:
         return f"{setup.strategy.name} gathers parameters once a step at most"
-    if planner.recipe.objective.kind == "seq2seq":
+    if planner.recipe.objective.spec.encoder_decoder:
         return "an encoder-decoder does not run by block"
     if planner.workload.mixed_precision == "fp16":
         return "fp16 is not possible by block"

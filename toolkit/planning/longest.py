@@ -71,13 +71,13 @@ def longest_rows(recipe: Recipe, hardware: Hardware, ranks: int, precision: str)
         BadInputError: where no row fits, or ranks cannot share rows.
     """
     require_ranks(ranks, hardware)
-    if recipe.objective.kind == "seq2seq":
+    if recipe.objective.spec.encoder_decoder:
         raise BadInputError("--longest-row: not possible with objective.kind seq2seq, whose samples are two rows")
     if recipe.sharding.experts > 1:
         raise BadInputError(
             f"--longest-row: not possible with sharding.experts {recipe.sharding.experts}; set sharding.experts=1"
         )
-    if recipe.objective.kind == "distillation":
+    if recipe.objective.spec.has_teacher:
         raise BadInputError(
             "--longest-row is not possible with objective.kind distillation, whose rows ranks cannot share; plan with "
             "several values of data.max_length"

@@ -17,7 +17,7 @@ from toolkit.planning.setup import Setup, asked_setup, can_offload, factors, mes
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.workload import Workload, with_rows_of, workload_of
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import CLASSIFIERS, AdapterSection
+from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.expert_parallel import require_experts, require_spreadable
 from toolkit.sharding.fsdp import autograd_sums_gradients
@@ -173,7 +173,7 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
 
 def _on_shared_rows(recipe: Recipe, ranks: int, asked: Setup, planner: Planner, offloads: bool) -> Iterator[Setup]:
     """zero3 with every block checkpointed, on rows that ranks share, one at a time; a step has as many samples."""
-    is_whole = recipe.objective.kind == "seq2seq" or planner.workload.teacher is not None
+    is_whole = recipe.objective.spec.encoder_decoder or planner.workload.teacher is not None
     if recipe.data.max_length < LONG_ROW or is_whole or recipe.sharding.experts > 1:
         return
     zero3, before = STRATEGIES["zero3"], planner.workload.sequence
@@ -277,7 +277,7 @@ def _other_recipes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callab
     def with_recipe(changed: Recipe, workload: Workload) -> Callable[[], PlanRow]:
         return lambda: Planner(changed, workload, planner.hardware).row(setup)
 
-    if recipe.adapter.kind == "none" and recipe.objective.kind not in CLASSIFIERS:
+    if recipe.adapter.kind == "none" and not recipe.objective.spec.has_classes:
         adapted = recipe.model_copy(update={"adapter": AdapterSection(kind="lora")})
         yield "adapter.kind=lora", with_recipe(adapted, workload_of(adapted, planner.workload.mixed_precision))
     half = recipe.data.max_length // 2

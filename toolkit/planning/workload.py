@@ -14,10 +14,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.data import tokenizer
-from toolkit.data.build import REWARD
 from toolkit.data.cut import Part
 from toolkit.data.packing import is_packed
-from toolkit.data.samples import OTHER
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
 from toolkit.model.attention_by_heads import attend_by_heads, require_sequence
@@ -28,7 +26,7 @@ from toolkit.objectives.build import build_objective
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.teacher import load_teacher
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import CLASSIFIERS, NEXT_TOKEN, PADDED, DataSection
+from toolkit.recipe.schema import DataSection
 
 UNMASKED = "unmasked_sdpa"
 """Name of the attention that stands for kernels without a mask: flash attention, and sdpa on plain causal rows.
@@ -36,10 +34,6 @@ UNMASKED = "unmasked_sdpa"
 transformers makes no mask for a name that it does not know one for. With one that it knows it makes the
 mask of packed rows whenever it sees fake tensors, as it cannot look at the positions.
 """
-
-BATCH_TYPE = torch.long
-
-JUDGED_NAMES = ("input_ids", "labels", "position_ids", "segments")
 
 
 @dataclass(frozen=True)
@@ -145,7 +139,7 @@ def workload_of_model(
     if recipe.sharding.sequence > 1:
         require_sequence(model, recipe.sharding.sequence, recipe.data.max_length)
     packed = is_packed(recipe.data, recipe.objective)
-    if recipe.data.packing is None and recipe.objective.kind in NEXT_TOKEN:
+    if recipe.data.packing is None and recipe.objective.spec.may_pad:
         packed = takes_positions(model)  # a run pads its rows, too
 
     def objective(model: nn.Module, teacher: nn.Module | None = None) -> Objective:
@@ -184,7 +178,7 @@ def with_rows_of(workload: Workload, recipe: Recipe) -> Workload:
 
 def _tokens(recipe: Recipe) -> int:
     """Of one full sample; of a source and its target together."""
-    return recipe.data.max_length + (_target_length(recipe.data) if recipe.objective.kind == "seq2seq" else 0)
+    return recipe.data.max_length + (_target_length(recipe.data) if recipe.objective.spec.encoder_decoder else 0)
 
 
 def _target_length(data: DataSection) -> int:
@@ -192,14 +186,10 @@ def _target_length(data: DataSection) -> int:
 
 
 def _labels(recipe: Recipe) -> list[str] | None:
-    """Names of the classes; where the data would say, two stand for them: a head of a few rows.
-
-    A reward model's head has one row.
-    """
-    if recipe.objective.kind == "reward":
-        return REWARD
-    if recipe.objective.kind not in CLASSIFIERS:
-        return None
+    """Names of a new head's outputs; if the data would say, two stand for them: a head of a few rows."""
+    spec = recipe.objective.spec
+    if not spec.has_classes:
+        return list(spec.head_names) or None
     return list(recipe.objective.labels or ("0", "1"))
 
 
@@ -216,7 +206,7 @@ def _tokenizer(recipe: Recipe) -> SpecialTokens:
 
 def _attention(recipe: Recipe, chosen: str, packed: bool) -> str | None:
     """Rows that share a sample need a mask from sdpa; flash attention and flex tell them apart without."""
-    if recipe.objective.kind in PADDED or chosen == "eager":
+    if recipe.objective.spec.padded or chosen == "eager":
         return None
     # sdpa with a mask of packed rows uses the memory-efficient kernel and keeps (B, 1, T, T).
     return None if chosen in ("sdpa", BY_DOCUMENT) and packed else UNMASKED
@@ -224,28 +214,9 @@ def _attention(recipe: Recipe, chosen: str, packed: bool) -> str | None:
 
 def _batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
     """A micro-batch of full rows, as the data's samples make it."""
-    tokens = torch.empty(size, recipe.data.max_length, dtype=BATCH_TYPE)
-    names = {
-        "seq2seq": ("input_ids", "attention_mask"),
-        "sequence_classification": ("input_ids", "attention_mask", "token_type_ids"),
-        "token_classification": ("input_ids", "attention_mask", "token_type_ids", "labels"),
-        "preference": ("input_ids", "labels", "position_ids", "segments"),
-        "reward": ("input_ids", "labels", "position_ids", "segments"),
-        "kto": tuple(f"{part}{name}" for part in ("", OTHER) for name in JUDGED_NAMES),
-    }.get(recipe.objective.kind, ("input_ids", "labels", "position_ids"))
-    batch = {name: torch.empty_like(tokens) for name in names}
-    if recipe.objective.kind == "seq2seq":
-        batch["labels"] = torch.empty(size, _target_length(recipe.data), dtype=BATCH_TYPE)
-        batch |= {name: torch.empty(size, dtype=BATCH_TYPE) for name in ("lengths", "target_lengths")}
-    if recipe.objective.kind == "sequence_classification":
-        batch["labels"] = torch.empty(size, dtype=BATCH_TYPE)
-    if recipe.objective.kind in ("preference", "kto"):
-        batch["reference"] = torch.empty(size, 2)
-    if recipe.objective.kind == "kto":
-        batch["good"] = torch.empty(size, dtype=torch.bool)
-    if recipe.objective.kind == "reward":
-        batch["margin"] = torch.empty(size)
-    if recipe.sharding.sequence > 1:
-        for prefix in ("", OTHER) if recipe.objective.kind == "kto" else ("",):
-            batch[f"{prefix}lengths"] = torch.empty(size, dtype=BATCH_TYPE)
+    dims = {"B": size, "R": size, "T": recipe.data.max_length, "U": _target_length(recipe.data)}
+    batch = {
+        name: torch.empty(field.sizes(dims), dtype=getattr(torch, field.dtype))
+        for name, field in recipe.objective.spec.batch.items()
+    }
     return Part(0, recipe.sharding.sequence).of(batch)

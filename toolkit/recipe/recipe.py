@@ -14,26 +14,23 @@ import yaml
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from toolkit.errors import RecipeError, counted
+from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, find_recipe, read_yaml, replace_rivals
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
-    CLASSIFIERS,
-    PADDED,
     AdapterSection,
     CheckpointSection,
     DataSection,
     ExportSection,
     LoggingSection,
     ModelSection,
-    ObjectiveSection,
     OptimizerSection,
     ScheduleSection,
-    Section,
     ShardingSection,
     SourceSection,
     TrainingSection,
-    contradiction,
 )
+from toolkit.recipe.section import Section, contradiction
 
 
 class Recipe(Section):
@@ -79,19 +76,20 @@ class Recipe(Section):
                 "training.num_epochs is not possible with data.streaming, whose length is not known; "
                 "set training.max_steps"
             )
-        if self.objective.kind in PADDED:
+        spec = self.objective.spec
+        if spec.padded:
             self._check_padded()
         self._check_seq2seq()
-        if self.objective.kind in ("preference", "reward", "kto"):
+        if spec.compares_completions:
             self._check_completions()
-        if self.objective.kind in (*CLASSIFIERS, "reward"):
+        if not spec.writes_text:
             self._check_writes_no_text()
-        if self.data.columns.margin is not None and self.objective.kind != "reward":
+        if self.data.columns.margin is not None and not spec.has_margins:
             raise contradiction(
                 f"data.columns.margin has no effect with objective.kind {self.objective.kind}; remove it"
             )
         self._check_adapter()
-        if self.objective.kind == "distillation":
+        if spec.has_teacher:
             self._check_distillation()
         if self.sharding.accumulate == "by_block":
             self._check_by_block()
@@ -194,7 +192,7 @@ class Recipe(Section):
 
     def _check_seq2seq(self) -> None:
         what = f"with objective.kind {self.objective.kind}"
-        if self.objective.kind != "seq2seq":
+        if not self.objective.spec.encoder_decoder:
             settings = {
                 "data.max_target_length": self.data.max_target_length,
                 "data.source_prefix": self.data.source_prefix,

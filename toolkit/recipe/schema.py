@@ -10,41 +10,18 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, field_validator, model_validator
 
 from toolkit.paths import STORES, is_file_source, is_store
-
-PositiveInt = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-MOST = 2**53
-"""Above it floats, in which ranks exchange counts, skip whole numbers."""
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys and values of another type are errors; frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _plain(cls, value: Any) -> Any:
-        """Refuses what no setting can be, before a library fails at it."""
-        if isinstance(value, str) and "\0" in value:
-            raise PydanticCustomError("impossible", "it holds a NUL character; remove it")
-        if isinstance(value, int) and abs(value) > MOST:
-            raise PydanticCustomError("impossible", "it is larger than any machine counts; lower it")
-        return value
-
-
-def contradiction(message: str) -> PydanticCustomError:
-    return PydanticCustomError("contradiction", "{message}", {"message": message})
-
+from toolkit.recipe.section import (
+    Beta,
+    Fraction,
+    OpenFraction,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    contradiction,
+)
 
 RIVALS = (
     (("model.name_or_path", "model.revision"), ("model.config", "model.train_tokenizer_vocab_size")),
@@ -299,177 +276,6 @@ class DataSection(Section):
     @property
     def has_validation(self) -> bool:
         return self.validation is not None or self.validation_fraction is not None
-
-
-PREFERENCE_SETTINGS = {
-    "dpo": ("beta", "label_smoothing"),
-    "ipo": ("beta",),
-    "simpo": ("beta", "gamma"),
-    "orpo": ("odds_weight",),
-}
-"""Preference loss -> the settings that have an effect on it; their defaults stand beside the losses."""
-
-ObjectiveKind = Literal[
-    "causal_lm",
-    "seq2seq",
-    "sequence_classification",
-    "token_classification",
-    "preference",
-    "reward",
-    "kto",
-    "distillation",
-]
-
-CLASSIFIERS = ("sequence_classification", "token_classification")
-"""Objectives that predict classes, of texts or of words."""
-
-PADDED = (*CLASSIFIERS, "seq2seq")
-"""Objectives whose rows are padded, and get the tokenizer's own special tokens."""
-
-NEXT_TOKEN = ("causal_lm", "distillation")
-"""Objectives that learn from each next token of the same rows."""
-
-COMPARED = ("preference", "reward", "kto")
-"""Objectives that learn from completions which are compared with others."""
-
-OBJECTIVE_SETTINGS = {
-    "causal_lm": (),
-    "seq2seq": (),
-    "sequence_classification": ("labels", "class_weights"),
-    "token_classification": ("labels", "class_weights"),
-    "preference": ("loss", "beta", "label_smoothing", "gamma", "odds_weight"),
-    "reward": ("center_rewards_coefficient",),
-    "kto": ("beta", "desirable_weight", "undesirable_weight"),
-    "distillation": ("teacher", "teacher_revision", "divergence", "beta", "temperature", "kd_ratio"),
-}
-"""Objective -> the settings that have an effect on it."""
-
-
-class ObjectiveSection(Section):
-    """What is minimised."""
-
-    kind: ObjectiveKind = Field(
-        "causal_lm",
-        description="Choose the objective. causal_lm: next-token cross-entropy. seq2seq: cross-entropy of a target "
-        "given its source, in an encoder-decoder. sequence_classification: cross-entropy of a text's class. "
-        "token_classification: cross-entropy of each word's tag, for example of named entities. preference: prefer "
-        "chosen completions to rejected ones. reward: score chosen completions above rejected ones (Bradley-Terry). "
-        "kto: learn from completions that are judged true or false one by one. distillation: match the next-token "
-        "probabilities of a frozen teacher.",
-    )
-    loss: Literal["dpo", "ipo", "simpo", "orpo"] | None = Field(
-        None,
-        description="Choose the preference loss (arXiv 2305.18290, 2310.12036, 2405.14734, 2403.07691); null: dpo.",
-    )
-    beta: PositiveFloat | None = Field(
-        None,
-        description="Scale the rewards of dpo, ipo and kto (null: 0.1) or simpo (null: 2). With divergence jsd: the "
-        "teacher's share of the mixture, below 1; null: 0.5.",
-    )
-    label_smoothing: float | None = Field(
-        None,
-        ge=0.0,
-        lt=0.5,
-        description="Assume that this share of pairs is labelled the wrong way round (dpo); null: 0.",
-    )
-    gamma: float | None = Field(None, ge=0.0, description="Set the target margin of simpo; null: 1.")
-    odds_weight: PositiveFloat | None = Field(None, description="Weight the odds ratio of orpo; null: 0.1.")
-    desirable_weight: PositiveFloat | None = Field(
-        None, description="Weight the losses of completions judged true (kto); null: 1."
-    )
-    undesirable_weight: PositiveFloat | None = Field(
-        None, description="Weight the losses of completions judged false (kto); null: 1."
-    )
-    center_rewards_coefficient: PositiveFloat | None = Field(
-        None,
-        description="Add the square of a pair's summed rewards to the loss, times this, so that rewards stay around 0 "
-        "(reward, arXiv 2312.09244); null: do not.",
-    )
-    teacher: str | None = Field(
-        None,
-        min_length=1,
-        description="Learn from this model: a hub name or a folder. It must have the student's tokenizer "
-        "(distillation).",
-    )
-    teacher_revision: str | None = Field(None, description="Use this branch, tag or commit of the teacher on the hub.")
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = Field(
-        None,
-        description="Choose the divergence from the teacher. forward_kl: KL(teacher || student). reverse_kl: "
-        "KL(student || teacher). jsd: generalised Jensen-Shannon divergence (arXiv 2306.13649). null: forward_kl.",
-    )
-    temperature: PositiveFloat | None = Field(
-        None,
-        description="Divide both models' logits by this in the divergence, and multiply the divergence by its square "
-        "(arXiv 1503.02531); null: 1.",
-    )
-    kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None,
-        description="Weight the divergence by this, and the labels' cross-entropy by the rest; null: 0.5.",
-    )
-    labels: list[str] | None = Field(
-        None, description="Name the classes, or tags, in the order of their numbers; null: those of data.train, sorted."
-    )
-    class_weights: Literal["balanced"] | list[PositiveFloat] | None = Field(
-        None, description="Weight each class in the loss. balanced: rows / (classes x rows of the class)."
-    )
-    router_aux_coef: float | None = Field(
-        None,
-        ge=0.0,
-        description="Weight the balance loss of a mixture of experts (arXiv 2101.03961), taken over all ranks; null: "
-        "the model's own router_aux_loss_coef.",
-    )
-    router_z_coef: float | None = Field(
-        None, ge=0.0, description="Weight the routers' z-loss (ST-MoE, arXiv 2202.08906); null: 0."
-    )
-    router_bias_rate: float | None = Field(
-        None,
-        ge=0.0,
-        description="Move the bias of overloaded and idle experts by this much each step, where routers have one "
-        "(arXiv 2408.15664); not possible with adapters; null: 0, as at the end of DeepSeek V3's training.",
-    )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> ObjectiveSection:
-        for key in {key for settings in OBJECTIVE_SETTINGS.values() for key in settings}:
-            if getattr(self, key) is not None and key not in OBJECTIVE_SETTINGS[self.kind]:
-                raise contradiction(f"objective.{key} has no effect with objective.kind {self.kind}; remove it")
-        if self.kind == "preference":
-            self._check_preference()
-        if self.kind == "distillation":
-            self._check_distillation()
-        if self.labels is not None and (len(set(self.labels)) < 2 or len(set(self.labels)) < len(self.labels)):
-            raise contradiction("objective.labels: needs two names or more, all different")
-        return self
-
-    @property
-    def preference_loss(self) -> str:
-        """`loss`, or its default."""
-        return self.loss or "dpo"
-
-    def _check_distillation(self) -> None:
-        if self.teacher is None:
-            raise contradiction(
-                "objective.teacher: must be set with objective.kind distillation: a model's name or folder"
-            )
-        if self.beta is not None and self.divergence != "jsd":
-            raise contradiction(
-                f"objective.beta has no effect with objective.divergence {self.divergence or 'forward_kl'}; remove it, "
-                "or set objective.divergence=jsd"
-            )
-        if self.beta is not None and self.beta >= 1:
-            raise contradiction(
-                f"objective.beta: found {self.beta:g}; with objective.divergence jsd it is above 0 and below 1; for 1 "
-                "set objective.divergence=reverse_kl"
-            )
-
-    def _check_preference(self) -> None:
-        loss = self.preference_loss
-        for key in OBJECTIVE_SETTINGS["preference"][1:]:
-            if getattr(self, key) is not None and key not in PREFERENCE_SETTINGS[loss]:
-                raise contradiction(
-                    f"objective.{key} has no effect with objective.loss {loss}, which takes "
-                    f"{', '.join(PREFERENCE_SETTINGS[loss])}; remove it"
-                )
 
 
 class AdapterSection(Section):

@@ -14,7 +14,6 @@ from toolkit.objectives.objective import Objective
 from toolkit.objectives.reward import Reward
 from toolkit.objectives.rows_alone import RowsAlone
 from toolkit.planning.check import Planned
-from toolkit.recipe.schema import COMPARED, NEXT_TOKEN
 from toolkit.run.packing_check import LeakError, check_causal, check_leaks
 from toolkit.run.padding_check import changed_by_padding
 from toolkit.run.quantised_check import check_quantised
@@ -55,14 +54,14 @@ def check_padding(opened: OpenedRun, sharded: ShardedModel, objective: AnyObject
         BadInputError: padding changes rows, and the recipe asks for what needs padded rows.
     """
     recipe, samples = opened.recipe, data.train
-    kind = recipe.objective.kind
-    pads = getattr(objective, "apart", False) if kind in COMPARED else not data.report.packing
+    spec = recipe.objective.spec
+    pads = getattr(objective, "apart", False) if spec.compares_completions else not data.report.packing
     if not pads or samples is None or recipe.sharding.sequence > 1:  # parts of rows are checked by themselves
         return None
     with Pass(Terminal(quiet=ranks.rank() != 0), "checking that padding changes no row"):
         why = changed_by_padding(sharded.model, sharded.inner, objective, samples, opened.device, opened.in_16_bits)
-    if why is not None and kind in (*COMPARED, "distillation"):
-        raise BadInputError(f"objective.kind: {kind} pads rows, and {why}; train another model")
+    if why is not None and (spec.compares_completions or spec.has_teacher):
+        raise BadInputError(f"objective.kind: {spec.kind} pads rows, and {why}; train another model")
     return why
 
 
@@ -78,7 +77,7 @@ def check_packing(
         BadInputError: they see each other, and the recipe asks for packing.
     """
     recipe, model, inner = opened.recipe, sharded.model, sharded.inner
-    if recipe.objective.kind in (*NEXT_TOKEN, "preference", "kto") and recipe.sharding.sequence == 1:
+    if recipe.objective.spec.predicts_next_tokens and recipe.sharding.sequence == 1:
         check_causal(model, inner, objective, opened.device)
     # Both completions of a pair share a sample, whether or not it is packed.
     pairs = isinstance(data.train, PairSamples) and not getattr(objective, "apart", False)

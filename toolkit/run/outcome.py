@@ -225,7 +225,7 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
 
 def _prompt_shown(recipe: Recipe) -> str:
     """The prompt as it stands before the sample; that of an encoder-decoder is a text of its own."""
-    return (recipe.logging.sample_prompt or "") + ("\n" if recipe.objective.kind == "seq2seq" else "")
+    return (recipe.logging.sample_prompt or "") + ("\n" if recipe.objective.spec.encoder_decoder else "")
 
 
 def _measured_memory(metrics: list[dict[str, Any]]) -> str:

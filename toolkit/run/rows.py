@@ -20,7 +20,6 @@ from toolkit.model.adapters import base_of
 from toolkit.model.load import load_without_weights
 from toolkit.model.positions import require_positions, takes_positions
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import COMPARED, NEXT_TOKEN
 from toolkit.run.sequence_check import part_of
 from toolkit.sharding.fsdp import class_name
 
@@ -96,9 +95,9 @@ def may_pad(recipe: Recipe, data: TokenisedData) -> bool:
 
     Completions that are compared share rows even if `data.packing` is false.
     """
-    if recipe.objective.kind in COMPARED:
+    if recipe.objective.spec.compares_completions:
         return recipe.data.packing is not True and recipe.sharding.sequence == 1
-    return data.report.packing and recipe.data.packing is None and recipe.objective.kind in NEXT_TOKEN
+    return data.report.packing and recipe.data.packing is None and recipe.objective.spec.may_pad
 
 
 def fitting(
@@ -114,7 +113,7 @@ def fitting(
     why = f"{class_name(base_of(model))} takes no position_ids"
     if may_pad(recipe, data):
         return without_packing(recipe, tokens), why
-    if recipe.objective.kind in COMPARED:
+    if recipe.objective.spec.compares_completions:
         field = "data.packing" if recipe.data.packing else "sharding.sequence"
         raise BadInputError(f"{field}: {why}, so completions that share a row would see each other; remove {field}")
     return data, None

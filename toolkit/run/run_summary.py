@@ -21,7 +21,7 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
     recipe, plugin, accelerator = opened.recipe, opened.plugin, opened.accelerator
     inner, checked, precision = run.inner, run.checked, accelerator.mixed_precision
     length = f"{recipe.data.max_length}"
-    if recipe.objective.kind == "seq2seq":
+    if recipe.objective.spec.encoder_decoder:
         length += f" and {recipe.data.max_target_length or length}"
     facts = {
         "model": _model_fact(inner),

@@ -68,7 +68,7 @@ def _checkpointings(opened: OpenedRun, model: nn.Module) -> list[Checkpointing |
     found = [None, *(Checkpointing(n, offload, size) for n in AUTO_CHECKPOINTING)]
     # Last, as it gains little on short rows. Behind checkpoints of all blocks it takes no time.
     tokens = recipe.training.micro_batch_size * recipe.data.max_length // section.sequence
-    may_chunk = recipe.objective.kind != "seq2seq" and tokens > CHUNK_TOKENS
+    may_chunk = not recipe.objective.spec.encoder_decoder and tokens > CHUNK_TOKENS
     if size is None and may_chunk and num_in_chunks(model, plan_units(model, section.unit_classes)):
         found.append(Checkpointing(1, offload, CHUNK_TOKENS))
     return found

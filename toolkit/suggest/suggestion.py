@@ -16,23 +16,18 @@ from toolkit.data.packing import Ints, best_fit, split
 from toolkit.data.sources import open_source
 from toolkit.errors import BadInputError, counted
 from toolkit.model.load import is_encoder_decoder
+from toolkit.objectives.specs.method import Method
+from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.objectives.specs.spec import ObjectiveSpec
 from toolkit.paths import GIB, is_file_source
 from toolkit.planning.planner import PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.planning.table import plan, recommend
 from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import (
-    CLASSIFIERS,
-    NEXT_TOKEN,
-    PADDED,
-    DataSection,
-    ModelSection,
-    ObjectiveSection,
-    steps_of_run,
-)
+from toolkit.recipe.schema import DataSection, ModelSection, steps_of_run
 from toolkit.suggest.draft import Draft
-from toolkit.suggest.methods import METHODS, SMALLER, TOKENS_PER_STEP, Method, method_of
+from toolkit.suggest.methods import METHODS, SPEC_OF, TOKENS_PER_STEP, method_of
 from toolkit.suggest.survey import Model, Rows, covering, first_words, look_at, measure, template_for
 
 COVERED = 0.99
@@ -178,8 +173,8 @@ def suggest(
     # A save takes host memory, which the plan counts; how often it comes follows from the steps.
     draft.set("checkpoint.every_steps", 1)
     row = _planned(draft, chosen, rows, found, machine)
-    while row is None and method is None and chosen.name in SMALLER:
-        chosen = METHODS[SMALLER[chosen.name]]
+    while row is None and method is None and chosen.smaller is not None:
+        chosen = METHODS[chosen.smaller]
         row = _planned(draft, chosen, rows, found, machine)
         draft.reasons["adapter.kind"] = f"Training every parameter needs more than {machine.words}; adapters fit."
         if chosen.quantized:
@@ -197,29 +192,35 @@ def _surveyed(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tu
     draft.set("optimizer.learning_rate", 1.0)
     draft.set("training.output_dir", f"outputs/{_name(draft.get('data.train'))}")
     draft.set("training.num_epochs", 1)
-    reads_sources = name == "seq2seq" or (name is None and is_encoder_decoder(_model_section(draft)))
-    data = _data_section(draft, "seq2seq" if reads_sources else "causal_lm")
+    reads_sources = is_encoder_decoder(_model_section(draft)) if name is None else _reads_sources(name)
+    data = _data_section(draft, SPEC_OF["seq2seq" if reads_sources else "full"])
     source = open_source(data.train[0], "data.train")
     method, layout = method_of(name, source, data.columns, reads_sources)
-    data, model = _data_section(draft, method.objective), _model_section(draft)
-    tokens = tokenizers.load(model, data, method.objective)
-    template = None if method.objective in PADDED else template_for(tokens, source, layout)
+    spec = SPEC_OF[method.name]
+    data, model = _data_section(draft, spec), _model_section(draft)
+    tokens = tokenizers.load(model, data, spec.kind)
+    template = None if spec.padded else template_for(tokens, source, layout)
     if template is not None:
         draft.set("data.chat_template", template, "The tokenizer has no chat template of its own.")
-        data = _data_section(draft, method.objective)
-        tokens = tokenizers.load(model, data, method.objective)
+        data = _data_section(draft, spec)
+        tokens = tokenizers.load(model, data, spec.kind)
     tell(f"reading {source.name}: {layout.kind}")
-    rows = measure(data, tokens, ObjectiveSection(kind=method.objective))  # type: ignore[arg-type]
-    if rows.earlier_thoughts and method.objective in NEXT_TOKEN:
+    rows = measure(data, tokens, ObjectiveSection(kind=spec.kind))
+    if rows.earlier_thoughts and spec.may_pad:
         told = f"The chat template leaves out thoughts of earlier turns in {counted(rows.earlier_thoughts, 'row')}."
         draft.set(
             "data.targets", "each_turn", f"{told} So each answer is learned as it was written, thoughts included."
         )
-        data = _data_section(draft, method.objective)
-        rows = measure(data, tokens, ObjectiveSection(kind=method.objective))  # type: ignore[arg-type]
-    prompt = first_words(source, layout) if method.objective not in (*CLASSIFIERS, "reward") else ""
+        data = _data_section(draft, spec)
+        rows = measure(data, tokens, ObjectiveSection(kind=spec.kind))
+    prompt = first_words(source, layout) if spec.writes_text else ""
     prompt = f"{data.source_prefix or ''}{prompt}" if prompt else ""
-    return method, layout.kind, rows, look_at(model, tokens, rows.labels, method.objective), prompt
+    return method, layout.kind, rows, look_at(model, tokens, rows.labels, spec.kind), prompt
+
+
+def _reads_sources(method: str) -> bool:
+    """Whether it trains an encoder-decoder; False for a name that is unknown, which `method_of` refuses."""
+    return method in SPEC_OF and SPEC_OF[method].encoder_decoder
 
 
 NEEDED = {"training": {"output_dir": "outputs", "num_epochs": 1}, "optimizer": {"learning_rate": 1.0}}
@@ -232,10 +233,10 @@ def _model_section(draft: Draft) -> ModelSection:
     return Recipe.from_mapping({"model": draft.section("model"), "data": data, **NEEDED}).model
 
 
-def _data_section(draft: Draft, objective: str) -> DataSection:
+def _data_section(draft: Draft, spec: ObjectiveSpec) -> DataSection:
     """As it stands, checked; what is given elsewhere may need values that are not there yet."""
     # Of the others, with which data may say less, the rows have to tell which it is.
-    kind = objective if objective == "seq2seq" else "causal_lm"
+    kind = spec.kind if spec.encoder_decoder else "causal_lm"
     sections = {"model": draft.section("model"), "data": draft.section("data"), "objective": {"kind": kind}}
     return Recipe.from_mapping({**sections, **NEEDED}).data
 
@@ -265,8 +266,9 @@ def _planned(draft: Draft, method: Method, rows: Rows, model: Model, machine: Ma
 
 
 def _set_method(draft: Draft, method: Method, model: Model, machine: Machine) -> None:
-    if method.objective != "causal_lm":
-        draft.set("objective.kind", method.objective, f"Method {method.name} trains {method.about}.")
+    kind = SPEC_OF[method.name].kind
+    if kind != ObjectiveSection().kind:
+        draft.set("objective.kind", kind, f"Method {method.name} trains {method.about}.")
     if method.loss is not None:
         draft.set("objective.loss", method.loss, "The loss that compares the two completions of a pair.")
     if method.adapter:
@@ -290,8 +292,8 @@ def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None
     """The length of a sample, and what becomes of longer rows."""
     most = covering(rows.lengths, COVERED)
     told = f"{COVERED:.0%} of the {counted(len(rows.lengths), 'row')} have at most {most:,} tokens."
-    is_text = method.name == "pretrain"
-    if not is_text and method.objective not in CLASSIFIERS:
+    spec, is_text = SPEC_OF[method.name], method.name == "pretrain"
+    if not is_text and not spec.has_classes:
         _require_rows_that_fit(draft, rows, model)
     wanted = min(TEXT_LENGTH, max(ROUND_TO, rows.num_tokens // FEWEST_STEPS)) if is_text else most
     length = max(8, -(-wanted // ROUND_TO) * ROUND_TO)
@@ -306,11 +308,11 @@ def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None
     longer = rows.longer_than(draft.get("data.max_length"), draft.get("data.max_target_length"))
     if longer and not is_text:
         # A text can be classified by its beginning. An answer cut short would teach the model to stop early.
-        cut = method.objective in CLASSIFIERS
+        cut = spec.has_classes
         policy, what = ("truncate", "cut") if cut else ("drop", "left out")
         told = f"{longer:,} of {counted(len(rows.lengths), 'row')} are longer and are {what}."
         draft.set("data.long_rows", policy, told)
-    if method.objective not in PADDED:
+    if not spec.padded:
         why = "Short rows share a sample without padding, unless the run's first check finds that they see each other."
         without = "This model takes no position_ids, so rows that share a sample would see each other."
         # Null and not true, which would end the run where that check fails.
@@ -421,8 +423,7 @@ def _set_setup(draft: Draft, row: PlanRow, why: str, machine: Machine) -> None:
 
 
 def _nothing_fits(method: Method, model: Model, draft: Draft, machine: Machine) -> str:
-    other = SMALLER.get(method.name)
-    ways = [f"--method {other}"] if other is not None else []
+    ways = [f"--method {method.smaller}"] if method.smaller is not None else []
     ways += ["more devices"] if machine.count < machine.hardware.devices_per_node else []
     return (
         f"method {method.name} does not fit {machine.words} of {machine.hardware.memory_bytes / GIB:.0f} GiB with "

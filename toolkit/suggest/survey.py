@@ -24,7 +24,8 @@ from toolkit.data.templates import MARKERS
 from toolkit.data.turns import OF_EARLIER_TURNS
 from toolkit.model.load import load_without_weights
 from toolkit.model.positions import first_position, takes_positions
-from toolkit.recipe.schema import PADDED, DataSection, ModelSection, ObjectiveSection
+from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.schema import DataSection, ModelSection
 
 ROWS_LOOKED_AT = 100
 """Rows among which conversations are looked for."""
@@ -93,8 +94,8 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
     whole = data.model_copy(
         update={
             "max_length": UNCUT,
-            "max_target_length": UNCUT if objective.kind == "seq2seq" else None,
-            "packing": None if objective.kind in PADDED else False,
+            "max_target_length": UNCUT if objective.spec.encoder_decoder else None,
+            "packing": None if objective.spec.padded else False,
             "long_rows": None,
             "streaming": False,
             **dict.fromkeys(("validation", "validation_fraction", "max_validation_samples")),
@@ -105,7 +106,7 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
     rows = found.train.rows
     assert isinstance(rows, TokenisedRows), "nothing is streamed"
     lengths, targets = (rows.column(name).astype(np.int64) for name in ("length", "num_targets"))
-    if objective.kind == "seq2seq":
+    if objective.spec.encoder_decoder:
         usable = lengths > targets
         return Rows((lengths - targets)[usable], None, targets[usable])
     if data.targets == "each_turn":

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from toolkit.data.samples import Batch
+from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import ObjectiveSection
 
 IGNORED = -100
 """As transformers has it, written out, so that a wrong constant of ours would show."""

@@ -44,7 +44,7 @@ def _whole(recipe: Recipe, built: Any) -> PreTrainedModel:
     settings: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     if section.attention != "auto":
         settings["attn_implementation"] = section.attention
-    auto: Any = AutoModelForSeq2SeqLM if recipe.objective.kind == "seq2seq" else writer_class(config)
+    auto: Any = AutoModelForSeq2SeqLM if recipe.objective.spec.encoder_decoder else writer_class(config)
     if section.name_or_path is None:
         return auto.from_config(config, **settings)
     if recipe.adapter.quantize != "none" or not any(quantised_layers(built)):
@@ -95,7 +95,7 @@ def _adapted(model: PreTrainedModel, recipe: Recipe, built: Any) -> nn.Module:
 
     section, told = recipe.adapter, built.peft_config["default"]
     config = peft.LoraConfig(
-        task_type="SEQ_2_SEQ_LM" if recipe.objective.kind == "seq2seq" else "CAUSAL_LM",
+        task_type=recipe.objective.spec.peft_task,
         r=section.r,
         lora_alpha=2 * section.r if section.alpha is None else section.alpha,
         target_modules=told.target_modules,

@@ -34,7 +34,7 @@ def with_layers(recipe: Recipe, layers: int | None, folder: Path) -> tuple[Recip
     origin = f"of {name}; the first {counted(layers, 'block')}"
     trust = section.trust_remote_code
     writer = writer_class(AutoConfig.from_pretrained(shrunk, trust_remote_code=trust))
-    auto = AutoModelForSeq2SeqLM if recipe.objective.kind == "seq2seq" else writer
+    auto = AutoModelForSeq2SeqLM if recipe.objective.spec.encoder_decoder else writer
     if not _has_its_weights(auto, shrunk, section):
         _write_random_weights(auto, shrunk, section, recipe.training.seed)
         origin = f"random: {name} holds no weights that fit its first {layers} blocks"

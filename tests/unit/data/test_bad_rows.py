@@ -21,7 +21,8 @@ import pytest
 from toolkit.data import build, documents, files, readers, sources, tokenizer
 from toolkit.data.templates import use_template
 from toolkit.errors import BadInputError
-from toolkit.recipe.schema import ColumnsSection, DataSection, ObjectiveSection, SourceSection
+from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.schema import ColumnsSection, DataSection, SourceSection
 
 SECONDS = 30
 """Nothing here takes one; what takes so long does not end."""

@@ -18,7 +18,8 @@ from toolkit.data.cache import kept
 from toolkit.data.files import expand_files
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.errors import DataError
-from toolkit.recipe.schema import DataSection, ObjectiveSection
+from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.schema import DataSection
 
 TEXTS = [f"line number {i} of the story about a fox and a king" for i in range(40)]
 

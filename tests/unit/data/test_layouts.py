@@ -13,7 +13,8 @@ from toolkit.data import build, tokenizer
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.errors import BadInputError, DataError
 from toolkit.generation.complete import _encoded
-from toolkit.recipe.schema import DataSection, ObjectiveSection
+from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.schema import DataSection
 
 QWEN_THINKS = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
 {%- if message.role == 'assistant' and loop.last and message.reasoning_content %}

@@ -15,7 +15,8 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTo
 from toolkit.data import build, tokenizer
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.objectives.classification import SequenceClassification
-from toolkit.recipe.schema import DataSection, ObjectiveSection
+from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.schema import DataSection
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 

@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from toolkit.errors import BadInputError
 from toolkit.model.routers import find_routers, own_coefficient
 from toolkit.objectives.balance import Balance, RouterLosses, build_balance, experts_fact
-from toolkit.recipe.schema import ObjectiveSection
+from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.training.usage import model_flops
 
 

@@ -22,9 +22,10 @@ from toolkit.errors import BadInputError, DataError, RecipeError
 from toolkit.model.load import load_without_weights
 from toolkit.objectives.fused_linear_cross_entropy import HeadLoss
 from toolkit.objectives.seq2seq import Seq2Seq
+from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.planning.workload import PlannedTokenizer
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import ColumnsSection, DataSection, ObjectiveSection
+from toolkit.recipe.schema import ColumnsSection, DataSection
 from toolkit.training.usage import counts_of, model_flops
 
 SEQ2SEQ = ObjectiveSection(kind="seq2seq")

@@ -17,9 +17,10 @@ from toolkit.data import build
 from toolkit.data.samples import IGNORED
 from toolkit.data.tokenizer import _train_byte_pairs
 from toolkit.errors import DataError
+from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.objectives.tagging import entities
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import DataSection, ObjectiveSection
+from toolkit.recipe.schema import DataSection
 
 TAGS = ObjectiveSection(kind="token_classification")
 WORDS = ["Anna", "and", "Bob-Smith", "flew", "from", "New", "Orleans", "to", "Rome", ",", "unbelievably", "!", "José"]

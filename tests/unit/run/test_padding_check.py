@@ -24,7 +24,7 @@ from toolkit.errors import BadInputError
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.rows_alone import RowsAlone, rows_without_padding
-from toolkit.recipe.schema import ObjectiveSection
+from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.run.by_block_check import accumulation_of
 from toolkit.run.padding_check import changed_by_padding
 

@@ -28,7 +28,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ColumnsSection, SourceSection
 from toolkit.sharding.offload import host
 from toolkit.suggest.draft import Draft
-from toolkit.suggest.methods import METHODS, method_of
+from toolkit.suggest.methods import METHODS, SPEC_OF, method_of
 from toolkit.suggest.suggestion import Machine, suggest
 
 TEXTS = make_texts(120)
@@ -133,7 +133,11 @@ def test_lora_takes_answers_text_and_pairs() -> None:
         source = open_source(SourceSection(path=f"{name}.jsonl"), "data.train")
         found[name] = method_of("lora", source, ColumnsSection())[0]
     assert [found[name].name for name in found] == ["lora", "lora", "lora-dpo"]
-    assert (found["pairs"].objective, found["pairs"].loss, found["pairs"].adapter) == ("preference", "dpo", True)
+    assert (SPEC_OF[found["pairs"].name].kind, found["pairs"].loss, found["pairs"].adapter) == (
+        "preference",
+        "dpo",
+        True,
+    )
     assert METHODS["simpo"].loss == "simpo"
     source = open_source(SourceSection(path="pairs.jsonl"), "data.train")
     assert method_of("qlora", source, ColumnsSection())[0].name == "qlora-dpo"

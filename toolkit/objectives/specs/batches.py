@@ -1,0 +1,86 @@
+"""What a micro-batch holds, by kind of row: the one list of names, shapes and types.
+
+`toolkit.data.samples` makes these tensors and `toolkit.planning.workload` plans with empty ones; a test holds both
+to this file.
+
+Dimensions: B samples, T tokens of a sample, U tokens of a target, R rows (pairs, or judged completions) in all samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+KL_PREFIX = "kl_"
+"""Begins the names of what a batch of KTO has of prompts with completions of other rows."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A tensor of a batch.
+
+    Attributes:
+        shape: its dimensions by letter, such as `BT`; a digit is a fixed size.
+        dtype: name of torch's type.
+        optional: whether a batch may do without it.
+    """
+
+    shape: str
+    dtype: Literal["int64", "float32", "bool"] = "int64"
+    optional: bool = False
+
+    def sizes(self, dims: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape in numbers, given the size of each letter."""
+        return tuple(int(dim) if dim.isdigit() else dims[dim] for dim in self.shape)
+
+
+BatchSpec = Mapping[str, Field]
+
+TEXT: BatchSpec = {
+    "input_ids": Field("BT"),
+    "labels": Field("BT"),  # aligned with input_ids; -100 for what is not learned
+    "position_ids": Field("BT"),  # restart with each document of a sample
+    "lengths": Field("B"),  # tokens without padding
+}
+
+COMPLETIONS: BatchSpec = {
+    **TEXT,
+    "segments": Field("BT"),  # the completion that a token is of, counted over the batch; -1 for padding
+}
+
+PAIRS: BatchSpec = {
+    **COMPLETIONS,  # of pair p, segment 2 p is the chosen completion and 2 p + 1 the rejected one
+    "reference": Field("R2", "float32"),  # log-probabilities of both completions by the reference; NaN: not known
+}
+
+SCORED_PAIRS: BatchSpec = {
+    **PAIRS,
+    "margin": Field("R", "float32"),  # by how much the chosen completion is better
+}
+
+JUDGED: BatchSpec = {
+    **COMPLETIONS,
+    **{f"{KL_PREFIX}{name}": field for name, field in COMPLETIONS.items()},  # of prompts with other completions
+    "reference": Field("R2", "float32"),  # of a prompt with its own and with the other completion
+    "good": Field("R", "bool"),  # the judgements
+}
+
+PADDED_TEXT: BatchSpec = {
+    "input_ids": Field("BT"),
+    "attention_mask": Field("BT"),  # 0 for padding
+    "token_type_ids": Field("BT", optional=True),  # 1 for the second text of a pair; left out if all are 0
+    "lengths": Field("B"),
+}
+
+LABELLED: BatchSpec = {**PADDED_TEXT, "labels": Field("B")}  # the class of each row
+
+TAGGED: BatchSpec = {**PADDED_TEXT, "labels": Field("BT")}  # the tag at the first token of each word, else -100
+
+SOURCE_AND_TARGET: BatchSpec = {
+    "input_ids": Field("BT"),
+    "attention_mask": Field("BT"),
+    "labels": Field("BU"),  # the target; -100 for padding
+    "lengths": Field("B"),
+    "target_lengths": Field("B"),
+}

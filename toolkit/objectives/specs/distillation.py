@@ -1,0 +1,46 @@
+"""The next-token probabilities of a frozen teacher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from toolkit.objectives.specs.batches import TEXT
+from toolkit.objectives.specs.causal_lm import LAYOUTS
+from toolkit.objectives.specs.spec import ObjectiveSpec
+from toolkit.recipe.section import contradiction
+
+if TYPE_CHECKING:
+    from toolkit.objectives.specs.section import ObjectiveSection
+
+
+@dataclass(frozen=True)
+class _Distillation(ObjectiveSpec):
+    def check(self, section: ObjectiveSection) -> None:
+        if section.teacher is None:
+            raise contradiction(
+                "objective.teacher: must be set with objective.kind distillation: a model's name or folder"
+            )
+        if section.beta is not None and section.divergence != "jsd":
+            raise contradiction(
+                f"objective.beta has no effect with objective.divergence {section.divergence or 'forward_kl'}; remove "
+                "it, or set objective.divergence=jsd"
+            )
+        if section.beta is not None and section.beta >= 1:
+            raise contradiction(
+                f"objective.beta: found {section.beta:g}; with objective.divergence jsd it is above 0 and below 1; for "
+                "1 set objective.divergence=reverse_kl"
+            )
+
+
+DISTILLATION = _Distillation(
+    "distillation",
+    about="match the next-token probabilities of a frozen teacher",
+    layouts=LAYOUTS,
+    row_form="text",
+    batch=TEXT,
+    settings=("teacher", "teacher_revision", "divergence", "beta", "temperature", "kd_ratio"),
+    may_pad=True,
+    has_teacher=True,
+    verifiable=True,
+)

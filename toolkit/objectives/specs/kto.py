@@ -1,0 +1,34 @@
+"""Completions that are judged good or bad one by one (KTO)."""
+
+from __future__ import annotations
+
+from toolkit.objectives.specs.batches import JUDGED
+from toolkit.objectives.specs.method import ANY_SIZE, Method, Rate
+from toolkit.objectives.specs.spec import ObjectiveSpec
+
+LAYOUTS = (
+    "judged messages",
+    "judged conversations",
+    "judged prompt and completion",
+    "judged instruction and output",
+)
+
+KTO = ObjectiveSpec(
+    "kto",
+    about="learn from completions that are judged true or false one by one",
+    layouts=LAYOUTS,
+    row_form="judged",
+    batch=JUDGED,
+    settings=("beta", "desirable_weight", "undesirable_weight"),
+    methods=(
+        Method(
+            "kto",
+            "every parameter on completions judged one by one",
+            LAYOUTS,
+            (Rate(ANY_SIZE, 1e-6, "TRL's KTOConfig; its documentation names 5e-7 to 5e-6"),),
+            rows_per_step=32,
+            epochs=1,
+        ),
+    ),
+    trained_turns="last_turn",
+)

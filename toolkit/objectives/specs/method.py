@@ -1,0 +1,57 @@
+"""A way of training an objective that `toolkit init` offers, with starting values from published recipes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ANY_SIZE = math.inf
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A peak learning rate.
+
+    Attributes:
+        up_to: the most parameters of a model that it is for.
+        source: the published recipe that it comes from.
+    """
+
+    up_to: float
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is trained on which rows.
+
+    Attributes:
+        about: says so in a few words.
+        layouts: the layouts that it learns from.
+        rates: by size, the smallest first.
+        rows_per_step: rows of an optimizer step; not used by pretraining, whose samples are full.
+        loss: `objective.loss` of preferences.
+        adapter: whether LoRA adapters are trained instead of the model.
+        quantized: whether the frozen model under them is held in 4 bits.
+        smaller: the method that learns from the same rows in less memory.
+        by_rows: its place among the methods of which the rows choose one if none is named; None: it has to be named.
+        for_encoder_decoders: whether the rows may choose it for a model with an encoder and a decoder.
+    """
+
+    name: str
+    about: str
+    layouts: tuple[str, ...]
+    rates: tuple[Rate, ...]
+    rows_per_step: int
+    epochs: float
+    loss: str | None = None
+    adapter: bool = False
+    quantized: bool = False
+    smaller: str | None = None
+    by_rows: int | None = None
+    for_encoder_decoders: bool = False
+
+    def rate(self, num_parameters: int) -> Rate:
+        """The learning rate for a model of this size."""
+        return next(rate for rate in self.rates if num_parameters <= rate.up_to)

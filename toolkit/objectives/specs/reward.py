@@ -1,0 +1,34 @@
+"""Scores of completions, the chosen one's above the rejected one's (Bradley-Terry)."""
+
+from __future__ import annotations
+
+from toolkit.objectives.specs.batches import SCORED_PAIRS
+from toolkit.objectives.specs.method import ANY_SIZE, Method, Rate
+from toolkit.objectives.specs.spec import ObjectiveSpec
+
+LAYOUTS = ("chosen and rejected",)
+
+REWARD = ObjectiveSpec(
+    "reward",
+    about="score chosen completions above rejected ones (Bradley-Terry)",
+    layouts=LAYOUTS,
+    row_form="pairs",
+    batch=SCORED_PAIRS,
+    pipeline_task="text-classification",
+    settings=("center_rewards_coefficient",),
+    auto_class="AutoModelForSequenceClassification",
+    peft_task="SEQ_CLS",
+    head_names=("reward",),
+    methods=(
+        Method(
+            "reward",
+            "a reward model on preference pairs",
+            LAYOUTS,
+            (Rate(ANY_SIZE, 9e-6, "OpenRLHF's train_rm for Llama 3 8B"),),
+            rows_per_step=128,
+            epochs=1,
+        ),
+    ),
+    trained_turns="last_turn",
+    writes_text=False,
+)

@@ -1,0 +1,41 @@
+"""Cross-entropy of a text's class."""
+
+from __future__ import annotations
+
+from toolkit.objectives.specs.batches import LABELLED
+from toolkit.objectives.specs.method import ANY_SIZE, Method, Rate
+from toolkit.objectives.specs.spec import ObjectiveSpec
+
+LAYOUTS = ("text and label",)
+
+CLASSIFIER_RATES = (
+    Rate(1e9, 2e-5, "BERT, arXiv 1810.04805, appendix A.3"),
+    Rate(ANY_SIZE, 1e-5, "RoBERTa, arXiv 1907.11692, table 10"),
+)
+
+SEQUENCE_CLASSIFICATION = ObjectiveSpec(
+    "sequence_classification",
+    about="cross-entropy of a text's class",
+    layouts=LAYOUTS,
+    row_form="labelled",
+    batch=LABELLED,
+    pipeline_task="text-classification",
+    settings=("labels", "class_weights"),
+    auto_class="AutoModelForSequenceClassification",
+    peft_task="SEQ_CLS",
+    methods=(
+        Method(
+            "classify",
+            "every parameter on labelled texts",
+            LAYOUTS,
+            CLASSIFIER_RATES,
+            rows_per_step=32,
+            epochs=3,
+            by_rows=2,
+            for_encoder_decoders=True,
+        ),
+    ),
+    has_classes=True,
+    writes_text=False,
+    padded=True,
+)

@@ -1,0 +1,83 @@
+"""The description of an objective, and the questions that other rooms ask it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from toolkit.objectives.specs.batches import BatchSpec
+from toolkit.objectives.specs.method import Method
+
+if TYPE_CHECKING:
+    from toolkit.objectives.specs.section import ObjectiveSection
+
+AutoClass = Literal["AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"]
+
+RowForm = Literal["text", "pairs", "judged", "labelled", "tagged", "source and target"]
+
+
+@dataclass(frozen=True)
+class ObjectiveSpec:
+    """An objective before there is a model. Its losses are in `toolkit.objectives`, made by `build_objective`.
+
+    Attributes:
+        kind: `objective.kind` of a recipe.
+        about: what it minimises, as the recipe's documentation says it.
+        layouts: column layouts of rows that it learns from, in the order in which they are looked for.
+        row_form: how these rows become samples and batches, see `toolkit.data.row_forms`.
+        batch: the tensors of a micro-batch.
+        pipeline_task: the hub's name of what its models do, for the model card.
+        settings: fields of `ObjectiveSection` that have an effect.
+        auto_class: transformers' class of the model; None: the one that writes text, by the configuration.
+        peft_task: peft's name of what an adapted model does.
+        head_names: fixed names of the outputs of a new head; empty: the data's classes, or no new head.
+        methods: starting values for `toolkit init`.
+        trained_turns: what of a conversation is learned if the objective decides it; None: `data.targets`.
+        has_classes: whether it predicts classes, of texts or of words.
+        writes_text: whether its models generate text.
+        encoder_decoder: whether a sample is a source and a target, read by an encoder and written by a decoder.
+        padded: whether rows are always padded, one to a sample, with the tokenizer's own special tokens.
+        may_pad: whether rows may be padded instead of packed if nobody asked for either.
+        learns_whole_steps: whether its loss needs sums over a whole optimizer step.
+        has_teacher: whether a second, frozen model is loaded.
+        by_document: whether its loss needs a number of each completion.
+        verifiable: whether `toolkit verify` has a plain loss for it.
+    """
+
+    kind: str
+    about: str
+    layouts: tuple[str, ...]
+    row_form: RowForm
+    batch: BatchSpec
+    pipeline_task: str = "text-generation"
+    settings: tuple[str, ...] = ()
+    auto_class: AutoClass | None = None
+    peft_task: str = "CAUSAL_LM"
+    head_names: tuple[str, ...] = ()
+    methods: tuple[Method, ...] = ()
+    trained_turns: Literal["last_turn"] | None = None
+    has_classes: bool = False
+    writes_text: bool = True
+    encoder_decoder: bool = False
+    padded: bool = False
+    may_pad: bool = False
+    has_teacher: bool = False
+    verifiable: bool = False
+
+    @property
+    def predicts_next_tokens(self) -> bool:
+        """Whether the model is a decoder that writes text, so that no token may see later ones."""
+        return self.writes_text and not self.encoder_decoder
+
+    @property
+    def compares_completions(self) -> bool:
+        """Whether completions are compared with others, so that their last turns are what is learned."""
+        return self.trained_turns is not None
+
+    @property
+    def has_margins(self) -> bool:
+        """Whether pairs say by how much the chosen completion is better."""
+        return "margin" in self.batch
+
+    def check(self, section: ObjectiveSection) -> None:
+        """Raises a contradiction if settings of the objective's own do not fit each other."""

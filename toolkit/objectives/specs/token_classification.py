@@ -1,0 +1,30 @@
+"""Cross-entropy of each word's tag."""
+
+from __future__ import annotations
+
+from toolkit.objectives.specs.batches import TAGGED
+from toolkit.objectives.specs.method import Method
+from toolkit.objectives.specs.sequence_classification import CLASSIFIER_RATES
+from toolkit.objectives.specs.spec import ObjectiveSpec
+
+LAYOUTS = ("tokens and tags",)
+
+TOKEN_CLASSIFICATION = ObjectiveSpec(
+    "token_classification",
+    about="cross-entropy of each word's tag, for example of named entities",
+    layouts=LAYOUTS,
+    row_form="tagged",
+    batch=TAGGED,
+    pipeline_task="token-classification",
+    settings=("labels", "class_weights"),
+    auto_class="AutoModelForTokenClassification",
+    peft_task="TOKEN_CLS",
+    methods=(
+        Method(
+            "tag", "every parameter on tagged words", LAYOUTS, CLASSIFIER_RATES, rows_per_step=32, epochs=3, by_rows=2
+        ),
+    ),
+    has_classes=True,
+    writes_text=False,
+    padded=True,
+)
