@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
 from toolkit.errors import BadInputError, StoppedError, ToolkitError, first_line
 from toolkit.model.adapters import base_fingerprint
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import CheckpointSection
 from toolkit.training.durable_writes import PATIENCE_SECONDS
 from toolkit.training.extension import Extension
 from toolkit.training.heartbeat import Heartbeat
@@ -43,6 +43,26 @@ PARTING_SECONDS = 20.0
 PACKAGES = ("torch", "accelerate", "transformers", "datasets")
 
 
+@dataclass(frozen=True)
+class RunIdentity:
+    """What a run writes into its checkpoints, by which it is known again.
+
+    Attributes:
+        recipe: resolved, as plain JSON.
+        strategy: as an Accelerate config would say it; for people.
+        data: identifies the tokenised data.
+        content: identifies the files of a stream; None if there is none.
+        teacher: fingerprint of the model that is learned from, which is not saved; None if there is none.
+    """
+
+    recipe: dict[str, Any]
+    seed: int
+    strategy: str
+    data: str
+    content: str | None
+    teacher: str | None
+
+
 class RunCheckpoints(Extension):
     """Saves the state of a run, and restores it. As a block it waits at its end for what is written and copied.
 
@@ -50,35 +70,25 @@ class RunCheckpoints(Extension):
         run: the output folder.
         store: where the checkpoints are kept instead; None: in the output folder.
         heartbeat: beats while this rank waits.
-        strategy: as an Accelerate config would say it; for people.
-        data: identifies the tokenised data.
         model: as `accelerator.prepare` gave it.
         optimizer: torch's own.
-        teacher: fingerprint of the model that is learned from, if any; it is not saved.
-        content: of a stream, by which its files are known again.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
         run: Path,
-        recipe: Recipe,
-        strategy: str,
-        data: str,
+        section: CheckpointSection,
+        identity: RunIdentity,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         metrics: Metrics,
         store: StorePath | None,
         heartbeat: Heartbeat,
-        teacher: str | None = None,
-        content: str | None = None,
     ) -> None:
-        self._teacher = teacher
-        self._content = content
         self._accelerator = accelerator
-        self._recipe = recipe
-        self._strategy = strategy
-        self._data = data
+        self._section = section
+        self._identity = identity
         self._model = accelerator.unwrap_model(model)
         self._optimizer = optimizer
         self._metrics = metrics
@@ -87,14 +97,14 @@ class RunCheckpoints(Extension):
         ranks.on_first_rank(lambda: clear_unfinished(run))
         if store is not None:
             ranks.on_first_rank(lambda: upload.clear_unfinished(store))
-        self._checkpointer = Checkpointer(run, recipe.checkpoint, metrics.warn, store)
+        self._checkpointer = Checkpointer(run, section, metrics.warn, store)
         self._told = time.monotonic()
         self._saved_step = -1
         self._saved_at = time.monotonic()
 
     def wants_save(self) -> bool:
         """Tells whether it is time for a save by `every_minutes`; the clock of rank 0 decides for all."""
-        minutes = self._recipe.checkpoint.minutes
+        minutes = self._section.minutes
         return ranks.rank() == 0 and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
     def between_steps(self, trainer: Trainer, step: Step) -> None:
@@ -108,7 +118,7 @@ class RunCheckpoints(Extension):
             saved = self.save(trainer, wait=True)
             what = "its state is saved; the same command goes on from there" if saved else "its state was NOT saved"
             raise StoppedError(f"stopped after step {trainer.global_step}: {step.stop}; {what}")
-        every = self._recipe.checkpoint.every_steps
+        every = self._section.every_steps
         if step.save or (every is not None and trainer.global_step % every == 0):
             self.save(trainer)
 
@@ -128,13 +138,13 @@ class RunCheckpoints(Extension):
             step=trainer.global_step,
             samples=samples,
             world_size=ranks.world_size(),
-            strategy=self._strategy,
+            strategy=self._identity.strategy,
             precision=self._accelerator.mixed_precision,
-            recipe=self._recipe.model_dump(mode="json"),
-            data=self._data,
-            content=self._content,
+            recipe=self._identity.recipe,
+            data=self._identity.data,
+            content=self._identity.content,
             base=base_fingerprint(self._model),
-            teacher=self._teacher,
+            teacher=self._identity.teacher,
             stream=trainer.windows.state_at(samples),
             trainer=asdict(trainer.counters),
             scaler=scaler.state_dict() if scaler is not None else None,
@@ -195,8 +205,8 @@ class RunCheckpoints(Extension):
         Args:
             num_positions: samples of the whole run.
         """
-        is_other_stream = manifest.content not in (None, self._content)
-        if manifest.data != self._data or is_other_stream:
+        is_other_stream = manifest.content not in (None, self._identity.content)
+        if manifest.data != self._identity.data or is_other_stream:
             raise BadInputError(
                 f"{str(folder)!r}: the content of data.train, or the tokenizer, has changed since, or another version "
                 "of the toolkit reads the rows otherwise; undo that, or start anew with another training.output_dir"
@@ -206,7 +216,7 @@ class RunCheckpoints(Extension):
                 f"{str(folder)!r}: the adapters were trained on other weights than those of model.name_or_path as they "
                 "are now; name that base, or start anew with another training.output_dir"
             )
-        if manifest.teacher != self._teacher:
+        if manifest.teacher != self._identity.teacher:
             raise BadInputError(
                 f"{str(folder)!r}: its run learned from other weights than those of objective.teacher as they are now; "
                 "name that teacher, or start anew with another training.output_dir"
@@ -239,7 +249,7 @@ class RunCheckpoints(Extension):
         if manifest.world_size == ranks.world_size():
             restore_random_states(reader.read_random_states(folder))
         else:
-            set_seed(self._recipe.training.seed + manifest.step, device_specific=True)
+            set_seed(self._identity.seed + manifest.step, device_specific=True)
         self._saved_step = manifest.step
         ranks.gather_objects(None)  # every rank has read
         clear_incoming(self._run)

@@ -13,7 +13,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.checkpoint.resume import Resumption
-from toolkit.checkpoint.session import RunCheckpoints, require_output_dir
+from toolkit.checkpoint.session import RunCheckpoints, RunIdentity, require_output_dir
 from toolkit.checkpoint.store import StorePath
 from toolkit.data.samples import TextSamples
 from toolkit.data.stream import describe_stream
@@ -116,20 +116,11 @@ def fit(
 def _checkpoints_of(
     opened: OpenedRun, run: PreparedRun, metrics: Metrics, store: StorePath | None, heartbeat: Heartbeat
 ) -> RunCheckpoints:
-    return RunCheckpoints(
-        opened.accelerator,
-        opened.output_dir,
-        opened.recipe,
-        opened.plugin.text,
-        run.data.fingerprint,
-        run.model,
-        inner_optimizer(run.sharded.optimizer),
-        metrics,
-        store,
-        heartbeat,
-        run.teacher_fingerprint,
-        run.data.content,
-    )
+    recipe, data, optimizer = opened.recipe, run.data, inner_optimizer(run.sharded.optimizer)
+    values, seed = recipe.model_dump(mode="json"), recipe.training.seed
+    identity = RunIdentity(values, seed, opened.plugin.text, data.fingerprint, data.content, run.teacher_fingerprint)
+    accelerator, folder, section = opened.accelerator, opened.output_dir, recipe.checkpoint
+    return RunCheckpoints(accelerator, folder, section, identity, run.model, optimizer, metrics, store, heartbeat)
 
 
 def _build_trainer(opened: OpenedRun, run: PreparedRun, extensions: Sequence[Extension]) -> Trainer:
