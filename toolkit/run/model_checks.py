@@ -32,13 +32,13 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
     """
     recipe, accelerator, model = opened.recipe, opened.accelerator, sharded.model
     objective, data, padded = on_meta.objective, on_meta.data, on_meta.padded
-    check_quantised(accelerator, recipe, model, objective, data.train)
+    check_quantised(accelerator, recipe.model.dtype, model, objective, data.train)
     packing, leak = check_packing(opened, sharded, objective, data)
     if leak is not None:
         padded, data = leak, without_packing(recipe, on_meta.tokenizer)
         counts = on_meta.data.report.label_counts
         objective = build_objective(recipe.objective, on_meta.model, False, counts, on_meta.teacher, apart=True)
-    check_teacher(accelerator, recipe, objective, data, opened.in_16_bits)
+    check_teacher(accelerator, recipe.training.micro_batch_size, objective, data, opened.in_16_bits)
     differ = _check_parts(opened, sharded, objective, data, planned)
     head_loss = _checked_head_loss(opened, objective, model)
     alone = check_padding(opened, sharded, objective, data)
@@ -109,7 +109,7 @@ def _check_parts(
     """Returns the largest difference from whole rows, see `check_parts`; None if rows are whole."""
     if not isinstance(data.train, TextSamples | LabelledSamples):
         return None
-    part = part_of(opened.accelerator, opened.recipe)[2]
+    part = part_of(opened.accelerator, opened.recipe.sharding.sequence)[2]
     chunked = planned.checkpointing is not None and planned.checkpointing.chunk_tokens is not None
     model, inner, device = sharded.model, sharded.inner, opened.device
     return check_parts(model, inner, objective, data.train, part, device, opened.in_16_bits, chunked)

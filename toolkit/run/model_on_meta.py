@@ -67,5 +67,5 @@ def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool) -
     """Gives the model the attention of the run; returns which one it is, and why."""
     asked, compiled = opened.recipe.model.attention, opened.recipe.training.compile
     chosen = settle_attention(base_of(model), asked, opened.device, opened.in_16_bits, packed, compiled)
-    share_rows(opened.recipe, model)
+    share_rows(opened.recipe.sharding.sequence, opened.recipe.data.max_length, model)
     return chosen

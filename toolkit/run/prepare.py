@@ -44,7 +44,7 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
     planned = plan_memory(opened, on_meta)
     sharded = shard_model(opened, on_meta, planned)
     checked = check_model(opened, on_meta, planned, sharded)
-    group, num_groups, part = part_of(accelerator, recipe)
+    group, num_groups, part = part_of(accelerator, recipe.sharding.sequence)
     size = training.micro_batch_size * training.gradient_accumulation_steps * num_groups
     num_steps = steps_of_run(training, len(checked.data.train), size)
     last = last_position(recipe, checked.data, num_steps, size, resumed)
@@ -105,6 +105,6 @@ def _referenced(
                 reached = EpochOrder(len(samples), recipe.training.seed, recipe.data.shuffle).first(last)
             else:
                 reached = list(range(len(samples))[: recipe.data.max_validation_samples])
-            where = (cache, identity, progress, part_of(accelerator, recipe)[2])
+            where = (cache, identity, progress, part_of(accelerator, recipe.sharding.sequence)[2])
             found[split] = with_reference(accelerator, sharded.model, objective, samples, reached, size, *where)
     return replace(data, **found)

@@ -13,7 +13,6 @@ from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
 from toolkit.model.quantised import quantised_layers, weights_as_numbers
 from toolkit.objectives.objective import Objective
-from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.fsdp import class_name
 
 CHECKED_TOKENS = 1024
@@ -26,7 +25,7 @@ reads the bytes of a layer."""
 
 @torch.no_grad()
 def check_quantised(
-    accelerator: Accelerator, recipe: Recipe, model: nn.Module, objective: Objective, samples: Samples | None
+    accelerator: Accelerator, dtype: str, model: nn.Module, objective: Objective, samples: Samples | None
 ) -> None:
     """Compares logits of a row with those of a model whose layers show their weights as numbers. All ranks call it.
 
@@ -42,7 +41,7 @@ def check_quantised(
     batch, was_training = samples.few(CHECKED_TOKENS), model.training
     # Dropout would make any two forwards differ.
     model.eval()
-    with weights_as_numbers(inner, _compute_dtype(accelerator, recipe)) as read:
+    with weights_as_numbers(inner, _compute_dtype(accelerator, dtype)) as read:
         numbers = _logits(model, objective, batch, accelerator.device)
     problem = ""
     try:
@@ -62,9 +61,9 @@ def check_quantised(
         )
 
 
-def _compute_dtype(accelerator: Accelerator, recipe: Recipe) -> torch.dtype:
+def _compute_dtype(accelerator: Accelerator, dtype: str) -> torch.dtype:
     names = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    own: torch.dtype = getattr(torch, recipe.model.dtype)
+    own: torch.dtype = getattr(torch, dtype)
     return names.get(accelerator.mixed_precision, own)
 
 

@@ -22,7 +22,6 @@ from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
 from toolkit.model.attention_by_heads import attend_by_heads, require_sequence
 from toolkit.objectives.objective import ByDocument, Objective
-from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.chunks import chunks_of
 from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.sequence_parallel import form_groups
@@ -38,9 +37,12 @@ TOLERANCE = {False: 1e-4, True: 5e-2}
 """By whether compute is in 16 bits: the largest difference of logits or gradients, as a share of the largest one."""
 
 
-def part_of(accelerator: Accelerator, recipe: Recipe) -> tuple[int, int, Part]:
-    """The number of this rank's group, how many groups there are, and this rank's part of its rows."""
-    size = recipe.sharding.sequence
+def part_of(accelerator: Accelerator, size: int) -> tuple[int, int, Part]:
+    """Returns the number of this rank's group, how many groups there are, and this rank's part of the group's rows.
+
+    Args:
+        size: ranks of a group, which share each row (`sharding.sequence`).
+    """
     return (
         accelerator.process_index // size,
         accelerator.num_processes // size,
@@ -48,16 +50,15 @@ def part_of(accelerator: Accelerator, recipe: Recipe) -> tuple[int, int, Part]:
     )
 
 
-def share_rows(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Forms the groups of ranks that share rows, if the recipe asks for them, and has attention go by heads.
+def share_rows(size: int, max_length: int, model: PreTrainedModel) -> None:
+    """Forms the groups of `size` ranks that share rows, if there are any, and has attention go by heads.
 
     Raises:
-        BadInputError: if the groups do not fill the ranks, or the model cannot be shared so.
+        BadInputError: the groups do not fill the ranks, or the model cannot be shared so.
     """
-    size = recipe.sharding.sequence
     form_groups(size)
     if size > 1:
-        require_sequence(model, size, recipe.data.max_length)
+        require_sequence(model, size, max_length)
         attend_by_heads(model)
 
 

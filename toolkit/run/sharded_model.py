@@ -88,7 +88,7 @@ def shard_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned) -> Shar
     model, optimizer = prepared
     inner = accelerator.unwrap_model(model)
     require_kept(inner, recipe.export)
-    place_teacher(accelerator, recipe, on_meta.teacher, opened.plugin)
+    place_teacher(accelerator, recipe.sharding.unit_classes, on_meta.teacher, opened.plugin)
     return ShardedModel(model, inner, optimizer, compilation)
 
 

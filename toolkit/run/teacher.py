@@ -31,20 +31,22 @@ def asked_teacher(
     return teacher  # type: ignore[no-any-return]
 
 
-def place_teacher(accelerator: Accelerator, recipe: Recipe, teacher: nn.Module | None, plugin: ShardingPlugin) -> None:
+def place_teacher(
+    accelerator: Accelerator, unit_classes: list[str] | None, teacher: nn.Module | None, plugin: ShardingPlugin
+) -> None:
     """Shards the teacher, if there is one, and gives it its weights."""
     if teacher is None:
         return
     mesh = accelerator.state.device_mesh if plugin.strategy.sharded else None
-    shard_teacher(teacher, plugin.strategy, mesh, accelerator.mixed_precision, recipe.sharding.unit_classes)
+    shard_teacher(teacher, plugin.strategy, mesh, accelerator.mixed_precision, unit_classes)
     teacher.to(accelerator.device)
 
 
 def check_teacher(
-    accelerator: Accelerator, recipe: Recipe, objective: Objective, data: TokenisedData, in_16_bits: bool
+    accelerator: Accelerator, micro_batch_size: int, objective: Objective, data: TokenisedData, in_16_bits: bool
 ) -> None:
     """Raises BadInputError on every rank where rows that share a sample see each other in the teacher."""
-    train, size = data.train, recipe.training.micro_batch_size
+    train, size = data.train, micro_batch_size
     if not isinstance(objective, Distillation) or not isinstance(train, TextSamples) or not train.packed:
         return
     model, causal = objective.teacher.model, objective.teacher.causal
