@@ -34,7 +34,7 @@ def write_card(
     """Writes the card and the curve into an exported folder."""
     _draw_curve(folder / CURVE, metrics)
     text = render_card(recipe, facts, metrics, data_report, versions)
-    (folder / CARD).write_text(text, encoding="utf-8", errors="replace")
+    (folder / CARD).write_text(harmless(text), encoding="utf-8", errors="replace")
 
 
 def render_card(

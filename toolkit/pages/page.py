@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.paths import atomic_write
+from toolkit.terminal import harmless
 
 WIDE_PX, NARROW_PX, SMALL_PX = (860, 264), (360, 240), (400, 180)
 """Width and height at which charts are drawn (CSS pixels); the browser scales them to their card."""
@@ -233,8 +234,11 @@ def _inline_svg(document: str, label: str, size: tuple[int, int]) -> str:
 
 
 def escaped(value: object) -> str:
-    """Escaped for HTML text and attributes; NUL, which HTML forbids, becomes the replacement character."""
-    return html.escape(str(value).replace("\0", "\ufffd"))
+    """Escaped for HTML text and attributes, without codes that steer a terminal or turn the direction of text.
+
+    NUL, which HTML forbids, becomes the replacement character.
+    """
+    return html.escape(harmless(str(value).replace("\0", "\ufffd")))
 
 
 def number(value: Any) -> float:

@@ -33,12 +33,12 @@ def launch_of(found: Plan, row: PlanRow, recipe_name: str, overrides: list[str])
     work = shlex.join([recipe_name, *(f"{key}={value}" for key, value in settings.items())])
     nodes = -(-setup.ranks // hardware.devices_per_node)
     path = shipped_folder("accelerate_configs") / f"{_config(setup, hardware)}.yaml"
-    config, said = shown_path(path), read_accelerate_config(path)
+    config, said = shlex.quote(shown_path(path)), read_accelerate_config(path)
     # To the launcher and not in the recipe, which must not differ from the config.
     strategy = setup.strategy.name + (OFFLOAD if setup.offload else "") if _names_another(found, setup, said) else ""
     precision = "" if found.mixed_precision == said.mixed_precision else found.mixed_precision
     is_on_one = nodes == 1 and not setup.strategy.replicated
-    if Path(config).is_absolute() and is_on_one and not precision:  # not in a checkout
+    if Path(shown_path(path)).is_absolute() and is_on_one and not precision:  # not in a checkout
         device = "cpu" if hardware.device_type == "cpu" else "gpus"
         word = f" --strategy {strategy}" if strategy else ""
         return LaunchCommand(f"toolkit train {work} --config {_config(setup, hardware)} --{device} {setup.ranks}{word}")
@@ -52,7 +52,7 @@ def launch_of(found: Plan, row: PlanRow, recipe_name: str, overrides: list[str])
     if setup.strategy.replicated:
         sizes = {"replicate": setup.mesh.replicate, "shard": setup.mesh.shard}
         words += [f"--parallelism_config_dp_{axis}_size {size}" for axis, size in sizes.items()]
-    script = shown_path(shipped_folder("recipes") / "finetune.py")
+    script = shlex.quote(shown_path(shipped_folder("recipes") / "finetune.py"))
     return LaunchCommand(" ".join([*words, script, work]), tuple(notes))
 
 

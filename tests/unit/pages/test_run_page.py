@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.html_page import HOSTILE, Page
 
+from toolkit.pages.page import escaped
 from toolkit.pages.run_page import MAX_LISTED_STEPS, RunSummary, render_report, write_report
 
 GIB = 2**30
@@ -488,3 +489,7 @@ def test_any_generated_text_can_be_written(tmp_path: Path, text: str) -> None:
     content = path.read_bytes()
     assert b"\0" not in content
     assert "sample" in Page(content.decode("utf-8")).text_of
+
+
+def test_text_cannot_steer_a_terminal_or_turn_the_direction_of_what_follows() -> None:
+    assert escaped("a\u202eb\x1b[2Jc\0<\n") == "a\ufffdb\u241b[2Jc\ufffd&lt;\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from toolkit.cli import plan_console as show
 from toolkit.cli.app import app
 from toolkit.cli.plan import accelerated_by
 from toolkit.errors import BadInputError
-from toolkit.paths import GIB
+from toolkit.paths import GIB, shipped_folder
 from toolkit.planning import check
 from toolkit.planning.launch import launch_of
 from toolkit.planning.memory.probe import Prober
@@ -485,3 +486,16 @@ def test_long_rows_have_a_column_of_the_ranks_that_share_them() -> None:
     assert "training.gradient_accumulation_steps=8" in command
     short = plan(recipe(**steps, sharding=sharding), hardware_of("h100_sxm"), 8, with_levers=False)
     assert {row.traffic.sequence for row in short.rows} == {1}
+
+
+def test_paths_in_the_printed_command_are_quoted(found: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "a b;c"
+    for name in ("accelerate_configs", "recipes"):
+        shutil.copytree(shipped_folder(name), place / name)
+    monkeypatch.setattr("toolkit.planning.launch.shipped_folder", lambda name: place / name)
+    monkeypatch.chdir(tmp_path)  # a checkout, as it seems
+    words = shlex.split(launch_of(found, row_of(found, "zero3"), "quickstart", []).command)
+    assert [word for word in words if "a b;c" in word] == [
+        "a b;c/accelerate_configs/zero3.yaml",
+        "a b;c/recipes/finetune.py",
+    ]
