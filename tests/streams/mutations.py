@@ -18,6 +18,7 @@ MODULES = {
     "executors": "toolkit.sharding.offload.executors",
     "facade": "toolkit.sharding.offload.facade",
     "fsdp_replaced": "toolkit.sharding.fsdp_replaced",
+    "state": "toolkit.checkpoint.state",
     "fsdp2": "torch.distributed.fsdp._fully_shard._fsdp_param_group",
 }
 

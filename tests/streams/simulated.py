@@ -3,8 +3,9 @@
 What is taken as given:
 - An operator is work of the current stream, or of the thread if all its tensors lie in host memory.
 - Collectives are work of the stream on which they are called; NCCL orders its own stream with that one both ways.
-- Host memory is what code asks of torch's factories without a device, with "cpu", or pinned, and what is computed
-  from host memory alone. Everything else is the device's.
+- Host memory is what code asks of torch's factories without a device, with "cpu", or pinned, what `.to("cpu")` makes,
+  and what is computed from host memory alone. Everything else is the device's.
+- Saved tensors go to pinned memory and back, as with a device; on CPU tensors torch's `save_on_cpu` does nothing.
 - An operator over both makes the thread wait, unless it is a copy with `non_blocking`. A thread that reads a result
   (`item`, `nonzero`) would wait on a device, too; models do that now and then (transformers' masks of packed rows), and
   what it orders by chance would hide races, so here it waits for nothing.
@@ -33,6 +34,7 @@ from toolkit.sharding.offload.kernel import AdamWKernel
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit
 
 FACTORIES = ("empty", "full", "tensor", "zeros")
+HOST = torch.device("cpu")
 
 
 @contextmanager
@@ -63,6 +65,7 @@ def _stand_ins(checker: Checker) -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "tolist", _read_by_thread(checker, torch.Tensor.tolist)
     yield AdamWKernel, "step", _kernel_step(checker, AdamWKernel.step)
     yield OffloadedUnit, "leaving", _Held(checker)
+    yield torch.autograd.graph, "save_on_cpu", _saving(checker)
     yield Slabs, "release", _released(checker, Slabs.release)
     for name in FACTORIES:
         yield torch, name, _factory(checker, getattr(torch, name))
@@ -99,8 +102,9 @@ def _see(checker: Checker, function: Any, args: Any, kwargs: Any, out: Any) -> N
         reads = []  # of these only the shape is taken
     on_host = [checker.is_host(tensor) for tensor in inputs]
     alone = bool(inputs) and all(on_host)
+    to_host = name == "aten::_to_copy" and kwargs.get("device") == HOST
     for tensor in made:
-        checker.allocated(tensor.untyped_storage(), None if alone else checker.stream())
+        checker.allocated(tensor.untyped_storage(), None if alone or to_host else checker.stream())
     if "empty" not in name:
         writes = [*writes, *made]
     short = name.removeprefix("aten::")
@@ -108,7 +112,7 @@ def _see(checker: Checker, function: Any, args: Any, kwargs: Any, out: Any) -> N
         checker.on_thread(reads, writes, short)
         return
     checker.on_stream(checker.stream(), reads, writes, short)
-    crosses = any(host and tensor.ndim for host, tensor in zip(on_host, inputs, strict=True))
+    crosses = to_host or any(host and tensor.ndim for host, tensor in zip(on_host, inputs, strict=True))
     if crosses and not _is_non_blocking(function._schema, args, kwargs):
         checker.stream().synchronize()
 
@@ -156,6 +160,25 @@ def _factory(checker: Checker, original: Callable[..., Any]) -> Callable[..., An
         return made
 
     return make
+
+
+def _saving(checker: Checker) -> Callable[..., Any]:
+    """What `save_on_cpu(pin_memory=True)` does on a device: nothing waits for the copies out and back."""
+
+    def save_on_cpu(pin_memory: bool = False, device_type: str = "cuda") -> Any:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            packed = torch.empty(tensor.size(), dtype=tensor.dtype)
+            checker.allocated(packed.untyped_storage(), None)
+            packed.copy_(tensor, non_blocking=True)
+            return packed
+
+        def unpack(packed: torch.Tensor) -> torch.Tensor:
+            made = torch.empty(packed.size(), dtype=packed.dtype, device=HOST)  # of the device: see `_factory`
+            return made.copy_(packed, non_blocking=True)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    return save_on_cpu
 
 
 class _Held:

@@ -146,6 +146,18 @@ MUTATIONS = [
     ),
     (WAYS["loaded optimizer"], Mutation("facade._connect_optimizer", "engine.flush()\n        _load", "_load")),
     (WAYS["moved to the device"], Mutation("engine.OffloadEngine._move_to_device", "self.flush()")),
+    (
+        replace(WAYS["checkpoint"], executor=None),
+        Mutation("state._copied", '.to("cpu", copy=True)', '.to("cpu", copy=True, non_blocking=True)'),
+    ),
+    # A step that takes so long that the next forward has come.
+    (
+        replace(Run(), delay=0.3),
+        Mutation(
+            "engine.OffloadEngine._run", "wait_for_landing(unit)\n", "wait_for_landing(unit); unit.published.set()\n"
+        ),
+    ),
+    (replace(Run(), delay=0.3), Mutation("engine.OffloadEngine._submit", "unit.published.clear()")),
     # The end.
     (WAYS["slow worker"], Mutation("engine._end", "worker.close()")),
     (Run(), Mutation("engine._end", "handle.synchronize()")),
@@ -175,7 +187,7 @@ ORDERS_NOTHING = {
 """Waits whose removal lets nothing race, and what they are for."""
 
 WAIT = re.compile(
-    r"\.(wait_event|wait_stream|synchronize|wait|wait_for_unshard|flush|_wait|sent)\(\w*|^\s*wait_for_landing\("
+    r"\.(wait_event|wait_stream|synchronize|wait|wait_for_unshard|flush|_wait|sent)\(\w*|published\.clear\(|^\s*wait_for_landing\("
     r"|\.leaving = (?!None)|\.close\(\)$|reduce_again_after\("
 )
 
