@@ -1,10 +1,12 @@
-"""Writes the pages of docs/ that are made from the code: recipes.md, the fields of a recipe, and cli.md, the commands.
+"""Writes the pages of docs/ that are made from the code: recipes.md, the fields of a recipe, cli.md, the
+commands, and combinations.md, what cannot go together.
 
 python docs/generate.py
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 from typer.main import get_command
 
 from toolkit.cli.app import app
+from toolkit.recipe.combinations import COMBINATIONS, Combination, Reason
 from toolkit.recipe.problems import allowed_values, section_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.section import Section
@@ -114,7 +117,55 @@ def _usual(parameter: Any) -> str:
     return "" if parameter.default in (None, False) else f"`{_plain(parameter.default)}`"
 
 
-PAGES = {"recipes.md": recipe_fields, "cli.md": commands}
+COMBINED_HEAD = """# What goes together
+
+Every feature goes with every other one, but for the pairs on this page. The recipe, the backend, `toolkit plan` and
+`toolkit init` refuse them with the same sentence. Written from `toolkit/recipe/combinations.py`, which they all ask.
+
+x: they cannot go together. A dot: they can.
+"""
+
+REASONS = {
+    Reason.DEFINITION: "One leaves nothing for the other to do, or contradicts it",
+    Reason.LIBRARY: "A library that does the work cannot do both",
+    Reason.NOT_BUILT: "Possible, but not built yet",
+}
+
+
+def combinations() -> str:
+    pairs = [found.names for found in COMBINATIONS if len(found.names) == 2]
+    tables = [f"## {title}\n\n{_combined(reason)}" for reason, title in REASONS.items()]
+    return "\n".join([COMBINED_HEAD, _matrix(pairs), *tables])
+
+
+def _matrix(pairs: list[tuple[str, ...]]) -> str:
+    """Rows are what cannot go with others, columns what the others are."""
+    firsts, lasts = (list(dict.fromkeys(pair[place] for pair in pairs)) for place in (0, 1))
+    lines = ["| | " + " | ".join(lasts) + " |", "|---|" + "---|" * len(lasts)]
+    for first in firsts:
+        marks = ["x" if (first, last) in pairs or (last, first) in pairs else "." for last in lasts]
+        lines.append(f"| **{first}** | " + " | ".join(marks) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _combined(reason: Reason) -> str:
+    lines = ["| this | cannot go with | reason | instead |", "|---|---|---|---|"]
+    for found in COMBINATIONS:
+        if found.reason is reason:
+            others = " and ".join(found.names[1:])
+            lines.append(f"| {found.names[0]} | {others} | {_clause(found)} | {found.mend} |")
+    return "\n".join(lines) + "\n"
+
+
+def _clause(found: Combination) -> str:
+    """Why, as a phrase of its own."""
+    if not found.why:
+        return "it would do nothing" if found.is_idle else ""
+    clause = re.sub("^(as|which|and|where|under) ", "", found.why)
+    return re.sub("^whose ", "its ", clause)
+
+
+PAGES = {"recipes.md": recipe_fields, "cli.md": commands, "combinations.md": combinations}
 """File in docs/ -> what renders it."""
 
 if __name__ == "__main__":

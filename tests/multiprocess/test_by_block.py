@@ -308,8 +308,8 @@ def test_a_run_by_block_is_the_run_that_reduces_once_a_step(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"training": {"gradient_accumulation_steps": 1}}, "one micro-batch a step"),
-        ({"sharding": {"activation_checkpointing": None}}, "set sharding.activation_checkpointing=1"),
+        ({"training": {"gradient_accumulation_steps": 1}}, "has no effect with training.gradient_accumulation_steps 1"),
+        ({"sharding": {"activation_checkpointing": 2}}, "not possible with sharding.activation_checkpointing 2"),
         ({"sharding": {"reshard_after_forward": 2}}, "reshard_after_forward is not possible with .*=by_block"),
         ({"training": {"mixed_precision": "fp16"}}, "mixed_precision fp16 is not possible"),
     ],

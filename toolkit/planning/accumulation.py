@@ -32,23 +32,10 @@ def settle(planner: Planner, setup: Setup, fits: Callable[[PlanRow], bool]) -> t
     return (block.setup, times) if after * AS_FAST < before else (setup, f"by block it would be {times}")
 
 
-def obstacle_by_block(planner: Planner, setup: Setup) -> str:
-    """Why micro-batches of a setup cannot run by block, or gain nothing by it; empty if they may."""
-    if setup.accumulation == 1:
-        return "a step has one micro-batch"
-    if not setup.strategy.reshard_each_micro_batch:
-        return f"{setup.strategy.name} gathers parameters once a step at most"
-    if planner.recipe.objective.spec.encoder_decoder:
-        return "an encoder-decoder does not run by block"
-    if planner.workload.mixed_precision == "fp16":
-        return "fp16 is not possible by block"
-    return ""
-
-
 def _obstacle(planner: Planner, setup: Setup) -> str:
-    """The same for who did not ask for it."""
-    if found := obstacle_by_block(planner, setup):
-        return found
+    """Why micro-batches of a setup cannot run by block, or should not unless it is asked for; empty if they may."""
+    if found := planner.refusals(replace(setup, by_block=True, checkpointing=Checkpointing(1))):
+        return found[0].problem
     # By block it is over the whole step: what is learned must not depend on the machine.
     if build_balance(planner.recipe.objective, planner.workload.model).losses.balance:
         return "the balance loss of experts would be over the whole step"

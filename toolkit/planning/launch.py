@@ -77,6 +77,7 @@ def _settings(found: Plan, setup: Setup) -> dict[str, str]:
         settings["sharding.offload"] = "optimizer"
     elif section.offload == "optimizer" and not setup.offload:
         settings["sharding.offload"] = "none"
+    if not setup.offload:
         settings |= {f"sharding.{key}": "null" for key in OFFLOAD_DETAILS if getattr(section, key) is not None}
     return settings
 

@@ -12,9 +12,10 @@ from toolkit.model.adapters import base_of
 from toolkit.model.positions import num_positions
 from toolkit.paths import GIB
 from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, Planner, PlanRow, Verdict
-from toolkit.planning.setup import Setup, can_offload, require_ranks
+from toolkit.planning.setup import Setup, require_ranks, settings_of
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.workload import UNMASKED, workload_of
+from toolkit.recipe.combinations import Settings, refusals, refuse
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.chunks import CHUNK_TOKENS
@@ -71,17 +72,7 @@ def longest_rows(recipe: Recipe, hardware: Hardware, ranks: int, precision: str)
         BadInputError: where no row fits, or ranks cannot share rows.
     """
     require_ranks(ranks, hardware)
-    if recipe.objective.spec.encoder_decoder:
-        raise BadInputError("--longest-row: not possible with objective.kind seq2seq, whose samples are two rows")
-    if recipe.sharding.experts > 1:
-        raise BadInputError(
-            f"--longest-row: not possible with sharding.experts {recipe.sharding.experts}; set sharding.experts=1"
-        )
-    if recipe.objective.spec.has_teacher:
-        raise BadInputError(
-            "--longest-row is not possible with objective.kind distillation, whose rows ranks cannot share; plan with "
-            "several values of data.max_length"
-        )
+    refuse(replace(Settings.of(recipe), longest_row=True))
     search = _Search(recipe, hardware, precision, _parts(recipe, ranks, precision))
     found = {verdict: search.longest(verdict, ranks) for verdict in HEADROOM}
     rows = {verdict: row for verdict, row in found.items() if row is not None}
@@ -167,11 +158,13 @@ def _rounded(tokens: float) -> int:
 
 
 def _setups(recipe: Recipe, ranks: int, precision: str, can_chunk: bool) -> Iterator[Setup]:
-    offloads = (False, True) if can_offload(recipe, precision) else (False,)
+    offloads = (False,) if recipe.sharding.offload == "none" else (False, True)
     chunk_tokens = recipe.sharding.chunk_tokens or (CHUNK_TOKENS if can_chunk else None)
     for offload, on_host in itertools.product(offloads, (False, True)):
         checkpointing = Checkpointing(1, on_host, chunk_tokens)
-        yield Setup(STRATEGIES["zero3"], MeshShape(1, ranks), offload, checkpointing, 1, 1)
+        setup = Setup(STRATEGIES["zero3"], MeshShape(1, ranks), offload, checkpointing, 1, 1)
+        if not refusals(settings_of(recipe, setup, precision)):
+            yield setup
 
 
 def _settings(setup: Setup, parts: int) -> Iterator[str]:

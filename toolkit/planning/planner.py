@@ -15,14 +15,16 @@ from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import Memory, replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.units import ParameterShape, UnitShape, teacher_shapes, unit_shapes
-from toolkit.planning.setup import Setup
+from toolkit.planning.setup import Setup, settings_of
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
 from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic, with_teacher
 from toolkit.planning.workload import Workload, shared_by, with_rows_of
+from toolkit.recipe.combinations import Refusal, refusals
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
 from toolkit.sharding.expert_parallel import expert_placement
+from toolkit.sharding.fsdp import autograd_sums_gradients
 from toolkit.sharding.offload.executor_probe import STREAM_SHARE
 from toolkit.sharding.offload.executors import stream_bytes
 from toolkit.sharding.offload.host import plan_host
@@ -102,6 +104,13 @@ class Planner:
         model, plan = self.workload.model, self._sharded.plan
         stepped_by_muon = block_matrices(model, plan) if self.recipe.optimizer.kind == "muon" else []
         return unit_shapes(model, plan, self.workload.mixed_precision, stepped_by_muon, self.workload.experts)
+
+    def refusals(self, setup: Setup) -> list[Refusal]:
+        """Why a run refuses a setup; empty if it does not."""
+        settings = settings_of(self.recipe, setup, self.workload.mixed_precision)
+        first = next((unit.name for unit in self.units if unit.trains_float32), None)
+        torch_sums, device = autograd_sums_gradients(), self.hardware.device_type
+        return refusals(replace(settings, device=device, keeps_float32=first, sums_in_autograd=torch_sums))
 
     @cached_property
     def teacher_units(self) -> list[UnitShape]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import BadInputError
 from toolkit.planning.time.hardware import Hardware
+from toolkit.recipe.combinations import Settings, refusals
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.chunks import CHUNK_TOKENS
-from toolkit.sharding.strategy import OFFLOAD, STRATEGIES, MeshShape, Strategy, with_node
+from toolkit.sharding.strategy import OFFLOAD, STRATEGIES, MeshShape, Strategy, mesh_shape, with_node
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,7 @@ def mesh_of(strategy: Strategy, ranks: int, shard: int) -> MeshShape:
     # ddp is all replicas and no shards; zero1 to zero3 shard over all ranks.
     if not strategy.replicated:
         return MeshShape(1, ranks) if strategy.sharded else MeshShape(ranks, 1)
-    if ranks % shard or not 1 < shard < ranks:
-        raise BadInputError(
-            f"strategy hybrid: {ranks} ranks cannot be divided into groups of {shard}; set "
-            f"parallelism_config_dp_shard_size of the Accelerate config to one of "
-            f"{', '.join(map(str, factors(ranks))) or 'none: there are too few ranks'}"
-        )
-    return MeshShape(ranks // shard, shard)
+    return mesh_shape(strategy, ranks, replicate=None, shard=shard)
 
 
 def factors(ranks: int) -> list[int]:
@@ -117,19 +112,37 @@ def require_ranks(ranks: int, hardware: Hardware) -> None:
         )
 
 
-def can_offload(recipe: Recipe, mixed_precision: str) -> bool:
-    """Whether optimizer state of this recipe can be offloaded."""
-    # The engine refuses fp16, whose scaler wants to see all gradients, and has AdamW alone.
-    is_plain = mixed_precision != "fp16" and recipe.optimizer.kind == "adamw"
-    return is_plain and recipe.sharding.offload != "none"
+def settings_of(recipe: Recipe, setup: Setup, mixed_precision: str) -> Settings:
+    """What the table of combinations looks at, if the recipe runs so."""
+    checkpointing = setup.checkpointing
+    return replace(
+        Settings.of(recipe),
+        strategy=setup.strategy.name,
+        offload=setup.offload,
+        offload_details=None,  # a launch command takes those away that a row has no use for
+        accumulate="by_block" if setup.by_block else "by_micro_batch",
+        micro_batches=setup.accumulation,
+        checkpointing=None if checkpointing is None else checkpointing.every,
+        offload_checkpoints=checkpointing is not None and checkpointing.offload,
+        chunk_tokens=checkpointing is not None and checkpointing.chunk_tokens is not None,
+        precision=mixed_precision,
+        sequence=(setup.sequence or recipe.sharding.sequence) > 1,
+        node=setup.mesh.node,
+    )
 
 
 def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str, can_chunk: bool) -> Iterator[tuple[str, Setup]]:
-    """Setups of the same recipe that hold less, one change each, in the recipe's words.
+    """Setups of the same recipe that hold less and may run, one change each, in the recipe's words.
 
     Args:
         can_chunk: whether the model has what may run in chunks.
     """
+    for change, smaller in _smaller_setups(recipe, setup, can_chunk):
+        if not refusals(settings_of(recipe, smaller, mixed_precision)):
+            yield change, smaller
+
+
+def _smaller_setups(recipe: Recipe, setup: Setup, can_chunk: bool) -> Iterator[tuple[str, Setup]]:
     if setup.checkpointing is None:
         yield "sharding.activation_checkpointing=1", replace(setup, checkpointing=Checkpointing(1))
     elif not setup.checkpointing.offload:
@@ -151,7 +164,7 @@ def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str, can_chunk
         yield "sharding.reshard_after_forward=null", replace(setup, mesh=mesh_of(zero3, setup.ranks, 1))
     if setup.strategy != zero3 and setup.ranks > 1:
         yield "strategy zero3", replace(setup, strategy=zero3, mesh=mesh_of(zero3, setup.ranks, 1))
-    if not setup.offload and setup.strategy.sharded and can_offload(recipe, mixed_precision):
+    if not setup.offload and recipe.sharding.offload != "none":
         yield "sharding.offload=optimizer", replace(setup, offload=True)
     if setup.strategy == zero3 and recipe.sharding.experts == 1:  # twice the ranks may not divide the experts
         yield f"{2 * setup.ranks} devices", replace(setup, mesh=MeshShape(1, 2 * setup.ranks, setup.mesh.node))

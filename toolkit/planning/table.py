@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import trainable_share
 from toolkit.model.positions import require_positions
 from toolkit.paths import GIB
-from toolkit.planning.accumulation import obstacle_by_block, settle
+from toolkit.planning.accumulation import settle
 from toolkit.planning.memory.replay import Memory
 from toolkit.planning.planner import AS_FAST, Planner, PlanRow
-from toolkit.planning.setup import Setup, asked_setup, can_offload, factors, mesh_of, require_ranks, smaller_setups
+from toolkit.planning.setup import Setup, asked_setup, factors, mesh_of, require_ranks, smaller_setups
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.workload import Workload, with_rows_of, workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.expert_parallel import require_experts, require_spreadable
-from toolkit.sharding.fsdp import autograd_sums_gradients
+from toolkit.sharding.expert_parallel import require_experts
 from toolkit.sharding.sequence_parallel import require_groups
 from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy
 from toolkit.sharding.units import stacked_experts
@@ -136,7 +135,6 @@ def _require_spreadable(planner: Planner, asked: Setup) -> None:
     size = planner.recipe.sharding.experts
     if size > 1:
         require_groups("sharding.experts", size, asked.mesh.shard)
-        require_spreadable(asked.strategy, {})
         require_experts(planner.workload.model, asked.mesh.shard)
 
 
@@ -144,7 +142,7 @@ def _is_spreadable(planner: Planner, strategy: Strategy, mesh: MeshShape) -> boo
     """Whether these ranks can spread experts as the recipe asks, if it does."""
     size, stacks = planner.recipe.sharding.experts, stacked_experts(planner.workload.model).values()
     is_dealt = mesh.shard % size == 0 and not any(int(stack.num_experts) % mesh.shard for stack in stacks)  # type: ignore[arg-type]
-    return size == 1 or (strategy.sharded and is_dealt)
+    return size == 1 or is_dealt
 
 
 # The table
@@ -154,27 +152,25 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
     """Every strategy with and without offload, every checkpointing, several micro-batches of the same step."""
     # `dict.fromkeys` and not a set: rows that tie keep this order.
     checkpointings = list(dict.fromkeys([None, Checkpointing(1), asked.checkpointing]))
-    offloads = can_offload(recipe, planner.workload.mixed_precision)
-    # As `toolkit.sharding.apply` refuses it.
-    offloads &= not (autograd_sums_gradients() and any(unit.trains_float32 for unit in planner.units))
+    offloads = (False,) if recipe.sharding.offload == "none" else (False, True)
     for strategy, mesh in _strategies(ranks, asked):
         if not _is_spreadable(planner, strategy, mesh):
             continue
-        for offload in (False, True) if strategy.sharded and offloads else (False,):
+        for offload in offloads:
             if offload and strategy.replicated and mesh.shard < min(ranks, planner.hardware.devices_per_node):
                 continue  # each replica of a node would hold all of the state
             for checkpointing in checkpointings:
                 for size, accumulation in _micro_batches(asked):
-                    yield (setup := Setup(strategy, mesh, offload, checkpointing, size, accumulation))
-                    if _may_run_by_block(planner, setup):
-                        yield replace(setup, by_block=True)
+                    setup = Setup(strategy, mesh, offload, checkpointing, size, accumulation)
+                    yield from (found for found in _both_ways(recipe, setup) if not planner.refusals(found))
     yield from _on_shared_rows(recipe, ranks, asked, planner, offloads)
 
 
-def _on_shared_rows(recipe: Recipe, ranks: int, asked: Setup, planner: Planner, offloads: bool) -> Iterator[Setup]:
+def _on_shared_rows(
+    recipe: Recipe, ranks: int, asked: Setup, planner: Planner, offloads: Sequence[bool]
+) -> Iterator[Setup]:
     """zero3 with every block checkpointed, on rows that ranks share, one at a time; a step has as many samples."""
-    is_whole = recipe.objective.spec.encoder_decoder or planner.workload.teacher is not None
-    if recipe.data.max_length < LONG_ROW or is_whole or recipe.sharding.experts > 1:
+    if recipe.data.max_length < LONG_ROW or recipe.sharding.experts > 1:
         return
     zero3, before = STRATEGIES["zero3"], planner.workload.sequence
     every_block = Checkpointing(1)
@@ -185,20 +181,23 @@ def _on_shared_rows(recipe: Recipe, ranks: int, asked: Setup, planner: Planner, 
         accumulation, rest = divmod(samples * sequence, before)
         if ranks % sequence or sequence == before or rest:
             continue
+        shared = Setup(zero3, mesh_of(zero3, ranks, 1), False, every_block, 1, accumulation, sequence=sequence)
+        if planner.refusals(shared):
+            continue
         try:
             planner.on_shared_rows(sequence)
         except BadInputError:  # the model's rows cannot be shared, or not among so many
             continue
-        for offload in (False, True) if offloads else (False,):
-            mesh = mesh_of(zero3, ranks, 1)
-            yield Setup(zero3, mesh, offload, every_block, 1, accumulation, sequence=sequence)
+        yield from (
+            found for found in (replace(shared, offload=offload) for offload in offloads) if not planner.refusals(found)
+        )
 
 
-def _may_run_by_block(planner: Planner, setup: Setup) -> bool:
-    """Whether the recipe asks for such rows, and a run could be made of them."""
-    is_asked = planner.recipe.sharding.accumulate != "by_micro_batch"
-    every_block = setup.checkpointing is not None and setup.checkpointing.every == 1
-    return is_asked and every_block and not obstacle_by_block(planner, setup)
+def _both_ways(recipe: Recipe, setup: Setup) -> Iterator[Setup]:
+    """By micro-batch, and by block if the recipe asks for such rows."""
+    yield setup
+    if recipe.sharding.accumulate != "by_micro_batch":
+        yield replace(setup, by_block=True)
 
 
 def _strategies(ranks: int, asked: Setup) -> Iterator[tuple[Strategy, MeshShape]]:

@@ -37,7 +37,7 @@ def problems_of(root: type[Section], errors: list[ErrorDetails], values: dict[st
     by_field: dict[str, str] = {}
     for details in errors:
         if details["type"] == "contradiction":
-            by_field[str(details["msg"])] = str(details["msg"])
+            by_field.update((line, line) for line in str(details["msg"]).splitlines())
         else:
             by_field.setdefault(_dotted(_field_location(root, details["loc"])), _describe(root, details))
     unknown = [details["loc"] for details in errors if details["type"] == "extra_forbidden"]
@@ -59,7 +59,8 @@ def _hidden_contradictions(root: type[Section], values: dict[str, Any], unknown:
     try:
         root.model_validate(values)
     except ValidationError as error:
-        return [str(details["msg"]) for details in error.errors() if details["type"] == "contradiction"]
+        found = [str(details["msg"]) for details in error.errors() if details["type"] == "contradiction"]
+        return [line for text in found for line in text.splitlines()]
     return []
 
 

@@ -15,6 +15,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from toolkit.errors import RecipeError, counted
 from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.combinations import Settings, refusals
 from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, find_recipe, read_yaml, replace_rivals
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
@@ -89,31 +90,11 @@ class Recipe(Section):
                 f"data.columns.margin has no effect with objective.kind {self.objective.kind}; remove it"
             )
         self._check_adapter()
-        if spec.has_teacher:
-            self._check_distillation()
-        if self.sharding.accumulate == "by_block":
-            self._check_by_block()
-        if self.sharding.experts > 1:
-            self._check_experts()
-        if self.sharding.offload == "optimizer" and self.optimizer.kind != "adamw":
-            raise contradiction(
-                f"sharding.offload: optimizer is not possible with optimizer.kind {self.optimizer.kind}; set "
-                "optimizer.kind=adamw or sharding.offload=none"
-            )
         if not self.export.enabled and self.export.model_fields_set - {"enabled"}:
             raise contradiction("settings of export have no effect with export.enabled: false")
+        if found := refusals(Settings.of(self)):
+            raise contradiction("\n".join(map(str, found)))
         return self
-
-    def _check_distillation(self) -> None:
-        if self.sharding.accumulate != "by_micro_batch":
-            raise contradiction(
-                f"sharding.accumulate={self.sharding.accumulate} is not possible with objective.kind distillation, "
-                "whose teacher runs by micro-batch; remove it"
-            )
-        if self.sharding.experts > 1:
-            raise contradiction("sharding.experts is not possible with objective.kind distillation; remove it")
-        if self.sharding.sequence > 1:
-            raise contradiction("sharding.sequence is not possible with objective.kind distillation; remove it")
 
     def _check_completions(self) -> None:
         what = f"with objective.kind {self.objective.kind}"
@@ -142,37 +123,12 @@ class Recipe(Section):
                 "model.add_tokens: an adapter fits the embeddings of its base, which have no rows for them; "
                 "set export.merge=true, and adapter.modules_to_save to the embeddings and the head"
             )
-        if self.adapter.kind != "none" and self.objective.router_bias_rate:
-            raise contradiction(
-                f"objective.router_bias_rate {self.objective.router_bias_rate} would move biases of the base, which an "
-                "adapter's checkpoints and exports do not hold; set it to 0, or set adapter.kind=none"
-            )
         exports_adapter = self.adapter.kind != "none" and self.export.enabled and not self.export.merge
         if exports_adapter and self.model.config is not None:
             raise contradiction(
                 "an adapter of a model with random weights fits no model that could be loaded later; "
                 "set export.merge=true, or model.name_or_path"
             )
-
-    def _check_by_block(self) -> None:
-        what = "with sharding.accumulate=by_block"
-        if self.training.gradient_accumulation_steps == 1:
-            raise contradiction(
-                "sharding.accumulate=by_block has no effect on one micro-batch a step; set "
-                "training.gradient_accumulation_steps above 1, or remove it"
-            )
-        if self.training.mixed_precision == "fp16":
-            raise contradiction(f"training.mixed_precision fp16 is not possible {what}; set bf16")
-
-    def _check_experts(self) -> None:
-        section = self.sharding
-        others = {
-            f"sharding.strategy {section.strategy}": section.strategy == "ddp",
-            "training.compile": self.training.compile,
-        }
-        for other, is_asked in others.items():
-            if is_asked:
-                raise contradiction(f"sharding.experts is not possible with {other}; remove one of them")
 
     def _check_padded(self) -> None:
         what = f"with objective.kind {self.objective.kind}"
@@ -201,19 +157,6 @@ class Recipe(Section):
             }
             for key in (key for key, value in settings.items() if value is not None):
                 raise contradiction(f"{key} has no effect {what}; remove it, or set objective.kind=seq2seq")
-            return
-        impossible = {
-            "sharding.sequence": self.sharding.sequence > 1,
-            "sharding.accumulate by_block": self.sharding.accumulate == "by_block",
-            "sharding.chunk_tokens": self.sharding.chunk_tokens is not None,
-            "training.compile": self.training.compile,
-        }
-        for key in (key for key, is_set in impossible.items() if is_set):
-            raise contradiction(f"{key} is not possible {what}; remove it")
-        if self.adapter.quantize != "none":
-            raise contradiction(
-                f"adapter.quantize is not possible {what}: T5's layers look at the type of their weights; remove it"
-            )
 
     def _check_writes_no_text(self) -> None:
         what = f"with objective.kind {self.objective.kind}"
@@ -243,6 +186,8 @@ class Recipe(Section):
         problems = apply_overrides(values, overrides, origins)
         notes = replace_rivals(values, origins)
         recipe = cls._checked(values, str(path), problems)
+        if recipe.sharding.accumulate == "by_block" and values["sharding"].get("activation_checkpointing") != 1:
+            origins["sharding.activation_checkpointing"] = "implied by sharding.accumulate"
         recipe._origins.update(origins)
         recipe._notes.extend(notes)
         return recipe

@@ -397,42 +397,14 @@ class ShardingSection(Section):
         "of it on CPU ranks.",
     )
 
-    @model_validator(mode="after")
-    def _consistent(self) -> ShardingSection:
-        for key in OFFLOAD_DETAILS:
-            if self.offload == "none" and getattr(self, key) is not None:
-                raise contradiction(f"sharding.{key} has no effect with sharding.offload: none; remove one of them")
-        if self.offload_checkpoints and self.activation_checkpointing is None:
-            raise contradiction(
-                "sharding.offload_checkpoints has no effect without sharding.activation_checkpointing; remove it, or "
-                "set sharding.activation_checkpointing=1"
-            )
-        if self.chunk_tokens is not None and self.activation_checkpointing is None:
-            raise contradiction(
-                "sharding.chunk_tokens has no effect without sharding.activation_checkpointing; remove it, or set "
-                "sharding.activation_checkpointing=1"
-            )
-        if self.accumulate == "by_block" and self.activation_checkpointing != 1:
-            raise contradiction(
-                "sharding.accumulate=by_block needs every block checkpointed, as it keeps nothing of them but their "
-                "inputs; set sharding.activation_checkpointing=1"
-            )
-        if self.reshard_after_forward is not None and self.experts > 1:
-            raise contradiction(
-                "sharding.reshard_after_forward is not possible with sharding.experts, whose units have ranks of their "
-                "own; remove one of them"
-            )
-        if self.reshard_after_forward is not None and self.accumulate != "by_micro_batch":
-            raise contradiction(
-                f"sharding.reshard_after_forward is not possible with sharding.accumulate={self.accumulate}, which "
-                "keeps units gathered from one micro-batch to the next; remove one of them"
-            )
-        if self.accumulate == "auto" and self.activation_checkpointing not in (1, "auto"):
-            raise contradiction(
-                "sharding.accumulate=auto may choose by_block, which needs every block checkpointed; set "
-                "sharding.activation_checkpointing=auto or 1"
-            )
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _imply_checkpoints(cls, values: Any) -> Any:
+        """By block, a run keeps nothing of a block but its inputs: every block is checkpointed, asked for or not."""
+        if not isinstance(values, dict) or values.get("accumulate") != "by_block":
+            return values
+        is_open = values.get("activation_checkpointing") in (None, "auto")
+        return {**values, "activation_checkpointing": 1} if is_open else values
 
 
 class OptimizerSection(Section):

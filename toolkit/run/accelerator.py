@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from accelerate.tracking import get_available_trackers
 
 from toolkit import ranks
 from toolkit.errors import BadInputError
+from toolkit.recipe.combinations import Settings, refuse
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import OFFLOAD_DETAILS
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
@@ -35,16 +36,13 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
     section = recipe.sharding
     strategy = resolve_strategy(section.strategy)
     sharded = strategy.sharded
-    if section.accumulate == "by_block" and not strategy.reshard_each_micro_batch:
-        raise BadInputError(
-            f"sharding.accumulate=by_block has no effect with strategy {strategy.name}, which gathers "
-            "parameters once a step at most; remove it, or choose zero3 or hybrid"
-        )
+    offload = resolve_offload(section.strategy, section.offload) is not None
+    refuse(replace(Settings.of(recipe), strategy=strategy.name, offload=offload))
     return sharding_kwargs(
         section.strategy,
         unit_classes=section.unit_classes,
         checkpointing=checkpointing_of(recipe) if sharded else None,
-        offload=offload_of(recipe),
+        offload=offload_of(recipe) if offload else section.offload,
         compilation=compilation_of(recipe) if sharded else None,
         prefetch=section.prefetch,
         experts=section.experts,
@@ -64,17 +62,9 @@ def compilation_of(recipe: Recipe) -> Compilation | None:
     return Compilation() if recipe.training.compile else None
 
 
-def offload_of(recipe: Recipe) -> str | OffloadSettings | None:
-    """How optimizer state is offloaded. Raises BadInputError for details of an offload that nobody asked for."""
+def offload_of(recipe: Recipe) -> OffloadSettings:
+    """How optimizer state is offloaded, if it is."""
     section = recipe.sharding
-    details = {key: getattr(section, key) for key in OFFLOAD_DETAILS if getattr(section, key) is not None}
-    if resolve_offload(section.strategy, section.offload) is None:
-        for key in details:
-            raise BadInputError(
-                f"sharding.{key} has no effect without offload; set sharding.offload=optimizer, or the strategy "
-                "zero3+offload in the Accelerate config"
-            )
-        return section.offload
     return OffloadSettings(
         executor=section.offload_executor or "auto",
         device_state_gib=section.device_state_gib if section.device_state_gib is not None else 0.0,
@@ -130,15 +120,23 @@ def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path)
         **plugins,
     )
     precision, device = accelerator.mixed_precision, accelerator.device.type
-    if precision not in PRECISIONS or (precision == "fp16" and device == "cpu"):
-        raise BadInputError(f"mixed_precision {precision} is not possible on {device}; use bf16 or no")
+    if precision not in PRECISIONS:
+        raise BadInputError(f"mixed_precision {precision} is not possible; allowed: {', '.join(PRECISIONS)}")
+    plugin = plugins["fsdp_plugin"]
+    refuse(
+        replace(
+            Settings.of(recipe),
+            strategy=plugin.strategy.name,
+            offload=plugin.offload is not None,
+            precision=precision,
+            device=device,
+        )
+    )
     if precision == "bf16" and device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         Terminal(quiet=ranks.rank() != 0).warn(
             f"mixed_precision bf16: {torch.cuda.get_device_name()} has no bf16 and emulates it, which is slow; "
             "set training.mixed_precision=fp16"
         )
-    if precision == "fp16" and recipe.sharding.accumulate == "by_block":
-        raise BadInputError("mixed_precision fp16 is not possible with sharding.accumulate=by_block; use bf16")
     return accelerator
 
 

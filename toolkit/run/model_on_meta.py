@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedModel
 
 from toolkit.data import build, tokenizer
-from toolkit.errors import BadInputError
 from toolkit.model.adapter_checks import require_mergeable, require_one_type
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import settle_attention
@@ -13,6 +14,7 @@ from toolkit.model.load import load
 from toolkit.model.quantised import quantised_layers
 from toolkit.objectives.balance import build_balance
 from toolkit.objectives.build import build_objective
+from toolkit.recipe.combinations import Settings, refuse
 from toolkit.run.rows import fitting, require_room
 from toolkit.run.sequence_check import share_rows
 from toolkit.run.stages import MetaModel, OpenedRun, TokenisedRows
@@ -55,11 +57,7 @@ def _loaded(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
     require_one_type(model, recipe.model.dtype, opened.accelerator.mixed_precision)
     if recipe.export.merge:
         require_mergeable(model)
-    if recipe.training.compile and any(quantised_layers(model)):
-        raise BadInputError(
-            "training.compile is not possible with a quantised base, whose products torch cannot compile into one "
-            "graph; remove it"
-        )
+    refuse(replace(Settings.of(recipe), is_quantised=any(quantised_layers(model))))
     return model
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import BadInputError
+from toolkit.recipe.combinations import Settings, refuse
 from toolkit.sharding.by_block import in_window
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks
@@ -205,10 +206,6 @@ def _schedule(
 ) -> None:
     """Says when units are gathered, reduced and freed, and among whom backward gathers."""
     if backward_mesh is not None:
-        if any(unit.kind == "experts" for unit in plan.units):
-            raise BadInputError(
-                "reshard_after_forward is not possible with experts, whose units have ranks of their own"
-            )
         reshard_in_groups(model, backward_mesh)
     pass_over_ungathered_units(model)
     _prefetch(model, plan, prefetch)
@@ -248,16 +245,10 @@ def _hold_masters_in_float32(model: nn.Module) -> None:
 
 
 def _require_one_type(model: nn.Module, kept: Sequence[str], is_spread: bool) -> None:
-    """Raises BadInputError for trainable parameters that stay in float32 in an untested configuration.
-
-    These are torch 2.15, which reduces several types itself, and expert parallelism.
-    """
-    trained = _trained(model, kept)
-    if trained and (is_spread or autograd_sums_gradients()):
-        raise BadInputError(
-            f"offload: the model keeps {len(trained)} parameters in float32 ({trained[0]}), which is not supported "
-            "with torch 2.15, nor with sharding.experts; choose a strategy without offload, or mixed_precision no"
-        )
+    """Raises BadInputError if trained parameters stay in float32 in a configuration that is untested."""
+    first = next(iter(_trained(model, kept)), None)
+    torch_sums = autograd_sums_gradients()
+    refuse(Settings(offload=True, experts=is_spread, sums_in_autograd=torch_sums, keeps_float32=first))
 
 
 def _trained(model: nn.Module, names: Sequence[str]) -> list[str]:

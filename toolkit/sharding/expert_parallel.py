@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from toolkit.errors import BadInputError
 from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.sequence_parallel import exchanges_are_planned, planned_exchange, planned_skew
 from toolkit.sharding.shards import MAX_PADDING, shard_dim, shard_group
-from toolkit.sharding.strategy import Strategy
 from toolkit.sharding.units import stacked_experts
 
 REPLICAS, GROUP, SHARD = "replicas", "experts", "expert_shard"
@@ -53,19 +52,6 @@ def expert_grid(mesh: DeviceMesh, size: int) -> DeviceMesh | None:
 def holders(grid: DeviceMesh) -> DeviceMesh:
     """The ranks that hold the same experts, with those of other replicas as FSDP2 wants them."""
     return grid[REPLICAS, SHARD] if grid.ndim > 2 else grid[SHARD]
-
-
-def require_spreadable(strategy: Strategy, others: Mapping[str, Any]) -> None:
-    """Raises BadInputError if experts are to be spread together with what they cannot be.
-
-    Args:
-        others: by name; None: not asked for.
-    """
-    found = [name for name, value in others.items() if value is not None]
-    if not strategy.sharded:
-        found = [f"strategy {strategy.name}"]
-    if found:
-        raise BadInputError(f"sharding.experts is not possible with {found[0]}; remove one of them, or choose zero3")
 
 
 def require_experts(model: nn.Module, num_ranks: int) -> None:

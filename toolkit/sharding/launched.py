@@ -36,7 +36,7 @@ def resolve_strategy(asked: str | None) -> Strategy:
 def resolve_offload(strategy: str | None, offload: str | OffloadSettings | None) -> OffloadSettings | None:
     """The offload of the arguments and of the Accelerate config; None: optimizer state stays on the device.
 
-    Raises BadInputError if one asks for offload and the other refuses it, or the strategy has none.
+    Raises BadInputError if one asks for offload and the other refuses it.
     """
     configured = os.environ.get(STRATEGY_VARIABLE)
     in_text = asks_for_offload(strategy) or asks_for_offload(configured)
@@ -46,11 +46,6 @@ def resolve_offload(strategy: str | None, offload: str | OffloadSettings | None)
         raise BadInputError(f"sharding.offload is none, but {place} ends with {OFFLOAD}; make them agree")
     if settings is None and in_text:
         settings = OffloadSettings()
-    if settings is not None and not resolve_strategy(strategy).sharded:
-        raise BadInputError(
-            "offload: strategy ddp leaves the model to torch's DistributedDataParallel and cannot offload; choose "
-            f"zero3{OFFLOAD}, which on one rank shards nothing either"
-        )
     return settings
 
 

@@ -37,10 +37,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit import ranks
 from toolkit.errors import BadInputError
+from toolkit.recipe.combinations import Settings, refuse
 from toolkit.sharding.apply import KeepsMasters, apply, groups_of, precision_policies
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
-from toolkit.sharding.expert_parallel import expert_grid, require_spreadable
+from toolkit.sharding.expert_parallel import expert_grid
 from toolkit.sharding.launched import configured_size, refuse_stock_settings, resolve_offload, resolve_strategy
 from toolkit.sharding.network import require_reachable_host
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect
@@ -128,8 +129,6 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self.experts = experts
         self.node = node
         self._accelerator: weakref.ref[Accelerator] | None = None
-        if prefetch is not None and not self.strategy.sharded:
-            raise BadInputError("sharding.prefetch has no effect with strategy ddp, which gathers nothing; remove it")
         refuse_stock_settings()
         kwargs.setdefault("state_dict_type", os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"))
         super().__init__(
@@ -145,20 +144,20 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         asked = Checkpointing(every=1, offload=getattr(self, "activation_checkpointing_offload", False))
         self.checkpointing = checkpointing or (asked if self.activation_checkpointing else None)  # type: ignore[has-type]
         self.activation_checkpointing = False
-        if self.checkpointing is not None and not self.strategy.sharded:
-            raise BadInputError(
-                "activation checkpointing: with strategy ddp the backend does not touch the model; call "
-                "toolkit.sharding.checkpoint_blocks(model, plan_units(model), Checkpointing(every=1)) before prepare, "
-                "set sharding.activation_checkpointing in a recipe, or choose zero3"
-            )
-        if experts > 1:
-            require_spreadable(self.strategy, {"compilation": compilation})
-        if compilation is not None and not self.strategy.sharded:
-            raise BadInputError(
-                "compilation: with strategy ddp the backend does not touch the model; call toolkit.sharding."
-                "compile_blocks(model, plan_units(model), Compilation()) before prepare, set training.compile in a "
-                "recipe, or choose zero3"
-            )
+        refuse(self._settings())
+
+    def _settings(self) -> Settings:
+        """What is asked of the backend; a recipe, if there is one, has been looked at before."""
+        return Settings(
+            strategy=self.strategy.name,
+            offload=self.offload is not None,
+            checkpointing=None if self.checkpointing is None else self.checkpointing.every,
+            compiled=self.compilation is not None,
+            experts=self.experts > 1,
+            node=self.node,
+            prefetch=self.prefetch is not None,
+            own_loop=True,
+        )
 
     def set_mixed_precision(self, mixed_precision: str, buffer_autocast: bool = False, override: bool = False) -> None:
         """Replaces stock Accelerate's policy, which reduces gradients and returns the loss in 16 bits."""

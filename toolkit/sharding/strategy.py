@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.errors import BadInputError
+from toolkit.recipe.combinations import Settings, refuse
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,7 @@ def with_node(shape: MeshShape, strategy: Strategy, node: int | None, ranks_per_
     """
     if node is None:
         return shape
-    if strategy.name != "zero3":
-        raise BadInputError(
-            f"sharding.reshard_after_forward has no effect with strategy {strategy.name}, whose backward gathers "
-            f"{'inside its groups as it is' if strategy.replicated else 'nothing again'}; remove it, or choose zero3"
-        )
+    refuse(Settings(strategy=strategy.name, node=node))
     # Not all ranks, where it would change nothing.
     sizes = range(2, min(ranks_per_node, shape.shard - 1) + 1)
     allowed = [size for size in sizes if shape.shard % size == 0 == ranks_per_node % size]

@@ -67,9 +67,14 @@ def test_slow_links_make_it_by_block_and_fast_ones_do_not() -> None:
 @pytest.mark.parametrize(
     ("own", "precision", "strategy", "told"),
     [
-        (recipe(training={"gradient_accumulation_steps": 1}), "bf16", "zero3", "a step has one micro-batch"),
-        (recipe(), "bf16", "zero2", "zero2 gathers parameters once a step at most"),
-        (recipe(), "fp16", "zero3", "fp16 is not possible by block"),
+        (
+            recipe(training={"gradient_accumulation_steps": 1}),
+            "bf16",
+            "zero3",
+            "sharding.accumulate=by_block has no effect with training.gradient_accumulation_steps 1",
+        ),
+        (recipe(), "bf16", "zero2", "sharding.accumulate=by_block has no effect with strategy zero2, which gathers"),
+        (recipe(), "fp16", "zero3", "mixed_precision fp16 is not possible with sharding.accumulate=by_block"),
         (recipe(EXPERTS), "bf16", "zero3", "the balance loss of experts would be over the whole step"),
     ],
 )

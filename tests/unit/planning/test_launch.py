@@ -14,8 +14,8 @@ from toolkit.planning.launch import launch_of
 from toolkit.planning.setup import Setup, asked_setup
 from toolkit.planning.table import Plan, plan, precision_of
 from toolkit.planning.time.hardware import hardware_of
+from toolkit.recipe.combinations import Settings, refusals
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.accelerator import offload_of
 from toolkit.sharding.strategy import asks_for_offload, parse_strategy
 
 ROOT = Path(__file__).parents[3]
@@ -36,8 +36,7 @@ def read_back(found: Plan, command: str) -> tuple[Setup, str]:
     assert recipe.sharding.strategy in (None, strategy), "a run refuses it"
     assert recipe.training.mixed_precision is None or precision in ("no", recipe.training.mixed_precision)
     assert not (offload and recipe.sharding.offload == "none"), "a run refuses it"
-    if not offload:
-        offload_of(recipe)  # refuses details of an offload that nobody asked for
+    assert refusals(replace(Settings.of(recipe), strategy=strategy, offload=offload)) == [], "a run refuses it"
     ranks = int(flags.get("--num_processes") or flags.get("--gpus") or flags["--cpu"])
     shard = flags.get("--parallelism_config_dp_shard_size")
     setup = asked_setup(recipe, ranks, found.hardware, strategy, offload, None if shard is None else int(shard))

@@ -210,10 +210,13 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
         (["adapter.kind=lora", "adapter.dropout=1.0"], "adapter.dropout: found 1.0"),
         (["export.merge=true"], "export.merge has no effect without adapters"),
         (["adapter.kind=lora", "model.add_tokens=[x]"], "model.add_tokens: an adapter fits the embeddings of its base"),
-        (["adapter.kind=lora", "objective.router_bias_rate=0.01"], "router_bias_rate 0.01 would move biases"),
+        (
+            ["adapter.kind=lora", "objective.router_bias_rate=0.01"],
+            "objective.router_bias_rate is not possible with adapters",
+        ),
         (["objective.labels=[a, b]"], "objective.labels has no effect with objective.kind causal_lm"),
         (["objective={kind: sequence_classification, labels: [a, a]}"], "needs two names or more, all different"),
-        (["sharding={experts: 2, strategy: ddp}"], "sharding.experts is not possible with sharding.strategy ddp"),
+        (["sharding={experts: 2, strategy: ddp}"], "sharding.experts is not possible with strategy ddp"),
         (["sharding.experts=2", "training.compile=true"], "sharding.experts is not possible with training.compile"),
         (["objective.kind=sequence_classification", "data.packing=true"], "data.packing is not possible"),
         (["objective.kind=sequence_classification", "data.targets=all"], "data.targets has no effect"),
@@ -318,7 +321,7 @@ def test_optimizers_and_what_has_no_effect_with_them(tmp_path: Path) -> None:
     found = problems(tmp_path, MINIMAL, "optimizer.momentum=0.9")
     assert found == ["optimizer.momentum has no effect with optimizer.kind adamw; remove it"]
     (problem,) = problems(tmp_path, MINIMAL, "optimizer.kind=muon", "sharding.offload=optimizer")
-    assert "sharding.offload: optimizer is not possible with optimizer.kind muon" in problem
+    assert "offload is not possible with optimizer.kind muon; set optimizer.kind=adamw" in problem
     (problem,) = problems(tmp_path, MINIMAL, "optimizer.kind=lion")
     assert "adamw, adamw_8bit, adamw_4bit, adamw_fp8, muon" in problem
     assert Recipe.load(tmp_path / "r.yaml", ["optimizer.kind=muon", "optimizer.momentum=0.9"]).optimizer.momentum == 0.9

@@ -153,7 +153,7 @@ def test_settings_that_ddp_cannot_follow(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with pytest.raises(BadInputError, match=r"sharding.prefetch has no effect with strategy ddp"):
         ShardingPlugin("ddp", prefetch=2)
-    with pytest.raises(BadInputError, match=r"compilation: with strategy ddp .*compile_blocks"):
+    with pytest.raises(BadInputError, match=r"training.compile is not possible with strategy ddp.*compile_blocks"):
         ShardingPlugin("ddp", compilation=Compilation())
 
 

@@ -10,6 +10,7 @@ import torch
 from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.paths import GIB
+from toolkit.recipe.combinations import Settings, refuse
 from toolkit.sharding.offload.host import HostPlan, Slabs, plan_host, require_host_memory
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
 
@@ -157,9 +158,7 @@ class OffloadedState:
 
 def require_types(units: Sequence[OffloadedUnit], mixed_precision: str) -> None:
     """Raises BadInputError if parameters cannot be held beside float32 masters."""
-    # Its gradient scaler looks for infinities in `.grad`, and divides it by its scale; offload has taken it away.
-    if mixed_precision == "fp16":
-        raise BadInputError("offload: mixed_precision fp16 is not supported; use bf16 or no")
+    refuse(Settings(offload=True, precision=mixed_precision))
     for unit in units:
         for slot in unit.slots:
             if mixed_precision == "no" and slot.parameter.dtype != torch.float32:

@@ -8,7 +8,7 @@ from torch import nn
 
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.accelerator import offload_of
+from toolkit.run.accelerator import build_plugins, offload_of
 from toolkit.sharding.launched import STRATEGY_VARIABLE, resolve_offload, resolve_strategy
 from toolkit.sharding.offload import OffloadSettings, executors, probe
 from toolkit.sharding.offload.host import HostPlan
@@ -54,10 +54,10 @@ def test_details_without_offload_are_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
     recipe = Recipe.load("quickstart", ["sharding.offload_threads=2"])
     with pytest.raises(BadInputError, match=r"sharding.offload_threads has no effect without offload"):
-        offload_of(recipe)
+        build_plugins(recipe)
     monkeypatch.setenv(STRATEGY_VARIABLE, "zero3+offload")
     assert offload_of(recipe) == OffloadSettings(threads=2)
-    with pytest.raises(BadInputError, match=r"sharding.device_state_gib has no effect with sharding.offload: none"):
+    with pytest.raises(BadInputError, match=r"sharding.device_state_gib has no effect without offload"):
         Recipe.load("quickstart", ["sharding.offload=none", "sharding.device_state_gib=auto"])
 
 

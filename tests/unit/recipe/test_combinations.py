@@ -1,0 +1,154 @@
+"""The table of what cannot go together: every row is told, by the recipe too, and says what to do."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from toolkit.errors import BadInputError, RecipeError
+from toolkit.recipe.combinations import COMBINATIONS, FEATURES, Combination, Settings, refusals, refuse
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.strategy import STRATEGIES
+
+BASE = ["data.packing=null", "logging.sample_prompt=null", "training.eval_every_steps=null"]
+
+WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "ddp": ({"strategy": "ddp"}, ["sharding.strategy=ddp"]),
+    "zero1, zero2": ({"strategy": "zero2"}, ["sharding.strategy=zero2"]),
+    "hybrid": ({"strategy": "hybrid"}, ["sharding.strategy=hybrid"]),
+    "offload": ({"offload": True}, ["sharding.offload=optimizer"]),
+    "offload's details": ({"offload_details": "device_state_gib"}, ["sharding.device_state_gib=1.0"]),
+    "no offload": ({"offload": False}, ["sharding.offload=none"]),
+    "by block": (
+        {"accumulate": "by_block", "checkpointing": 1},
+        ["sharding.accumulate=by_block", "training.gradient_accumulation_steps=2"],
+    ),
+    "by block, if faster": (
+        {"accumulate": "auto", "checkpointing": "auto"},
+        ["sharding.accumulate=auto", "sharding.activation_checkpointing=auto"],
+    ),
+    "one micro-batch": ({"micro_batches": 1}, ["training.gradient_accumulation_steps=1"]),
+    "checkpoints": ({"checkpointing": 1}, ["sharding.activation_checkpointing=1"]),
+    "no checkpoints": ({"checkpointing": None}, ["sharding.activation_checkpointing=null"]),
+    "fewer than all checkpoints": ({"checkpointing": 2}, ["sharding.activation_checkpointing=2"]),
+    "no checkpoints of all": ({"checkpointing": 2}, ["sharding.activation_checkpointing=2"]),
+    "checkpoints on the host": (
+        {"offload_checkpoints": True, "checkpointing": 1},
+        ["sharding.offload_checkpoints=true", "sharding.activation_checkpointing=1"],
+    ),
+    "chunks": (
+        {"chunk_tokens": True, "checkpointing": 1},
+        ["sharding.chunk_tokens=64", "sharding.activation_checkpointing=1"],
+    ),
+    "fp16": ({"precision": "fp16"}, ["training.mixed_precision=fp16"]),
+    "the CPU": ({"device": "cpu"}, []),
+    "other optimizers": ({"optimizer": "muon"}, ["optimizer.kind=muon"]),
+    "adapters": ({"adapter": True}, ["adapter.kind=lora", "export.merge=true"]),
+    "quantised base": (
+        {"is_quantised": True, "adapter": True},
+        ["adapter.kind=lora", "adapter.quantize=nf4", "export.merge=true"],
+    ),
+    "compile": ({"compiled": True}, ["training.compile=true"]),
+    "experts": ({"experts": True}, ["sharding.experts=2"]),
+    "sequence": ({"sequence": True}, ["sharding.sequence=2"]),
+    "hpZ": ({"node": 2}, ["sharding.reshard_after_forward=2"]),
+    "prefetch": ({"prefetch": True}, ["sharding.prefetch=2"]),
+    "float32 islands": ({"keeps_float32": "router.weight"}, []),
+    "torch 2.15": ({"sums_in_autograd": True}, []),
+    "own loop": ({"own_loop": True}, []),
+    "longest row": ({"longest_row": True}, []),
+    "moved biases": ({"moves_biases": True}, ["objective.router_bias_rate=0.01"]),
+    "seq2seq": ({"objective": "seq2seq", "encoder_decoder": True}, ["objective.kind=seq2seq"]),
+    "distillation": (
+        {"objective": "distillation", "has_teacher": True},
+        ["objective={kind: distillation, teacher: a/b}"],
+    ),
+}
+"""Feature -> the settings that ask for it alone, and the words of a recipe, if it has any."""
+
+
+def asked(names: tuple[str, ...]) -> Settings:
+    """The settings of several features; what comes last counts, as the first is refused because of it."""
+    return Settings(**{key: value for name in names for key, value in WORDS[name][0].items()})
+
+
+def test_every_feature_is_asked_for_by_its_settings_alone() -> None:
+    assert set(WORDS) == set(FEATURES)
+    for name, (settings, _) in WORDS.items():
+        assert FEATURES[name].is_asked(Settings(**settings)), name
+    # These are on where nothing is said.
+    plain = {name for name, feature in FEATURES.items() if feature.is_asked(Settings())}
+    assert plain == {"no checkpoints", "fewer than all checkpoints", "no checkpoints of all"}
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda found: " x ".join(found.names))
+def test_every_row_is_told_and_says_what_to_do(combination: Combination) -> None:
+    told = [str(refusal) for refusal in refusals(asked(combination.names))]
+    assert len(told) == 1, "one pair, one sentence"
+    (sentence,) = told
+    assert not re.search(r"[{}]|None", sentence)
+    assert sentence.endswith(combination.mend)
+    assert ("has no effect" if combination.is_idle else "is not possible") in sentence
+    with pytest.raises(BadInputError, match=re.escape(sentence)):
+        refuse(asked(combination.names))
+
+
+@pytest.mark.parametrize(
+    "combination",
+    [found for found in COMBINATIONS if all(WORDS[name][1] for name in found.names)],
+    ids=lambda found: " x ".join(found.names),
+)
+def test_a_recipe_refuses_it_by_the_tables_sentence(combination: Combination) -> None:
+    (refusal,) = refusals(asked(combination.names))
+    words = [word for name in combination.names for word in WORDS[name][1]]
+    with pytest.raises(RecipeError, match=re.escape(str(refusal))):
+        Recipe.load("quickstart", [*BASE, *words])
+
+
+def test_no_row_stands_twice_and_all_fields_are_looked_at() -> None:
+    pairs = [frozenset(found.names) for found in COMBINATIONS]
+    assert len(set(pairs)) == len(pairs)
+    set_by_words = {key for settings, _ in WORDS.values() for key in settings}
+    assert {field.name for field in fields(Settings)} == set_by_words
+
+
+def test_by_block_is_refused_for_the_strategies_that_gather_once_a_step() -> None:
+    for strategy in STRATEGIES.values():
+        settings = Settings(strategy=strategy.name, accumulate="by_block", checkpointing=1)
+        assert bool(refusals(settings)) == (not strategy.reshard_each_micro_batch), strategy.name
+        for setting in ({"experts": True}, {"offload": True}, {"prefetch": True}):
+            assert bool(refusals(Settings(strategy=strategy.name, **setting))) == (not strategy.sharded)  # type: ignore[arg-type]
+
+
+def test_several_at_once_are_told_at_once() -> None:
+    with pytest.raises(RecipeError) as error:
+        Recipe.load("quickstart", ["sharding={experts: 2, strategy: ddp, prefetch: 1}", "training.compile=true"])
+    assert [line.partition(" is not")[0].partition(" has no")[0] for line in error.value.problems] == [
+        "sharding.experts",
+        "sharding.experts",
+        "sharding.prefetch",
+    ]
+
+
+def test_by_block_checkpoints_every_block_without_being_asked() -> None:
+    words = ["sharding.accumulate=by_block", "training.gradient_accumulation_steps=2"]
+    recipe = Recipe.load("quickstart", words)
+    assert recipe.sharding.activation_checkpointing == 1
+    assert recipe.origins()["sharding.activation_checkpointing"] == (1, "implied by sharding.accumulate")
+    assert Recipe.load("quickstart", [*words, "sharding.activation_checkpointing=auto"]).sharding == recipe.sharding
+    with pytest.raises(RecipeError, match=r"by_block is not possible with sharding.activation_checkpointing 2"):
+        Recipe.load("quickstart", [*words, "sharding.activation_checkpointing=2"])
+
+
+def test_pairs_that_are_not_in_the_table_are_allowed() -> None:
+    """No feature drags another refusal in: what two features are refused for is in the table, for both of them."""
+    table = [set(found.names) for found in COMBINATIONS]
+    for names in itertools.combinations(WORDS, 2):
+        settings = asked(names)
+        shown = {name for name, feature in FEATURES.items() if feature.is_asked(settings)}
+        assert bool(refusals(settings)) == any(pair <= shown for pair in table), names
+    assert refusals(replace(Settings(), strategy="zero3", offload=True, sequence=True, experts=True)) == []
