@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from support.plain_rows import plain_rows
 from support.ranks import meet, run_on_ranks
 from support.tiny import recipe_values, save_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 STEPS = 12
 ROWS_PER_STEP = 12
-T = 32
 LEARNING_RATE, WARMUP, DECAY, MAX_NORM = 2e-3, 4, 0.1, 0.5
 
 STRATEGIES = ("zero3", "ddp", "zero1", "zero2", "hybrid", "zero3 in nodes")
@@ -44,39 +44,6 @@ def cases(num_ranks: int) -> list[tuple[str, bool, int]]:
             chosen = {1: turned[:1], 2: turned[1:3], 4: turned[3:]}[num_ranks]
         found += [(strategy, *pair) for pair in chosen]
     return found
-
-
-def plain_rows(model_folder: Path, data: Path) -> torch.Tensor:
-    """(N, 3, T): input ids, labels and positions, cut and packed here by hand."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    pieces = []
-    for line in data.read_text().splitlines():
-        document = tokenizer(json.loads(line)["text"])["input_ids"] + [tokenizer.eos_token_id]
-        start = 0
-        while start == 0 or start + 1 < len(document):
-            pieces.append(document[start : start + T])
-            start += T - 1
-    rows: list[list[int]] = []  # numbers of the pieces in each, the row last added to at the end
-    for number in sorted(range(len(pieces)), key=lambda i: -len(pieces[i])):
-        room = [T - sum(len(pieces[i]) for i in row) for row in rows]
-        fitting = [(space, -row) for row, space in enumerate(room) if space >= len(pieces[number])]
-        row = rows.pop(-min(fitting)[1]) if fitting else []
-        rows.append([*row, number])
-    in_order = sorted(sorted(row) for row in rows)
-    return torch.tensor([_row([pieces[i] for i in row], tokenizer.pad_token_id) for row in in_order])
-
-
-def _row(documents: list[list[int]], pad: int) -> list[list[int]]:
-    ids = [token for document in documents for token in document]
-    labels = [label for document in documents for label in [-100, *document[1:]]]
-    positions = [i for document in documents for i in range(len(document))]
-    missing = T - len(ids)
-    last = positions[-1]
-    return [
-        ids + [pad] * missing,
-        labels + [-100] * missing,
-        positions + list(range(last + 1, last + 1 + missing)),
-    ]
 
 
 def plain_loop(model_folder: Path, data: Path) -> dict[str, Any]:

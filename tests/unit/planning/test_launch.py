@@ -36,7 +36,10 @@ def read_back(found: Plan, command: str) -> tuple[Setup, str]:
     assert recipe.sharding.strategy in (None, strategy), "a run refuses it"
     assert recipe.training.mixed_precision is None or precision in ("no", recipe.training.mixed_precision)
     assert not (offload and recipe.sharding.offload == "none"), "a run refuses it"
-    assert refusals(replace(Settings.of(recipe), strategy=strategy, offload=offload)) == [], "a run refuses it"
+    settings = replace(
+        Settings.of(recipe), strategy=strategy, offload=offload or recipe.sharding.offload == "optimizer"
+    )
+    assert refusals(settings) == [], "a run refuses it"
     ranks = int(flags.get("--num_processes") or flags.get("--gpus") or flags["--cpu"])
     shard = flags.get("--parallelism_config_dp_shard_size")
     setup = asked_setup(recipe, ranks, found.hardware, strategy, offload, None if shard is None else int(shard))
