@@ -11,13 +11,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from support.texts import make_texts
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: xdist's workers share the cores
 gc.disable()  # what the collection of tests imports is never garbage
 
-STORY = """the king and queen of hearts walked by the river at night while the moon was high and all the
-world lay still except a fox who sang of bread and wine"""
-WORDS = STORY.split()
 QUICK = ("bad_inputs", "checkpoint", "data", "objectives", "optim", "recipe", "training")
 """The folders of tests/unit that `pytest -m quick` runs."""
 LONGEST_FIRST = ("recipes", "traces", "faults", "multiprocess", "streams", "devices")
@@ -31,20 +29,6 @@ def _process_as_it_was() -> Iterator[None]:
     with mock.patch.dict(os.environ):
         yield
     signal.signal(signal.SIGUSR1, before)
-
-
-def make_texts(num_rows: int, seed: int = 0) -> list[str]:
-    """Deterministic rows of 5 to 60 words."""
-    texts = []
-    state = seed * 7919 + 13
-    for _ in range(num_rows):
-        state = (state * 1103515245 + 12345) % 2**31
-        words = []
-        for _ in range(5 + state % 56):
-            state = (state * 1103515245 + 12345) % 2**31
-            words.append(WORDS[(state >> 8) % len(WORDS)])
-        texts.append(" ".join(words))
-    return texts
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import make_texts
 from support.docs_commands import ROOT, Printed, check, commands, printed
 from support.ranks import run_on_ranks
+from support.texts import make_texts
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app

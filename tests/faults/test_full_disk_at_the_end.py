@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import make_texts
 from safetensors.torch import load_file
 from support.disturbances import small_disk
 from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
 from toolkit.errors import ToolkitError

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import make_texts
 from safetensors.torch import load_file
 from support import ranks
 from support.disturbances import KINDS, LIMIT_SECONDS, Site, possible, small_disk
 from support.stand_in import NUM_RANKS, attempt
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from support.two_hosts import Host, two_hosts
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_texts
 from support.ranks import alone, run_on_ranks
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
 from toolkit import Recipe, finetune

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import make_texts
 from safetensors.torch import load_file
 from support.ranks import run_on_ranks
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from test_repeated_runs import held
 

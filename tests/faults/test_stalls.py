@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conftest import make_texts
 from support import ranks
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
 from toolkit.checkpoint import latest

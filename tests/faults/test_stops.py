@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import make_texts
 from support.launches import clean_environment
 from support.ranks import run_on_ranks
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
 from toolkit.checkpoint import latest, list_checkpoints

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import make_texts
 from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
 from support.tiny import llama, recipe_values, save_llama
 from support.traffic import Traffic
 from torch.distributed.device_mesh import init_device_mesh

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import make_texts
 from safetensors.torch import load_file
 from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, unfinish
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner

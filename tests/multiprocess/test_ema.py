@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_texts
 from safetensors.torch import load_file
 from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, unfinish
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

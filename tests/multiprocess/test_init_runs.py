@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from conftest import make_texts
 from support.ranks import run_on_ranks
+from support.texts import make_texts
 from support.tiny import save_llama
 from typer.testing import CliRunner
 

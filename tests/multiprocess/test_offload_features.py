@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_texts
 from safetensors.torch import load_file
 from support.offload_loops import (
     STEPS,
@@ -28,6 +27,7 @@ from support.offload_loops import (
     train,
 )
 from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
 from support.tiny import llama, recipe_values, save_llama
 
 from toolkit.errors import BadInputError, ToolkitError, TrainingError

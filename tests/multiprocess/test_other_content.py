@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import make_texts
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, unfinish
 
 TEXTS = [" ".join(text.split()[:6]) for text in make_texts(24, seed=3)]

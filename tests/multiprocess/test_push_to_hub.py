@@ -11,9 +11,9 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from conftest import make_texts
 from support.hub_stand_in import TOKEN, hub
 from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
 from toolkit.recipe.recipe import Recipe

@@ -15,9 +15,9 @@ import boto3
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import make_texts
 from moto.server import ThreadedMotoServer
 from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from typer.testing import CliRunner
 

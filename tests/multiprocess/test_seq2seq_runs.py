@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_texts
 from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, recipe_values
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, T5Config
 

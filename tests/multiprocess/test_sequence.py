@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import make_texts
 from support.ledger import Ledger
 from support.packed_rows import Documents, packed
 from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from support.traffic import Traffic
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_texts
 from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import make_texts
 from safetensors.torch import load_file
 from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import make_texts
 from safetensors.torch import load_file
+from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 

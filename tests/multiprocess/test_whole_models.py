@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_texts
 from safetensors.torch import load_file
 from support.peft_by_hand import adapted
 from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
 from support.tiny import recipe_values
 from support.tiny_multimodal import FAMILIES, save_multimodal
 from transformers import AutoModelForImageTextToText, AutoTokenizer

@@ -10,9 +10,10 @@ from typing import Any
 import peft
 import torch
 import torch.nn.functional as F
-from conftest import make_texts
 from torch import nn
 from transformers import AutoTokenizer
+
+from support.texts import make_texts
 
 ROWS_PER_STEP, SEED = 12, 3
 TEXTS = [" ".join(text.split()[:16]) for text in make_texts(40, seed=1)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_texts
+from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from transformers import AutoTokenizer
 

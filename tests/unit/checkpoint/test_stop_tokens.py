@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import make_texts
 from support.chat_templates import GEMMA, ChatTemplate
 from support.chat_templates import tokenizer_for as new_tokenizer
 from support.conversations import assistant, user
+from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

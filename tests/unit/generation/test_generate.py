@@ -18,8 +18,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import make_texts
 from support.chat_templates import CHAT_TEMPLATES, LLAMA_31, MISTRAL_V1, ZEPHYR, ChatTemplate, tokenizer_for
+from support.texts import make_texts
 from support.tiny import llama, save_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_texts
 from support.ledger import Ledger
+from support.texts import make_texts
 from support.tiny import llama, save_llama
 from transformers import AutoTokenizer
 

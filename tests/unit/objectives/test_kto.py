@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_texts
 from datasets import Dataset
+from support.texts import make_texts
 from support.tiny import save_llama
 from transformers import AutoTokenizer, LlamaForCausalLM
 from trl import KTOConfig, KTOTrainer

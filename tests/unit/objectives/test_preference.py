@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_texts
 from datasets import Dataset
+from support.texts import make_texts
 from support.tiny import save_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, LlamaForCausalLM

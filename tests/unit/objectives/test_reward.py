@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_texts
 from datasets import Dataset
+from support.texts import make_texts
 from support.tiny import llama, save_llama
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 from trl import RewardConfig, RewardTrainer

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from conftest import make_texts
+from support.texts import make_texts
 from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.data import build

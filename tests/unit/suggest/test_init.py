@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from conftest import make_texts
 from support.chat_templates import QWEN_3
+from support.texts import make_texts
 from support.tiny import save_llama
 from transformers import AutoTokenizer, T5Config
 from typer.testing import CliRunner, Result
