@@ -39,14 +39,12 @@ from toolkit.model.adapters import (
     write_adapter,
 )
 from toolkit.model.file_names import FileNames
-from toolkit.model.load import auto_class, load_stored
+from toolkit.model.load import CARRIED, auto_class, load_stored
 from toolkit.model.quantised import dequantised, quantise_loaded
-from toolkit.model.weights import fit_of
+from toolkit.model.values import some
+from toolkit.model.weights import fit_of, names_in_files
 from toolkit.paths import BASE_FILE, GIB
 from toolkit.sharding.shards import shard_group, shard_shape, sharded_dim, state_once
-
-CARRIED = ("*processor_config.json", "LICENSE*", "NOTICE*")
-"""Files of a base that neither weights, configuration nor tokenizer make."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of logits after reloading, as a share of the largest logit, by exported type."""
@@ -180,6 +178,19 @@ def carry_over(base: Path | None, folder: Path) -> None:
         for path in sorted(base.glob(pattern)):  # type: ignore[union-attr]
             if path.is_file() and not (folder / path.name).exists():
                 shutil.copyfile(path, folder / path.name)
+
+
+def names_fact(folder: Path, stored: Set[str] | None) -> str | None:
+    """Says which tensors of the base an export lacks, and which it has beside them; None if there are none.
+
+    Args:
+        stored: names in the base's files; None: it had none.
+    """
+    found = names_in_files(folder)
+    if stored is None or found == stored:
+        return None
+    odd = {"lacks {} of the base's tensors": stored - found, "has {} tensors that the base has not": found - stored}
+    return " and ".join(f"{told.format(len(names))}: {some(sorted(names))}" for told, names in odd.items() if names)
 
 
 def whole_tensors(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -62,6 +62,9 @@ from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.apply import KeepsMasters
 from toolkit.terminal import Pass, Terminal
 
+CARRIED = ("*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Files of a base that neither weights, configuration nor tokenizer make; an export has them, too."""
+
 
 class SpecialTokens(Protocol):
     """What of a tokenizer a configuration needs."""
@@ -382,7 +385,7 @@ def _model_folder(model: ModelSection) -> Path:
         return folder
     name = model.name_or_path
     # No pickles: those of a stranger could run anything.
-    patterns = ["*.safetensors", "*.json"]
+    patterns = ["*.safetensors", "*.json", *CARRIED]
     with Pass(Terminal(quiet=ranks.rank() != 0), f"downloading {name}"):
         return ranks.on_each_host(
             lambda: Path(snapshot_download(name, revision=model.revision, allow_patterns=patterns))

@@ -13,11 +13,21 @@ import torch
 from transformers import AutoConfig
 
 from toolkit import ranks
-from toolkit.checkpoint.export import ExportSettings, export, reload, require_room, sample_text, verify
+from toolkit.checkpoint.export import (
+    ExportSettings,
+    export,
+    is_whole,
+    names_fact,
+    reload,
+    require_room,
+    sample_text,
+    verify,
+)
 from toolkit.checkpoint.writer import clear_unfinished
 from toolkit.data.loader import evaluation_batches
 from toolkit.errors import ToolkitError, counted
 from toolkit.model.load import auto_class
+from toolkit.model.weights import fit_of
 from toolkit.pages.card import draw_losses, recipe_for_readers, write_card
 from toolkit.pages.page import format_bytes
 from toolkit.pages.run_page import RunSummary, write_report
@@ -118,6 +128,11 @@ def export_model(opened: OpenedRun, run: PreparedRun) -> tuple[Path | None, floa
         export(opened.accelerator, run.model, run.tokenizer, folder, how)
     with Pass(console, "checking the export"):
         difference, sample = _check_export(opened, run, folder, dtype)
+    told = None
+    if settings.verify and not console.quiet and is_whole(run.inner, how):
+        told = names_fact(folder, fit_of(run.inner).stored)
+    if told is not None:
+        console.warn(f"the export {told}; loaders go by names, so try the one that will serve it")
     return folder, difference, sample
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.every_model import causal_kinds
 from support.tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
+from toolkit.checkpoint.export import names_fact
 from toolkit.model.file_names import FileNames
 from toolkit.sharding.shards import state_once
 
@@ -57,3 +58,17 @@ def test_a_block_at_a_time() -> None:
     for name, _ in FileNames(model, None).in_files(tensors()):
         if name.startswith("model.layers.0."):
             assert not any(other.startswith("model.layers.1.") for other in taken[:-1]), "the next block has begun"
+
+
+@pytest.mark.parametrize(
+    ("stored", "told"),
+    [
+        (None, None),
+        ({"a", "b"}, None),
+        ({"a", "b", "c", "d"}, "lacks 2 of the base's tensors: c, d"),
+        ({"a", "c"}, "lacks 1 of the base's tensors: c and has 1 tensors that the base has not: b"),
+    ],
+)
+def test_names_that_differ_from_the_bases_are_told(stored: set[str] | None, told: str | None, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert names_fact(tmp_path, stored) == told
