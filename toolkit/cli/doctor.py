@@ -70,6 +70,9 @@ def doctor(
 
 def _software() -> Iterator[Finding]:
     yield Finding("system", OK, f"{platform.platform()}, Python {platform.python_version()}")
+    from toolkit.ranks import usable_cores
+
+    yield Finding("cores", OK, f"{usable_cores()} that this process may use, of {os.cpu_count()}")
     yield Finding("packages", OK, ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES))
     installed = {name: _version(name) for name in OPTIONAL}
     yield Finding("optional", OK, ", ".join(f"{name} {version or '-'}" for name, version in installed.items()))
@@ -93,7 +96,12 @@ def _devices() -> Iterator[Finding]:
     count = torch.cuda.device_count()
     if count == 0:
         unused = unused_accelerator()
-        if unused is None:
+        if torch.version.cuda is not None and Path("/proc/driver/nvidia").is_dir():
+            fix = "run nvidia-smi: the driver may be older than this CUDA, or CUDA_VISIBLE_DEVICES may hide the GPUs"
+            yield Finding("GPUs", WARNING, f"an NVIDIA driver, and none for CUDA {torch.version.cuda}", fix)
+        elif unused is None and torch.version.cuda is not None:
+            yield Finding("GPUs", OK, f"none: torch is built for CUDA {torch.version.cuda}, and there is no driver")
+        elif unused is None:
             yield Finding("GPUs", OK, "none; runs use the CPU")
         else:
             yield Finding("GPUs", WARNING, f"none that is used, but {unused}", "train on the CPU with --cpu 2")

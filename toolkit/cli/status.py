@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 
 from toolkit.cli.arguments import AsJson, RunFolder
 from toolkit.cli.console import print_table
-from toolkit.errors import BadInputError, ToolkitError
+from toolkit.errors import BadInputError, ToolkitError, counted
 
 GONE_SECONDS = 60.0
 """A run whose watching threads have all been silent for so long is gone: each of them runs every few seconds."""
@@ -21,7 +22,10 @@ STANDING_SECONDS = 30.0
 
 
 def status(run: RunFolder, as_json: AsJson = False) -> None:
-    """Show where each rank of a live run is, and who waits for whom. Exit code 1 if the run is not live."""
+    """Show where each rank of a live run is, and who waits for whom; or the result of a run that is done.
+
+    Exit code 1 if it is neither.
+    """
     from toolkit.run.finished import is_finished
     from toolkit.supervise.rank_status import COLUMNS, cells, read_statuses, verdict
 
@@ -39,6 +43,9 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
         raise typer.Exit(1 if gone or not ranks else 0)
     if gone is not None:
         raise ToolkitError(f"{str(run)!r}: {gone}")
+    if not ranks and is_finished(run) and (run / "metrics.jsonl").is_file():
+        _print_result(run)
+        return
     if not ranks:
         last = run / "stall.txt"
         hint = f"; the last one stalled: {last}" if last.exists() else ""
@@ -46,6 +53,25 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
     print_table(list(COLUMNS), cells(ranks))
     if told is not None:
         print(f"\n{told}")
+
+
+def _print_result(run: Path) -> None:
+    """The result of a run that is done, where it lies, and what to do next."""
+    from toolkit.run.outcome import finished_before
+
+    result = finished_before(run)
+    steps = max((record["step"] for record in result.metrics), default=0)
+    losses = [f"{loss:.4f}" for loss in (result.initial_eval_loss, result.final_eval_loss) if loss is not None]
+    held_out = f", held-out loss {' -> '.join(losses)}" if losses else ""
+    print(f"finished: {counted(steps, 'step')}{held_out}")
+    for doubt in result.doubts:
+        print(f"beware: {doubt}")
+    print(f"report: {run / 'report.html'}")
+    if result.export_dir is not None:
+        print(f"model: {result.export_dir}")
+        print(f"next: {shlex.join(['toolkit', 'generate', str(run), '--prompt', 'TEXT'])}")
+    else:
+        print(f"next: {shlex.join(['toolkit', 'export', str(run), '--to', 'FOLDER'])}")
 
 
 def _gone(run: Path, silent: list[float]) -> str | None:

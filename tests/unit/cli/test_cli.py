@@ -58,7 +58,12 @@ def test_validate_shows_values_and_origins() -> None:
     assert values["training.max_steps"] == {"value": 7, "from": "override"}
     assert values["optimizer.eps"] == {"value": 1e-8, "from": "default"}
     assert values["model.config.model_type"]["from"].endswith("quickstart.yaml")
-    assert "training.max_steps" in run(TOOLKIT, "validate", "quickstart").stdout
+    set_there, everything = (run(TOOLKIT, "validate", "quickstart", *more).stdout for more in ([], ["--all"]))
+    assert "training.max_steps" in set_there
+    assert "optimizer.eps" in everything
+    assert "optimizer.eps" not in set_there
+    left_out = len(everything.splitlines()) - len(set_there.splitlines()) + 1
+    assert set_there.endswith(f"{left_out} more keys have their defaults; --all shows them\n")
 
 
 def test_validate_tells_all_errors_and_exits_with_2() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from toolkit.cli import doctor
@@ -22,9 +25,31 @@ def report(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
 def test_this_machine_is_well() -> None:
     code, rows = report()
     assert code == 0, rows
-    assert {"system", "packages", "host memory", "disk here", "open files", "two ranks, gloo"} <= set(rows)
+    assert {"system", "packages", "cores", "GPUs", "host memory", "disk here", "open files", "two ranks, gloo"} <= set(
+        rows
+    )
     assert rows["two ranks, gloo"]["verdict"] == doctor.OK
     assert "torch " in rows["packages"]["found"]
+    assert rows["cores"]["found"] == f"{len(os.sched_getaffinity(0))} that this process may use, of {os.cpu_count()}"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "has_driver", "verdict", "told"),
+    [
+        (None, False, doctor.OK, "none; runs use the CPU"),
+        ("13.0", False, doctor.OK, "none: torch is built for CUDA 13.0, and there is no driver"),
+        ("13.0", True, doctor.WARNING, "an NVIDIA driver, and none for CUDA 13.0"),
+    ],
+)
+def test_gpus_that_are_not_there_have_a_reason(
+    cuda: str | None, has_driver: bool, verdict: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_dir = Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda self: has_driver if "nvidia" in str(self) else is_dir(self))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (found,) = doctor._devices()
+    assert (found.verdict, found.found) == (verdict, told)
 
 
 def test_what_is_not_well_is_told_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,4 +75,11 @@ def test_a_run_that_was_killed_behind_its_report_is_done(tmp_path: Path) -> None
     assert shown(tmp_path).exit_code == 0, "it may still push its export"
     write(tmp_path, GOES, ago=90.0)
     assert str(shown(tmp_path).exception).endswith("no run is under way")
+    losses = [{"split": "eval", "step": step, "loss": loss} for step, loss in ((0, 3.25), (7, 2.5))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
+    told = shown(tmp_path)
+    assert told.exit_code == 0
+    lines = told.output.splitlines()
+    assert lines[0] == "finished: 7 steps, held-out loss 3.2500 -> 2.5000"
+    assert lines[-2:] == [f"report: {tmp_path / 'report.html'}", f"next: toolkit export {tmp_path} --to FOLDER"]
     assert json.loads(shown(tmp_path, "--json").output)["verdict"] is None
