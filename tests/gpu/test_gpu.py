@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.packed_rows import Documents, packed
+from support.sanitized_threads import sanitized_threads  # noqa: F401 (a fixture of every test here)
 from support.tiny import llama, recipe_values, save_llama
 
 pytestmark = [

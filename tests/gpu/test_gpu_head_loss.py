@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.sanitized_threads import sanitized_threads  # noqa: F401 (a fixture of every test here)
 
 from toolkit.objectives.fused_linear_cross_entropy import AfterHead, summed_loss
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.offload_loops import Case, Found, masters, ordinary, prepare, train
+from support.sanitized_threads import sanitized_threads  # noqa: F401 (a fixture of every test here)
 
 pytestmark = [
     pytest.mark.gpu,
