@@ -103,6 +103,7 @@ def assert_close(found: dict[str, Any], wanted: dict[str, Any], name: str) -> No
         assert found[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-6), (name, key)
 
 
+@pytest.mark.slow
 def test_trainers_take_the_steps_of_one_process(tmp_path: Path) -> None:
     plain = on_ranks(1, [job(name, None, tmp_path, rows=8, without_chance=True, save_strategy="no") for name in NAMES])
     sharded = on_ranks(2, [job(n, "zero3", tmp_path, without_chance=True, save_strategy="no") for n in NAMES])
