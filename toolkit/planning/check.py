@@ -14,7 +14,7 @@ from toolkit.errors import BadInputError, UnplannableError, first_line
 from toolkit.paths import GIB
 from toolkit.planning.accumulation import settle
 from toolkit.planning.memory.replay import Memory
-from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, Planner
+from toolkit.planning.planner import HEADROOM, Planner, standing_bytes
 from toolkit.planning.setup import Setup, smaller_setups
 from toolkit.planning.time.hardware import Hardware, preset_of_device, presets
 from toolkit.planning.workload import workload_of_model
@@ -101,13 +101,13 @@ def plan_run(
         # From the fastest: with each n-th block checkpointed a step takes up to 1 / 3n longer.
         for checkpointing in others:
             lighter = replace(setup, checkpointing=checkpointing)
-            if _fits_well(planner.peak(lighter), room - process, device):
+            if _fits_well(planner.peak(lighter), lighter, room - process, device):
                 setup = lighter
                 break
         if recipe.sharding.accumulate == "auto" and known is None:
             why = "the speed of this device is not known"
         elif recipe.sharding.accumulate == "auto":
-            setup, why = settle(planner, setup, lambda row: _fits_well(row.peak, room - process, device))
+            setup, why = settle(planner, setup, lambda row: _fits_well(row.peak, row.setup, room - process, device))
         peak = planner.peak(setup)
         if device.type != "cpu":
             _require_host_memory(planner.rank_host_bytes(setup))
@@ -131,9 +131,9 @@ def _require_host_memory(num_bytes: int) -> None:
         )
 
 
-def _fits_well(peak: Memory, room: int, device: torch.device) -> bool:
-    context = CONTEXT_BYTES["cuda"] if device.type == "cuda" else 0  # a CPU rank has taken it already
-    return peak.total * HEADROOM["fits"] + context <= room
+def _fits_well(peak: Memory, setup: Setup, room: int, device: torch.device) -> bool:
+    standing = standing_bytes("cuda", setup) if device.type == "cuda" else 0  # a CPU rank has taken it already
+    return peak.total * HEADROOM["fits"] + standing <= room
 
 
 def _hardware(device: torch.device) -> Hardware | None:

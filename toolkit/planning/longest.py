@@ -11,7 +11,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.positions import num_positions
 from toolkit.paths import GIB
-from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, Planner, PlanRow, Verdict
+from toolkit.planning.planner import HEADROOM, Planner, PlanRow, Verdict, standing_bytes
 from toolkit.planning.setup import Setup, require_ranks, settings_of
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.workload import UNMASKED, workload_of
@@ -135,7 +135,7 @@ class _Search:
     def _excess(self, row: PlanRow, verdict: Verdict) -> list[float]:
         """Bytes more than the device has, and than the host has."""
         hardware = self.hardware
-        need = row.peak.total * HEADROOM[verdict] + CONTEXT_BYTES[hardware.device_type]
+        need = row.peak.total * HEADROOM[verdict] + standing_bytes(hardware.device_type, row.setup)
         host = [] if hardware.host_memory_bytes is None else [row.host_bytes - float(hardware.host_memory_bytes)]
         return [need - hardware.memory_bytes, *host]
 

@@ -40,6 +40,9 @@ eager training, and little more than it with expandable segments, which the tool
 CONTEXT_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}
 """Of a rank before it holds anything: CUDA's context and NCCL's buffers; Python and its libraries."""
 
+WORKSPACE_BYTES = 32 * 2**20
+"""Of cuBLAS, for each thread that multiplies on a stream (Hopper; less on older devices). They are never freed."""
+
 AS_FAST = 1.01
 """Rows within so much of the fastest count as equally fast: times are estimates."""
 
@@ -348,7 +351,7 @@ class Planner:
             offload=offload,
         )
         host = self.host_bytes(setup)
-        verdict, need, problem = verdict_of(peak.total, host, self.hardware)
+        verdict, need, problem = verdict_of(peak.total, host, self.hardware, setup)
         tokens = setup.micro_batch_size * setup.accumulation * (setup.ranks // parts) * self.workload.tokens
         dealing = expert_placement(self.workload.model, setup.mesh.shard)
         return PlanRow(setup, peak, tuple(moments), need, host, sent, time, tokens, verdict, problem, dealing)
@@ -359,14 +362,23 @@ OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0625, "adamw_4bit": 1.0625, "ad
 blocks' matrices muon has one, half of this."""
 
 
-def verdict_of(peak: int, host_bytes: int, hardware: Hardware) -> tuple[Verdict, int, str]:
+def standing_bytes(device_type: str, setup: Setup | None) -> int:
+    """Of a rank beside its peak: the context, and by block cuBLAS's workspaces for the threads of the micro-batches.
+
+    Those of the main thread and of autograd's are small beside the context.
+    """
+    threads = setup.accumulation if setup is not None and setup.by_block and device_type == "cuda" else 0
+    return CONTEXT_BYTES[device_type] + threads * WORKSPACE_BYTES
+
+
+def verdict_of(peak: int, host_bytes: int, hardware: Hardware, setup: Setup | None = None) -> tuple[Verdict, int, str]:
     """Whether a peak fits, what it needs, and what is wrong if it does not.
 
     Args:
         host_bytes: of a node, beside the devices; 0 on CPU ranks, whose peak holds everything.
     """
     # Fragments grow with the peak, the context does not: hence a factor and a sum.
-    context = CONTEXT_BYTES[hardware.device_type]
+    context = standing_bytes(hardware.device_type, setup)
     needs = {verdict: int(peak * factor) + context for verdict, factor in HEADROOM.items()}
     if hardware.host_memory_bytes is not None and host_bytes > hardware.host_memory_bytes:
         found = f"{host_bytes / GIB:.0f} GiB of host memory a node, of {hardware.host_memory_bytes / GIB:.0f}"

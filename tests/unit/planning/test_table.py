@@ -152,6 +152,15 @@ def test_verdicts(found: Plan) -> None:
         assert verdict_of(peak, 0, limited(room * peak / GIB))[0] == verdict
 
 
+def test_by_block_needs_a_workspace_of_cublas_for_each_micro_batch(found: Plan) -> None:
+    peak, setup = found.asked.peak.total, replace(found.asked.setup, accumulation=16, by_block=True)
+    hardware = limited(peak / GIB)
+    need = verdict_of(peak, 0, hardware, replace(setup, by_block=False))[1]
+    assert verdict_of(peak, 0, hardware, setup)[1] - need == 16 * 32 * 2**20
+    cpu = hardware_of("cpu")
+    assert verdict_of(peak, 0, cpu, setup) == verdict_of(peak, 0, cpu)
+
+
 def test_what_helps_where_nothing_fits() -> None:
     nothing = plan(recipe(), limited(0.001), 8)
     assert nothing.recommended is None

@@ -1,0 +1,243 @@
+"""torch's CUDA build on a device that is not there: memory, streams, collectives and numbers.
+
+Outside of `run.py` one test starts the others with the pretended device; it is skipped where that cannot be built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import ranks
+
+FOLDER = Path(__file__).parent
+INSIDE = importlib.util.find_spec("pretended_device") is not None
+
+inside = pytest.mark.skipif(not INSIDE, reason="runs inside of tests/cuda/run.py")
+
+
+@pytest.mark.skipif(INSIDE, reason="runs outside of tests/cuda/run.py")
+def test_these_tests_pass_on_the_pretended_device() -> None:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        from build import why_not
+    finally:
+        sys.path.remove(str(FOLDER))
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    command = [sys.executable, str(FOLDER / "run.py"), "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)]
+    done = subprocess.run(command, cwd=FOLDER.parents[1], capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def no_misuse(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Nothing that a test does is a misuse of the device, but for what it wants to see."""
+    if not INSIDE:
+        yield
+        return
+    import pretended_device
+
+    before = pretended_device.counters()["misuses"]
+    yield
+    if "expects_misuse" not in request.keywords:
+        assert pretended_device.counters()["misuses"] == before
+    assert pretended_device.failed == {}
+
+
+# Memory and misuse
+
+
+@inside
+def test_a_block_is_charged_and_given_back_and_a_full_device_says_so() -> None:
+    free, total = torch.cuda.mem_get_info()
+    block = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    assert free - torch.cuda.mem_get_info()[0] == 2**30
+    with pytest.raises(torch.OutOfMemoryError, match=r"GPU 0 has a total capacity of 79\.11 GiB"):
+        torch.empty(total, dtype=torch.uint8, device="cuda")
+    del block
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] == free
+
+
+def runtime() -> ctypes.CDLL:
+    import pretended_device
+
+    return pretended_device._loaded["libcudart.so.13"]
+
+
+MISUSES: dict[str, Callable[[], Any]] = {
+    "run past the end of their block": lambda: runtime().cudaMemcpy(
+        ctypes.c_void_p(torch.empty(16, device="cuda").untyped_storage().data_ptr()),
+        ctypes.create_string_buffer(2**22),
+        ctypes.c_size_t(2**22),
+        1,
+    ),
+    "kind 1 to host from host": lambda: runtime().cudaMemcpy(
+        ctypes.create_string_buffer(8), ctypes.create_string_buffer(8), ctypes.c_size_t(8), 1
+    ),
+    "is no live event": lambda: runtime().cudaEventSynchronize(ctypes.create_string_buffer(64)),
+    "is no live stream": lambda: runtime().cudaStreamSynchronize(ctypes.create_string_buffer(64)),
+    "which cudaMalloc did not give": lambda: runtime().cudaFree(ctypes.create_string_buffer(64)),
+}
+
+
+@inside
+@pytest.mark.expects_misuse
+@pytest.mark.parametrize("told", MISUSES)
+def test_misuse_is_told(capfd: pytest.CaptureFixture[str], told: str) -> None:
+    import pretended_device
+
+    before = pretended_device.counters()["misuses"]
+    assert MISUSES[told]() != 0
+    torch.cuda.cudart().cudaGetErrorString(torch.cuda.cudart().cudaError(0))
+    assert runtime().cudaGetLastError() >= 0
+    assert pretended_device.counters()["misuses"] == before + 1
+    assert told in capfd.readouterr().err
+
+
+@inside
+def test_each_wait_of_the_host_is_told_with_its_lines() -> None:
+    import pretended_device
+
+    waits: list[tuple[str, list[str]]] = []
+    pretended_device.call_on_wait(lambda what, lines: waits.append((what, lines)))
+    value = torch.ones(3, device="cuda").sum()
+    assert waits == []
+    value.item()
+    torch.cuda.current_stream().synchronize()
+    pretended_device.call_on_wait(lambda what, lines: None)
+    assert [what for what, _ in waits] == ["cudaStreamSynchronize"] * 2
+    assert all(any(Path(__file__).name in line for line in lines) for _, lines in waits)
+
+
+# Numbers
+
+SDPA = F.scaled_dot_product_attention
+
+
+def heads(dtype: torch.dtype, dim: int) -> list[torch.Tensor]:
+    return [torch.randn(2, 4, 32, dim).to(dtype) for _ in range(3)]
+
+
+def apart() -> torch.Tensor:
+    """Causal, and the last twelve do not see the first ten."""
+    mask = torch.tril(torch.ones(32, 32, dtype=torch.bool)).expand(2, 1, 32, 32).clone()
+    mask[:, :, 20:, :10] = False
+    return mask
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+COMPUTED: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], list[torch.Tensor]]]] = {
+    **{
+        f"attention, {kind}, {dtype}": (
+            lambda q, k, v, kind=kind: SDPA(
+                q, k, v, attn_mask=apart().to(q.device) if kind == "masked" else None, is_causal=kind == "causal"
+            ),
+            lambda dtype=dtype: heads(dtype, 16),
+        )
+        for kind in ("full", "causal", "masked")
+        for dtype in FLOATS
+    },
+    "embedding": (
+        lambda ids, weight: F.embedding(ids, weight),
+        lambda: [torch.randint(0, 50, (2, 9)), torch.randn(50, 16)],
+    ),
+    "cross entropy": (
+        lambda logits, labels: F.cross_entropy(logits, labels, reduction="sum"),
+        lambda: [torch.randn(20, 50), torch.randint(0, 50, (20,))],
+    ),
+    "products and gates": (
+        lambda x, w: F.silu(x @ w) * (x @ w).softmax(-1).cumsum(-1),
+        lambda: [torch.randn(3, 16), torch.randn(16, 24)],
+    ),
+    "sizes that are data": (lambda x: x[x > 0].sum() * x.nonzero().sum(), lambda: [torch.randn(30)]),
+    "sort, scatter and gather": (
+        lambda x: torch.zeros_like(x).scatter_add(1, x.sort(1).indices, x.topk(8, 1).values),
+        lambda: [torch.randn(4, 8)],
+    ),
+}
+
+
+@inside
+@pytest.mark.parametrize("name", COMPUTED)
+def test_numbers_are_those_of_the_cpu(name: str) -> None:
+    torch.manual_seed(0)
+    function, make = COMPUTED[name]
+    given, found = make(), {}
+    for device in ("cpu", "cuda"):
+        inputs = [each.to(device).detach().requires_grad_(each.is_floating_point()) for each in given]
+        out = function(*inputs)
+        out.float().square().sum().backward()
+        found[device] = [out.detach().cpu(), *(each.grad.cpu() for each in inputs if each.grad is not None)]
+    for own, expected in zip(found["cuda"], found["cpu"], strict=True):
+        assert expected.abs().sum() > 0
+        torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6)
+
+
+# Two ranks with a device each
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks meet over NCCL. They are started anew: a process that is forked from one that knows CUDA cannot use it."""
+    monkeypatch.setenv("TEST_BACKEND", "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(ranks, "_context", multiprocessing.get_context("spawn"))
+    monkeypatch.setattr(multiprocessing.context.SpawnContext, "set_forkserver_preload", lambda *_: None)
+
+
+def collectives() -> list[Any]:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    summed = torch.full((3,), rank + 1.0, device="cuda")
+    dist.all_reduce(summed)
+    shared = torch.arange(4.0, device="cuda") * (rank + 1)
+    part = torch.empty(2, device="cuda")
+    dist.reduce_scatter_tensor(part, shared, op=dist.ReduceOp.AVG)
+    gathered = torch.empty(4, device="cuda", dtype=torch.bfloat16)
+    dist.all_gather_into_tensor(gathered, part.bfloat16())
+    sent = torch.empty(4, device="cuda")
+    dist.all_to_all_single(sent, shared)
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, {"rank": rank})
+    return [summed.tolist(), part.tolist(), gathered.tolist(), sent.tolist(), told, torch.cuda.current_device()]
+
+
+@inside
+@pytest.mark.usefixtures("devices")
+def test_collectives_move_data() -> None:
+    first, second = ranks.run_on_ranks(collectives, 2)
+    averaged = [0.0, 1.5, 3.0, 4.5]
+    told = [{"rank": 0}, {"rank": 1}]
+    assert first == [[3.0] * 3, averaged[:2], averaged, [0.0, 1.0, 0.0, 2.0], told, 0]
+    assert second == [[3.0] * 3, averaged[2:], averaged, [2.0, 3.0, 4.0, 6.0], told, 1]
+
+
+def disagree() -> str:
+    import torch.distributed as dist
+
+    torch.cuda.set_device(dist.get_rank())
+    try:
+        dist.all_reduce(torch.ones(3 + dist.get_rank(), device="cuda"))
+        torch.cuda.synchronize()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+@inside
+@pytest.mark.expects_misuse
+@pytest.mark.usefixtures("devices")
+def test_ranks_that_disagree_are_told() -> None:
+    assert ranks.run_on_ranks(disagree, 2) == ["DistBackendError", "DistBackendError"]
