@@ -27,6 +27,7 @@ from toolkit.data.readers import Row, Shard, read
 from toolkit.data.sources import Source
 from toolkit.data.templates import SlowTemplateError
 from toolkit.errors import DataError
+from toolkit.objectives.specs.registry import SPECS
 
 # Given, not inferred: a column that begins with nulls alone, as `problem` does, would become a column of nulls.
 FEATURES = datasets.Features(
@@ -163,7 +164,7 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
 
 
 def _features(encoder: Encoder) -> datasets.Features:
-    if encoder.objective == "sequence_classification":
+    if SPECS[encoder.objective].row_form == "labelled":
         return TYPED
     return TURNS if encoder.targets == EACH_TURN else FEATURES
 

@@ -41,6 +41,7 @@ from toolkit.data.turns import (
     turns_of,
 )
 from toolkit.errors import DataError, first_line
+from toolkit.objectives.specs.registry import SPECS
 
 NOTE_END = "; "
 """Between two notes about a row."""
@@ -122,15 +123,16 @@ class Encoder:
             ) from None
 
     def _documents(self, examples: list[Example | RowProblem]) -> list[Document]:
-        if self.objective == "sequence_classification":
+        form = SPECS[self.objective].row_form
+        if form == "labelled":
             return self._classified(examples)
-        if self.objective == "token_classification":
+        if form == "tagged":
             return [_unusable(item) if isinstance(item, RowProblem) else self._tagged(item) for item in examples]
-        if self.objective == "seq2seq":
+        if form == "source and target":
             return [_unusable(item) if isinstance(item, RowProblem) else self._sourced(item) for item in examples]
-        if self.objective in ("preference", "reward"):
+        if form == "pairs":
             return self._compared(examples)
-        if self.objective == "kto":
+        if form == "judged":
             return self._judged(examples)
         return self._encoded(examples)
 

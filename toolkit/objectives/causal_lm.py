@@ -20,7 +20,7 @@ from toolkit.model.fake_tensors import has_values
 from toolkit.model.positions import first_position, takes_positions
 from toolkit.objectives.find_head import find_head_loss
 from toolkit.objectives.fused_linear_cross_entropy import HeadLoss, numbers_of_targets
-from toolkit.objectives.objective import RunsWindows
+from toolkit.objectives.objective import Ingredients, Objective
 from toolkit.objectives.preference_losses import log_probabilities_by_document, summed_by_document
 from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.sequence_parallel import WholeRows, rows_shared, summed_over_group
@@ -29,7 +29,7 @@ HEAD_LOSS_TOLERANCE = {False: 1e-5, True: 1e-2}
 """By whether compute is in 16 bits: the largest difference from whole logits' loss, as a share of it."""
 
 
-class CausalLM:
+class CausalLM(Objective):
     """Next-token cross-entropy. `labels` are aligned with `input_ids`, as transformers has them.
 
     Its losses come from the head's inputs, without whole logits, where the model allows for that.
@@ -40,9 +40,6 @@ class CausalLM:
     Attributes:
         head_loss: what the losses come from; where that is whole logits, the reason.
     """
-
-    unit = "targets"
-    figures = ()
 
     def __init__(self, model: nn.Module, packed: bool = True) -> None:
         self._packed = packed
@@ -56,6 +53,10 @@ class CausalLM:
         self._in_one_row = packed and is_flash(model)
         self._takes_bounds = self._in_one_row and _takes_anything(base_of(model))
         self.head_loss = find_head_loss(model)
+
+    @classmethod
+    def build(cls, of: Ingredients) -> Objective:
+        return cls(of.model, of.packed)
 
     def count_targets(self, batch: Batch) -> int:
         return int((predictions_of(batch)[0] != IGNORED).sum())
@@ -79,10 +80,6 @@ class CausalLM:
             known["bounds"] = F.pad(begins, (0, 1), value=positions.numel()).int()
             known["longest"] = int(known["bounds"].diff().max())
         return known
-
-    def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
-        """As they are."""
-        return batches
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, T, V)."""
@@ -128,7 +125,9 @@ class CausalLM:
         logits = self.logits(model, batch)
         return F.cross_entropy(logits.float().flatten(0, 1), self.targets(batch), ignore_index=IGNORED, reduction="sum")
 
-    def log_probabilities(self, model: nn.Module, batch: Batch, num_segments: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def segment_log_probabilities(
+        self, model: nn.Module, batch: Batch, num_segments: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each document of `batch["segments"]`; see `sequence_log_probabilities`."""
         targets, owners = predictions_of(batch)
         assert owners is not None, "preferences have segments"
@@ -162,6 +161,9 @@ class CausalLM:
         if isinstance(self.head_loss, str):
             return f"from whole logits: {self.head_loss}"
         return f"from the head's inputs, logits of {self.head_loss.chunk_tokens:,} tokens at a time"
+
+    def uniform_guess(self, model: nn.Module, class_weights: object) -> tuple[int, str] | None:
+        return int(base_of(model).config.get_text_config().vocab_size), "tokens"
 
     def few_tokens(self, vocabulary: int, device: torch.device) -> Batch:
         ids = torch.arange(1, 17, device=device)[None] % vocabulary

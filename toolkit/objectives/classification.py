@@ -10,17 +10,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.data.samples import IGNORED, Batch
+from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.fake_tensors import has_values
 from toolkit.objectives.causal_lm import rows_of
-from toolkit.objectives.objective import RunsWindows
+from toolkit.objectives.objective import Ingredients, Objective
 from toolkit.objectives.scores import any_places, at_places, places_of, scores_of_tokens
+from toolkit.objectives.specs.section import ObjectiveSection
 
 CLASSES_SHOWN = 20
 """Up to so many classes an evaluation's record has the whole confusion matrix."""
 
 
-class SequenceClassification:
+class SequenceClassification(Objective):
     """Cross-entropy of a text's class, (sum over rows of w[y] * CE) / rows.
 
     Args:
@@ -28,7 +30,6 @@ class SequenceClassification:
     """
 
     unit = "rows"
-    figures = ()
 
     def __init__(self, model: nn.Module, num_classes: int, class_weights: list[float] | None = None) -> None:
         accepted = inspect.signature(base_of(model).forward).parameters
@@ -38,6 +39,10 @@ class SequenceClassification:
         self._pad_id = base_of(model).config.get_text_config().pad_token_id
         self.num_classes = num_classes
         self._weights = None if class_weights is None else torch.tensor(class_weights)
+
+    @classmethod
+    def build(cls, of: Ingredients) -> Objective:
+        return cls(of.model, len(of.label_counts), class_weights(of.section, of.label_counts))
 
     def count_targets(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum())
@@ -55,10 +60,6 @@ class SequenceClassification:
             return any_places(len(ids), batch)
         lasts = ((ids != self._pad_id) * torch.arange(ids.shape[1])).argmax(dim=1)
         return places_of(torch.arange(len(ids)), lasts, batch)
-
-    def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
-        """As they are."""
-        return batches
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, number of classes)."""
@@ -88,6 +89,10 @@ class SequenceClassification:
         weights = None if self._weights is None else self._weights.to(logits.device, non_blocking=True)
         return F.cross_entropy(logits.float(), labels, weight=weights, ignore_index=IGNORED, reduction="sum")
 
+    def uniform_guess(self, model: nn.Module, class_weights: object) -> tuple[int, str] | None:
+        # Weights of one's own scale the loss; balanced ones are 1 in the mean over the rows.
+        return (self.num_classes, "classes") if class_weights in (None, "balanced") else None
+
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss, and how many rows of each class (major) were taken for each class."""
         logits, labels = self.logits(model, batch), batch["labels"]
@@ -111,3 +116,19 @@ class SequenceClassification:
             "f1_macro": f1.mean().item() if len(f1) else 0.0,
             **({"confusion": confusion.long().tolist()} if self.num_classes <= CLASSES_SHOWN else {}),
         }
+
+
+def class_weights(section: ObjectiveSection, counts: dict[str, int]) -> list[float] | None:
+    """The weight of each class; None: 1. Raises BadInputError for weights of another number than classes."""
+    weights = section.class_weights
+    if weights is None:
+        return None
+    # rows / (classes * rows of the class), as scikit-learn's class_weight="balanced".
+    if weights == "balanced":
+        return [sum(counts.values()) / (len(counts) * max(1, count)) for count in counts.values()]
+    if len(weights) != len(counts):
+        raise BadInputError(
+            f"objective.class_weights: {len(weights)} weights for {len(counts)} classes ({', '.join(counts)}); "
+            "give one for each, in this order"
+        )
+    return [float(weight) for weight in weights]

@@ -13,25 +13,34 @@ from toolkit.errors import BadInputError
 from toolkit.objectives.causal_lm import HEAD_LOSS_TOLERANCE, CausalLM, rows_of
 from toolkit.objectives.divergence import ENTRIES, Divergence, summed_divergence
 from toolkit.objectives.fused_linear_cross_entropy import AfterHead, chunk_tokens
-from toolkit.objectives.objective import RunsWindows
+from toolkit.objectives.objective import Ingredients, Objective
 from toolkit.objectives.teacher import Teacher, require_head_loss
 
 
-class Distillation:
+class Distillation(Objective):
     """`Divergence` of a student from its teacher, summed over the tokens that causal LM would learn.
 
     Args:
         packed: whether documents share samples.
     """
 
-    unit = "targets"
-    figures = ("divergence", "cross_entropy")
-
     def __init__(self, model: nn.Module, packed: bool, teacher: nn.Module, divergence: Divergence) -> None:
         self.divergence = divergence
         self._causal = CausalLM(model, packed)
         self._head_loss = require_head_loss(self._causal, "model")
-        self.teacher = Teacher(teacher, packed)
+        self.teacher: Teacher = Teacher(teacher, packed)
+
+    @classmethod
+    def build(cls, of: Ingredients) -> Objective:
+        section = of.section
+        assert of.teacher is not None, "a distillation has a teacher"
+        kind, ratio = section.divergence or "forward_kl", section.kd_ratio or 0.5
+        divergence = Divergence(kind, section.beta or 0.5, section.temperature or 1.0, ratio)
+        return cls(of.model, of.packed, of.teacher, divergence)
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        return ("divergence", "cross_entropy")
 
     def count_targets(self, batch: Batch) -> int:
         return self._causal.count_targets(batch)
@@ -40,16 +49,9 @@ class Distillation:
         """As `CausalLM` does."""
         return self._causal.on_host(batch)
 
-    def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
-        """As they are."""
-        return batches
-
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The student's, (B, T, V)."""
         return self._causal.logits(model, batch)
-
-    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return self.training_sums(model, batch)[0]
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         targets, counted = self._causal.targets(batch), batch.get("counted")

@@ -14,7 +14,7 @@ from toolkit.data.samples import IGNORED, Batch
 from toolkit.model.adapters import adapters_off, has_adapter
 from toolkit.model.fake_tensors import has_values
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.objective import OF_BASE, RunsWindows
+from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
 from toolkit.objectives.preference_losses import share_won
 from toolkit.objectives.specs.batches import KL_PREFIX
 
@@ -34,7 +34,7 @@ def signed_distances(log_ratios: torch.Tensor, good: torch.Tensor, kl: torch.Ten
     return torch.where(good, distances, -distances)
 
 
-class Kto:
+class Kto(Objective):
     """w (1 - sigma(s)), summed over the rows, where s is `signed_distances` (arXiv 2402.01306, eq. 7).
 
     z0 is max(0, mean of log pi(y'|x) - log ref(y'|x)) over prompts x with completions y' of other rows, without a
@@ -47,7 +47,8 @@ class Kto:
     """
 
     unit = "rows"
-    figures = ("accuracy", "margin", "kl")
+    needs_documents = True
+    needs_whole_steps = True
 
     def __init__(
         self,
@@ -63,6 +64,16 @@ class Kto:
         # One row at a time is packed, too: a prompt with another completion may share its sample.
         self._causal = CausalLM(model, packed=not apart)
         self._adapted = model if has_adapter(model) else None
+
+    @classmethod
+    def build(cls, of: Ingredients) -> Objective:
+        section = of.section
+        weights = section.desirable_weight or 1.0, section.undesirable_weight or 1.0
+        return cls(of.model, section.beta or 0.1, *weights, of.apart)
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        return ("accuracy", "margin", "kl")
 
     @property
     def needs_references(self) -> bool:
@@ -106,13 +117,15 @@ class Kto:
 
     def log_probabilities(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each row's prompt with its own and with the other completion, and their target tokens, each (R, 2)."""
-        both = [self._causal.log_probabilities(model, part, len(batch["good"])) for part in (batch, _other(batch))]
+        both = [
+            self._causal.segment_log_probabilities(model, part, len(batch["good"])) for part in (batch, _other(batch))
+        ]
         sums, counts = (torch.stack(found, dim=1) for found in zip(*both, strict=True))
         return sums, counts
 
     def by_document(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Log-probabilities of the rows' own completions, (R, 1)."""
-        return self._causal.log_probabilities(model, batch, len(batch["good"]))[0][:, None]
+        return self._causal.segment_log_probabilities(model, batch, len(batch["good"]))[0][:, None]
 
     @torch.no_grad()
     def window_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -134,12 +147,9 @@ class Kto:
         if self._adapted is not None and OF_BASE not in batch:
             was_training = model.training
             with torch.no_grad(), adapters_off(self._adapted):
-                reference, _ = self._causal.log_probabilities(model.eval(), part, len(reference))
+                reference, _ = self._causal.segment_log_probabilities(model.eval(), part, len(reference))
             model.train(was_training)
-        return self._causal.log_probabilities(model, part, len(reference))[0] - reference
-
-    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return self.training_sums(model, batch)[0]
+        return self._causal.segment_log_probabilities(model, part, len(reference))[0] - reference
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         losses, _, figures = self._judged(model, batch)

@@ -15,14 +15,14 @@ from toolkit.data.documents_apart import documents_apart
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.model.adapters import adapters_off, has_adapter
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.objective import OF_BASE, RunsWindows
-from toolkit.objectives.preference_losses import Loss, Pairs
+from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
+from toolkit.objectives.preference_losses import LOSSES, Loss, Pairs
 
 FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward", "kl")
 """Figures of preferences in steps and evaluations; the last where there is a reference."""
 
 
-class Preference:
+class Preference(Objective):
     """Chosen completions over rejected ones; the loss of `toolkit.objectives.preference_losses` summed over the pairs.
 
     The reference's log-probabilities come with the batch, or are those of the model with its adapters off.
@@ -32,6 +32,7 @@ class Preference:
     """
 
     unit = "pairs"
+    needs_documents = True
 
     def __init__(self, model: nn.Module, loss: Loss, settings: Mapping[str, float | None], apart: bool = False) -> None:
         self.loss = loss
@@ -39,6 +40,11 @@ class Preference:
         self.apart = apart
         self._causal = CausalLM(model, packed=not apart)
         self._adapted = model if has_adapter(model) else None
+
+    @classmethod
+    def build(cls, of: Ingredients) -> Objective:
+        given = {key: getattr(of.section, key) for key in ("beta", "label_smoothing", "gamma", "odds_weight")}
+        return cls(of.model, LOSSES[of.section.preference_loss], given, of.apart)
 
     @property
     def needs_references(self) -> bool:
@@ -67,7 +73,7 @@ class Preference:
     def log_probabilities(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the chosen and the rejected completion of each pair, and their target tokens, each (P, 2)."""
         num_segments = 2 * len(batch["reference"])
-        sums, counts = self._causal.log_probabilities(model, batch, num_segments)
+        sums, counts = self._causal.segment_log_probabilities(model, batch, num_segments)
         return sums.view(-1, 2), counts.view(-1, 2)
 
     def by_document(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -78,9 +84,6 @@ class Preference:
     def figures(self) -> tuple[str, ...]:
         """Rewards, their margin and accuracy, and KL where there is a reference."""
         return FIGURES if self.loss.needs_reference else FIGURES[:-1]
-
-    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return self.training_sums(model, batch)[0]
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         losses, figures, counted = self._compared(model, batch)

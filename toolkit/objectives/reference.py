@@ -22,8 +22,7 @@ from toolkit.data.cut import WHOLE, Part
 from toolkit.data.samples import JudgedSamples, PairSamples
 from toolkit.model.adapters import base_of
 from toolkit.model.load import fingerprint
-from toolkit.objectives.kto import Kto
-from toolkit.objectives.preference import Preference
+from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
 
 FILE = "reference.npy"
@@ -35,7 +34,7 @@ KEPT_SECONDS = 15.0
 def with_reference(
     accelerator: Accelerator,
     model: nn.Module,
-    objective: Preference | Kto,
+    objective: Objective,
     samples: PairSamples | JudgedSamples,
     reached: Sequence[int],
     micro_batch_size: int,
@@ -88,7 +87,7 @@ def _keep(path: Path, known: Any) -> None:
 def _compute(
     accelerator: Accelerator,
     model: nn.Module,
-    objective: Preference | Kto,
+    objective: Objective,
     samples: PairSamples | JudgedSamples,
     missing: Sequence[int],
     micro_batch_size: int,

@@ -15,7 +15,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.fake_tensors import has_values
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.objective import RunsWindows
+from toolkit.objectives.objective import Ingredients, Objective
 from toolkit.objectives.preference_losses import share_won
 from toolkit.objectives.scores import any_places, at_places, places_of, scores_of_tokens
 from toolkit.sharding.fsdp import class_name
@@ -32,7 +32,7 @@ def bradley_terry(
     return -F.logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
 
 
-class Reward:
+class Reward(Objective):
     """The Bradley-Terry loss, summed over the pairs, on a decoder with a linear head of one score.
 
     A completion's reward is the score of its last token that is no padding, as transformers' sequence classifiers have
@@ -43,7 +43,7 @@ class Reward:
     """
 
     unit = "pairs"
-    figures = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+    needs_documents = True
 
     def __init__(self, model: nn.Module, center_rewards_coefficient: float = 0.0, apart: bool = False) -> None:
         base = base_of(model)
@@ -58,6 +58,14 @@ class Reward:
         self.apart = apart
         self._causal = CausalLM(model, packed=not apart)
 
+    @classmethod
+    def build(cls, of: Ingredients) -> Objective:
+        return cls(of.model, of.section.center_rewards_coefficient or 0.0, of.apart)
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        return ("accuracy", "margin", "chosen_reward", "rejected_reward")
+
     def count_targets(self, batch: Batch) -> int:
         """Pairs; those that only fill up a held-out batch have no labels, and shared ones count on one rank."""
         return int(_learned(batch).sum())
@@ -67,10 +75,6 @@ class Reward:
         batch = documents_apart(batch) if self.apart else batch
         known = {name: value for name, value in self._causal.on_host(batch).items() if name != "whole_ids"}
         return {**known, **self._places(batch)}
-
-    def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
-        """As they are."""
-        return batches
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Scores of every token, (B, T, 1)."""
@@ -83,9 +87,6 @@ class Reward:
     def by_document(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Rewards, (P, 2)."""
         return self.rewards(model, batch)
-
-    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return self.training_sums(model, batch)[0]
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         if "ends" not in batch:

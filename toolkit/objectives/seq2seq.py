@@ -16,6 +16,7 @@ from toolkit.model.fake_tensors import has_values, unset_fake_temporarily
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.find_head import find_head_loss
 from toolkit.objectives.fused_linear_cross_entropy import HeadLoss, numbers_of_targets
+from toolkit.objectives.objective import Ingredients, Objective
 from toolkit.sharding.fsdp import class_name
 
 
@@ -35,6 +36,10 @@ class Seq2Seq(CausalLM):
         with unset_fake_temporarily():
             self._padding = _checked(base, self._shifted)
         self.head_loss = find_head_loss(model)
+
+    @classmethod
+    def build(cls, of: Ingredients) -> Objective:
+        return cls(of.model)
 
     def count_targets(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum())

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from toolkit.data.samples import IGNORED, Batch
-from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.classification import SequenceClassification, class_weights
+from toolkit.objectives.objective import Ingredients, Objective
 from toolkit.sharding.sequence_parallel import whole_rows
 
 Entity = tuple[int, int, str]
@@ -30,6 +31,10 @@ class TokenClassification(SequenceClassification):
         super().__init__(model, len(names), class_weights)
         self._names = list(names)
         self._has_entities = all(re.match(r"O$|[BIES]-.", name) for name in names)
+
+    @classmethod
+    def build(cls, of: Ingredients) -> Objective:
+        return cls(of.model, list(of.label_counts), class_weights(of.section, of.label_counts))
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(B, T, number of tags)."""

@@ -14,11 +14,7 @@ from accelerate.utils import send_to_device
 from toolkit import ranks
 from toolkit.data.samples import IGNORED, Batch, PairSamples, SourceTargetSamples, TextSamples, filled_up
 from toolkit.data.tokenizer import pad_id
-from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.objective import Objective
-from toolkit.objectives.reward import Reward
-from toolkit.objectives.rows_alone import inner_objective
-from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.pages.side_by_side import SideBySide
 from toolkit.paths import atomic_write
 from toolkit.run.stages import PreparedRun
@@ -81,11 +77,9 @@ def continuations(accelerator: Accelerator, run: PreparedRun, prompts: list[Prom
     By the model as it is trained, sharded and without a cache, so that nothing of it is copied; every rank runs the
     same forwards. Without dropout no random number is drawn, and training goes on as if nothing had been.
     """
-    inner = inner_objective(run.objective)
-    assert not isinstance(inner, SequenceClassification | Reward)
     # An encoder-decoder's rows are targets, which begin as that of the held-out row does.
-    begun = isinstance(inner, Seq2Seq)
-    rows = [_first(inner, prompt) if begun else list(prompt.asked) for prompt in prompts]
+    begun = isinstance(run.data.validation, SourceTargetSamples)
+    rows = [_first(run.objective, prompt) if begun else list(prompt.asked) for prompt in prompts]
     starts, length = [len(row) for row in rows], NEW_TOKENS
     if isinstance(run.data.validation, SourceTargetSamples):
         length = min(length, run.data.validation.max_target_length - 1)
@@ -107,7 +101,6 @@ def continuations(accelerator: Accelerator, run: PreparedRun, prompts: list[Prom
 
 def _first(objective: Objective, prompt: Prompt) -> list[int]:
     """The token that the decoder is given before a target."""
-    assert isinstance(objective, Seq2Seq)
     return objective.decoder_inputs(torch.tensor([prompt.answer]))[0, :1].tolist()
 
 

@@ -9,11 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.model.adapters import base_of
-from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.objective import Objective
-from toolkit.objectives.rows_alone import inner_objective
 
 FEWEST_STEPS = 10
 """A run of fewer steps is a trial: random weights are near the uniform guess for a while."""
@@ -39,13 +35,8 @@ class Guess:
 
 def uniform_guess(objective: Objective, model: nn.Module, class_weights: object) -> Guess | None:
     """The uniform guess of an objective; None if it has none: pairs are compared with a reference."""
-    objective = inner_objective(objective)
-    if isinstance(objective, SequenceClassification):
-        # Weights of one's own scale the loss; balanced ones are 1 in the mean over the rows.
-        return Guess(objective.num_classes, "classes") if class_weights in (None, "balanced") else None
-    if isinstance(objective, CausalLM):
-        return Guess(int(base_of(model).config.get_text_config().vocab_size), "tokens")
-    return None
+    found = objective.uniform_guess(model, class_weights)
+    return None if found is None else Guess(*found)
 
 
 def doubts_of(metrics: list[dict[str, Any]], guess: Guess | None) -> list[str]:

@@ -8,10 +8,8 @@ from toolkit import ranks
 from toolkit.data.build import TokenisedData
 from toolkit.data.samples import LabelledSamples, PairSamples, TextSamples
 from toolkit.errors import BadInputError
-from toolkit.objectives.build import AnyObjective, build_objective
-from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.build import build_objective
 from toolkit.objectives.objective import Objective
-from toolkit.objectives.reward import Reward
 from toolkit.objectives.rows_alone import RowsAlone
 from toolkit.planning.check import Planned
 from toolkit.run.packing_check import LeakError, check_causal, check_leaks
@@ -47,7 +45,7 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
     return CheckedModel(objective, data, padded, packing, alone, head_loss, differ)
 
 
-def check_padding(opened: OpenedRun, sharded: ShardedModel, objective: AnyObjective, data: TokenisedData) -> str | None:
+def check_padding(opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData) -> str | None:
     """Says why rows must run one after another without padding; None: padding changes nothing. Collective.
 
     Raises:
@@ -55,7 +53,7 @@ def check_padding(opened: OpenedRun, sharded: ShardedModel, objective: AnyObject
     """
     recipe, samples = opened.recipe, data.train
     spec = recipe.objective.spec
-    pads = getattr(objective, "apart", False) if spec.compares_completions else not data.report.packing
+    pads = objective.apart if spec.compares_completions else not data.report.packing
     if not pads or samples is None or recipe.sharding.sequence > 1:  # parts of rows are checked by themselves
         return None
     with Pass(Terminal(quiet=ranks.rank() != 0), "checking that padding changes no row"):
@@ -80,7 +78,7 @@ def check_packing(
     if recipe.objective.spec.predicts_next_tokens and recipe.sharding.sequence == 1:
         check_causal(model, inner, objective, opened.device)
     # Both completions of a pair share a sample, whether or not it is packed.
-    pairs = isinstance(data.train, PairSamples) and not getattr(objective, "apart", False)
+    pairs = isinstance(data.train, PairSamples) and not objective.apart
     if not isinstance(data.train, TextSamples) or not (data.train.packed or pairs):
         return None, None
     found, leak, size = None, None, recipe.training.micro_batch_size
@@ -115,8 +113,6 @@ def _check_parts(
     return check_parts(model, inner, objective, data.train, part, device, opened.in_16_bits, chunked)
 
 
-def _checked_head_loss(opened: OpenedRun, objective: AnyObjective, model: nn.Module) -> str | None:
+def _checked_head_loss(opened: OpenedRun, objective: Objective, model: nn.Module) -> str | None:
     """Tries the head's loss on a few tokens, and says what computes it; None for objectives that have no choice."""
-    if isinstance(objective, SequenceClassification | Reward):
-        return None
     return objective.check_head_loss(model, opened.device, opened.in_16_bits)

@@ -13,8 +13,7 @@ from toolkit.data.samples import JudgedSamples, PairSamples
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.load import fingerprint
-from toolkit.objectives.kto import Kto
-from toolkit.objectives.preference import Preference
+from toolkit.objectives.objective import Objective
 from toolkit.objectives.reference import identity_of, with_reference
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
@@ -70,7 +69,7 @@ def _with_references(
         last: the run's last position in the data.
     """
     objective = checked.objective
-    if not isinstance(objective, Preference | Kto) or not objective.needs_references:
+    if not objective.needs_references:
         return checked
     _require_same_reference(sharded.inner, opened.recipe, resumed)
     return replace(checked, data=_referenced(opened, sharded, objective, checked.data, last))
@@ -92,7 +91,7 @@ def _require_same_reference(inner: Any, recipe: Recipe, resumed: Manifest | None
 
 
 def _referenced(
-    opened: OpenedRun, sharded: ShardedModel, objective: Preference | Kto, data: TokenisedData, last: int
+    opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData, last: int
 ) -> TokenisedData:
     recipe, accelerator = opened.recipe, opened.accelerator
     progress = Pass(opened.console, "log-probabilities of the reference")

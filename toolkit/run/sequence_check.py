@@ -21,7 +21,7 @@ from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
 from toolkit.model.attention_by_heads import attend_by_heads, require_sequence
-from toolkit.objectives.objective import ByDocument, Objective
+from toolkit.objectives.objective import Objective
 from toolkit.sharding.chunks import chunks_of
 from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.sequence_parallel import form_groups
@@ -141,7 +141,7 @@ def _outcome(
         for name, value in objective.on_host(batch).items()
     }
     asked = {"logits": objective.logits}
-    if isinstance(objective, ByDocument):
+    if objective.needs_documents:
         asked["numbers of documents"] = objective.by_document
     found: dict[str, torch.Tensor] = {}
     for name, function in asked.items():

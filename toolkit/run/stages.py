@@ -26,8 +26,7 @@ from toolkit.data.loader import TrainLoader
 from toolkit.data.report import DataReport
 from toolkit.data.stream import StreamLoader
 from toolkit.objectives.balance import Balance
-from toolkit.objectives.build import AnyObjective
-from toolkit.objectives.distillation import Distillation
+from toolkit.objectives.objective import Objective
 from toolkit.pages.side_by_side import SideBySide
 from toolkit.planning.check import Planned
 from toolkit.recipe.recipe import Recipe
@@ -88,7 +87,7 @@ class MetaModel:
     padded: str | None
     attention: str
     teacher: nn.Module | None
-    objective: AnyObjective
+    objective: Objective
     balance: Balance
 
 
@@ -136,7 +135,7 @@ class CheckedModel:
         parts_differ: the largest difference of logits or gradients from those of whole rows; None: rows are whole.
     """
 
-    objective: AnyObjective
+    objective: Objective
     data: TokenisedData
     padded: str | None
     packing: PackingCheck | None
@@ -192,7 +191,7 @@ class PreparedRun:
         return self.sharded.inner
 
     @property
-    def objective(self) -> AnyObjective:
+    def objective(self) -> Objective:
         return self.checked.objective
 
     @property
@@ -210,7 +209,7 @@ class PreparedRun:
     @property
     def teacher(self) -> nn.Module | None:
         """The model that is learned from, if any."""
-        return self.objective.teacher.model if isinstance(self.objective, Distillation) else None
+        return None if self.objective.teacher is None else self.objective.teacher.model
 
     @property
     def teacher_fingerprint(self) -> str | None:

@@ -12,7 +12,6 @@ from toolkit import ranks
 from toolkit.data.build import TokenisedData
 from toolkit.data.samples import TextSamples
 from toolkit.model.attention import settle_attention
-from toolkit.objectives.distillation import Distillation
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.teacher import load_teacher, shard_teacher
 from toolkit.recipe.recipe import Recipe
@@ -47,7 +46,7 @@ def check_teacher(
 ) -> None:
     """Raises BadInputError on every rank where rows that share a sample see each other in the teacher."""
     train, size = data.train, micro_batch_size
-    if not isinstance(objective, Distillation) or not isinstance(train, TextSamples) or not train.packed:
+    if objective.teacher is None or not isinstance(train, TextSamples) or not train.packed:
         return
     model, causal = objective.teacher.model, objective.teacher.causal
     ranks.on_every_rank(

@@ -22,7 +22,7 @@ from toolkit.data.ahead import ahead, with_next
 from toolkit.data.samples import Batch
 from toolkit.errors import TrainingError
 from toolkit.objectives.balance import Balance
-from toolkit.objectives.objective import Objective, OverWindow
+from toolkit.objectives.objective import Objective
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.by_block import ByBlock
 from toolkit.sharding.offload import engine_of
@@ -235,8 +235,8 @@ class Trainer:
             self.balance.begin(num_tokens, self.accelerator.num_processes * scale)
 
     def _over_window(self, batches: Iterable[Any]) -> Batch:
-        """What the losses of all these micro-batches, on all ranks, share, if anything; see `OverWindow`."""
-        if not isinstance(self.objective, OverWindow):
+        """What the losses of all these micro-batches, on all ranks, share, if anything; see `Objective.window_sums`."""
+        if not self.objective.needs_whole_steps:
             return {}
         sums = [self.objective.window_sums(self.model, batch) for batch in batches]
         return {"window": self.accelerator.reduce(torch.stack(sums).sum(dim=0), "sum")}

@@ -20,6 +20,7 @@ from toolkit.model.load import load
 from toolkit.model.routers import find_routers
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.plain_losses import PLAIN_LOSSES, PlainLoss
 from toolkit.objectives.teacher import load_teacher
 from toolkit.optim.build import matrices
 from toolkit.optim.schedule import learning_rate_factor
@@ -30,7 +31,6 @@ from toolkit.run.rows import build_windows, fitting, may_pad, require_room, with
 from toolkit.sharding.shards import local_tensor
 from toolkit.verify.launch import Launch
 from toolkit.verify.packing import packing_row
-from toolkit.verify.plain_losses import PlainLoss, plain_loss
 from toolkit.verify.plain_model import plain_model
 from toolkit.verify.plain_routers import PlainRouters
 from toolkit.verify.results import Outcome, PlainRun, Row
@@ -60,7 +60,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     factor = learning_rate_factor(recipe.schedule, num_steps)
     rates = [recipe.optimizer.learning_rate * factor(step) for step in range(min(steps, num_steps))]
     routers = PlainRouters(model, recipe, groups) if find_routers(model) else None
-    plain = plain_loop(model, recipe, plain_loss(recipe, device), windows, rates, packing, routers)
+    plain = plain_loop(model, recipe, PLAIN_LOSSES[kind](recipe, device), windows, rates, packing, routers)
     del model
     torch.cuda.empty_cache()
     return replace(plain, padded=padded)

@@ -67,5 +67,4 @@ CAUSAL_LM = ObjectiveSpec(
         _PRETRAIN,
     ),
     may_pad=True,
-    verifiable=True,
 )

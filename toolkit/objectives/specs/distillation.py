@@ -42,5 +42,4 @@ DISTILLATION = _Distillation(
     settings=("teacher", "teacher_revision", "divergence", "beta", "temperature", "kd_ratio"),
     may_pad=True,
     has_teacher=True,
-    verifiable=True,
 )

@@ -29,5 +29,4 @@ SEQ2SEQ = ObjectiveSpec(
     ),
     encoder_decoder=True,
     padded=True,
-    verifiable=True,
 )

@@ -38,10 +38,7 @@ class ObjectiveSpec:
         encoder_decoder: whether a sample is a source and a target, read by an encoder and written by a decoder.
         padded: whether rows are always padded, one to a sample, with the tokenizer's own special tokens.
         may_pad: whether rows may be padded instead of packed if nobody asked for either.
-        learns_whole_steps: whether its loss needs sums over a whole optimizer step.
         has_teacher: whether a second, frozen model is loaded.
-        by_document: whether its loss needs a number of each completion.
-        verifiable: whether `toolkit verify` has a plain loss for it.
     """
 
     kind: str
@@ -62,7 +59,6 @@ class ObjectiveSpec:
     padded: bool = False
     may_pad: bool = False
     has_teacher: bool = False
-    verifiable: bool = False
 
     @property
     def predicts_next_tokens(self) -> bool:

@@ -151,7 +151,8 @@ class Prober:
         """One micro-batch of so many samples."""
         run = _Run(self._parts, self._dtype, self._output_dtype)
         if self.teacher_head is not None:
-            self._objective.teacher.gathering = functools.partial(run.gathered, self.teacher_head)  # type: ignore[attr-defined]
+            assert self._objective.teacher is not None
+            self._objective.teacher.gathering = functools.partial(run.gathered, self.teacher_head)
         with ExitStack() as stack:
             stack.enter_context(self._mode)
             # The process is on a CPU; what is counted is a GPU's.

@@ -1,8 +1,9 @@
-"""The losses of the plain side, written out over whole logits."""
+"""The losses of `toolkit verify`'s plain side, written out over whole logits; they share no code with the others."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -110,17 +111,21 @@ class PlainSeq2Seq:
         return total
 
 
-def plain_loss(recipe: Recipe, device: torch.device) -> PlainLoss:
-    """Of the recipe's objective; a teacher is loaded by transformers, and computes in float32."""
+PLAIN_LOSSES: dict[str, Callable[[Recipe, torch.device], PlainLoss]] = {
+    "causal_lm": lambda recipe, device: PlainCausal(),
+    "seq2seq": lambda recipe, device: PlainSeq2Seq(),
+    "distillation": lambda recipe, device: PlainDistillation(_plain_teacher(recipe, device), recipe.objective),
+}
+"""By `objective.kind`, of the objectives that can be verified."""
+
+
+def _plain_teacher(recipe: Recipe, device: torch.device) -> nn.Module:
+    """The teacher as transformers loads it, in float32."""
     section = recipe.objective
-    if section.kind == "seq2seq":
-        return PlainSeq2Seq()
-    if section.kind == "causal_lm":
-        return PlainCausal()
     settings: dict[str, Any] = {"dtype": getattr(torch, recipe.model.dtype)}
     if recipe.model.attention != "auto":
         settings["attn_implementation"] = recipe.model.attention
     teacher: nn.Module = AutoModelForCausalLM.from_pretrained(
         section.teacher, revision=section.teacher_revision, use_safetensors=True, **settings
     )
-    return PlainDistillation(teacher.float().to(device).eval(), section)
+    return teacher.float().to(device).eval()

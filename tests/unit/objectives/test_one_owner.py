@@ -1,0 +1,83 @@
+"""Only toolkit/objectives knows which objectives there are; the other rooms ask the one that they are given."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from toolkit.objectives.build import CLASSES
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.rows_alone import RowsAlone
+from toolkit.objectives.specs.registry import SPECS
+
+PACKAGE = Path(__file__).parents[3] / "toolkit"
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] != "objectives"]
+NAMES = {found.__name__ for found in (*CLASSES.values(), Objective, RowsAlone)}
+
+
+def branches(source: str) -> Iterator[int]:
+    """Lines that compare an objective's kind, choose by it, or ask for the class of an objective or of its section."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if (any(_is_kind(side) for side in sides) and not _asks_for_the_default(sides)) or _is_kind_in_words(sides):
+                yield node.lineno
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            if {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)} & {
+                *NAMES,
+                "ObjectiveSection",
+            }:
+                yield node.lineno
+        elif isinstance(node, ast.Dict) and any(_is_word(key, "seq2seq", "token_classification") for key in node.keys):
+            yield node.lineno
+        elif isinstance(node, ast.match_case | ast.Match) and any(map(_is_kind, ast.walk(node))):
+            yield node.lineno if isinstance(node, ast.Match) else node.pattern.lineno
+
+
+def _is_kind(node: ast.AST) -> bool:
+    """Whether it is `objective.kind`, of whatever the objective is a part."""
+    if not isinstance(node, ast.Attribute) or node.attr != "kind":
+        return False
+    owner = node.value
+    return (owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")) in ("objective", "spec")
+
+
+def _is_kind_in_words(sides: list[ast.expr]) -> bool:
+    """Whether something called `objective` or `kind` is compared with the name of an objective."""
+    names = {side.attr if isinstance(side, ast.Attribute) else getattr(side, "id", "") for side in sides}
+    words = [word for side in sides for word in ast.walk(side)]
+    return bool(names & {"objective", "kind"}) and any(_is_word(word, *SPECS) for word in words)
+
+
+def _asks_for_the_default(sides: list[ast.expr]) -> bool:
+    return any("ObjectiveSection()" in ast.unparse(side) for side in sides)
+
+
+def _is_word(node: ast.AST | None, *words: str) -> bool:
+    return isinstance(node, ast.Constant) and node.value in words
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_room_branches_on_the_objective(path: Path) -> None:
+    assert list(branches(path.read_text())) == []
+
+
+def test_a_branch_is_found() -> None:
+    source = """
+if recipe.objective.kind == "reward": pass
+if objective.kind in PADDED: pass
+if self.objective == "kto": pass
+if isinstance(run.objective, Seq2Seq | Kto): pass
+if isinstance(section, ObjectiveSection): pass
+found = {"seq2seq": 1}.get(kind)
+if recipe.adapter.kind == "none" and recipe.objective.spec.padded: pass
+"""
+    assert list(branches(source)) == [2, 3, 4, 5, 6, 7]
+
+
+def test_every_objective_has_a_description_and_a_class() -> None:
+    assert list(CLASSES) == list(SPECS)
+    assert all(kind == spec.kind for kind, spec in SPECS.items())
