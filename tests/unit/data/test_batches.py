@@ -1,0 +1,70 @@
+"""toolkit.objectives.specs.batches lists the tensors that the data's batches have, and planning plans with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from toolkit.data import build, tokenizer
+from toolkit.data.samples import Batch
+from toolkit.objectives.specs.registry import SPECS
+from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.schema import DataSection
+
+WORDS = ["one two three four five six", "seven eight", "nine ten one"]
+
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "causal_lm": [{"text": words} for words in WORDS],
+    "distillation": [{"text": words} for words in WORDS],
+    "seq2seq": [{"source": words, "target": words.split()[0]} for words in WORDS],
+    "sequence_classification": [{"text": words, "label": words[0]} for words in WORDS],
+    "token_classification": [{"tokens": words.split(), "tags": list(words.split())} for words in WORDS],
+    "preference": [{"prompt": words, "chosen": " good", "rejected": " not so good"} for words in WORDS],
+    "reward": [{"prompt": words, "chosen": " good", "rejected": " not so good"} for words in WORDS],
+    "kto": [{"prompt": words, "completion": " good", "label": i > 0} for i, words in enumerate(WORDS)],
+}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    folder = tmp_path_factory.mktemp("words")
+    (folder / "rows.txt").write_text("\n".join(WORDS * 3))
+    data = DataSection(train=[{"path": str(folder / "rows.txt")}], max_length=32, cache_dir=str(folder))  # type: ignore[list-item]
+    return PreTrainedTokenizerFast.from_pretrained(tokenizer.train(data, 300))
+
+
+def sizes_of(kind: str, batch: Batch) -> dict[str, int]:
+    """The size of each letter of the spec in a batch; asserts that names, types and shapes are those of the spec."""
+    spec, dims = SPECS[kind].batch, {}
+    assert {name for name, field in spec.items() if not field.optional} <= set(batch) <= set(spec)
+    for name, tensor in batch.items():
+        field = spec[name]
+        assert tensor.dtype == getattr(torch, field.dtype), name
+        assert tensor.dim() == len(field.shape), name
+        for letter, size in zip(field.shape, tensor.shape, strict=True):
+            assert size == (int(letter) if letter.isdigit() else dims.setdefault(letter, size)), name
+    return dims
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_the_batches_of_the_data_are_those_of_the_spec(tmp_path: Path, words: Any, kind: str) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[kind]))
+    section = ObjectiveSection(kind=kind, teacher="-" if kind == "distillation" else None)
+    target = {"max_target_length": 16} if kind == "seq2seq" else {}
+    padded = {} if SPECS[kind].padded else {"packing": False}
+    data = DataSection(
+        train=[{"path": str(tmp_path / "rows.jsonl")}],  # type: ignore[list-item]
+        max_length=48,
+        cache_dir=str(tmp_path),
+        **target,
+        **padded,
+    )
+    samples = build.build(data, words, 0, section).train
+    found = sizes_of(kind, samples.batch([0, 1]))
+    assert found["B"] == 2
+    assert found.get("R", 2) == 2  # a row to a sample, as nothing is packed
