@@ -49,6 +49,7 @@ class Product:
 
     unit = "pairs"
     figures = ("margin",)
+    needs_whole_steps = False
 
     def count_targets(self, batch: dict[str, torch.Tensor]) -> int:
         return 1

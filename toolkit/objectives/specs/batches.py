@@ -1,7 +1,7 @@
-"""What a micro-batch holds, by kind of row: the one list of names, shapes and types.
+"""What a micro-batch holds: names, shapes and types of its tensors. Each objective has a list in its own file.
 
-`toolkit.data.samples` makes these tensors and `toolkit.planning.workload` plans with empty ones; a test holds both
-to this file.
+`toolkit.data.samples` makes these tensors and `toolkit.planning.workload` plans with empty ones; a test holds the data
+to the lists.
 
 Dimensions: B samples, T tokens of a sample, U tokens of a target, R rows (pairs, or judged completions) in all samples.
 """
@@ -54,33 +54,9 @@ PAIRS: BatchSpec = {
     "reference": Field("R2", "float32"),  # log-probabilities of both completions by the reference; NaN: not known
 }
 
-SCORED_PAIRS: BatchSpec = {
-    **PAIRS,
-    "margin": Field("R", "float32"),  # by how much the chosen completion is better
-}
-
-JUDGED: BatchSpec = {
-    **COMPLETIONS,
-    **{f"{KL_PREFIX}{name}": field for name, field in COMPLETIONS.items()},  # of prompts with other completions
-    "reference": Field("R2", "float32"),  # of a prompt with its own and with the other completion
-    "good": Field("R", "bool"),  # the judgements
-}
-
 PADDED_TEXT: BatchSpec = {
     "input_ids": Field("BT"),
     "attention_mask": Field("BT"),  # 0 for padding
     "token_type_ids": Field("BT", optional=True),  # 1 for the second text of a pair; left out if all are 0
     "lengths": Field("B"),
-}
-
-LABELLED: BatchSpec = {**PADDED_TEXT, "labels": Field("B")}  # the class of each row
-
-TAGGED: BatchSpec = {**PADDED_TEXT, "labels": Field("BT")}  # the tag at the first token of each word, else -100
-
-SOURCE_AND_TARGET: BatchSpec = {
-    "input_ids": Field("BT"),
-    "attention_mask": Field("BT"),
-    "labels": Field("BU"),  # the target; -100 for padding
-    "lengths": Field("B"),
-    "target_lengths": Field("B"),
 }

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from toolkit.objectives.specs.batches import JUDGED
+from toolkit.objectives.specs.batches import COMPLETIONS, KL_PREFIX, BatchSpec, Field
 from toolkit.objectives.specs.method import ANY_SIZE, Method, Rate
 from toolkit.objectives.specs.spec import ObjectiveSpec
+
+BATCH: BatchSpec = {
+    **COMPLETIONS,
+    **{f"{KL_PREFIX}{name}": field for name, field in COMPLETIONS.items()},  # of prompts with other completions
+    "reference": Field("R2", "float32"),  # of a prompt with its own and with the other completion
+    "good": Field("R", "bool"),  # the judgements
+}
 
 LAYOUTS = (
     "judged messages",
@@ -18,7 +25,7 @@ KTO = ObjectiveSpec(
     about="learn from completions that are judged true or false one by one",
     layouts=LAYOUTS,
     row_form="judged",
-    batch=JUDGED,
+    batch=BATCH,
     settings=("beta", "desirable_weight", "undesirable_weight"),
     methods=(
         Method(

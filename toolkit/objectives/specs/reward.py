@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from toolkit.objectives.specs.batches import SCORED_PAIRS
+from toolkit.objectives.specs.batches import PAIRS, BatchSpec, Field
 from toolkit.objectives.specs.method import ANY_SIZE, Method, Rate
 from toolkit.objectives.specs.spec import ObjectiveSpec
+
+BATCH: BatchSpec = {
+    **PAIRS,
+    "margin": Field("R", "float32"),  # by how much the chosen completion is better
+}
 
 LAYOUTS = ("chosen and rejected",)
 
@@ -13,7 +18,7 @@ REWARD = ObjectiveSpec(
     about="score chosen completions above rejected ones (Bradley-Terry)",
     layouts=LAYOUTS,
     row_form="pairs",
-    batch=SCORED_PAIRS,
+    batch=BATCH,
     pipeline_task="text-classification",
     settings=("center_rewards_coefficient",),
     auto_class="AutoModelForSequenceClassification",

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from toolkit.objectives.specs.batches import SOURCE_AND_TARGET
+from toolkit.objectives.specs.batches import BatchSpec, Field
 from toolkit.objectives.specs.method import ANY_SIZE, Method, Rate
 from toolkit.objectives.specs.spec import ObjectiveSpec
+
+BATCH: BatchSpec = {
+    "input_ids": Field("BT"),
+    "attention_mask": Field("BT"),
+    "labels": Field("BU"),  # the target; -100 for padding
+    "lengths": Field("B"),
+    "target_lengths": Field("B"),
+}
 
 LAYOUTS = ("source and target",)
 
@@ -13,7 +21,7 @@ SEQ2SEQ = ObjectiveSpec(
     about="cross-entropy of a target given its source, in an encoder-decoder",
     layouts=LAYOUTS,
     row_form="source and target",
-    batch=SOURCE_AND_TARGET,
+    batch=BATCH,
     auto_class="AutoModelForSeq2SeqLM",
     peft_task="SEQ_2_SEQ_LM",
     methods=(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from toolkit.objectives.specs.batches import LABELLED
+from toolkit.objectives.specs.batches import PADDED_TEXT, BatchSpec, Field
 from toolkit.objectives.specs.method import ANY_SIZE, Method, Rate
 from toolkit.objectives.specs.spec import ObjectiveSpec
+
+BATCH: BatchSpec = {**PADDED_TEXT, "labels": Field("B")}  # the class of each row
 
 LAYOUTS = ("text and label",)
 
@@ -18,7 +20,7 @@ SEQUENCE_CLASSIFICATION = ObjectiveSpec(
     about="cross-entropy of a text's class",
     layouts=LAYOUTS,
     row_form="labelled",
-    batch=LABELLED,
+    batch=BATCH,
     pipeline_task="text-classification",
     settings=("labels", "class_weights"),
     auto_class="AutoModelForSequenceClassification",

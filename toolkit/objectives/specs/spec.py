@@ -11,10 +11,6 @@ from toolkit.objectives.specs.method import Method
 if TYPE_CHECKING:
     from toolkit.objectives.specs.section import ObjectiveSection
 
-AutoClass = Literal["AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"]
-
-RowForm = Literal["text", "pairs", "judged", "labelled", "tagged", "source and target"]
-
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
@@ -24,7 +20,7 @@ class ObjectiveSpec:
         kind: `objective.kind` of a recipe.
         about: what it minimises, as the recipe's documentation says it.
         layouts: column layouts of rows that it learns from, in the order in which they are looked for.
-        row_form: how these rows become samples and batches, see `toolkit.data.row_forms`.
+        row_form: how these rows become samples and batches, see `toolkit.data.build`.
         batch: the tensors of a micro-batch.
         pipeline_task: the hub's name of what its models do, for the model card.
         settings: fields of `ObjectiveSection` that have an effect.
@@ -44,11 +40,11 @@ class ObjectiveSpec:
     kind: str
     about: str
     layouts: tuple[str, ...]
-    row_form: RowForm
+    row_form: str
     batch: BatchSpec
     pipeline_task: str = "text-generation"
     settings: tuple[str, ...] = ()
-    auto_class: AutoClass | None = None
+    auto_class: str | None = None
     peft_task: str = "CAUSAL_LM"
     head_names: tuple[str, ...] = ()
     methods: tuple[Method, ...] = ()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from toolkit.objectives.specs.batches import TAGGED
+from toolkit.objectives.specs.batches import PADDED_TEXT, BatchSpec, Field
 from toolkit.objectives.specs.method import Method
 from toolkit.objectives.specs.sequence_classification import CLASSIFIER_RATES
 from toolkit.objectives.specs.spec import ObjectiveSpec
+
+BATCH: BatchSpec = {**PADDED_TEXT, "labels": Field("BT")}  # the tag at the first token of each word, else -100
 
 LAYOUTS = ("tokens and tags",)
 
@@ -14,7 +16,7 @@ TOKEN_CLASSIFICATION = ObjectiveSpec(
     about="cross-entropy of each word's tag, for example of named entities",
     layouts=LAYOUTS,
     row_form="tagged",
-    batch=TAGGED,
+    batch=BATCH,
     pipeline_task="token-classification",
     settings=("labels", "class_weights"),
     auto_class="AutoModelForTokenClassification",
