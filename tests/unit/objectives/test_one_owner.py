@@ -16,6 +16,8 @@ from toolkit.objectives.specs.registry import SPECS
 PACKAGE = Path(__file__).parents[3] / "toolkit"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] != "objectives"]
 NAMES = {found.__name__ for found in (*CLASSES.values(), Objective, RowsAlone)}
+UNMISTAKABLE = ("causal_lm", "sequence_classification", "token_classification", "preference", "kto")
+"""Names of objectives that are no names of anything else, such as a feature in the table of combinations."""
 
 
 def branches(source: str) -> Iterator[int]:
@@ -31,7 +33,7 @@ def branches(source: str) -> Iterator[int]:
                 "ObjectiveSection",
             }:
                 yield node.lineno
-        elif isinstance(node, ast.Dict) and any(_is_word(key, "seq2seq", "token_classification") for key in node.keys):
+        elif isinstance(node, ast.Dict) and any(_is_word(key, *UNMISTAKABLE) for key in node.keys):
             yield node.lineno
         elif isinstance(node, ast.match_case | ast.Match) and any(map(_is_kind, ast.walk(node))):
             yield node.lineno if isinstance(node, ast.Match) else node.pattern.lineno
@@ -72,7 +74,7 @@ if objective.kind in PADDED: pass
 if self.objective == "kto": pass
 if isinstance(run.objective, Seq2Seq | Kto): pass
 if isinstance(section, ObjectiveSection): pass
-found = {"seq2seq": 1}.get(kind)
+found = {"seq2seq": 1, "kto": 2}.get(kind)
 if recipe.adapter.kind == "none" and recipe.objective.spec.padded: pass
 """
     assert list(branches(source)) == [2, 3, 4, 5, 6, 7]
