@@ -77,9 +77,19 @@ OF_KIND: dict[str, dict[str, Any]] = {
         "laurel_rank": 4,
     },
     "gemma4_text": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
+    "funnel": {
+        "block_sizes": [1, 1],
+        "num_decoder_layers": 1,
+        "d_model": 16,
+        "n_head": 2,
+        "d_head": 8,
+        "d_inner": 24,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": _MAMBA,
+    "layoutlmv3": {"coordinate_size": 2, "shape_size": 4, "visual_embed": False},
+    "lilt": {"hidden_size": 24},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1, "state_size": 16},
     "mimo_v2_flash": {"num_attention_heads": 4},
@@ -112,6 +122,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
 
 _UNSET = {
     "falcon": {"head_dim"},
+    "funnel": {"num_hidden_layers", "hidden_size", "num_attention_heads"},
     "prophetnet": {"num_hidden_layers"},
     "xlnet": {"max_position_embeddings"},
     "xlstm": {"qk_head_dim", "v_head_dim"},

@@ -281,8 +281,10 @@ def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: SpecialT
     config.problem_type = "single_label_classification" if len(names) > 1 else "regression"
     # Decoders look for the last token that is no padding, which has to be what rows are padded with. Encoders are told
     # by a mask, and RoBERTa's family counts positions from its own.
-    if config.pad_token_id is None or (not config.is_encoder_decoder and getattr(config, "is_decoder", True)):
-        config.pad_token_id = pad_id(tokenizer)
+    text = config.get_text_config()
+    is_unset = getattr(text, "pad_token_id", None) is None
+    if is_unset or (not config.is_encoder_decoder and getattr(config, "is_decoder", True)):
+        text.pad_token_id = pad_id(tokenizer)
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -364,7 +366,7 @@ def _make_rows(model: PreTrainedModel, rows: int, mean_resizing: bool) -> None:
 
     Reference: Hewitt, "Initializing new word embeddings for pretrained language models", 2021.
     """
-    if rows > model.get_input_embeddings().weight.shape[0]:
+    if rows and rows > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=mean_resizing)
 
 

@@ -89,7 +89,9 @@ def materialize(model: nn.Module, weights: Weights, keep_master: KeepsMasters | 
     persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in persistent:
-            state[name] = weights.read(name, buffer, all_rows(buffer)).to(buffer)
+            value = weights.read(name, buffer, all_rows(buffer))
+            # A buffer that was made like a parameter is on the meta device, too.
+            state[name] = value.to(buffer.dtype) if buffer.is_meta else value.to(buffer)
     model.load_state_dict(state, strict=False, assign=True)
     del model.materialize_weights
 

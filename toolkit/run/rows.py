@@ -79,7 +79,10 @@ def last_position(recipe: Recipe, data: TokenisedData, num_steps: int, size: int
 def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:
     """Raises BadInputError if samples do not fit the model's positions or its vocabulary."""
     require_positions(model, recipe.data)
-    rows = int(model.get_input_embeddings().weight.shape[0])
+    try:
+        rows = int(model.get_input_embeddings().weight.shape[0])
+    except (NotImplementedError, AttributeError):
+        return  # no table of words: CANINE hashes any character into buckets, Perceiver's inputs are latents
     # By the largest number, too: a vocabulary may leave some out.
     needed = max(len(tokens), 1 + max(tokens.get_vocab().values(), default=0))
     if needed > rows:
