@@ -11,10 +11,11 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+from toolkit.model.on_meta import build_on_meta
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 """Tensors of a block are converted together: one name in memory may stand for several in the files, or the reverse."""
@@ -32,8 +33,7 @@ class FileNames:
     """
 
     def __init__(self, model: PreTrainedModel, stored: Set[str] | None) -> None:
-        with init_empty_weights():
-            self._model: Any = type(model)._from_config(model.config)
+        self._model: Any = build_on_meta(lambda: type(model)._from_config(model.config))
         self._model.tie_weights()
         # Of tied weights the name that transformers keeps.
         self._tied: dict[str, str] = dict(getattr(self._model, "all_tied_weights_keys", None) or {})

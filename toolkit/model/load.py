@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import (
@@ -35,6 +34,7 @@ from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
 from toolkit.model.limits import within_limits
+from toolkit.model.on_meta import build_on_meta
 from toolkit.model.parts import WHOLE, freeze_untrained, writer_class
 from toolkit.model.quantised import QuantisedWeights
 from toolkit.model.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
@@ -222,10 +222,15 @@ def _without_weights(
     auto: Any, config: PretrainedConfig, settings: dict[str, Any], rows: int, field: str
 ) -> PreTrainedModel:
     """The model on the meta device. `field`: of the recipe, for errors."""
-    # Computed buffers, such as rotary frequencies, are in no file: they need their values now.
-    with within_limits(config, field, _where(field)), init_empty_weights(include_buffers=False):
+
+    def build() -> PreTrainedModel:
         built = _of_kind(auto, copy.deepcopy(config), settings, field)  # resizing changes the configuration
         _make_rows(built, rows, mean_resizing=False)
+        return built
+
+    # Computed buffers, such as rotary frequencies, are in no file: they need their values now.
+    with within_limits(config, field, _where(field)):
+        built = build_on_meta(build)
     # `init_empty_weights` puts a new parameter in each place, which parts those that were tied.
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
