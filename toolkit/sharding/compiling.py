@@ -65,15 +65,24 @@ def _compiled(forward: Callable[..., Any], compilation: Compilation) -> Callable
     from torch._dynamo.exc import TorchDynamoException  # seconds to import, for nothing where nothing is compiled
 
     compiled = torch.compile(forward, backend=compilation.backend)
+    has_run = False
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if compilation.problem is None:
-            try:
-                return compiled(*args, **kwargs)
-            except TorchDynamoException as error:  # raised while compiling, before anything is computed
-                compilation.problem = " ".join(str(error).split("\n")[:2])  # what failed, and how
-                warnings.warn(f"training.compile: {compilation.describe()}; the run goes on", stacklevel=2)
-        return forward(*args, **kwargs)
+        nonlocal has_run
+        if compilation.problem is not None:
+            return forward(*args, **kwargs)
+        try:
+            found = compiled(*args, **kwargs)
+        except Exception as error:
+            # Raised while compiling, or by a graph that assumes strides that tensors do not have. Once a graph has
+            # run, an error is one of its inputs.
+            if has_run and not isinstance(error, TorchDynamoException):
+                raise
+            found = forward(*args, **kwargs)  # which raises itself what is no fault of the compiler
+            compilation.problem = " ".join(str(error).split("\n")[:2])  # what failed, and how
+            warnings.warn(f"training.compile: {compilation.describe()}; the run goes on", stacklevel=2)
+        has_run = True
+        return found
 
     return run

@@ -117,6 +117,34 @@ def test_inductor() -> None:
     assert compilation.describe() == "each block compiled (inductor)"
 
 
+def assumes_strides(graph: Any, _inputs: Any) -> Any:
+    """A backend whose graphs fail when they run, as with Qwen3-Next's."""
+
+    def run(*_args: Any) -> Any:
+        raise RuntimeError("view size is not compatible with input tensor's size and stride")
+
+    return run
+
+
+def test_a_graph_that_fails_at_its_first_run_is_left_for_eager_by_name() -> None:
+    model = Stack()
+    compilation = Compilation(assumes_strides)  # type: ignore[arg-type]
+    compile_blocks(model, plan_units(model), compilation)
+    inputs = torch.linspace(-1, 1, 24).view(3, 8)
+    with pytest.warns(UserWarning, match=r"training\.compile: eager: .*view size is not compatible.*the run goes on"):
+        torch.testing.assert_close(model(inputs), Stack()(inputs))
+    assert str(compilation.problem).startswith("view size is not compatible")
+
+
+def test_an_error_of_the_inputs_is_raised_and_nothing_is_blamed() -> None:
+    model = Stack()
+    compilation = Compilation("eager")
+    compile_blocks(model, plan_units(model), compilation)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.zeros(3, 5))
+    assert compilation.problem is None
+
+
 def fails(*_: Any) -> Any:
     raise NotImplementedError("no such kernel")
 
