@@ -1,0 +1,256 @@
+"""Runs every type with every feature, and says what came out beside transformers' own model on each row alone.
+
+PYTHONPATH=.:tests python -m zoo.grid FEATURE [KIND ...]    writes results.json anew as it goes
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.ranks import run_on_ranks
+from torch import nn
+
+from zoo.kinds import LENGTHS, MAX_LENGTH, Rows, kinds_of, rows_of, save_tiny, write_rows
+from zoo.reference import loaded, trained
+
+RESULTS = Path(__file__).parent / "results.json"
+STEPS, SAMPLES = 3, 4
+SETTINGS = {"learning_rate": 10.0, "beta1": 0.0, "beta2": 0.0, "eps": 100.0}
+"""Of AdamW: an update is 0.1 times the gradient within 1 %, so that weights tell gradients of any size."""
+
+TOLERANCE = 2e-3
+"""Largest difference of a loss, as a share of it, and of a tensor's change, as a share of its largest one."""
+
+SMALL = 1e-3
+"""Of the largest change of any tensor: smaller ones count as that large."""
+
+SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a recipe asks for.
+
+    Attributes:
+        objective: `objective.kind`.
+        num_ranks: it runs on.
+        changes: to the recipe, by section.
+        tolerance: of losses and changes, see `TOLERANCE`.
+        adapted: whether adapters are trained, which are compared with peft's own.
+    """
+
+    objective: str = "causal_lm"
+    num_ranks: int = 1
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tolerance: float = TOLERANCE
+    adapted: bool = False
+
+
+CHECKPOINTED = {"activation_checkpointing": 1}
+LORA = {"kind": "lora", "r": 4}
+FEATURES = {
+    "plain": Feature(),
+    "by_block": Feature(
+        num_ranks=2, changes={"sharding": {"strategy": "zero3", "accumulate": "by_block", **CHECKPOINTED}}
+    ),
+    "shared_rows": Feature(num_ranks=2, changes={"sharding": {"strategy": "zero3", "sequence": 2}}),
+    "experts": Feature(num_ranks=2, changes={"sharding": {"strategy": "zero3", "experts": 2}}),
+    "lora": Feature(changes={"adapter": LORA}, adapted=True),
+    "nf4": Feature(changes={"adapter": {**LORA, "quantize": "nf4"}}, adapted=True),
+    "offload": Feature(changes={"sharding": {"strategy": "zero3", "offload": "optimizer"}}),
+    "checkpointing": Feature(changes={"sharding": {"strategy": "zero3", **CHECKPOINTED}}),
+    "bf16": Feature(changes={"training": {"mixed_precision": "bf16"}}, tolerance=0.2),
+    "compile": Feature(changes={"training": {"compile": True}}),
+    "classification": Feature(objective="sequence_classification"),
+    "tagging": Feature(objective="token_classification"),
+    "seq2seq": Feature(objective="seq2seq"),
+    "preference": Feature(objective="preference"),
+    "reward": Feature(objective="reward"),
+}
+
+
+def recipe_of(feature: Feature, folder: Path) -> dict[str, Any]:
+    """A recipe of three steps: of all rows each if they are packed, otherwise of four."""
+    values: dict[str, Any] = {
+        "model": {"name_or_path": str(folder / "model"), "tokenizer": str(folder / "model/tokenizer")},
+        "data": {
+            "train": str(folder / "rows.jsonl"),
+            "max_length": MAX_LENGTH,
+            "cache_dir": str(folder / "cache"),
+            "shuffle": False,
+            "add_bos": None,
+        },
+        "objective": {"kind": feature.objective, "router_aux_coef": 0.0},
+        "optimizer": {**SETTINGS, "weight_decay": 0.0},
+        "schedule": {"kind": "constant"},
+        "training": {
+            "output_dir": str(folder / "run"),
+            "max_steps": STEPS,
+            "micro_batch_size": 2 if feature.num_ranks == 1 else 1,
+            "max_grad_norm": None,
+            "stall_minutes": None,
+        },
+    }
+    for section, fields in feature.changes.items():
+        values[section] = {**values.get(section, {}), **fields}
+    groups = feature.num_ranks // values.get("sharding", {}).get("sequence", 1)
+    values["training"]["gradient_accumulation_steps"] = SAMPLES // groups // values["training"]["micro_batch_size"]
+    return values
+
+
+def run(values: dict[str, Any]) -> tuple[str, Any]:
+    """On every rank: how a run of the recipe ended, and the records of its steps or what it said."""
+    from toolkit import finetune
+    from toolkit.errors import BadInputError
+    from toolkit.recipe.recipe import Recipe
+
+    warnings.simplefilter("ignore")
+    try:
+        result = finetune(Recipe.from_mapping(values))
+    except BadInputError as error:
+        return "refused", str(error)
+    except Exception as error:  # whatever a user would see as a bare error
+        return "crashed", f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return "ran", [record for record in result.metrics if "learning_rate" in record]
+
+
+def judged(kind: str, feature: Feature, folder: Path) -> str:
+    """`right`, or what else came out of a type with a feature."""
+    try:
+        save_tiny(kind, feature.objective, folder / "model")
+    except Exception as error:  # no small model of this type can be made
+        return f"untried: no tiny model: {type(error).__name__}: {' '.join(str(error).split())}"[:240]
+    write_rows(feature.objective, folder / "rows.jsonl")
+    values = recipe_of(feature, folder)
+    try:
+        status, told = run_on_ranks(run, feature.num_ranks, values, seconds=SECONDS)[0]
+    except AssertionError as error:
+        return f"crashed: {' '.join(str(error).split())[-300:]}"
+    if status != "ran":
+        return f"{status}: {' '.join(told.split())}"[:400]
+    if feature.adapted:
+        first = {**values, "optimizer": {**values["optimizer"], "learning_rate": 1e-30}}
+        first["training"] = {**values["training"], "output_dir": str(folder / "first"), "max_steps": 1}
+        run_on_ranks(run, feature.num_ranks, first, seconds=SECONDS)
+    return str(run_on_ranks(compared, 1, feature, folder, told, seconds=SECONDS)[0])
+
+
+def compared(feature: Feature, folder: Path, records: list[dict[str, Any]]) -> str:
+    """`right`, or what differs from the reference."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    rows = rows_of(feature.objective)
+    windows = windows_of(feature.objective, rows, records)
+    try:
+        if feature.adapted:
+            losses, found, expected, before = adapters_compared(folder, windows, feature)
+        else:
+            model = loaded(feature.objective, folder / "model")
+            before = state_of(model)
+            losses = trained(feature.objective, model, windows, SETTINGS)
+            expected, found = state_of(model), state_of(loaded(feature.objective, folder / "run/export"))
+    except Exception as error:
+        return f"untried: the reference fails: {type(error).__name__}: {' '.join(str(error).split())}"[:240]
+    worst = max(abs(record["loss"] - loss) / max(abs(loss), 1e-6) for record, loss in zip(records, losses, strict=True))
+    if not worst <= feature.tolerance:
+        return f"wrong: losses differ by {worst:.1e} of them"
+    name, difference = largest_difference(found, expected, before)
+    if not difference <= feature.tolerance:
+        return f"wrong: the change of {name} differs by {difference:.1e} of the largest"
+    return "right"
+
+
+def windows_of(objective: str, rows: Rows, records: list[dict[str, Any]]) -> list[Rows]:
+    """The rows of each step: all if they share samples, otherwise four after another."""
+    if objective in ("causal_lm", "preference", "reward"):
+        counts = {"causal_lm": "target_tokens", "preference": "pairs", "reward": "pairs"}
+        all_terms = sum(LENGTHS) - len(LENGTHS) if objective == "causal_lm" else len(rows)
+        if records[0][counts[objective]] == all_terms:
+            return [rows] * STEPS
+    return [[rows[(step * SAMPLES + i) % len(rows)] for i in range(SAMPLES)] for step in range(STEPS)]
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def largest_difference(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
+) -> tuple[str, float]:
+    """The tensor whose change differs most, and by which share of its largest one."""
+    changes = {name: float((expected[name] - before[name]).abs().max()) for name in expected if before[name].numel()}
+    floor = SMALL * max(changes.values())
+    shares = {
+        name: float((found[name] - expected[name]).abs().max()) / max(change, floor, 1e-12)
+        for name, change in changes.items()
+    }
+    name = max(shares, key=lambda name: shares[name] if shares[name] == shares[name] else float("inf"))
+    return name, shares[name]
+
+
+def adapters_compared(
+    folder: Path, windows: list[Rows], feature: Feature
+) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses and tensors of peft's own adapter, begun as ours was; what ours became; and how both began."""
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from safetensors.torch import load_file
+
+    base = loaded(feature.objective, folder / "model")
+    if feature.changes["adapter"].get("quantize") == "nf4":
+        as_dequantised(base, json.loads((folder / "run/export/base.json").read_text())["quantization"])
+    model = PeftModel.from_pretrained(base, folder / "first/export", is_trainable=True)
+    assert any(isinstance(module, BaseTunerLayer) for module in model.modules())
+    ours = {name: load_file(folder / name / "export/adapter_model.safetensors") for name in ("first", "run")}
+    from peft import get_peft_model_state_dict
+
+    before = {name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(model).items()}
+    losses = trained(feature.objective, model, windows, SETTINGS)
+    after = {name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(model).items()}
+    assert before.keys() == ours["run"].keys(), sorted(before.keys() ^ ours["run"].keys())[:3]
+    return losses, ours["run"], after, before
+
+
+@torch.no_grad()
+def as_dequantised(model: nn.Module, how: dict[str, Any]) -> None:
+    """Gives linear layers the weights that bitsandbytes makes of their 4 bits."""
+    from bitsandbytes import functional
+
+    for path, module in model.named_modules():
+        if type(module) is nn.Linear and path not in how["llm_int8_skip_modules"]:
+            packed, state = functional.quantize_4bit(module.weight.contiguous(), blocksize=64, quant_type="nf4")
+            module.weight.copy_(functional.dequantize_4bit(packed, state).view_as(module.weight))
+
+
+def main(name: str, kinds: list[str]) -> None:
+    feature = FEATURES[name]
+    for kind in kinds or kinds_of(feature.objective):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                outcome = judged(kind, feature, Path(folder))
+            except AssertionError as error:
+                outcome = f"untried: the reference fails: {' '.join(str(error).split())[-200:]}"
+            shutil.rmtree(folder, ignore_errors=True)
+            Path(folder).mkdir()
+        print(f"{name} {kind}: {outcome}", flush=True)
+        keep(name, kind, outcome)
+
+
+def keep(feature: str, kind: str, outcome: str) -> None:
+    """Writes an outcome into the table."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results.setdefault(feature, {})[kind] = outcome
+    in_order = {name: dict(sorted(results[name].items())) for name in FEATURES if name in results}
+    RESULTS.write_text(json.dumps(in_order, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

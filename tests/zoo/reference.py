@@ -1,0 +1,107 @@
+"""What transformers' own model learns from each row alone and unpadded: plain loops, without the toolkit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zoo.kinds import AUTO, CLASSES, END, Rows
+
+Loss = Callable[[Any, dict[str, Any]], tuple[torch.Tensor, int]]
+"""Of a row: the summed loss, and its terms."""
+
+
+def causal_lm(model: Any, row: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    ids = torch.tensor([[*row["ids"], END]])
+    logits = model(input_ids=ids, use_cache=False).logits.view(1, ids.shape[1], -1)
+    return F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum"), ids.shape[1] - 1
+
+
+def sequence_classification(model: Any, row: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    logits = model(input_ids=torch.tensor([[*row["ids"], END]])).logits
+    return F.cross_entropy(logits.float(), torch.tensor([row["label"]]), reduction="sum"), 1
+
+
+def token_classification(model: Any, row: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    logits = model(input_ids=torch.tensor([row["ids"]])).logits
+    return F.cross_entropy(logits[0].float(), torch.tensor(row["tags"]), reduction="sum"), len(row["tags"])
+
+
+def seq2seq(model: Any, row: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    labels = torch.tensor([[*row["target"], END]])
+    source = torch.tensor([[*row["ids"], END]])
+    logits = model(input_ids=source, labels=labels, use_cache=False).logits
+    return F.cross_entropy(logits[0].float(), labels[0], reduction="sum"), labels.shape[1]
+
+
+def preference(model: Any, row: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """DPO with beta 0.1; `model.before` is the model before its first step."""
+    sums = []
+    for side in ("chosen", "rejected"):
+        ids = torch.tensor([[*row["prompt"], *row[side], END]])
+        first = len(row["prompt"])
+        of_both = []
+        for one in (model, model.before[0]):
+            logits = one(input_ids=ids, use_cache=False).logits.view(1, ids.shape[1], -1).float().log_softmax(dim=-1)
+            of_both.append(logits[0, :-1].gather(1, ids[0, 1:, None])[first - 1 :].sum())
+        sums.append(of_both[0] - of_both[1].detach())
+    return -F.logsigmoid(0.1 * (sums[0] - sums[1])), 1
+
+
+def reward(model: Any, row: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """Bradley-Terry of the scores that transformers' classifier gives each completion alone."""
+    scores = [
+        model(input_ids=torch.tensor([[*row["prompt"], *row[side], END]])).logits.float().view(())
+        for side in ("chosen", "rejected")
+    ]
+    return -F.logsigmoid(scores[0] - scores[1]), 1
+
+
+LOSSES: dict[str, Loss] = {
+    "causal_lm": causal_lm,
+    "sequence_classification": sequence_classification,
+    "token_classification": token_classification,
+    "seq2seq": seq2seq,
+    "preference": preference,
+    "reward": reward,
+}
+
+
+def loaded(objective: str, folder: Path) -> Any:
+    """A model as transformers loads it in float32, ready to be trained; dropout is 0."""
+    labels: dict[str, Any] = {"num_labels": 1} if objective == "reward" else {}
+    if objective in ("sequence_classification", "token_classification"):
+        labels = {"num_labels": len(CLASSES)}
+    model = AUTO[objective].from_pretrained(folder, dtype=torch.float32, **labels)
+    model.config.get_text_config().use_cache = False  # which Jamba's classifier fills and cannot use
+    return model.train()
+
+
+def trained(objective: str, model: nn.Module, windows: list[Rows], settings: dict[str, float]) -> list[float]:
+    """Trains in place; the loss of each step, a mean over the terms of its rows."""
+    if objective == "preference":
+        model.before = (copy.deepcopy(model).eval(),)  # type: ignore[assignment]  # a tuple is no submodule
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=settings["learning_rate"],
+        betas=(settings["beta1"], settings["beta2"]),
+        eps=settings["eps"],
+        weight_decay=0.0,
+    )
+    losses = []
+    for rows in windows:
+        found = [LOSSES[objective](model, row) for row in rows]
+        count = sum(terms for _, terms in found)
+        loss = torch.stack([loss for loss, _ in found]).sum() / count
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,60 @@
+"""Types of transformers with what we offer: twelve that cover the mechanisms, and the table of all against a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zoo.grid import FEATURES, RESULTS, judged
+from zoo.kinds import kinds_of
+
+QUICK = [
+    ("classification", "fnet"),  # mixes padding into the text
+    ("classification", "xlnet"),  # reads the last position
+    ("classification", "jamba"),  # makes a cache that it cannot use
+    ("classification", "canine"),  # has no table of words
+    ("tagging", "bert"),
+    ("preference", "mamba"),  # takes no positions
+    ("preference", "gpt_oss"),  # takes them, and rows that share a sample see each other
+    ("reward", "bloom"),
+    ("reward", "llama"),
+    ("lora", "mamba"),  # layers that peft forbids
+    ("lora", "jamba"),
+    ("plain", "llama"),
+]
+"""Feature and type."""
+
+RAN: dict[str, dict[str, str]] = json.loads(RESULTS.read_text(encoding="utf-8"))
+PARTS = 12
+"""Of a feature's types, each about ten minutes on two cores."""
+
+
+def outcome(text: str) -> str:
+    """Without figures and words: right, refused, wrong, crashed or untried."""
+    return text.partition(":")[0]
+
+
+@pytest.mark.parametrize(("feature", "kind"), QUICK)
+def test_types_that_cover_the_mechanisms_train_as_each_row_alone(feature: str, kind: str, tmp_path: Path) -> None:
+    assert judged(kind, FEATURES[feature], tmp_path) == "right"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_table_is_what_comes_out(feature: str, part: int, tmp_path: Path) -> None:
+    found = {}
+    for kind in kinds_of(FEATURES[feature].objective)[part::PARTS]:
+        if kind in RAN.get(feature, {}):
+            found[kind] = outcome(judged(kind, FEATURES[feature], tmp_path / kind))
+    assert found == {kind: outcome(RAN[feature][kind]) for kind in found}
+
+
+def test_the_table_names_features_and_types_that_there_are() -> None:
+    assert RAN.keys() <= FEATURES.keys()
+    for feature, outcomes in RAN.items():
+        assert outcomes.keys() <= set(kinds_of(FEATURES[feature].objective))
+        assert {outcome(text) for text in outcomes.values()} <= {"right", "refused", "wrong", "crashed", "untried"}
+        assert all(": " in text for text in outcomes.values() if text != "right"), "has its reason"
