@@ -387,6 +387,20 @@ def test_on_cpu_ranks_offload_is_no_saving() -> None:
     assert offloaded.need > 1.05 * offloaded.peak.total
 
 
+def test_averaged_weights_are_part_of_a_plan() -> None:
+    """4 bytes a parameter, sharded over two ranks: on the device in every moment, and twice in a save of the state."""
+
+    def planned(**training: Any) -> tuple[int, int]:
+        own = recipe(training=training, checkpoint={"every_steps": 1})
+        planner = Planner(own, workload_of(own, "bf16"), hardware_of("h100_sxm"))
+        return planner.peak(_asked()).total, planner.rank_host_bytes(_asked())
+
+    peak, saved = planned()
+    peak_with, saved_with = planned(ema=0.9)
+    assert peak_with - peak == pytest.approx(4 * P / 2, rel=0.1)
+    assert saved_with - saved == pytest.approx(2 * 4 * P / 2, rel=0.01)
+
+
 def test_a_save_is_counted_on_the_host_as_long_as_it_may_last() -> None:
     """Beside the state's copy of 12 bytes a parameter, the file that is written; a file's worth here is all of it."""
 

@@ -154,6 +154,13 @@ def test_a_node_that_cannot_be(strategy: str, node: int, ranks_per_node: int, me
         with_node(MeshShape(1, 16), STRATEGIES[strategy], node, ranks_per_node)
 
 
+def test_a_group_of_backward_lies_inside_a_node() -> None:
+    """Groups of 4 divide 12 ranks, but not the 6 of a node: the second group would span two nodes."""
+    assert with_node(MeshShape(1, 12), STRATEGIES["zero3"], 3, 6) == MeshShape(1, 12, 3)
+    with pytest.raises(BadInputError, match=r"4 is not a group inside the nodes of 6 ranks .* allowed: 2, 3, 6$"):
+        with_node(MeshShape(1, 12), STRATEGIES["zero3"], 4, 6)
+
+
 def test_sizes_come_from_the_accelerate_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")

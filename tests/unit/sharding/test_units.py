@@ -649,6 +649,15 @@ def test_vocabulary_does_not_hide_the_blocks_of_a_small_model() -> None:
     assert sum(unit.num_parameters for unit in plan.blocks) < 0.001 * plan.num_parameters
 
 
+def test_a_second_list_is_blocks_if_it_fills_a_fifth_of_the_model() -> None:
+    """The blocks are of one size: 2 of 8 are a quarter and become units; 2 of 12 are a sixth and stay in the root."""
+    for others, names in ((6, ["extra.0", "extra.1"]), (10, [])):
+        model = stack(others)
+        model.extra = nn.ModuleList([Block(), Block()])
+        found = [unit.name for unit in plan_units(model).blocks]
+        assert found == [f"layers.{number}" for number in range(others)] + names
+
+
 class GradientCheckpointingLayer(Block):
     """Known to transformers' own by its name."""
 
