@@ -161,7 +161,7 @@ def _combined(reason: Reason) -> str:
 def _clause(found: Combination) -> str:
     """Why, as a phrase of its own."""
     if not found.why:
-        return "it would do nothing" if found.is_idle else ""
+        return "it would do nothing" if found.is_idle else "no other than that it is not built"
     clause = re.sub("^(as|which|and|where|under) ", "", found.why)
     return re.sub("^whose ", "its ", clause)
 
