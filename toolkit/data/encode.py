@@ -316,8 +316,9 @@ class Encoder:
                 "so words' tags cannot be given to them; use a model with a fast tokenizer"
             )
         cut = {} if self.truncate_to is None else {"truncation": True, "max_length": self.truncate_to}
+        text = " ".join(example.words)
         encoded = self.tokenizer(
-            " ".join(example.words),
+            text,
             return_offsets_mapping=True,
             return_special_tokens_mask=True,
             return_attention_mask=False,
@@ -329,6 +330,9 @@ class Encoder:
         targets, tags, last = [False] * len(encoded["input_ids"]), [], -1
         for token, (start, end) in enumerate(encoded["offset_mapping"]):
             word = int(np.searchsorted(ends, max(start, end - 1), side="right"))
+            begins = start + len(text[start:end]) - len(text[start:end].lstrip())
+            if begins < end and int(np.searchsorted(ends, begins, side="right")) < word:
+                return _unusable(RowProblem("a token of the tokenizer spans two words, and can carry one tag alone"))
             if word > last and not encoded["special_tokens_mask"][token]:
                 targets[token], last = True, word
                 tags.append(example.tags[word])

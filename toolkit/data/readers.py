@@ -30,6 +30,8 @@ MAX_ROW_BYTES = 64 * 2**20
 MAX_TEXT_BYTES = 256 * 2**20
 """Of a text file, which is one document."""
 
+JOINED_ROWS = "a record of several lines, each with as many fields as the header: a stray quote joins rows"
+
 COLUMNS_LISTED = 10
 """Columns that an error names."""
 
@@ -181,6 +183,10 @@ def _read_csv(shard: Shard) -> Iterator[Row]:
                 lines.give_back()
                 yield RowProblem(f"not CSV: {error}")
                 continue
+            if len(fields) == len(header) and lines.are_rows(len(header), records.dialect.delimiter):
+                yield RowProblem(JOINED_ROWS)
+                lines.give_back()
+                continue
             # Its inner lines are never rows of their own, even where one of them has the right number of fields.
             yield _csv_row(header, fields, lines.number)
 
@@ -224,6 +230,15 @@ class _Lines:
     def number(self) -> int:
         """Lines of the record."""
         return len(self._taken)
+
+    def are_rows(self, num_columns: int, delimiter: str) -> bool:
+        """Whether each line of the record would be a row by itself: a stray quote that a later one closes joins them.
+
+        Of two lines of two columns, the second may be a text with one comma.
+        """
+        if self.number < 2 or num_columns + self.number < 5 or num_columns < 2:
+            return False
+        return all(line.count(delimiter) == num_columns - 1 for line in self._taken)
 
     def begin(self) -> None:
         """Begins a record."""

@@ -524,6 +524,18 @@ KINDS = {
         {"the number of fields differs from the header's, in a record of several lines": ["a.csv:2"]},
         ["a.csv:1", "a.csv:3"],
     ),
+    "csv, two stray quotes that join rows": Kind(
+        "a.csv",
+        content("a.csv", 'text,n\nquestion 1,"1\nquestion 2,2\nquestion 3,3"\nquestion 4,4\n'),
+        {"a record of several lines, each with as many fields as the header: a stray quote joins rows": ["a.csv:1"]},
+        ["a.csv:2", "a.csv:3", "a.csv:4"],
+    ),
+    "csv, texts of several lines": Kind(
+        "a.csv",
+        content("a.csv", 'text,n\nquestion 1,1\n"two lines\nquestion, no",2\n"three\nlines\nquestion, a, b",3\n'),
+        {},
+        ["a.csv:1", "a.csv:2", "a.csv:3"],
+    ),
     "half a line at the end": Kind(
         "a.jsonl",
         content("a.jsonl", as_line({"text": "question 1"}) + b'{"text": "half a li'),

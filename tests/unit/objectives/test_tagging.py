@@ -10,8 +10,8 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from tokenizers import pre_tokenizers
-from transformers import BertTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from toolkit.data import build
 from toolkit.data.samples import IGNORED
@@ -67,6 +67,17 @@ def test_tags_stand_where_transformers_examples_put_them(tokenizer: Any, tmp_pat
         assert batch["labels"][i].tolist() == labels + [IGNORED] * (batch["labels"].shape[1] - length)
         assert batch["attention_mask"][i].sum() == length
     assert data.report.train.labels == {"B-LOC": 2, "B-PER": 5, "I-LOC": 1, "O": 8}
+
+
+def test_a_token_that_spans_two_words_is_no_words(tmp_path: Path) -> None:
+    """Within a word it may hold a space."""
+    made_of = Tokenizer(models.Unigram([("<unk>", 0.0), *((sign, -9.0) for sign in "abcd "), ("a b", -1.0)], 0))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made_of, unk_token="<unk>", pad_token="<unk>")
+    rows = [{"tokens": words, "tags": ["X", "O"]} for words in (["a", "b"], ["a b", "c"], ["d", "c"])]
+    data = made(tmp_path, tokenizer, rows)
+    told = "a token of the tokenizer spans two words, and can carry one tag alone"
+    assert {why: found.rows for why, found in data.report.train.dropped.items()} == {told: ["rows.jsonl:1"]}
+    assert data.report.train.kept == 2
 
 
 def test_rows_that_cannot_be_used_are_told(tmp_path: Path) -> None:
