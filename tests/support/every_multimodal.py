@@ -1,0 +1,164 @@
+"""Every type of transformers that reads images or sound beside text, small: its default configuration, cut down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMultimodalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+from support.tiny import VOCAB_SIZE
+from support.tiny_multimodal import FAMILIES
+from toolkit.data.tokenizer import _train_byte_pairs
+
+SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "depth", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "out_hidden_size", "projection_dim"), 32),
+    **dict.fromkeys(("projector_hidden_size", "cross_attention_hidden_size", "encoder_hidden_size"), 32),
+    **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim", "mm_hidden_size"), 32),
+    **dict.fromkeys(
+        ("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "intermediate_size_mlp"), 48
+    ),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "head_dim", "qk_head_dim"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"), 8),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_global_layers", "bos_token_id"), 1),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("num_kv_shared_layers", "pad_token_id", "eos_token_id"), 0),
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "max_position_embeddings": 128,
+}
+"""Of fields in any of a configuration's parts."""
+
+AXES = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}}
+HALF_AXES = {
+    "text_config": {"rope_parameters": {**AXES["text_config"]["rope_parameters"], "partial_rotary_factor": 1.0}}
+}
+OF_KIND: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_omni_thinker", "paddleocr_vl"), AXES),
+    **dict.fromkeys(("glm46v", "glm4v_moe", "glm_ocr", "glmga"), HALF_AXES),
+    "cohere_compass": {
+        "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
+    },
+    "ernie4_5_vl_moe": AXES,
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "gemma3n": {
+        "text_config": {
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "intermediate_size": [24] * 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "laurel_rank": 4,
+        }
+    },
+    "inkling2": {"vision_config": {"text_hidden_size": 32}},
+    "kimi_k25": {"text_config": {"head_dim": 8}},
+    "mistral_large4": {"text_config": {"kv_source_layers": [0, 1]}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}},
+    "nemo_speechlm": {"head_config": {"audio_hidden_size": 32}},
+    "step3p7": {"text_config": {"sliding_window": 16}},
+}
+"""What else a type needs, beside `tiny_multimodal.FAMILIES`."""
+
+_PICTURE = "transformers wants a picture, sound or another input beside the text"
+_NO_SIZE = "has no small size that the usual names of fields would give"
+UNTRIED = {
+    **dict.fromkeys(("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "pi0"), _PICTURE),
+    **dict.fromkeys(("pix2struct", "pp_formulanet", "udop", "voxtral_realtime"), _PICTURE),
+    **dict.fromkeys(("chameleon", "deepseek_ocr2", "diffusion_gemma", "dots3_note", "emu3", "florence2"), _NO_SIZE),
+    **dict.fromkeys(("ernie4_5_vl_moe", "glm5_next", "granite4_vision", "granite_speech", "hunyuan_vl"), _NO_SIZE),
+    **dict.fromkeys(("granite_speech_plus", "janus", "kyutai_speech_to_text", "muse_spark", "nemo_speechlm"), _NO_SIZE),
+    **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe", "qwen4_exp", "t5gemma2", "vibevoice_asr"), _NO_SIZE),
+    "vision-encoder-decoder": _NO_SIZE,
+    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "its tower is built by timm"),
+    "evolla": "transformers has no class for it here",
+}
+"""By type, why it is not tried here."""
+
+REFUSED: dict[str, str] = {"paligemma": "the logits of a token depend on later tokens"}
+"""By type, a part of what is said."""
+
+
+KNOWN = {
+    "git": "no gradient for",
+    "kosmos-2.5": "is off by",
+    "mistral_large4": "gives other logits",
+    "molmo2": "mm_token_type_ids",
+    "phi4_multimodal": "no gradient for",
+    "shieldgemma2": "do not match its configuration",
+    "unlimited_ocr": "gives other logits",
+}
+"""By type, a part of what is wrong with it: adapters in a tower, dropout that the loop has not, and others."""
+
+
+def multimodal_kinds() -> list[str]:
+    """Names of all types, as far as this version of transformers has them."""
+    names = [*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES]
+    return [kind for kind in dict.fromkeys(names) if kind in CONFIG_MAPPING]
+
+
+def small_config(kind: str) -> PretrainedConfig:
+    """Raises whatever transformers does where a type's fields do not go together at these sizes."""
+    if kind in FAMILIES:
+        return AutoConfig.for_model(kind, **FAMILIES[kind])
+    fields = _joined(_cut(AutoConfig.for_model(kind).to_dict()), OF_KIND.get(kind, {}))
+    fields.pop("model_type")
+    return AutoConfig.for_model(kind, **fields)
+
+
+def _cut(fields: dict[str, Any]) -> dict[str, Any]:
+    left_out = ("id2label", "label2id", "dtype", "transformers_version", "architectures", "per_layer_config")
+    cut = {name: _cut_value(name, value) for name, value in fields.items() if name not in left_out}
+    if isinstance(types := cut.get("layer_types"), list):
+        kinds = list(dict.fromkeys(types))
+        cut["layer_types"] = (kinds * 2)[:2]
+    if isinstance(types := cut.get("mlp_layer_types"), list):
+        cut["mlp_layer_types"] = types[-2:]
+    return cut
+
+
+def _cut_value(name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        if name.endswith("config"):
+            return _cut(value)
+        return {
+            inner: _cut_value(inner, each) if isinstance(each, dict | list) else each for inner, each in value.items()
+        }
+    if name == "mrope_section" and isinstance(value, list):
+        return [4, 2, 2]
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    if name in SIZES:
+        return SIZES[name]
+    if name.endswith(("_token_id", "_token_index", "_token")) and value >= VOCAB_SIZE:
+        return {"image": 5, "video": 6, "audio": 7}.get(name.partition("_")[0], 9)
+    return min(value, VOCAB_SIZE) if "vocab_size" in name else value
+
+
+def _joined(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    inner = {name: _joined(fields.get(name) or {}, value) for name, value in changes.items() if isinstance(value, dict)}
+    return {**fields, **changes, **inner}
+
+
+def save_small(kind: str, folder: Path, texts: list[str]) -> None:
+    """The model as transformers saves it, whose routers choose clearly, and a tokenizer."""
+    torch.manual_seed(0)
+    model = AutoModelForMultimodalLM.from_config(small_config(kind), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and name.endswith(("gate.weight", "router.weight")):
+            nn.init.normal_(parameter)
+        elif parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    _train_byte_pairs(iter(texts), VOCAB_SIZE).save_pretrained(folder)
