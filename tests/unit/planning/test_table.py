@@ -341,7 +341,7 @@ def test_nothing_fits_is_exit_code_1(file: str) -> None:
         (["--gpus-per-node", "-1"], "gpus_per_node: -1"),
         (["model.config.model_type=nonsense"], "nonsense"),
         (["model.config.hidden_size=63"], "model"),
-        (["sharding.strategy=hybrid", "--gpus", "8"], "cannot be divided into groups of 8"),
+        (["sharding.strategy=hybrid", "--gpus", "8"], "do not part 8 ranks into equal groups; set dp_shard_size"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
