@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import re
+from typing import Any
 
 import pytest
 
 from toolkit.errors import BadInputError
+from toolkit.recipe.combinations import COMBINATIONS, Combination
 from toolkit.sharding import versions
 from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.launched import accumulation_plugin, resolve_strategy
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
 from toolkit.sharding.strategy import STRATEGIES, MeshShape, mesh_shape, parse_strategy, with_node
@@ -159,6 +163,34 @@ def test_a_group_of_backward_lies_inside_a_node() -> None:
     assert with_node(MeshShape(1, 12), STRATEGIES["zero3"], 3, 6) == MeshShape(1, 12, 3)
     with pytest.raises(BadInputError, match=r"4 is not a group inside the nodes of 6 ranks .* allowed: 2, 3, 6$"):
         with_node(MeshShape(1, 12), STRATEGIES["zero3"], 4, 6)
+
+
+ASKED_OF_THE_BACKEND: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "zero1, zero2": {"strategy": "zero1"},
+    "hybrid": {"strategy": "hybrid"},
+    "offload": {"offload": "optimizer"},
+    "checkpoints": {"checkpointing": Checkpointing(every=1)},
+    "compile": {"compilation": Compilation()},
+    "experts": {"experts": 2},
+    "hpZ": {"reshard_after_forward": 2},
+    "prefetch": {"prefetch": 2},
+    "own loop": {},
+}
+"""Feature of the table of combinations -> the arguments that ask for it."""
+
+OF_THE_BACKEND = [found for found in COMBINATIONS if set(found.names) <= set(ASKED_OF_THE_BACKEND)]
+
+
+@pytest.mark.parametrize("combination", OF_THE_BACKEND, ids=lambda found: " x ".join(found.names))
+def test_a_loop_of_ones_own_is_refused_what_a_recipe_is(combination: Combination) -> None:
+    asked = {key: value for name in combination.names for key, value in ASKED_OF_THE_BACKEND[name].items()}
+    with pytest.raises(BadInputError, match=re.escape(combination.mend)):
+        sharding_kwargs(**asked)
+
+
+def test_the_backend_is_asked_for_every_pair_of_its_own() -> None:
+    assert len(OF_THE_BACKEND) == 10
 
 
 def test_sizes_come_from_the_accelerate_config(monkeypatch: pytest.MonkeyPatch) -> None:
