@@ -194,6 +194,6 @@ def test_the_run_is_the_plain_loop(ranks: int, folder: Path, plain: dict[str, An
 
 def test_the_recipes_settings_are_the_losses() -> None:
     from toolkit.objectives.preference_losses import LOSSES
-    from toolkit.recipe.schema import PREFERENCE_SETTINGS
+    from toolkit.objectives.specs.preference import SETTINGS_OF_LOSSES
 
-    assert {name: tuple(loss.defaults) for name, loss in LOSSES.items()} == PREFERENCE_SETTINGS
+    assert {name: tuple(loss.defaults) for name, loss in LOSSES.items()} == SETTINGS_OF_LOSSES

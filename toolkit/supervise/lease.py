@@ -134,7 +134,8 @@ def require_place(folder: Path) -> None:
             f"training.output_dir: {str(folder)!r} holds a $, and variables in a recipe are not replaced; write the "
             "path out"
         )
-    if not folder.exists() or any((folder / name).exists() for name in OF_A_RUN):
+    # A link that leads nowhere is there, too: what opens the folder names it.
+    if not folder.exists() or any(os.path.lexists(folder / name) for name in OF_A_RUN):
         return
     others = sorted(p.name for p in folder.iterdir() if p.name[0] != "." and p.suffix not in BESIDE_A_RUN)
     if others := [name for name in others if name != "lost+found"]:
