@@ -120,6 +120,8 @@ def meet() -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=120),
     )
+    # A rank that ends its run at once would take its side down while others still connect.
+    dist.barrier()
 
 
 _meetings: list[int] = []

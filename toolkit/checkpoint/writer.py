@@ -87,6 +87,9 @@ class Checkpointer:
         self._warn = warn
         # A group of its own: the thread's collectives must not mix with those of training, and gloo needs no device.
         self._group = dist.new_group(backend="gloo", timeout=ranks.PATIENCE) if ranks.world_size() > 1 else None
+        if self._group is not None:
+            # A rank that refuses the run next would take its side of the group down while others still connect.
+            dist.barrier(self._group)
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
         self.uploads = Uploads(run, store, settings, warn) if store is not None else None
