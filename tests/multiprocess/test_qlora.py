@@ -165,7 +165,7 @@ def other_runs(folder: Path) -> dict[str, Any]:
 
     saving = {"every_steps": 2, "asynchronous": False}
     run("whole", double)
-    run("stored", {"r": 4}, base="stored")
+    run("stored", {"r": 4}, base="nf4")
     run("merged", double, export={"merge": True, "dtype": "bfloat16"})
     run("cut", double, base="moving", training={"max_steps": 2}, checkpoint=saving)
     if int(os.environ["RANK"]) == 0:
@@ -189,8 +189,8 @@ def others(folder: Path) -> dict[str, Any]:
     )
     AutoModelForCausalLM.from_pretrained(
         folder / "model", dtype=torch.float32, quantization_config=how
-    ).save_pretrained(folder / "stored")
-    tokenizer.save_pretrained(folder / "stored")
+    ).save_pretrained(folder / "nf4")
+    tokenizer.save_pretrained(folder / "nf4")
     shutil.copytree(folder / "model", folder / "moving")
     return run_on_ranks(other_runs, 2, folder)[0]
 
