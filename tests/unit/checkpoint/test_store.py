@@ -178,9 +178,9 @@ def test_what_is_not_there_at_the_end_is_copied_by_the_next_start(
     assert missing == f"the checkpoint of step 2 is not in {store}: rank 0: out of order"
     assert steps(store) == [1]
     told: list[str] = []
-    upload.finish_interrupted(tmp_path, store, CheckpointSection(), told.append)
+    upload.finish_interrupted(tmp_path, store, CheckpointSection(every_steps=1), told.append)
     assert (steps(store), len(told)) == ([1, 2], 1)
-    upload.finish_interrupted(tmp_path, store, CheckpointSection(), pytest.fail)
+    upload.finish_interrupted(tmp_path, store, CheckpointSection(every_steps=1), pytest.fail)
     assert not list(tmp_path.glob(".outgoing/rank_*/*"))
 
 
