@@ -105,18 +105,17 @@ def test_a_product_that_is_not_that_of_the_dequantised_weights_is_refused(monkey
     rows = SimpleNamespace(few=lambda _tokens: {"input_ids": torch.arange(3, 14)[None]})
     monkeypatch.setattr("toolkit.run.quantised_check.TextSamples", SimpleNamespace)
     objective = SimpleNamespace(on_host=lambda batch: batch, logits=lambda model, batch: model(**batch).logits)
-    recipe = SimpleNamespace(model=SimpleNamespace(dtype="float32"))
     accelerator = SimpleNamespace(
         unwrap_model=lambda wrapped: wrapped, mixed_precision="no", device=torch.device("cpu")
     )
     check: Any = check_quantised
     for dtype in (torch.float32, torch.bfloat16):
-        check(accelerator, recipe, model.to(dtype), objective, rows)
+        check(accelerator, "float32", model.to(dtype), objective, rows)
     product = _Product.forward
     wrong = staticmethod(lambda ctx, inputs, *rest: product(ctx, 1.001 * inputs, *rest))
     monkeypatch.setattr(_Product, "forward", wrong)
     with pytest.raises(BadInputError, match=r"LlamaForCausalLM does not compute .*logits differ by .*e-0"):
-        check(accelerator, recipe, model.float(), objective, rows)
+        check(accelerator, "float32", model.float(), objective, rows)
 
 
 @pytest.mark.parametrize(

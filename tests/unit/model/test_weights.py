@@ -27,9 +27,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def loaded(folder: Path, labels: list[str] | None = None, **section: Any) -> Any:
-    model: Any = load(
-        ModelSection(name_or_path=str(folder), **section), AutoTokenizer.from_pretrained(folder), 0, labels
-    )
+    kind = "causal_lm" if labels is None else "sequence_classification"
+    source = ModelSection(name_or_path=str(folder), **section)
+    model: Any = load(source, AutoTokenizer.from_pretrained(folder), 0, labels, objective=kind)
     model.materialize_weights()
     return model
 
