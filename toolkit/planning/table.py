@@ -138,7 +138,7 @@ def _require_spreadable(planner: Planner, asked: Setup) -> None:
         require_experts(planner.workload.model, asked.mesh.shard)
 
 
-def _is_spreadable(planner: Planner, strategy: Strategy, mesh: MeshShape) -> bool:
+def _is_spreadable(planner: Planner, mesh: MeshShape) -> bool:
     """Whether these ranks can spread experts as the recipe asks, if it does."""
     size, stacks = planner.recipe.sharding.experts, stacked_experts(planner.workload.model).values()
     is_dealt = mesh.shard % size == 0 and not any(int(stack.num_experts) % mesh.shard for stack in stacks)  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
     checkpointings = list(dict.fromkeys([None, Checkpointing(1), asked.checkpointing]))
     offloads = (False,) if recipe.sharding.offload == "none" else (False, True)
     for strategy, mesh in _strategies(ranks, asked):
-        if not _is_spreadable(planner, strategy, mesh):
+        if not _is_spreadable(planner, mesh):
             continue
         for offload in offloads:
             if offload and strategy.replicated and mesh.shard < min(ranks, planner.hardware.devices_per_node):
