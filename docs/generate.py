@@ -16,6 +16,7 @@ from typer.main import get_command
 
 from toolkit.cli.app import app
 from toolkit.recipe.combinations import COMBINATIONS, Combination, Reason
+from toolkit.recipe.features import FEATURES
 from toolkit.recipe.problems import allowed_values, section_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.section import Section
@@ -123,7 +124,7 @@ COMBINED_HEAD = """# What goes together
 Every feature goes with every other one, but for the pairs on this page. The recipe, the backend, `toolkit plan` and
 `toolkit init` refuse them with the same sentence. Written from `toolkit/recipe/combinations.py`, which they all ask.
 
-x: they cannot go together. A dot: they can.
+x: they cannot go together. A dot: they can. The second matrix is about single fields.
 """
 
 REASONS = {
@@ -135,8 +136,10 @@ REASONS = {
 
 def combinations() -> str:
     pairs = [found.names for found in COMBINATIONS if len(found.names) == 2]
+    of_fields = [pair for pair in pairs if FEATURES[pair[0]].fields]
+    matrices = [_matrix([pair for pair in pairs if pair not in of_fields]), _matrix(of_fields)]
     tables = [f"## {title}\n\n{_combined(reason)}" for reason, title in REASONS.items()]
-    return "\n".join([COMBINED_HEAD, _matrix(pairs), *tables])
+    return "\n".join([COMBINED_HEAD, *matrices, *tables])
 
 
 def _matrix(pairs: list[tuple[str, ...]]) -> str:

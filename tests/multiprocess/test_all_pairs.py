@@ -21,7 +21,8 @@ from support.ranks import meet, run_on_ranks
 from support.tiny import VOCAB_SIZE, recipe_values, save_llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from toolkit.recipe.combinations import Settings, refusals
+from toolkit.recipe.combinations import refusals
+from toolkit.recipe.features import Settings
 
 STEPS, ROWS_PER_STEP, LEARNING_RATE, DECAY = 3, 4, 2e-3, 0.1
 

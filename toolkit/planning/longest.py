@@ -15,7 +15,8 @@ from toolkit.planning.planner import HEADROOM, Planner, PlanRow, Verdict, standi
 from toolkit.planning.setup import Setup, require_ranks, settings_of
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.workload import UNMASKED, workload_of
-from toolkit.recipe.combinations import Settings, refusals, refuse
+from toolkit.recipe.combinations import refusals, refuse
+from toolkit.recipe.features import Settings
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.chunks import CHUNK_TOKENS

@@ -21,6 +21,7 @@ from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
 from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic, with_teacher
 from toolkit.planning.workload import Workload, shared_by, with_rows_of
 from toolkit.recipe.combinations import Refusal, refusals
+from toolkit.recipe.features import Settings
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
 from toolkit.sharding.expert_parallel import expert_placement
@@ -108,12 +109,16 @@ class Planner:
         stepped_by_muon = block_matrices(model, plan) if self.recipe.optimizer.kind == "muon" else []
         return unit_shapes(model, plan, self.workload.mixed_precision, stepped_by_muon, self.workload.experts)
 
-    def refusals(self, setup: Setup) -> list[Refusal]:
-        """Why a run refuses a setup; empty if it does not."""
+    def settings(self, setup: Setup) -> Settings:
+        """What the table of combinations looks at, if the recipe runs so."""
         settings = settings_of(self.recipe, setup, self.workload.mixed_precision)
         first = next((unit.name for unit in self.units if unit.trains_float32), None)
         torch_sums, device = autograd_sums_gradients(), self.hardware.device_type
-        return refusals(replace(settings, device=device, keeps_float32=first, sums_in_autograd=torch_sums))
+        return replace(settings, device=device, keeps_float32=first, sums_in_autograd=torch_sums)
+
+    def refusals(self, setup: Setup) -> list[Refusal]:
+        """Why a run refuses a setup; empty if it does not."""
+        return refusals(self.settings(setup))
 
     @cached_property
     def teacher_units(self) -> list[UnitShape]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import BadInputError
 from toolkit.planning.time.hardware import Hardware
-from toolkit.recipe.combinations import Settings, refusals
+from toolkit.recipe.combinations import refusals
+from toolkit.recipe.features import Settings
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.chunks import CHUNK_TOKENS
@@ -119,7 +120,7 @@ def settings_of(recipe: Recipe, setup: Setup, mixed_precision: str) -> Settings:
         Settings.of(recipe),
         strategy=setup.strategy.name,
         offload=setup.offload,
-        offload_details=None,  # a launch command takes those away that a row has no use for
+        given=frozenset(),  # a launch command takes those away that a row has no use for; others are of the recipe
         accumulate="by_block" if setup.by_block else "by_micro_batch",
         micro_batches=setup.accumulation,
         checkpointing=None if checkpointing is None else checkpointing.every,

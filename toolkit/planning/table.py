@@ -16,6 +16,8 @@ from toolkit.planning.planner import AS_FAST, Planner, PlanRow
 from toolkit.planning.setup import Setup, asked_setup, factors, mesh_of, require_ranks, smaller_setups
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.workload import Workload, with_rows_of, workload_of
+from toolkit.recipe.combinations import refuse
+from toolkit.recipe.features import Settings
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.checkpointing import Checkpointing
@@ -92,13 +94,17 @@ def plan(
         with_levers: whether to look for what makes a recipe that does not fit hold less, which takes as long again.
 
     Raises:
-        BadInputError: ranks that the nodes or the strategy have no use for, or a recipe without a model.
+        BadInputError: ranks that the nodes or the strategy have no use for, a recipe without a model, or settings of
+            recipe and Accelerate config that cannot go together.
     """
     require_ranks(ranks, hardware)
     precision = precision_of(recipe, mixed_precision, hardware)
     planner = Planner(recipe, workload_of(recipe, precision), hardware)
     require_positions(planner.workload.model, recipe.data)
     asked = asked_setup(recipe, ranks, hardware, strategy, offload, shard_size)
+    settings = planner.settings(asked)
+    # Without an Accelerate config, one that has offload may come later.
+    refuse(settings if strategy is None else replace(settings, given=Settings.of(recipe).given))
     _require_spreadable(planner, asked)
     if recipe.sharding.accumulate == "auto":
         asked, _ = settle(planner, asked, lambda row: row.verdict == "fits")

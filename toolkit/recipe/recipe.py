@@ -15,7 +15,8 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from toolkit.errors import RecipeError, counted
 from toolkit.objectives.specs.section import ObjectiveSection
-from toolkit.recipe.combinations import Settings, refusals
+from toolkit.recipe.combinations import refusals
+from toolkit.recipe.features import Settings
 from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, find_recipe, read_yaml, replace_rivals
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
@@ -72,38 +73,12 @@ class Recipe(Section):
             raise contradiction(
                 "logging.held_out_samples has no effect without data.validation or data.validation_fraction; remove it"
             )
-        if self.data.streaming and self.training.num_epochs is not None:
-            raise contradiction(
-                "training.num_epochs is not possible with data.streaming, whose length is not known; "
-                "set training.max_steps"
-            )
-        spec = self.objective.spec
-        if spec.padded:
-            self._check_padded()
-        self._check_seq2seq()
-        if spec.compares_completions:
-            self._check_completions()
-        if not spec.writes_text:
-            self._check_writes_no_text()
-        if self.data.columns.margin is not None and not spec.has_margins:
-            raise contradiction(
-                f"data.columns.margin has no effect with objective.kind {self.objective.kind}; remove it"
-            )
         self._check_adapter()
         if not self.export.enabled and self.export.model_fields_set - {"enabled"}:
             raise contradiction("settings of export have no effect with export.enabled: false")
         if found := refusals(Settings.of(self)):
             raise contradiction("\n".join(map(str, found)))
         return self
-
-    def _check_completions(self) -> None:
-        what = f"with objective.kind {self.objective.kind}"
-        if self.data.streaming:
-            raise contradiction(f"data.streaming is not possible {what}; remove it")
-        if self.data.long_rows in ("split", "truncate"):
-            raise contradiction(f"data.long_rows {self.data.long_rows} is not possible {what}; allowed: error, drop")
-        if self.data.targets is not None:
-            raise contradiction(f"data.targets has no effect {what}: completions are compared; remove it")
 
     def _check_keep_best(self) -> None:
         saved, evaluated = self.checkpoint.every_steps, self.training.eval_every_steps
@@ -129,41 +104,6 @@ class Recipe(Section):
                 "an adapter of a model with random weights fits no model that could be loaded later; "
                 "set export.merge=true, or model.name_or_path"
             )
-
-    def _check_padded(self) -> None:
-        what = f"with objective.kind {self.objective.kind}"
-        if self.data.packing:
-            raise contradiction(f"data.packing is not possible {what}; remove it")
-        if self.data.add_bos is not None:
-            raise contradiction(
-                f"data.add_bos has no effect {what}: texts get the model's own special tokens; remove it"
-            )
-        if self.data.streaming:
-            raise contradiction(f"data.streaming is not possible {what}; remove it")
-        if self.data.long_rows == "split":
-            raise contradiction(f"data.long_rows split is not possible {what}; allowed: error, drop, truncate")
-        for key in ("targets", "chat_template", "template_arguments"):
-            if getattr(self.data, key):
-                raise contradiction(f"data.{key} has no effect {what}; remove it")
-
-    def _check_seq2seq(self) -> None:
-        what = f"with objective.kind {self.objective.kind}"
-        if not self.objective.spec.encoder_decoder:
-            settings = {
-                "data.max_target_length": self.data.max_target_length,
-                "data.source_prefix": self.data.source_prefix,
-                "data.columns.source": self.data.columns.source,
-                "data.columns.target": self.data.columns.target,
-            }
-            for key in (key for key, value in settings.items() if value is not None):
-                raise contradiction(f"{key} has no effect {what}; remove it, or set objective.kind=seq2seq")
-
-    def _check_writes_no_text(self) -> None:
-        what = f"with objective.kind {self.objective.kind}"
-        if self.logging.held_out_samples:
-            raise contradiction(f"logging.held_out_samples has no effect {what}: the model writes no text; remove it")
-        if self.logging.sample_prompt is not None:
-            raise contradiction(f"logging.sample_prompt has no effect {what}: the model writes no text; remove it")
 
     @classmethod
     def load(cls, name_or_path: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:

@@ -20,7 +20,8 @@ from accelerate.tracking import get_available_trackers
 
 from toolkit import ranks
 from toolkit.errors import BadInputError
-from toolkit.recipe.combinations import Settings, refuse
+from toolkit.recipe.combinations import refuse
+from toolkit.recipe.features import Settings
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.checkpointing import Checkpointing

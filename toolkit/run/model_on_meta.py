@@ -14,7 +14,8 @@ from toolkit.model.load import load
 from toolkit.model.quantised import quantised_layers
 from toolkit.objectives.balance import build_balance
 from toolkit.objectives.build import build_objective
-from toolkit.recipe.combinations import Settings, refuse
+from toolkit.recipe.combinations import refuse
+from toolkit.recipe.features import Settings
 from toolkit.run.rows import fitting, require_room
 from toolkit.run.sequence_check import share_rows
 from toolkit.run.stages import MetaModel, OpenedRun, TokenisedRows

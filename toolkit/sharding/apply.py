@@ -16,7 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import BadInputError
-from toolkit.recipe.combinations import Settings, refuse
+from toolkit.recipe.combinations import refuse
+from toolkit.recipe.features import Settings
 from toolkit.sharding.by_block import in_window
 from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.compiling import Compilation, compile_blocks

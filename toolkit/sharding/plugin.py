@@ -37,7 +37,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit import ranks
 from toolkit.errors import BadInputError
-from toolkit.recipe.combinations import Settings, refuse
+from toolkit.recipe.combinations import refuse
+from toolkit.recipe.features import Settings
 from toolkit.sharding.apply import KeepsMasters, apply, groups_of, precision_policies
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.errors import BadInputError
-from toolkit.recipe.combinations import Settings, refuse
+from toolkit.recipe.combinations import refuse
+from toolkit.recipe.features import Settings
 
 
 @dataclass(frozen=True)

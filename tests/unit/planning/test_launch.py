@@ -14,7 +14,8 @@ from toolkit.planning.launch import launch_of
 from toolkit.planning.setup import Setup, asked_setup
 from toolkit.planning.table import Plan, plan, precision_of
 from toolkit.planning.time.hardware import hardware_of
-from toolkit.recipe.combinations import Settings, refusals
+from toolkit.recipe.combinations import refusals
+from toolkit.recipe.features import Settings
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.strategy import asks_for_offload, parse_strategy
 

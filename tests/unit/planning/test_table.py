@@ -357,6 +357,32 @@ def test_rows_beyond_the_models_positions_are_refused_as_a_run_would() -> None:
         plan(longer, presets()["h100_sxm"], 2)
 
 
+@pytest.mark.parametrize(
+    ("sharding", "configured", "hardware", "told"),
+    [
+        ({"prefetch": 2}, {"strategy": "ddp"}, "h100_sxm", "sharding.prefetch has no effect with strategy ddp"),
+        ({}, {"strategy": "ddp", "offload": True}, "h100_sxm", "offload is not possible with strategy ddp"),
+        (
+            {"device_state_gib": 1.0},
+            {"strategy": "zero3"},
+            "h100_sxm",
+            "sharding.device_state_gib has no effect without offload",
+        ),
+        ({}, {"mixed_precision": "fp16"}, "cpu", "mixed_precision fp16 is not possible with ranks on the CPU"),
+    ],
+)
+def test_what_the_accelerate_config_makes_impossible_is_refused(
+    sharding: dict[str, Any], configured: dict[str, Any], hardware: str, told: str
+) -> None:
+    with pytest.raises(BadInputError, match=told):
+        plan(recipe(sharding=sharding), hardware_of(hardware), 2, **configured)
+
+
+def test_a_setting_of_offload_waits_for_an_accelerate_config() -> None:
+    own = recipe(sharding={"device_state_gib": 1.0}, **ALONE)
+    assert not plan(own, hardware_of("h100_sxm"), 1, with_levers=False).asked.setup.offload
+
+
 def test_an_accelerate_config_says_how_the_recipe_stands() -> None:
     folder = Path(__file__).parents[3] / "accelerate_configs"
     config = accelerated_by(folder / "zero3_offload.yaml")

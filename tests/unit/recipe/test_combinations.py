@@ -10,18 +10,29 @@ from typing import Any
 import pytest
 
 from toolkit.errors import BadInputError, RecipeError
-from toolkit.recipe.combinations import COMBINATIONS, FEATURES, Combination, Settings, refusals, refuse
+from toolkit.objectives.specs.registry import SPECS
+from toolkit.recipe.combinations import COMBINATIONS, Combination, refusals, refuse
+from toolkit.recipe.features import FEATURES, Settings
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.strategy import STRATEGIES
 
 BASE = ["data.packing=null", "logging.sample_prompt=null", "training.eval_every_steps=null"]
+
+
+def given(*fields: str) -> dict[str, Any]:
+    return {"given": frozenset(fields)}
+
+
+def of(kind: str) -> dict[str, Any]:
+    return {"objective": SPECS[kind]}
+
 
 WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "ddp": ({"strategy": "ddp"}, ["sharding.strategy=ddp"]),
     "zero1, zero2": ({"strategy": "zero2"}, ["sharding.strategy=zero2"]),
     "hybrid": ({"strategy": "hybrid"}, ["sharding.strategy=hybrid"]),
     "offload": ({"offload": True}, ["sharding.offload=optimizer"]),
-    "offload's details": ({"offload_details": "device_state_gib"}, ["sharding.device_state_gib=1.0"]),
+    "offload's details": (given("sharding.device_state_gib"), ["sharding.device_state_gib=1.0"]),
     "no offload": ({"offload": False}, ["sharding.offload=none"]),
     "by block": (
         {"accumulate": "by_block", "checkpointing": 1},
@@ -62,18 +73,36 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "own loop": ({"own_loop": True}, []),
     "longest row": ({"longest_row": True}, []),
     "moved biases": ({"moves_biases": True}, ["objective.router_bias_rate=0.01"]),
-    "seq2seq": ({"objective": "seq2seq", "encoder_decoder": True}, ["objective.kind=seq2seq"]),
-    "distillation": (
-        {"objective": "distillation", "has_teacher": True},
-        ["objective={kind: distillation, teacher: a/b}"],
+    "seq2seq": (of("seq2seq"), ["objective.kind=seq2seq"]),
+    "distillation": (of("distillation"), ["objective={kind: distillation, teacher: a/b}"]),
+    "padded rows": (of("token_classification"), ["objective.kind=token_classification"]),
+    "compared completions": (of("kto"), ["objective.kind=kto"]),
+    "no text written": (of("reward"), ["objective.kind=reward"]),
+    "objectives but seq2seq": (of("causal_lm"), ["objective.kind=causal_lm"]),
+    "objectives but reward": (of("preference"), ["objective.kind=preference"]),
+    "packing": (given("data.packing"), ["data.packing=true"]),
+    "streaming": (
+        given("data.streaming"),
+        ["data.streaming=true", "data.validation_fraction=null", "data.max_validation_samples=null"],
     ),
+    "split rows": (given("data.long_rows split"), ["data.long_rows=split"]),
+    "truncated rows": (given("data.long_rows truncate"), ["data.long_rows=truncate"]),
+    "epochs": (given("training.num_epochs"), ["training.num_epochs=1", "training.max_steps=null"]),
+    "targets": (given("data.targets"), ["data.targets=all"]),
+    "chat template": (given("data.template_arguments"), ["data.template_arguments={a: 1}"]),
+    "BOS": (given("data.add_bos"), ["data.add_bos=false"]),
+    "margins": (given("data.columns.margin"), ["data.columns.margin=gap"]),
+    "sources and targets": (given("data.columns.target"), ["data.columns.target=body"]),
+    "samples": (given("logging.sample_prompt"), ["logging.sample_prompt=a"]),
 }
 """Feature -> the settings that ask for it alone, and the words of a recipe, if it has any."""
 
 
 def asked(names: tuple[str, ...]) -> Settings:
     """The settings of several features; what comes last counts, as the first is refused because of it."""
-    return Settings(**{key: value for name in names for key, value in WORDS[name][0].items()})
+    settings = {key: value for name in names for key, value in WORDS[name][0].items()}
+    all_given = frozenset[str]().union(*(WORDS[name][0].get("given", ()) for name in names))
+    return Settings(**{**settings, "given": all_given})
 
 
 def test_every_feature_is_asked_for_by_its_settings_alone() -> None:
@@ -82,7 +111,8 @@ def test_every_feature_is_asked_for_by_its_settings_alone() -> None:
         assert FEATURES[name].is_asked(Settings(**settings)), name
     # These are on where nothing is said.
     plain = {name for name, feature in FEATURES.items() if feature.is_asked(Settings())}
-    assert plain == {"no checkpoints", "fewer than all checkpoints", "no checkpoints of all"}
+    checkpoints = {"no checkpoints", "fewer than all checkpoints", "no checkpoints of all"}
+    assert plain == {*checkpoints, "objectives but seq2seq", "objectives but reward"}
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda found: " x ".join(found.names))

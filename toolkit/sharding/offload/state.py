@@ -10,7 +10,8 @@ import torch
 from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.paths import GIB
-from toolkit.recipe.combinations import Settings, refuse
+from toolkit.recipe.combinations import refuse
+from toolkit.recipe.features import Settings
 from toolkit.sharding.offload.host import HostPlan, Slabs, plan_host, require_host_memory
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
 

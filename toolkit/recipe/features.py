@@ -1,0 +1,210 @@
+"""What settings ask for, feature by feature: what the table of combinations looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from toolkit.objectives.specs.causal_lm import CAUSAL_LM
+from toolkit.objectives.specs.spec import ObjectiveSpec
+from toolkit.recipe.schema import OFFLOAD_DETAILS
+
+if TYPE_CHECKING:
+    from toolkit.recipe.recipe import Recipe
+
+
+OFFLOAD_SETTINGS = tuple(f"sharding.{key}" for key in OFFLOAD_DETAILS)
+"""How optimizer state is offloaded, if it is."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the table looks at. A default stands for what is not set, or not known yet.
+
+    Attributes:
+        objective: its description.
+        strategy: a word of `toolkit.sharding.strategy.STRATEGIES`; None: the Accelerate config may say it later.
+        accumulate: `by_micro_batch`, `by_block` or `auto`.
+        checkpointing: every how many blocks are checkpointed; `auto`, or None for none.
+        node: ranks among which units are sharded from forward to backward (hpZ); None: all.
+        offload: whether optimizer state is kept in host memory; None: the Accelerate config may say it later.
+        is_quantised: whether frozen layers are held in few bits.
+        keeps_float32: the first trained parameter that stays in float32 beside 16-bit compute; None: none does.
+        sums_in_autograd: whether FSDP2 sums gradients of several types itself, as from torch 2.15 on.
+        own_loop: whether the backend shards the model of a loop of the user's own, and knows no recipe.
+        longest_row: whether a plan looks for the longest row.
+        moves_biases: whether biases of routers are moved to balance experts.
+        given: what else is set, by the names of its fields, if it is for some objectives, strategies or data alone.
+    """
+
+    objective: ObjectiveSpec = CAUSAL_LM
+    strategy: str | None = None
+    offload: bool | None = None
+    accumulate: str = "by_micro_batch"
+    micro_batches: int = 2
+    checkpointing: int | str | None = None
+    offload_checkpoints: bool = False
+    chunk_tokens: bool = False
+    precision: str | None = None
+    device: str | None = None
+    optimizer: str = "adamw"
+    adapter: bool = False
+    is_quantised: bool = False
+    compiled: bool = False
+    experts: bool = False
+    sequence: bool = False
+    node: int | None = None
+    prefetch: bool = False
+    keeps_float32: str | None = None
+    sums_in_autograd: bool = False
+    own_loop: bool = False
+    longest_row: bool = False
+    moves_biases: bool = False
+    given: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Settings:
+        """The settings of a recipe, before an Accelerate config adds to them."""
+        section, training = recipe.sharding, recipe.training
+        return cls(
+            objective=recipe.objective.spec,
+            strategy=section.strategy,
+            offload=None if section.offload is None else section.offload == "optimizer",
+            accumulate=section.accumulate,
+            micro_batches=training.gradient_accumulation_steps,
+            checkpointing=section.activation_checkpointing,
+            offload_checkpoints=section.offload_checkpoints,
+            chunk_tokens=section.chunk_tokens is not None,
+            precision=training.mixed_precision,
+            optimizer=recipe.optimizer.kind,
+            adapter=recipe.adapter.kind != "none",
+            is_quantised=recipe.adapter.quantize != "none",
+            compiled=training.compile,
+            experts=section.experts > 1,
+            sequence=section.sequence > 1,
+            node=section.reshard_after_forward,
+            prefetch=section.prefetch is not None,
+            moves_biases=bool(recipe.objective.router_bias_rate),
+            given=_given_in(recipe),
+        )
+
+
+def _given_in(recipe: Recipe) -> frozenset[str]:
+    data, columns, logging = recipe.data, recipe.data.columns, recipe.logging
+    is_given = {
+        "data.packing": data.packing is True,
+        "data.streaming": data.streaming,
+        f"data.long_rows {data.long_rows}": data.long_rows is not None,
+        "data.add_bos": data.add_bos is not None,
+        "data.targets": data.targets is not None,
+        "data.chat_template": data.chat_template is not None,
+        "data.template_arguments": bool(data.template_arguments),
+        "data.max_target_length": data.max_target_length is not None,
+        "data.source_prefix": data.source_prefix is not None,
+        "data.columns.source": columns.source is not None,
+        "data.columns.target": columns.target is not None,
+        "data.columns.margin": columns.margin is not None,
+        "training.num_epochs": recipe.training.num_epochs is not None,
+        "logging.held_out_samples": bool(logging.held_out_samples),
+        "logging.sample_prompt": logging.sample_prompt is not None,
+        **{key: getattr(recipe.sharding, key.partition(".")[2]) is not None for key in OFFLOAD_SETTINGS},
+    }
+    return frozenset(key for key, is_set in is_given.items() if is_set)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that settings ask for.
+
+    Attributes:
+        setting: as an error names it; `{...}` are fields of `Settings`.
+        is_asked: whether settings ask for it.
+        fields: of a recipe, any of which asks for it; the error names the first that does.
+    """
+
+    setting: str
+    is_asked: Callable[[Settings], bool]
+    fields: tuple[str, ...] = ()
+
+    def named(self, settings: Settings) -> str:
+        """As an error names it."""
+        first = next((field for field in self.fields if field in settings.given), None)
+        return first or self.setting.format_map({**vars(settings), "checkpointing": settings.checkpointing or "null"})
+
+
+def _given(*fields: str) -> Feature:
+    return Feature(fields[0], lambda settings: not settings.given.isdisjoint(fields), fields)
+
+
+def _objective(is_so: Callable[[ObjectiveSpec], bool]) -> Feature:
+    return Feature("objective.kind {objective.kind}", lambda settings: is_so(settings.objective))
+
+
+def _strategy(*names: str) -> Feature:
+    return Feature("strategy {strategy}", lambda settings: settings.strategy in names)
+
+
+FEATURES = {
+    "ddp": _strategy("ddp"),
+    "zero1, zero2": _strategy("zero1", "zero2"),
+    "hybrid": _strategy("hybrid"),
+    "offload": Feature("offload", lambda settings: settings.offload is True),
+    "offload's details": _given(*OFFLOAD_SETTINGS),
+    "no offload": Feature("without offload", lambda settings: settings.offload is False),
+    "by block": Feature("sharding.accumulate=by_block", lambda settings: settings.accumulate == "by_block"),
+    "by block, if faster": Feature("sharding.accumulate=auto", lambda settings: settings.accumulate == "auto"),
+    "one micro-batch": Feature("training.gradient_accumulation_steps 1", lambda settings: settings.micro_batches == 1),
+    "checkpoints": Feature(
+        "sharding.activation_checkpointing", lambda settings: settings.checkpointing not in (None, "auto")
+    ),
+    "no checkpoints": Feature(
+        "without sharding.activation_checkpointing", lambda settings: settings.checkpointing is None
+    ),
+    "fewer than all checkpoints": Feature(
+        "sharding.activation_checkpointing {checkpointing}", lambda settings: settings.checkpointing != 1
+    ),
+    "no checkpoints of all": Feature(
+        "sharding.activation_checkpointing {checkpointing}", lambda settings: settings.checkpointing not in (1, "auto")
+    ),
+    "checkpoints on the host": Feature("sharding.offload_checkpoints", lambda settings: settings.offload_checkpoints),
+    "chunks": Feature("sharding.chunk_tokens", lambda settings: settings.chunk_tokens),
+    "fp16": Feature("mixed_precision fp16", lambda settings: settings.precision == "fp16"),
+    "the CPU": Feature("ranks on the CPU", lambda settings: settings.device == "cpu"),
+    "other optimizers": Feature("optimizer.kind {optimizer}", lambda settings: settings.optimizer != "adamw"),
+    "adapters": Feature("adapters", lambda settings: settings.adapter),
+    "quantised base": Feature("a quantised base (adapter.quantize)", lambda settings: settings.is_quantised),
+    "compile": Feature("training.compile", lambda settings: settings.compiled),
+    "experts": Feature("sharding.experts", lambda settings: settings.experts),
+    "sequence": Feature("sharding.sequence", lambda settings: settings.sequence),
+    "hpZ": Feature("sharding.reshard_after_forward", lambda settings: settings.node is not None),
+    "prefetch": Feature("sharding.prefetch", lambda settings: settings.prefetch),
+    "float32 islands": Feature(
+        "{keeps_float32}, which the model keeps in float32", lambda settings: settings.keeps_float32 is not None
+    ),
+    "torch 2.15": Feature("torch 2.15", lambda settings: settings.sums_in_autograd),
+    "own loop": Feature("a loop of your own", lambda settings: settings.own_loop),
+    "longest row": Feature("--longest-row", lambda settings: settings.longest_row),
+    "moved biases": Feature("objective.router_bias_rate", lambda settings: settings.moves_biases),
+    "seq2seq": _objective(lambda spec: spec.encoder_decoder),
+    "objectives but seq2seq": _objective(lambda spec: not spec.encoder_decoder),
+    "distillation": _objective(lambda spec: spec.has_teacher),
+    "padded rows": _objective(lambda spec: spec.padded),
+    "compared completions": _objective(lambda spec: spec.compares_completions),
+    "no text written": _objective(lambda spec: not spec.writes_text),
+    "objectives but reward": _objective(lambda spec: not spec.has_margins),
+    "packing": _given("data.packing"),
+    "streaming": _given("data.streaming"),
+    "split rows": _given("data.long_rows split"),
+    "truncated rows": _given("data.long_rows truncate"),
+    "epochs": _given("training.num_epochs"),
+    "targets": _given("data.targets"),
+    "chat template": _given("data.chat_template", "data.template_arguments"),
+    "BOS": _given("data.add_bos"),
+    "margins": _given("data.columns.margin"),
+    "sources and targets": _given(
+        "data.max_target_length", "data.source_prefix", "data.columns.source", "data.columns.target"
+    ),
+    "samples": _given("logging.held_out_samples", "logging.sample_prompt"),
+}
+"""Name in the docs -> the feature."""
