@@ -46,8 +46,8 @@ OVERRIDES_OF = {
     "kto": ("objective.beta=0.01", "logging.held_out_samples=0"),
 }
 
-TEACHES, LEARNS = "quickstart", "distill"
-"""The recipe whose export the other one's student learns from; it runs before."""
+BEFORE = {"distill": "quickstart"} | dict.fromkeys(("dpo", "kto", "lora", "qlora", "reward"), "sft")
+"""Recipes that begin with what another one exports, which runs before them."""
 
 NUM_ROWS = 200
 """Rows kept of each data file: the runs read no more, and the others would only be tokenised."""
@@ -108,14 +108,15 @@ def _losses(recipes: list[Path]) -> dict[str, Trace]:
     from toolkit.model.fake_tensors import lacks_products
 
     traces = {}
-    for path in sorted(recipes, key=lambda path: path.stem == LEARNS):
+    for path in sorted(recipes, key=lambda path: path.stem in BEFORE):
         meet()
         output = path.with_name(f"{path.stem}-{os.environ['WORLD_SIZE']}")
         folders = (f"training.output_dir={output}", f"data.cache_dir={path.with_name('cache')}")
         chosen = [*OVERRIDES, *OVERRIDES_OF.get(path.stem, ()), *folders]
-        if path.stem == LEARNS:
-            teacher = path.with_name(f"{TEACHES}-{os.environ['WORLD_SIZE']}") / "export"
-            chosen += [f"objective.teacher={teacher}", f"model.tokenizer={teacher}"]
+        if path.stem in BEFORE:
+            export = path.with_name(f"{BEFORE[path.stem]}-{os.environ['WORLD_SIZE']}") / "export"
+            fields = ("objective.teacher", "model.tokenizer") if path.stem == "distill" else ("model.name_or_path",)
+            chosen += [f"{field}={export}" for field in fields]
         records = finetune(Recipe.load(path, chosen)).metrics
         planned = all(line["planned_peak_bytes"] for line in records if line["split"] == "train")
         assert planned or (path.stem == "moe" and lacks_products()), "the run has a plan"

@@ -27,7 +27,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from toolkit import ranks
 from toolkit.data.tokenizer import pad_id
-from toolkit.errors import ExportError, first_line
+from toolkit.errors import ExportError, counted, first_line
 from toolkit.model.adapters import (
     base_fingerprint,
     base_name,
@@ -189,8 +189,9 @@ def names_fact(folder: Path, stored: Set[str] | None) -> str | None:
     found = names_in_files(folder)
     if stored is None or found == stored:
         return None
-    odd = {"lacks {} of the base's tensors": stored - found, "has {} tensors that the base has not": found - stored}
-    return " and ".join(f"{told.format(len(names))}: {some(sorted(names))}" for told, names in odd.items() if names)
+    lost, added = sorted(stored - found), sorted(found - stored)
+    told = [f"lacks {counted(len(lost), 'tensor')} of the base: {some(lost)}"] if lost else []
+    return " and ".join(told + ([f"has {counted(len(added), 'new tensor')}: {some(added)}"] if added else []))
 
 
 def whole_tensors(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -19,6 +19,9 @@ T = TypeVar("T")
 COLUMNS = ("prompt", "messages", "question")
 """Where a row's prompt may be; the first that is not null."""
 
+COMPLETIONS = ("completion", "chosen")
+"""Where rows to train on have the answer to their prompt."""
+
 PROBLEMS_SHOWN = 10
 """Bad rows that an error names."""
 
@@ -117,12 +120,32 @@ def _json_row(place: str, line: bytes, with_answers: bool) -> PromptRow:
     if column is None:
         has = f"it has {', '.join(map(repr, fields))}" if fields else "it is empty"
         raise BadInputError(f"no prompt; {has}; needed: one of {', '.join(COLUMNS)}")
-    prompt, tools = _asked(column, fields[column], fields.get("tools"))
+    given, answer = fields[column], fields.get("answer")
+    if with_answers and answer is None:
+        given, answer = _trained_answer(given, fields)
+    prompt, tools = _asked(column, given, fields.get("tools"))
     if not with_answers:
-        return PromptRow(place, fields[column], prompt, tools)
+        return PromptRow(place, given, prompt, tools)
     choices = _choices(fields["choices"]) if fields.get("choices") is not None else ()
-    answers = _right_choices(fields.get("answer"), choices) if choices else _answers(fields.get("answer"))
-    return PromptRow(place, fields[column], prompt, tools, answers, choices)
+    answers = _right_choices(answer, choices) if choices else _answers(answer)
+    return PromptRow(place, given, prompt, tools, answers, choices)
+
+
+def _trained_answer(given: Any, fields: dict[str, Any]) -> tuple[Any, Any]:
+    """The prompt and the answer of a row to train on: its completion, or the last message if the assistant wrote it."""
+    completion = next((fields[name] for name in COMPLETIONS if fields.get(name) is not None), None)
+    if completion is not None:
+        if fields.get("label") in (False, 0):
+            raise BadInputError("its completion is judged false, so it says no right answer; leave the row out")
+        return given, _assistant_text(completion[-1]) if isinstance(completion, list) and completion else completion
+    if isinstance(given, list) and len(given) > 1 and _assistant_text(given[-1]) is not None:
+        return given[:-1], _assistant_text(given[-1])
+    return given, None
+
+
+def _assistant_text(message: Any) -> Any:
+    """The content of a message that the assistant wrote; None if another did, or it has none."""
+    return message.get("content") if isinstance(message, dict) and message.get("role") == "assistant" else None
 
 
 def _asked(column: str, value: Any, tools: Any) -> tuple[str | list[Message], list[dict[str, Any]] | None]:

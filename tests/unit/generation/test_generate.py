@@ -766,6 +766,9 @@ def test_only_a_hub_name_is_looked_for_on_the_hub(plain: Path) -> None:
         ("--file", '{"prompt": [{"role": "assistant", "content": "a"}]}', "nothing is asked: the last message is the"),
         ("--eval", '{"prompt": "a"}', "answer is missing"),
         ("--eval", '{"prompt": "a", "answer": []}', "answer is missing"),
+        ("--eval", '{"prompt": "a", "completion": []}', "answer is missing"),
+        ("--eval", '{"prompt": "a", "completion": "b", "label": false}', "its completion is judged false"),
+        ("--eval", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
         ("--eval", '{"prompt": "a", "answer": 42}', "answer: 42 is no text; write it in quotes"),
         ("--eval", '{"prompt": "a", "answer": ["b", " "]}', "answer is empty"),
         ("--eval", '{"prompt": "a", "answer": "b\\ud800"}', "answer contains half a character"),
@@ -792,6 +795,19 @@ def test_bad_rows_are_named(
     assert f"{option}: rows that cannot be used: 2" in found.err
     for number in (3, 5):
         assert f"{file}:{number}: {message}" in found.err
+
+
+def test_rows_to_train_on_have_their_answer_last(tmp_path: Path) -> None:
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    rows = [
+        {"messages": [asked, said, asked, {**said, "content": "c"}]},
+        {"prompt": "a", "completion": "b", "label": True},
+        {"prompt": [asked], "chosen": [said], "rejected": [{**said, "content": "c"}]},
+        {"messages": [asked, said, asked], "answer": "d"},
+    ]
+    found = read_rows(write_rows(tmp_path / "rows.jsonl", *rows), "--eval")
+    assert [row.answers for row in found] == [("c",), ("b",), ("b",), ("d",)]
+    assert [row.prompt for row in found] == [[asked, said, asked], "a", [asked], [asked, said, asked]]
 
 
 def test_columns_of_null_are_skipped(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def test_a_block_at_a_time() -> None:
     [
         (None, None),
         ({"a", "b"}, None),
-        ({"a", "b", "c", "d"}, "lacks 2 of the base's tensors: c, d"),
-        ({"a", "c"}, "lacks 1 of the base's tensors: c and has 1 tensors that the base has not: b"),
+        ({"a", "b", "c", "d"}, "lacks 2 tensors of the base: c, d"),
+        ({"a", "c"}, "lacks 1 tensor of the base: c and has 1 new tensor: b"),
     ],
 )
 def test_names_that_differ_from_the_bases_are_told(stored: set[str] | None, told: str | None, tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""The shipped recipes end in right answers on held-out rows, by the commands of docs/getting_started.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.launches import clean_environment
+
+DATA = Path(__file__).parents[2] / "recipes/data"
+SCORED = {
+    "sft": {"requests": 0.95, "preferences": 0.0},
+    "dpo": {"preferences": 0.9, "requests": 0.9},
+    "kto": {"preferences": 0.9, "requests": 0.9},
+    "lora": {"skills": 0.95, "requests": 0.9},
+    "qlora": {"skills": 0.95, "requests": 0.9},
+}
+"""Recipe -> held-out file -> the least share of right answers."""
+
+
+def accuracy(source: str, rows: str, folder: Path) -> float:
+    told = toolkit(folder, "generate", source, "--eval", str(DATA / f"{rows}_held_out.jsonl"), "--json")
+    return float(json.loads(told)["accuracy"])
+
+
+def toolkit(folder: Path, *arguments: str) -> str:
+    environment = clean_environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    done = subprocess.run(["toolkit", *arguments], cwd=folder, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_recipes_end_in_right_answers(tmp_path: Path) -> None:
+    found: dict[str, dict[str, float]] = {}
+    for recipe, files in SCORED.items():
+        toolkit(tmp_path, "train", recipe, "--cpu", "2")
+        found[recipe] = {rows: accuracy(f"outputs/{recipe}/export", rows, tmp_path) for rows in files}
+    print(found)
+    assert accuracy("outputs/sft/export", "skills", tmp_path) == 0
+    assert found["sft"]["preferences"] < 0.6, "it guesses, so that there is something to prefer"
+    low = {
+        (recipe, rows): found[recipe][rows]
+        for recipe, files in SCORED.items()
+        for rows, least in files.items()
+        if found[recipe][rows] < least
+    }
+    assert not low
+
+    toolkit(tmp_path, "train", "reward", "--cpu", "2")
+    records = [json.loads(line) for line in (tmp_path / "outputs/reward/metrics.jsonl").read_text().splitlines()]
+    assert [record for record in records if record["split"] == "eval"][-1]["accuracy"] >= 0.95
