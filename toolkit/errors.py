@@ -6,6 +6,8 @@ Exit codes: 1 failed, 2 bad input, 3 stopped on request, 4 a rank stalled (`Tool
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Iterable
 
 
@@ -97,6 +99,17 @@ def first_line(error: BaseException) -> str:
 def in_words(error: BaseException) -> str:
     """Why a library failed, with the class of the exception, as the words alone may be a bare key."""
     return f"{type(error).__name__}: {first_line(error)}"
+
+
+SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY")
+
+
+def without_secrets(text: str) -> str:
+    """Text without the values of environment variables that hold secrets."""
+    for name, value in os.environ.items():
+        if len(value) > 3 and SECRET_NAMES.search(name):
+            text = text.replace(value, "***")
+    return text
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -78,11 +78,18 @@ def is_store(name: str) -> bool:
 
 
 def is_file_source(source: str) -> bool:
-    """True for a path or glob, False for a hub name."""
+    """True for a path, a glob or a URL, False for a hub name."""
+    if is_store(source):
+        return True
     bare = source
     for ending in COMPRESSIONS:
         bare = bare.removesuffix(ending)
     return bare.endswith(DATA_SUFFIXES) or source.startswith(("/", "./", "../", "~")) or os.path.exists(source)
+
+
+def file_name(source: str) -> str:
+    """The last part of a path or URL, without what follows a question mark, which may be a signature."""
+    return Path(source.partition("?")[0] if is_store(source) else source).name
 
 
 def is_hub_name(name: str) -> bool:

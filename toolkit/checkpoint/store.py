@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import errno
 import hashlib
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, StoreError, ToolkitError, in_words
+from toolkit.errors import BadInputError, StoreError, ToolkitError, in_words, without_secrets
 
 EXTRAS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs")}
 """Protocol -> its driver, and the extra of this package that installs it; the others are part of fsspec."""
@@ -28,8 +27,6 @@ PART_BYTES = 2**24
 
 PARTS_AT_ONCE = 4
 """In memory: 64 MiB a rank. By default s3fs holds ten of 50 MiB."""
-
-SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY")
 
 
 @dataclass(frozen=True)
@@ -253,11 +250,3 @@ def _driven(url: str) -> Iterator[tuple[Any, str]]:
                 "them, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of the driver's own"
             ) from error
         raise StoreError(f"{url}: {without_secrets(in_words(error))}") from error
-
-
-def without_secrets(text: str) -> str:
-    """Text without the values of environment variables that hold secrets."""
-    for name, value in os.environ.items():
-        if len(value) > 3 and SECRET_NAMES.search(name):
-            text = text.replace(value, "***")
-    return text

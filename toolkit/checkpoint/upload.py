@@ -37,8 +37,8 @@ from toolkit.checkpoint.manifest import (
     step_folder,
 )
 from toolkit.checkpoint.rotation import superseded
-from toolkit.checkpoint.store import StorePath, without_secrets
-from toolkit.errors import ToolkitError, counted, first_line, in_words
+from toolkit.checkpoint.store import StorePath
+from toolkit.errors import ToolkitError, counted, first_line, in_words, without_secrets
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.training.durable_writes import RETRY_SECONDS, TELL_SECONDS
 

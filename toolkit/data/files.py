@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fsspec.utils import infer_compression
 
+from toolkit.data.remote import local_copies
 from toolkit.errors import DataError
 from toolkit.paths import COMPRESSIONS, DATA_SUFFIXES, is_file_source, is_store
 from toolkit.recipe.schema import DataSection
@@ -31,14 +32,15 @@ def paths_of(data: DataSection) -> list[str]:
 
 
 def expand_files(source: str, field: str) -> list[Path]:
-    """The files of a path or glob, sorted. Raises DataError where there is none."""
-    named = local_path(source)  # a name may hold the signs of a glob, for example brackets
-    # `**/**` matches a file more than once.
-    found = {str(named)} if os.path.exists(named) else set(glob.glob(str(named), recursive=True))
-    paths = [Path(match) for match in sorted(found)]
+    """The files of a path or glob, sorted; of a URL its copies here. Raises DataError if there is none."""
+    if is_store(source):
+        paths = list(local_copies(source, field))
+    else:
+        named = local_path(source)  # a name may hold the signs of a glob, for example brackets
+        # `**/**` matches a file more than once.
+        found = {str(named)} if os.path.exists(named) else set(glob.glob(str(named), recursive=True))
+        paths = [Path(match) for match in sorted(found)]
     if not paths:
-        if is_store(source):
-            raise DataError(f"{field}: {source!r} is no file; rows are read from disks and the hub: download it first")
         raise DataError(f"{field}: there is no file {source!r}; correct the path, or name a data set of the hub")
     for path in paths:
         if not path.exists():

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from toolkit.data.template_arguments import OF_ROW
-from toolkit.paths import is_file_source
+from toolkit.paths import file_name, is_file_source
 from toolkit.recipe.load import read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import harmless
@@ -171,7 +171,7 @@ def _names(value: Any) -> Any:
         return [_names(item) for item in value]
     if isinstance(value, dict):
         return {**value, "path": _names(value["path"])}
-    return Path(value).name if isinstance(value, str) and is_file_source(value) else value
+    return file_name(value) if isinstance(value, str) and is_file_source(value) else value
 
 
 def _draw_curve(path: Path, metrics: list[dict[str, Any]]) -> None:

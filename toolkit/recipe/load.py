@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import BadInputError, RecipeError, did_you_mean
-from toolkit.paths import DATA_SUFFIXES, shipped_files
+from toolkit.paths import DATA_SUFFIXES, is_store, shipped_files
 from toolkit.recipe.schema import RIVALS
 
 OVERRIDE = "override"
@@ -120,6 +120,8 @@ def _anchored_source(source: Any, folder: Path) -> Any:
 
 
 def _anchored(source: str, folder: Path) -> str:
+    if is_store(source):
+        return source
     candidate = folder / source
     named_as_file = source.endswith(DATA_SUFFIXES) or source.startswith(("./", "../"))
     return str(candidate.resolve()) if named_as_file or candidate.exists() else source

@@ -108,7 +108,10 @@ class ModelSection(Section):
 class SourceSection(Section):
     """One source of rows. A bare path is short for a mapping with `path` alone."""
 
-    path: str = Field(min_length=1, description="Read this file, glob, folder saved by `datasets`, or hub data set.")
+    path: str = Field(
+        min_length=1,
+        description="Read this file, glob, URL (s3, gs, hf, https), folder saved by `datasets`, or hub data set.",
+    )
     weight: PositiveFloat | None = Field(
         None, description="Draw rows from this source in proportion to its weight among the sources."
     )
@@ -117,6 +120,8 @@ class SourceSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> SourceSection:
+        if is_store(self.path):
+            _forbid_credentials("data", self.path)
         if (self.config or self.split) and is_file_source(self.path):
             raise contradiction(f"data: config and split have no effect on the files of {self.path!r}; remove them")
         return self
@@ -620,15 +625,19 @@ Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", 
 """Those that Accelerate knows; a test compares them."""
 
 
-def _require_store(field: str, url: str) -> None:
-    """Raises where a URL is not that of a folder in a store, or holds credentials."""
-    protocol, _, place = url.partition("://")
-    if "@" in place.partition("/")[0]:
+def _forbid_credentials(field: str, url: str) -> None:
+    if "@" in url.partition("://")[2].partition("/")[0]:
         # What was found is not repeated: recipes and errors are shown to others.
         raise contradiction(
             f"{field}: holds credentials; remove them, and give them to the store's driver, for example by "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
+
+
+def _require_store(field: str, url: str) -> None:
+    """Raises where a URL is not that of a folder in a store, or holds credentials."""
+    protocol, _, place = url.partition("://")
+    _forbid_credentials(field, url)
     if protocol not in STORES or not place.strip("/") or url.endswith("/") or (protocol == "file" and place[0] != "/"):
         raise contradiction(
             f"{field}: found {url!r}; needs a folder in a store, without a slash at the end, for example "

@@ -19,7 +19,7 @@ from toolkit.model.load import is_encoder_decoder
 from toolkit.objectives.specs.method import Method
 from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.objectives.specs.spec import ObjectiveSpec
-from toolkit.paths import GIB, is_file_source
+from toolkit.paths import GIB, is_file_source, is_store
 from toolkit.planning.planner import PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.planning.table import plan, recommend
@@ -434,6 +434,8 @@ def _nothing_fits(method: Method, model: Model, draft: Draft, machine: Machine) 
 
 def _absolute(name: str) -> str:
     """A path that holds from every folder; a hub name stays."""
+    if is_store(name):
+        return name
     path = Path(name).expanduser()
     return os.path.abspath(path) if path.exists() or is_file_source(name) else name
 

@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...], str]] = {
     "columns between tabs": ("a.csv", "prompt\tcompletion\na\tb\n", (), "separated by '\\t': save the file with"),
     "columns between bars": ("a.csv", "prompt|completion\na|b\n", (), "separated by '|': save the file with commas"),
     "pairs of one column": ("a.jsonl", lines({"chosen": "a"}), (PREFER,), "Add the columns that are missing"),
-    "rows in a store": ("a.jsonl", lines(GOOD), ("data.train=s3://bucket/rows.jsonl",), "rows are read from disks and"),
+    "rows of no protocol": ("a.jsonl", lines(GOOD), ("data.train=ftps3://bucket/rows.jsonl",), "Protocol not known"),
     "one class": ("a.jsonl", lines({"text": "a", "label": "x"}, {"text": "b", "label": "x"}), (CLASSIFY,), "one class"),
     "no label": ("a.jsonl", lines(GOOD), (CLASSIFY,), "label"),
     "labels that are null": ("a.jsonl", lines({"text": "a", "label": None}), (CLASSIFY,), "a.jsonl"),

@@ -21,9 +21,9 @@ from toolkit.checkpoint import store as stores
 from toolkit.checkpoint import upload
 from toolkit.checkpoint.manifest import check_files, list_checkpoints, step_folder
 from toolkit.checkpoint.resume import find, set_aside
-from toolkit.checkpoint.store import StorePath, has_own_sum, without_secrets
+from toolkit.checkpoint.store import StorePath, has_own_sum
 from toolkit.checkpoint.writer import Checkpointer, Job
-from toolkit.errors import BadInputError, StoreError
+from toolkit.errors import BadInputError, StoreError, without_secrets
 from toolkit.recipe.schema import CheckpointSection
 
 

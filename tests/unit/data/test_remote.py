@@ -1,0 +1,189 @@
+"""toolkit.data.remote: rows in stores and on web servers, their copies here, and what is told."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import datasets
+import fsspec
+import pytest
+
+from toolkit.data import build, tokenizer
+from toolkit.data.files import expand_files
+from toolkit.data.remote import local_copies
+from toolkit.errors import DataError
+from toolkit.recipe.load import anchor_paths
+from toolkit.recipe.schema import DataSection
+
+TEXTS = [f"line number {i} of the story about a fox and a king" for i in range(20)]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    local_copies.cache_clear()
+    yield
+    local_copies.cache_clear()
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
+    """The address of a web server, the folder that it serves, and the files that were fetched from it."""
+    folder, fetched = tmp_path / "web", []
+    folder.mkdir()
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(folder))
+
+        def do_GET(self) -> None:
+            fetched.append(self.path)
+            super().do_GET()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", folder, fetched
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    yield system
+    system.store.clear()
+
+
+def built(cache: Path, *sources: str, **fields: Any) -> tuple[list[list[int]], str]:
+    data = DataSection.model_validate({"train": list(sources), "max_length": 16, "cache_dir": str(cache), **fields})
+    made = build.build(data, tokenizer._train_byte_pairs(iter(TEXTS), 320), 0)
+    return made.train.batch(range(len(made.train)))["input_ids"].tolist(), made.fingerprint
+
+
+def test_rows_of_a_url_are_those_of_the_file(web: Any, memory: Any, tmp_path: Path) -> None:
+    address, folder, _ = web
+    (folder / "rows.jsonl").write_text(LINES)
+    (folder / "packed.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
+    datasets.Dataset.from_list([{"text": text} for text in TEXTS]).to_parquet(folder / "rows.parquet")
+    expected = built(tmp_path / "a", str(folder / "rows.jsonl"))
+    assert built(tmp_path / "b", f"{address}/rows.jsonl") == expected, "samples, and the fingerprint that a resume asks"
+    assert built(tmp_path / "c", f"{address}/rows.jsonl?sig=a-secret") == expected
+    assert built(tmp_path / "c", f"{address}/packed.jsonl.gz")[0] == expected[0]
+    assert built(tmp_path / "d", f"{address}/rows.parquet")[0] == expected[0]
+    memory.pipe("/rows/1.jsonl", LINES[: LINES.index("\n") + 1].encode())
+    memory.pipe("/rows/2.jsonl", LINES[LINES.index("\n") + 1 :].encode())
+    assert built(tmp_path / "e", "memory://rows/*.jsonl")[0] == expected[0]
+    assert built(tmp_path / "f", "memory://rows/1.jsonl", "memory://rows/2.jsonl")[0] == expected[0]
+
+
+def test_a_file_is_fetched_once_and_again_when_it_changes(
+    web: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, folder, fetched = web
+    (folder / "rows.jsonl").write_text(LINES)
+    url = f"{address}/rows.jsonl"
+    (first,) = expand_files(url, "data.train")
+    local_copies.cache_clear()  # as in another process
+    assert expand_files(url, "data.train") == [first]
+    assert len(fetched) == 1
+    (folder / "rows.jsonl").write_text(LINES + LINES)
+    assert expand_files(url, "data.train") == [first], "one process reads one state"
+    local_copies.cache_clear()
+    (second,) = expand_files(url, "data.train")
+    assert second != first
+    assert (first.read_text(), second.read_text()) == (LINES, LINES + LINES)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_last_copy_is_read_where_nothing_answers(
+    web: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, folder, _ = web
+    (folder / "rows.jsonl").write_text(LINES)
+    (copy,) = expand_files(f"{address}/rows.jsonl", "data.train")
+    local_copies.cache_clear()
+
+    def unreachable(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("toolkit.data.remote.url_to_fs", unreachable)
+    assert expand_files(f"{address}/rows.jsonl", "data.train") == [copy]
+    assert "rows.jsonl cannot be reached (ConnectionError: no route); its copy of 20" in capsys.readouterr().err
+    local_copies.cache_clear()
+    with pytest.raises(DataError, match=r"other\.jsonl' cannot be read: ConnectionError: no route"):
+        expand_files(f"{address}/other.jsonl", "data.train")
+    copy.unlink()
+    with pytest.raises(DataError, match="no route"):
+        expand_files(f"{address}/rows.jsonl", "data.train")
+
+
+def test_half_a_download_is_no_copy(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, folder, _ = web
+    (folder / "rows.jsonl").write_text(LINES)
+    from fsspec.implementations.http import HTTPFileSystem
+
+    async def cut(self: Any, name: str, local: str, *_: Any, **__: Any) -> None:
+        Path(local).write_text(LINES[:30])
+        raise ConnectionResetError("cut")
+
+    HTTPFileSystem.clear_instance_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(HTTPFileSystem, "_get_file", cut)
+        with pytest.raises(DataError, match="ConnectionResetError: cut"):
+            expand_files(f"{address}/rows.jsonl", "data.train")
+    HTTPFileSystem.clear_instance_cache()
+    (copy,) = expand_files(f"{address}/rows.jsonl", "data.train")
+    assert copy.read_text() == LINES
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("{web}/none.jsonl", r"there is no file 'http://[0-9.:]+/none\.jsonl'; correct the address"),
+        ("{web}/none.jsonl?sig=a-secret", r"there is no file 'http://[0-9.:]+/none\.jsonl'; correct"),
+        ("{web}/rows.xls", "is of an unknown file type; allowed endings"),
+        ("{web}/empty.jsonl", "is empty; remove it from data.train"),
+        ("memory://rows/none-*.jsonl", r"there is no file 'memory://rows/none-\*\.jsonl'"),
+        ("memory://rows", r"is a folder; name files, for example memory://rows/\*\.jsonl"),
+        ("nothing://rows/a.jsonl", "cannot be read: ValueError: Protocol not known: nothing"),
+    ],
+)
+def test_urls_that_cannot_be_read(web: Any, memory: Any, url: str, told: str) -> None:
+    address, folder, _ = web
+    for name in ("rows.xls", "empty.jsonl"):
+        (folder / name).write_text("" if name == "empty.jsonl" else "a")
+    memory.pipe("/rows/1.jsonl", LINES.encode())
+    with pytest.raises(DataError, match=told) as found:
+        expand_files(url.format(web=address), "data.train")
+    assert "a-secret" not in str(found.value)
+
+
+def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> Any:
+        raise ImportError("No module named 's3fs'")
+
+    monkeypatch.setattr("toolkit.data.remote.url_to_fs", missing)
+    with pytest.raises(DataError, match=r"driver of s3:// cannot be imported .*pip install 'finetune-toolkit\[s3\]'"):
+        expand_files("s3://bucket/rows.jsonl", "data.train")
+
+
+def test_credentials_stand_in_no_recipe() -> None:
+    with pytest.raises(ValueError, match="holds credentials; remove them") as found:
+        DataSection.model_validate({"train": "https://me:hidden@host/rows.jsonl", "max_length": 16})
+    assert "hidden" not in str(found.value).partition("[")[0]
+
+
+def test_a_url_is_relative_to_nothing(tmp_path: Path) -> None:
+    values = {"data": {"train": ["s3://bucket/rows.jsonl", "rows.jsonl"]}}
+    anchor_paths(values, tmp_path)
+    assert values["data"]["train"] == ["s3://bucket/rows.jsonl", str(tmp_path / "rows.jsonl")]

@@ -1,0 +1,128 @@
+"""Files of rows that lie in a store or on a web server: downloaded before they are read, and again when they change.
+
+Credentials and endpoints are the matter of fsspec's drivers, as for checkpoints in a store.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from toolkit.data.cache import digest, kept
+from toolkit.errors import DataError, in_words, without_secrets
+from toolkit.paths import atomic_write, file_name, user_cache
+from toolkit.terminal import Pass, Terminal
+
+EXTRAS = {"s3": "finetune-toolkit[s3]", "gs": "finetune-toolkit[gs]", "http": "aiohttp", "https": "aiohttp"}
+"""Protocol -> what to install if its driver is missing; that of `hf` comes with huggingface_hub."""
+
+WEB = ("http", "https")
+"""Protocols that list nothing, and whose addresses may hold the signs of a pattern."""
+
+TAGS = ("ETag", "etag", "blob_id", "md5Hash", "generation", "Last-Modified", "LastModified", "mtime", "created")
+"""What file systems call the state of a file, the surest first."""
+
+
+@cache
+def local_copies(url: str, field: str) -> tuple[Path, ...]:
+    """Copies on this host of the files that a URL, or a pattern of one, names, in the order of their names there.
+
+    They lie in the user's cache by what the store says of their content. A process asks once, so that it reads one
+    state of a file all along. If the store cannot be reached, the last copies are read, and a line on stderr says so.
+
+    Raises:
+        DataError: if there is no such file, it cannot be downloaded, or the driver is missing.
+    """
+    folder = user_cache() / "downloads"
+    index = folder / f"{digest('url', url)}.json"
+    with _told(url, field):
+        try:
+            copies = _download(url, folder)
+        except (ImportError, ValueError, FileNotFoundError, PermissionError):
+            raise
+        except Exception as error:  # drivers raise what their libraries raise
+            earlier = _earlier(index)
+            if not earlier:
+                raise
+            day = time.strftime("%Y-%m-%d", time.localtime(index.stat().st_mtime))
+            why = without_secrets(in_words(error))
+            print(
+                f"warning: {field}: {_shown(url)} cannot be reached ({why}); its copy of {day} is read", file=sys.stderr
+            )
+            return earlier
+        atomic_write(index, json.dumps([str(path) for path in copies]))
+    return copies
+
+
+def _download(url: str, folder: Path) -> tuple[Path, ...]:
+    system, path = url_to_fs(url, use_listings_cache=False)
+    is_pattern = url.partition("://")[0] not in WEB and any(sign in path for sign in "*?[")
+    infos = [(name, system.info(name)) for name in (sorted(system.glob(path)) if is_pattern else [path])]
+    files = [(name, info) for name, info in infos if info["type"] == "file"]
+    if infos and not files:
+        raise IsADirectoryError(url)
+    if not files:
+        raise FileNotFoundError(url)
+    return tuple(_copied(system, name, info, folder) for name, info in files)
+
+
+def _copied(system: Any, name: str, info: dict[str, Any], folder: Path) -> Path:
+    """A file's copy. If nothing tells the state of the file, every process downloads it."""
+    told = [str(info[tag]) for tag in TAGS if info.get(tag)]
+    if not told:
+        told = [str(time.time_ns())]
+    file = file_name(system.unstrip_protocol(name))
+
+    def fetch(unfinished: Path) -> None:
+        with Pass(Terminal(), f"downloading {file}"):
+            system.get_file(name, str(unfinished / file))
+
+    return kept(folder / digest("copy", system.unstrip_protocol(name), info.get("size"), told), fetch) / file
+
+
+def _earlier(index: Path) -> tuple[Path, ...]:
+    """The copies of the last download of a URL; none if there was none, or they were deleted."""
+    try:
+        paths = tuple(Path(name) for name in json.loads(index.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return ()
+    return paths if all(path.is_file() for path in paths) else ()
+
+
+def _shown(url: str) -> str:
+    """The URL without what follows a question mark, which may be a signature."""
+    return url.partition("?")[0]
+
+
+@contextmanager
+def _told(url: str, field: str) -> Iterator[None]:
+    """What goes wrong in the block is raised as DataError."""
+    protocol, shown = url.partition("://")[0], _shown(url)
+    try:
+        yield
+    except DataError:
+        raise
+    except ImportError as error:
+        mend = f"pip install '{EXTRAS[protocol]}'" if protocol in EXTRAS else "download it first"
+        raise DataError(f"{field}: the driver of {protocol}:// cannot be imported ({error}); {mend}") from error
+    except IsADirectoryError as error:
+        raise DataError(
+            f"{field}: {shown!r} is a folder; name files, for example {shown.rstrip('/')}/*.jsonl"
+        ) from error
+    except FileNotFoundError as error:
+        raise DataError(f"{field}: there is no file {shown!r}; correct the address") from error
+    except Exception as error:  # drivers raise what their libraries raise
+        why = without_secrets(in_words(error))
+        if "Credentials" in type(error).__name__ or isinstance(error, PermissionError):
+            why += (
+                "; set the driver's credentials, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN"
+            )
+        raise DataError(f"{field}: {shown!r} cannot be read: {why}") from error
