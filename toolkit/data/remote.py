@@ -120,9 +120,7 @@ def _told(url: str, field: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"{field}: there is no file {shown!r}; correct the address") from error
     except Exception as error:  # drivers raise what their libraries raise
-        why = without_secrets(in_words(error))
+        mend = "correct the address, or download it first"
         if "Credentials" in type(error).__name__ or isinstance(error, PermissionError):
-            why += (
-                "; set the driver's credentials, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN"
-            )
-        raise DataError(f"{field}: {shown!r} cannot be read: {why}") from error
+            mend = "set the driver's credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN"
+        raise DataError(f"{field}: {shown!r} cannot be read: {without_secrets(in_words(error))}; {mend}") from error
