@@ -184,7 +184,9 @@ class Builder:
                 lambda folder: write_documents(source, layout, encoder, self.data.num_proc, folder),
             )
         paths = [names[shard.path] for shard in source.shards]
-        return Named(folder=folder.name, name=names.get(section.path, source.name), paths=paths)
+        named = Named(folder=folder.name, name=names.get(section.path, source.name), paths=paths)
+        # Left out if there is none: what was made before sources had names is found again.
+        return named if section.name is None else {**named, "told_as": section.name}
 
     def _encoder(self, source: Source, layout: str) -> Encoder:
         plain = ("text", *CLASSES, "source and target", "prompt and completion", "chosen and rejected")
@@ -441,7 +443,8 @@ class Builder:
         if self.judged:
             good = np.array([label == "true" for label in rows.labels()])
             return JudgedSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, good)
-        return TextSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad)
+        sources = rows.told_as(self.data.source_names) if self.data.source_names else None
+        return TextSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, source_of=sources)
 
 
 def _judgements(rows: Rows, chosen: Any) -> dict[str, int]:

@@ -49,6 +49,8 @@ class Part:
         }
         if "attention_mask" in batch:
             return cut | self._classified(batch, mine)
+        if "sources" in batch:
+            cut["sources"] = _padded(batch["sources"], self.count, -1)[:, mine]
         targets, owners = predictions_of(batch)
         cut["targets"] = _padded(targets, self.count, IGNORED)[:, mine]
         if owners is None:

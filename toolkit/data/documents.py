@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import datasets
 import multiprocess
@@ -58,11 +58,12 @@ BATCH_ROWS = 64
 
 
 class Named(TypedDict):
-    """What a run calls a source whose documents are kept: its name, and that of each shard's file."""
+    """What a run calls a source whose documents are kept: its name, that of each shard's file, and that of its loss."""
 
     folder: str
     name: str
     paths: list[str]
+    told_as: NotRequired[str]
 
 
 _FATAL = "\0"
@@ -80,6 +81,7 @@ class Documents:
         paths: the file of each shard, in as few parts as tell it from the run's others.
         label_names: in the order of their numbers, where the source has them.
         table: of `FEATURES`, or `TYPED`.
+        told_as: the name under which the loss of its rows is told, if it has one.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Documents:
     paths: list[str]
     label_names: list[str]
     table: pa.Table
+    told_as: str | None = None
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """A column of numbers, one for each row."""
@@ -200,7 +203,9 @@ def read_documents(cache: Path, named: Named, weight: float | None) -> Documents
     files = sorted(folder.glob("rows-*.arrow"))
     table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files]).data.table
     facts = json.loads((folder / "source.json").read_text(encoding="utf-8"))
-    return Documents(name=named["name"], paths=named["paths"], **facts, weight=weight, table=table)
+    return Documents(
+        name=named["name"], paths=named["paths"], **facts, weight=weight, table=table, told_as=named.get("told_as")
+    )
 
 
 def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> Iterator[dict[str, Any]]:

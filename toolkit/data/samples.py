@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,6 +74,11 @@ class Rows:
         """The tags of each row's words, by its targets; empty where words are not tagged."""
         return [tags for source in self.sources for tags in source.table.column("tags").to_pylist()]
 
+    def told_as(self, names: Sequence[str]) -> Any:
+        """The number of each row's source among these names, (rows,); -1 if it has none of them."""
+        numbers = [-1 if source.told_as is None else names.index(source.told_as) for source in self.sources]
+        return np.repeat(np.array(numbers, dtype=np.int64), np.diff(self.starts))
+
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
         """See `Documents.tokens`."""
         source, number = self.where(row)
@@ -105,6 +110,7 @@ class TextSamples:
         max_length: T, where samples are packed; otherwise T is that of the longest row of a batch.
         packed: whether pieces share samples.
         pad_id: of padding.
+        source_of: the number of each row's named source, (rows,), -1 for none; None if the batch does not say.
     """
 
     rows: TokenRows
@@ -113,6 +119,7 @@ class TextSamples:
     max_length: int
     packed: bool
     pad_id: int
+    source_of: Any = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -122,7 +129,20 @@ class TextSamples:
         return [ids.tolist() for ids, _ in self.tokens(number)]
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        return batch_of([self.tokens(number) for number in numbers], self.max_length, self.packed, self.pad_id)
+        samples = [self.tokens(number) for number in numbers]
+        batch = batch_of(samples, self.max_length, self.packed, self.pad_id)
+        if self.source_of is not None:
+            batch["sources"] = self._sources(numbers, samples, batch["input_ids"])
+        return batch
+
+    def _sources(self, numbers: Sequence[int], samples: list[list[tuple[Any, Any]]], ids: torch.Tensor) -> torch.Tensor:
+        """The number of the source that each token is of, (B, T); -1 for none, and for padding."""
+        sources = torch.full_like(ids, -1)
+        for i, (number, pieces) in enumerate(zip(numbers, samples, strict=True)):
+            of_pieces = torch.from_numpy(self.source_of[self.rows_of(number)])
+            owners = torch.repeat_interleave(of_pieces, torch.tensor([len(piece) for piece, _ in pieces]))
+            sources[i, : len(owners)] = owners
+        return sources
 
     def rows_of(self, number: int) -> list[int]:
         """Rows whose pieces are in a sample."""

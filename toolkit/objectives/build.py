@@ -36,6 +36,7 @@ def build_objective(
     label_counts: dict[str, int] | None,
     teacher: nn.Module | None = None,
     apart: bool = False,
+    sources: tuple[str, ...] = (),
 ) -> Objective:
     """The recipe's objective.
 
@@ -44,9 +45,10 @@ def build_objective(
         label_counts: rows, or words, of each class to train on, in the order of the classes; None: no classification.
         teacher: of a distillation.
         apart: whether completions that are compared must not share rows; they never do in a model without positions.
+        sources: names of the sources whose losses are told apart.
 
     Raises:
         BadInputError: a model that cannot be trained so, or class weights of another number than classes.
     """
     apart = apart or not takes_positions(model)
-    return CLASSES[section.kind].build(Ingredients(section, model, packed, label_counts or {}, teacher, apart))
+    return CLASSES[section.kind].build(Ingredients(section, model, packed, label_counts or {}, teacher, apart, sources))

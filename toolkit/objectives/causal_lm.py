@@ -36,13 +36,15 @@ class CausalLM(Objective):
 
     Args:
         packed: whether documents share samples.
+        sources: names of the sources whose losses are told apart, by the numbers in a batch's `sources` (B, T).
 
     Attributes:
         head_loss: what the losses come from; where that is whole logits, the reason.
     """
 
-    def __init__(self, model: nn.Module, packed: bool = True) -> None:
+    def __init__(self, model: nn.Module, packed: bool = True, sources: tuple[str, ...] = ()) -> None:
         self._packed = packed
+        self._sources = sources
         if packed and not takes_positions(model):
             raise BadInputError(
                 f"data.packing: {class_name(base_of(model))} takes no position_ids, so rows that share a sample would "
@@ -56,7 +58,11 @@ class CausalLM(Objective):
 
     @classmethod
     def build(cls, of: Ingredients) -> Objective:
-        return cls(of.model, of.packed)
+        return cls(of.model, of.packed, of.sources)
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        return tuple(f"{what} of {name}" for what in ("loss", "targets") for name in self._sources)
 
     def count_targets(self, batch: Batch) -> int:
         return int((predictions_of(batch)[0] != IGNORED).sum())
@@ -117,9 +123,36 @@ class CausalLM(Objective):
         return self._sum_of_logits(model, batch)
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss alone."""
-        loss = self.loss_sum(model, batch)
-        return loss, loss.new_empty(0)
+        """The loss, and by named source the sums of losses and then the numbers of targets, (2 S,)."""
+        if "sources" not in batch:
+            loss = self.loss_sum(model, batch)
+            return loss, loss.new_zeros(2 * len(self._sources))
+        losses = self._losses_of_tokens(model, batch)
+        return losses.sum(), self._by_source(losses.detach(), batch).flatten().float()
+
+    def _losses_of_tokens(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss of each token, (B * T,), float32; 0 if it has no target."""
+        if isinstance(self.head_loss, HeadLoss):
+            with rows_of(batch):
+                return self.head_loss.by_token(model, self.inputs(batch), self.targets(batch), batch.get("counted"))
+        logits = self.logits(model, batch).float().flatten(0, 1)
+        return F.cross_entropy(logits, self.targets(batch), ignore_index=IGNORED, reduction="none")
+
+    def _by_source(self, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Summed losses and numbers of targets of each named source, (2, S), float64."""
+        # The last place takes what is of no named source.
+        owners = batch["sources"].flatten().remainder(len(self._sources) + 1)
+        terms = torch.stack([losses.double(), (self.targets(batch) != IGNORED).double()])
+        return terms.new_zeros(2, len(self._sources) + 1).index_add(1, owners, terms)[:, :-1]
+
+    def training_record(self, means: list[float]) -> dict[str, Any]:
+        return self._losses_by_source(means)
+
+    def _losses_by_source(self, sums: list[float]) -> dict[str, float]:
+        """The mean loss of each source that has targets, from what `_by_source` gives, whatever both are divided by."""
+        number = len(self._sources)
+        pairs = zip(self._sources, sums[:number], sums[number:], strict=True)
+        return {f"loss/{name}": loss / targets for name, loss, targets in pairs if targets}
 
     def _sum_of_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         logits = self.logits(model, batch)
@@ -170,14 +203,18 @@ class CausalLM(Objective):
         return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(16, device=device)[None]}
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        loss = self.loss_sum(model, batch).double()
-        return torch.stack([loss, (self.targets(batch) != IGNORED).sum().double()])
+        counted = (self.targets(batch) != IGNORED).sum().double()
+        if "sources" not in batch:
+            return torch.stack([self.loss_sum(model, batch).double(), counted])
+        losses = self._losses_of_tokens(model, batch)
+        return torch.cat([torch.stack([losses.double().sum(), counted]), self._by_source(losses, batch).flatten()])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
         loss = sums[0] / max(1.0, sums[1])
         # From 710 on exp overflows float64, which Python makes an error.
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        return {"loss": loss, "target_tokens": int(sums[1]), "perplexity": perplexity}
+        by_source = self._losses_by_source(sums[2:]) if len(sums) > 2 else {}
+        return {"loss": loss, "target_tokens": int(sums[1]), "perplexity": perplexity, **by_source}
 
 
 def rows_of(batch: Batch) -> ExitStack:

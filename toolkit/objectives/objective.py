@@ -36,6 +36,7 @@ class Ingredients:
         label_counts: rows, or words, of each class to train on, in the order of the classes; empty: no classification.
         teacher: of a distillation.
         apart: whether completions that are compared must not share rows.
+        sources: names of the sources whose losses are told apart.
     """
 
     section: ObjectiveSection
@@ -44,6 +45,7 @@ class Ingredients:
     label_counts: dict[str, int]
     teacher: nn.Module | None = None
     apart: bool = False
+    sources: tuple[str, ...] = ()
 
 
 class Objective(ABC):
@@ -101,6 +103,10 @@ class Objective(ABC):
     @abstractmethod
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """`loss_sum`, and the sums of `figures` over a micro-batch, (F,) without a graph."""
+
+    def training_record(self, means: list[float]) -> dict[str, Any]:
+        """What a record of a step has beside the loss, from the sums of `figures` over the step's terms."""
+        return dict(zip(self.figures, means, strict=True))
 
     @abstractmethod
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -56,6 +56,9 @@ class RowsAlone(Objective):
         losses, figures = zip(*(self.inner.training_sums(model, row) for row in self._rows(batch)), strict=True)
         return torch.stack(losses).sum(), torch.stack(figures).sum(dim=0)
 
+    def training_record(self, means: list[float]) -> dict[str, Any]:
+        return self.inner.training_record(means)
+
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return torch.stack([self.inner.evaluation_sums(model, row) for row in self._rows(batch)]).sum(dim=0)
 

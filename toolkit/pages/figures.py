@@ -65,9 +65,19 @@ CHARTS = (
 """Name and title of a chart, and its curves: field and name. Perplexity has none: it is the loss once more."""
 
 
+BY_SOURCE = "loss/"
+"""Begins the field of a named source's loss."""
+
+
 def figures_of(evals: Metrics) -> list[Figure]:
     """The figures that the evaluations have."""
-    return [figure for figure in FIGURES if any(figure.field in line for line in evals)]
+    by_source = [Figure(field, f"Loss of {name}", _signed) for field, name in sources_of(evals).items()]
+    return [figure for figure in FIGURES if any(figure.field in line for line in evals)] + by_source
+
+
+def sources_of(lines: Metrics) -> dict[str, str]:
+    """The field of each named source's loss -> its name."""
+    return {field: field.removeprefix(BY_SOURCE) for line in lines for field in line if field.startswith(BY_SOURCE)}
 
 
 def figure_tile(evals: Metrics, before_after: Callable[[Sequence[float], Callable[[float], str]], str]) -> str:
@@ -86,7 +96,10 @@ def figure_tile(evals: Metrics, before_after: Callable[[Sequence[float], Callabl
 def figure_charts(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> list[Chart]:
     """Curves of the figures over the steps: of the evaluations, and faintly of the steps where these have them."""
     charts = []
-    for name, title, curves in CHARTS:
+    by_source = [
+        (f"loss-of-{name}", f"Loss of {name}", ((field, ""),)) for field, name in sources_of([*train, *evals]).items()
+    ]
+    for name, title, curves in (*CHARTS, *by_source):
         series = []
         for (field, label), color in zip(curves, ("chart-1", "chart-2"), strict=False):
             series += _series(train, field, f"{label} in training".strip(), color, "faint")

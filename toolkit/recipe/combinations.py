@@ -217,6 +217,8 @@ COMBINATIONS = (
         "remove it",
         is_idle=True,
     ),
+    Combination(("named sources", "no losses by source"), NOT_BUILT, "", "remove it"),
+    Combination(("named sources", "streaming"), NOT_BUILT, "", "remove it"),
     Combination(("streaming", "compared completions"), NOT_BUILT, "", "remove it"),
     Combination(("split rows", "compared completions"), DEFINITION, "", "allowed: error, drop"),
     Combination(("truncated rows", "compared completions"), DEFINITION, "", "allowed: error, drop"),

@@ -115,6 +115,11 @@ class SourceSection(Section):
     weight: PositiveFloat | None = Field(
         None, description="Draw rows from this source in proportion to its weight among the sources."
     )
+    name: str | None = Field(
+        None,
+        pattern=r"^[\w.-]{1,64}$",
+        description="Tell the loss of its rows under this name, beside that of all; sources may share one.",
+    )
     config: str | None = Field(None, description="Use this configuration of a hub data set.")
     split: str | None = Field(None, description="Use this split of a hub data set; null: train.")
 
@@ -277,6 +282,12 @@ class DataSection(Section):
             )
         if self.streaming and self.num_proc > 1:
             raise contradiction("data.num_proc has no effect with data.streaming; remove one of them")
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names of sources to train on or to hold out, each once; empty if none has one."""
+        sources = [*self.train, *(self.validation or [])]
+        return tuple(dict.fromkeys(source.name for source in sources if source.name is not None))
 
     @property
     def has_validation(self) -> bool:

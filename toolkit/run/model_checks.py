@@ -35,7 +35,10 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
     if leak is not None:
         padded, data = leak, without_packing(recipe, on_meta.tokenizer)
         counts = on_meta.data.report.label_counts
-        objective = build_objective(recipe.objective, on_meta.model, False, counts, on_meta.teacher, apart=True)
+        names = recipe.data.source_names
+        objective = build_objective(
+            recipe.objective, on_meta.model, False, counts, on_meta.teacher, apart=True, sources=names
+        )
     check_teacher(accelerator, recipe.training.micro_batch_size, objective, data, opened.in_16_bits)
     differ = _check_parts(opened, sharded, objective, data, planned)
     head_loss = _checked_head_loss(opened, objective, model)

@@ -46,7 +46,8 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
     packed, label_counts = data.report.packing, data.report.label_counts
     attention = _choose_attention(opened, model, packed)
     teacher = asked_teacher(opened.accelerator, recipe, tokens, packed)
-    objective = build_objective(recipe.objective, model, packed, label_counts, teacher)
+    sources = recipe.data.source_names
+    objective = build_objective(recipe.objective, model, packed, label_counts, teacher, sources=sources)
     balance = build_balance(recipe.objective, model)
     return MetaModel(model, tokens, data, padded, attention, teacher, objective, balance)
 

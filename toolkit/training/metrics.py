@@ -78,7 +78,7 @@ class Metrics:
     def evaluation(self, record: dict[str, Any]) -> None:
         """One evaluation: `step`, `loss` and what the objective adds."""
         self._write({"split": "eval", **record})
-        self.progress.line(record["step"], f"held-out loss {record['loss']:.4f}", *_shares(record))
+        self.progress.line(record["step"], f"held-out loss {record['loss']:.4f}", *_shares(record), *_by_source(record))
 
     def catch_up(self) -> bool:
         """Writes the records that a full disk has kept waiting; whether none is left."""
@@ -127,6 +127,7 @@ def _train_figures(record: dict[str, Any], unit: str) -> list[str]:
     return [
         f"loss {record['loss']:.4f}",
         *_shares(record),
+        *_by_source(record),
         f"lr {record['learning_rate']:.2e}",
         f"{format_rate(record['tokens_per_second'])} tokens/s",
         f"{format_rate(record[f'{unit}_per_second'])} {unit}/s",
@@ -137,6 +138,11 @@ def _train_figures(record: dict[str, Any], unit: str) -> list[str]:
 
 def _shares(record: dict[str, Any]) -> list[str]:
     return [f"{name} {record[key]:.1%}" for key, name in SHARES.items() if key in record]
+
+
+def _by_source(record: dict[str, Any]) -> list[str]:
+    losses = {key: value for key, value in record.items() if key.startswith("loss/") and value is not None}
+    return [f"{key.removeprefix('loss/')} {value:.4f}" for key, value in losses.items()]
 
 
 def format_rate(value: float) -> str:

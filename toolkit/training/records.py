@@ -35,7 +35,7 @@ class Records(Extension):
                 "tokens": trainer.counters.tokens,
                 "target_tokens" if unit == "targets" else unit: trainer.counters.target_tokens,
                 "loss": step.loss,
-                **dict(zip(trainer.objective.figures, step.figures, strict=True)),
+                **trainer.objective.training_record(step.figures),
                 **step.metrics,
                 "grad_norm": step.grad_norm,
                 "learning_rate": step.learning_rate,

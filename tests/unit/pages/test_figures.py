@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.pages.card import recipe_for_readers, render_card
+from toolkit.pages.figures import figure_charts, figures_of
 from toolkit.pages.page import card, table
 from toolkit.pages.page import columns as columns_of
 from toolkit.pages.run_page import RunSummary, render_report
@@ -159,3 +160,20 @@ def test_the_recipe_for_readers_has_neither_nulls_nor_places() -> None:
     assert shipped.description not in render_card(shipped, {}, [], {}, {}), "a copy is of another model and other data"
     assert "confusion" not in card
     assert "| 0.7 | 0.6875 |" in card
+
+
+def test_named_sources_have_a_figure_and_a_curve_each() -> None:
+    evals = [{"step": step, "loss": 2.0, "loss/chat": 3.0 - step, "loss/code": 1.0} for step in (0, 1)]
+    train = [{"step": 1, "loss": 2.0, "loss/chat": 2.5}]
+    assert [(figure.field, figure.title) for figure in figures_of(evals)] == [
+        ("loss/chat", "Loss of chat"),
+        ("loss/code", "Loss of code"),
+    ]
+    charts = {
+        chart.name: [(series.name, list(series.ys)) for series in chart.series]
+        for chart in figure_charts(train, evals, (0, 1))
+    }
+    assert charts == {
+        "loss-of-chat": [("in training", [2.5]), ("held out", [3.0, 2.0])],
+        "loss-of-code": [("held out", [1.0, 1.0])],
+    }

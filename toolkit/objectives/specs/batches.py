@@ -44,6 +44,11 @@ TEXT: BatchSpec = {
     "lengths": Field("B"),  # tokens without padding
 }
 
+TOLD_APART: BatchSpec = {
+    **TEXT,
+    "sources": Field("BT", optional=True),  # number of the named source that a token's row is of; -1 for none
+}
+
 COMPLETIONS: BatchSpec = {
     **TEXT,
     "segments": Field("BT"),  # the completion that a token is of, counted over the batch; -1 for padding

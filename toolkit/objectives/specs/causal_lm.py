@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.objectives.specs.batches import TEXT
+from toolkit.objectives.specs.batches import TOLD_APART
 from toolkit.objectives.specs.method import ANY_SIZE, Method, Rate
 from toolkit.objectives.specs.spec import ObjectiveSpec
 
@@ -59,7 +59,7 @@ CAUSAL_LM = ObjectiveSpec(
     about="next-token cross-entropy",
     layouts=LAYOUTS,
     row_form="text",
-    batch=TEXT,
+    batch=TOLD_APART,
     methods=(
         _FULL,
         _LORA,

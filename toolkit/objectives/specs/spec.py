@@ -67,6 +67,11 @@ class ObjectiveSpec:
         return self.trained_turns is not None
 
     @property
+    def tells_sources(self) -> bool:
+        """Whether its losses are told by named sources of rows, too."""
+        return "sources" in self.batch
+
+    @property
     def has_margins(self) -> bool:
         """Whether pairs say by how much the chosen completion is better."""
         return "margin" in self.batch
