@@ -2,18 +2,22 @@
 
     python tests/mutate.py toolkit/sharding/strategy.py tests/unit/sharding/test_strategy.py --sample 10
 
-Slow, as each mutant is a run of pytest; so it is run by hand. The module is put back at the end, also after Ctrl-C.
+Each mutant is a run of pytest; so it is run by hand. The module is put back at the end, also after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib
+import multiprocessing
+import os
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.Gt: ast.GtE,
@@ -29,6 +33,9 @@ OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
+LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "peft", "pydantic")
+"""Imported once; nothing of the toolkit is, so that each fork imports the changed module."""
+
 SECONDS = 300
 """For the tests of one mutant; a mutant that hangs counts as noticed."""
 
@@ -66,12 +73,22 @@ def _texts(node: ast.BinOp) -> list[ast.expr]:
 
 
 def is_noticed(tests: list[str]) -> bool:
-    """Whether the tests fail, or do not end."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    try:
-        return subprocess.run(command, capture_output=True, timeout=SECONDS, check=False).returncode != 0
-    except subprocess.TimeoutExpired:
-        return True
+    """Whether the tests fail, or do not end. They run in a fork of this process, which has imported the libraries."""
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(tests,))
+    process.start()
+    process.join(SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return process.exitcode != 0
+
+
+def _run(tests: list[str]) -> None:
+    with open(os.devnull, "w") as nothing:
+        for stream in (1, 2):
+            os.dup2(nothing.fileno(), stream)
+    code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests])
+    os._exit(int(code))
 
 
 def main() -> None:
@@ -81,6 +98,8 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="try N mutants, drawn by --seed, in place of all")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
+    for name in LIBRARIES:
+        importlib.import_module(name)
     source = asked.module.read_text(encoding="utf-8")
     found = list(mutants(source))
     if asked.sample is not None:

@@ -138,8 +138,7 @@ def mixed(counts: list[int], weights: list[float]) -> list[tuple[Ints, Ints]]:
     whole; one that is through earlier starts again.
     """
     end = max(count / weight for count, weight in zip(counts, weights, strict=True))
-    # At least one row each: a small weight must not leave a source out.
-    numbers = [np.arange(max(1, round(weight * end))) for weight in weights]
+    numbers = [np.arange(round(weight * end)) for weight in weights]
     times = np.concatenate([(number + 0.5) / weight for number, weight in zip(numbers, weights, strict=True)])
     places = np.empty(len(times), dtype=np.int64)
     # Stable: of rows at the same time the earlier source's comes first, as in stream.py.

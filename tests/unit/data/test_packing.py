@@ -154,6 +154,13 @@ def test_a_mix_holds_its_shares_in_every_stretch(counts: list[int], weights: lis
     assert len(order[longest][0]) == counts[longest], "the one that takes longest is seen once"
 
 
+def test_a_mix_written_out() -> None:
+    """Rows of weight 1 come at 1/2 and 3/2, of weight 2 at 1/4, 3/4, 5/4 and 7/4."""
+    (few, few_rows), (many, many_rows) = mixed([2, 3], [1.0, 2.0])
+    assert (few.tolist(), few_rows.tolist()) == ([1, 4], [0, 1])
+    assert (many.tolist(), many_rows.tolist()) == ([0, 2, 3, 5], [0, 1, 2, 0])
+
+
 def test_pieces_are_taken() -> None:
     pieces = Pieces(np.array([1, 2]), np.array([0, 3]), np.array([4, 9]))
     assert pieces.lengths().tolist() == [4, 6]

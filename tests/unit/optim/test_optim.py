@@ -69,6 +69,15 @@ def test_warmup_stable_decay() -> None:
     assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4])
 
 
+def test_a_tenth_of_the_steps_decays_if_nothing_is_said() -> None:
+    assert factors(20, kind="warmup_stable_decay") == pytest.approx([1.0] * 19 + [1 / 2])
+
+
+def test_behind_the_last_step_the_rate_stays_at_its_floor() -> None:
+    factor = learning_rate_factor(ScheduleSection(kind="linear", min_factor=0.2), 4)
+    assert [factor(step) for step in (4, 5, 40)] == pytest.approx([0.2] * 3)
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
@@ -88,6 +97,7 @@ def test_learning_rates_in_words(fields: dict[str, Any], told: str) -> None:
 def test_a_run_that_ends_in_its_warm_up_is_told() -> None:
     section = ScheduleSection(warmup_steps=9)
     assert without_peak(section, 3e-4, 10) is None
+    assert without_peak(section, 3e-4, 9) is not None, "its ninth step is at nine tenths"
     told = without_peak(section, 3e-4, 4)
     assert told is not None
     assert "this run of 4 steps ends within its warm-up of 9: its learning rate reaches 0.00012 of 0.0003" in told
