@@ -1,7 +1,7 @@
 """Every pair of features that may go together, in one run or another: each is the plain loop, step by step.
 
-The rows are a covering array over what the table of combinations allows. The plain loop is written out here, on one
-process. Adapters, quantised bases, compiled blocks, other optimizers and objectives have grids of their own.
+The rows are covering arrays over what the table of combinations allows. The plain loop is written out here, on one
+process; for all objectives, with adapters, quantised bases and other optimizers, in support/plain_objectives.py.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import plain_objectives
 from support.covering import Row, covering_array, pairs_of
 from support.plain_rows import plain_rows
 from support.ranks import meet, run_on_ranks
 from support.tiny import VOCAB_SIZE, recipe_values, save_llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from toolkit.objectives.specs.registry import SPECS
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.features import Settings
 
-STEPS, ROWS_PER_STEP, LEARNING_RATE, DECAY = 3, 4, 2e-3, 0.1
+STEPS, LEARNING_RATE, DECAY = 3, 2e-3, 0.1
+ROWS_PER_STEP = {2: 4, 4: 8}
+"""Ranks -> rows: one for each rank and micro-batch at least."""
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "strategy": ("ddp", "zero1", "zero2", "zero3"),
@@ -43,9 +47,22 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 ON_FOUR = {**FACTORS, "strategy": ("zero1", "zero3", "hybrid"), "reshard_after_forward": (None, 2)}
 
+WITH_OBJECTIVES = {
+    **FACTORS,
+    "adapter": ("none", "lora", "nf4"),
+    "compile": (False, True),
+    "optimizer": ("adamw", "adamw_8bit", "muon"),
+    "objective": tuple(plain_objectives.OBJECTIVES),
+}
+
 
 def settings_of(row: Row) -> Settings:
     return Settings(
+        objective=SPECS[row.get("objective", "causal_lm")],
+        adapter=row.get("adapter", "none") != "none",
+        is_quantised=row.get("adapter") == "nf4",
+        compiled=row.get("compile", False),
+        optimizer=row.get("optimizer", "adamw"),
         strategy=row["strategy"],
         offload=row["offload"] == "optimizer",
         accumulate="by_block" if row["accumulate"] == "by_block" else "by_micro_batch",
@@ -61,12 +78,17 @@ def settings_of(row: Row) -> Settings:
 
 
 def is_allowed(row: Row) -> bool:
-    # A model whose every MLP is a mixture has nothing to run in chunks.
-    return not refusals(settings_of(row)) and not (row["experts"] and row["chunk_tokens"])
+    # A model whose every MLP is a mixture has nothing to run in chunks; T5 has no experts.
+    is_idle = row["experts"] and (row["chunk_tokens"] or row.get("objective") == "seq2seq")
+    return not refusals(settings_of(row)) and not is_idle
 
 
-def plain_losses(folder: Path, rows: torch.Tensor, max_norm: float | None) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step: the mean over all targets, clipping, AdamW with decay of matrices alone."""
+def plain_losses(folder: Path, rows: torch.Tensor, size: int, max_norm: float | None) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step: the mean over all targets, clipping, AdamW with decay of matrices alone.
+
+    Args:
+        size: rows of a step.
+    """
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").train()
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -75,7 +97,7 @@ def plain_losses(folder: Path, rows: torch.Tensor, max_norm: float | None) -> li
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, foreach=False)
     found = []
     for step in range(STEPS):
-        batch = rows[step * ROWS_PER_STEP : (step + 1) * ROWS_PER_STEP]
+        batch = rows[step * size : (step + 1) * size]
         ids, labels, positions = batch[:, 0], batch[:, 1], batch[:, 2]
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
@@ -95,9 +117,13 @@ def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[tuple[float, fl
     from toolkit import Recipe, finetune
 
     ranks, found = int(os.environ["WORLD_SIZE"]), []
+    if ranks == 4:  # two hosts, as far as the replicas of hybrid with offload go
+        os.environ.update(LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
     for number, row in enumerate(rows):
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2" if row["strategy"] == "hybrid" else "1"
         meet()
+        # torchao compiles its step, for half a minute.
+        torch.compiler.set_stance("default" if row.get("compile") else "force_eager")
         micro_batches = 1 if row["accumulate"] == "one" else 2
         values = recipe_values(
             folder / ("experts" if row["experts"] else "dense"),
@@ -105,7 +131,7 @@ def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[tuple[float, fl
             folder / f"run-{ranks}-{number}",
             folder / "cache",
             max_steps=STEPS,
-            micro_batch_size=ROWS_PER_STEP * row["sequence"] // ranks // micro_batches,
+            micro_batch_size=ROWS_PER_STEP[ranks] * row["sequence"] // ranks // micro_batches,
             gradient_accumulation_steps=micro_batches,
             max_grad_norm=row["max_grad_norm"],
             ema=row["ema"],
@@ -114,6 +140,8 @@ def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[tuple[float, fl
         values["export"] = {"enabled": False}
         if row["experts"]:
             values["objective"] = {"router_aux_coef": 0.0}
+        if "objective" in row:
+            add_objective(values, folder, row)
         if row["offload"] == "optimizer":
             values["sharding"] = {"offload_executor": "cpu_torch"}
         names = ("strategy", "offload", "activation_checkpointing", "offload_checkpoints", "chunk_tokens", "prefetch")
@@ -127,6 +155,25 @@ def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[tuple[float, fl
         records = finetune(Recipe.from_mapping(values)).metrics
         found.append([(record["loss"], record["grad_norm"]) for record in records if record["split"] == "train"])
     return found
+
+
+def add_objective(values: dict[str, Any], folder: Path, row: Row) -> None:
+    """The objective, its rows and its model; the adapter and the optimizer."""
+    kind = row["objective"]
+    rows, _, _, settings = plain_objectives.OBJECTIVES[kind]
+    if "teacher" in settings:
+        settings = {"teacher": str(folder / "teacher")}
+    values["objective"] = {"kind": kind, **settings, **values.get("objective", {})}
+    values["model"] = {"name_or_path": str(folder / f"{'experts' if row['experts'] else 'dense'}-{kind}")}
+    values["data"] |= {"train": str(folder / f"{rows}.jsonl"), "max_length": 96}
+    if kind not in ("sequence_classification", "token_classification", "seq2seq"):
+        values["data"]["packing"] = False
+    values["training"] |= {"seed": plain_objectives.SEED, "compile": row["compile"]}
+    values["optimizer"] |= {"kind": row["optimizer"], "eps": plain_objectives.EPS}
+    if row["adapter"] != "none":
+        names = ["q", "v"] if kind == "seq2seq" else ["q_proj", "v_proj"]
+        quantize = "nf4" if row["adapter"] == "nf4" else "none"
+        values["adapter"] = {"kind": "lora", "r": 4, "target_modules": names, "quantize": quantize}
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +209,10 @@ def test_every_allowed_pair_is_the_plain_loop(
 ) -> None:
     rows = covering_array(factors, is_allowed)
     packed = plain_rows(folder / "dense", text_file)
+    assert len(packed) >= STEPS * ROWS_PER_STEP[ranks], "no row is seen twice"
     plain = {
-        (bool(experts), norm): plain_losses(folder / ("experts" if experts else "dense"), packed, norm)
-        for experts in (0, 1)
+        (experts, norm): plain_losses(folder / model, packed, ROWS_PER_STEP[ranks], norm)
+        for experts, model in enumerate(("dense", "experts"))
         for norm in FACTORS["max_grad_norm"]
     }
     found = run_on_ranks(runs, ranks, folder, text_file, rows, seconds=600)[0]
@@ -172,3 +220,34 @@ def test_every_allowed_pair_is_the_plain_loop(
         expected = plain[bool(row["experts"]), row["max_grad_norm"]]
         assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in expected], rel=2e-6), row
         assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in expected], rel=1e-5), row
+
+
+@pytest.fixture(scope="module")
+def with_objectives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("objectives")
+    plain_objectives.save_models(folder)
+    return folder
+
+
+TOLERANCES = {"adamw": 1e-5, "adamw_8bit": 1e-2, "muon": 1e-3}
+"""Optimizer -> of losses. Moments of few bits are compared with whole ones; Newton-Schulz rounds to 16 bits."""
+
+
+@pytest.mark.slow
+def test_every_allowed_pair_of_objectives_adapters_and_optimizers_is_the_plain_loop(with_objectives: Path) -> None:
+    rows = covering_array(WITH_OBJECTIVES, is_allowed)
+    found = run_on_ranks(runs, 2, with_objectives, with_objectives / "text.jsonl", rows, seconds=1800)[0]
+    wrong = []
+    for row, steps in zip(rows, found, strict=True):
+        model = "experts" if row["experts"] else "dense"
+        expected = plain_objectives.losses_and_norms(
+            with_objectives, row["objective"], model, row["adapter"], row["optimizer"], row["max_grad_norm"], STEPS
+        )
+        exact = TOLERANCES[row["optimizer"]]
+        losses, norms = zip(*steps, strict=True)
+        expected_losses, expected_norms = zip(*expected, strict=True)
+        if losses != pytest.approx(expected_losses, rel=exact) or norms != pytest.approx(
+            expected_norms, rel=10 * exact
+        ):
+            wrong.append((row, steps, expected))
+    assert not wrong, "\n".join(map(str, wrong))

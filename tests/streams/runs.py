@@ -11,7 +11,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from streams.happens_before import Checker, Race
 from streams.simulated import watched_by
 from support import offload_loops
+from support.moe import mixture
 from support.offload_loops import Case, learning_rate, loss_of, make_model, ordinary, prepare, slow_down
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -28,8 +29,12 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit import ranks
 from toolkit.checkpoint import state
+from toolkit.model.attention_by_heads import attend_by_heads
+from toolkit.model.quantised import Quantisation, quantise_loaded
+from toolkit.optim.ema import Ema
 from toolkit.sharding import Checkpointing, OffloadSettings
 from toolkit.sharding.by_block import ByBlock
+from toolkit.sharding.sequence_parallel import WholeRows, form_groups, rows_shared
 from toolkit.sharding.shards import local_tensor
 
 STEPS = 2
@@ -46,6 +51,10 @@ class Run:
         also: a word of `BEFORE_STEP` or `AFTER_STEP`.
         delay: seconds that every unit's step takes longer.
         by_block: the micro-batches of a step go through each unit together, on a stream that is not the default one.
+        node: ranks among which units are sharded from forward to backward; None: all.
+        experts: ranks that share a mixture's experts.
+        sequence: ranks that share a row.
+        quantised: whether LoRA's base is held in 4 bits.
     """
 
     case: Case = field(default_factory=Case)
@@ -58,6 +67,10 @@ class Run:
     also: str | None = None
     delay: float = 0.0
     by_block: bool = False
+    node: int | None = None
+    experts: int = 1
+    sequence: int = 1
+    quantised: bool = False
 
     def __str__(self) -> str:
         plain = Run()
@@ -73,6 +86,7 @@ class Loop:
         kept: the state of model and optimizer before the first step, copied.
         norms: of every clipping.
         threads: that it has begun.
+        averages: of the weights, once they are asked for.
     """
 
     run: Run
@@ -82,6 +96,7 @@ class Loop:
     kept: tuple[Any, Any]
     norms: list[torch.Tensor] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
+    averages: Ema | None = None
 
     @property
     def engine(self) -> Any:
@@ -96,12 +111,25 @@ def races_of(run: Run, is_changed: bool = False) -> Counter[Race]:
     """
     with fake_ranks(run.num_ranks):
         with mock.patch.object(offload_loops, "LAYERS", run.num_layers):
-            model = make_model(run.case)  # before the checker looks: it lies on the device
+            model = _model(run)  # before the checker looks: it lies on the device
         checker = Checker()
         with watched_by(checker):
             norms = _plain(run, model) if run.executor == "plain" else _train(run, model)
     assert is_changed or all(norm.isfinite() for norm in norms)
     return checker.races
+
+
+def _model(run: Run) -> Any:
+    spread = run.experts > 1
+    model = mixture("qwen3_moe", vocab_size=offload_loops.VOCABULARY) if spread else make_model(run.case)
+    if run.quantised:
+        paths = [name for name, _ in model.named_modules()]
+        adapters = [path for path in paths if "lora_" in path]
+        quantise_loaded(model, Quantisation("nf4").for_transformers(["base_model.model.lm_head", *adapters]))
+    form_groups(run.sequence)
+    if run.sequence > 1:
+        attend_by_heads(model)
+    return model
 
 
 @contextmanager
@@ -165,11 +193,20 @@ def _prepare(run: Run, model: nn.Module) -> Loop:
     settings: dict[str, Any] = {"shard_size": 2} if run.case.strategy == "hybrid" else {}
     if run.offload_inputs:
         settings["checkpointing"] = Checkpointing(1, offload=True)
+    settings |= {"experts": run.experts, "reshard_after_forward": run.node}
     accelerator, model, optimizer = prepare(run.case, offload, model, **settings)
     if run.delay:
         slow_down(model, run.delay)
     kept = _copied((model.state_dict(), optimizer.state_dict()))
     return Loop(run, accelerator, model, optimizer, kept)
+
+
+def _loss(loop: Loop, step: int, micro: int) -> torch.Tensor:
+    """Of rows of which this rank may have one of several parts."""
+    parts = loop.run.sequence
+    rows = WholeRows(torch.arange(16 * parts).expand(2, -1), parts)
+    with rows_shared(rows) if parts > 1 else nullcontext():
+        return loss_of(loop.model, loop.run.case, step, micro)
 
 
 def _step(loop: Loop, step: int) -> None:
@@ -178,7 +215,7 @@ def _step(loop: Loop, step: int) -> None:
         group["lr"] = learning_rate(case, step)
     for micro in range(case.accumulation):
         with accelerator.accumulate(loop.model):
-            accelerator.backward(loss_of(loop.model, case, step, micro))
+            accelerator.backward(_loss(loop, step, micro))
             if loop.run.also in BEFORE_STEP:
                 BEFORE_STEP[loop.run.also](loop)
             if accelerator.sync_gradients and case.max_norm is not None:
@@ -193,7 +230,7 @@ def _step_by_block(loop: Loop, runner: ByBlock, step: int) -> None:
     stream = torch.cpu.Stream()
     stream.wait_stream(torch.cpu.current_stream())
     with torch.cpu.stream(stream):
-        forwards = [functools.partial(loss_of, loop.model, case, step, micro) for micro in range(case.accumulation)]
+        forwards = [functools.partial(_loss, loop, step, micro) for micro in range(case.accumulation)]
         accelerator.gradient_state._set_sync_gradients(True)  # as `accumulate` at the end of a window
         runner.run(forwards, accelerator.backward)
         if case.max_norm is not None:
@@ -246,6 +283,15 @@ def _move(loop: Loop) -> None:
         loop.engine._move_to_device(loop.engine.state.hosted[:2])
 
 
+def _average(loop: Loop) -> None:
+    """Averages the weights, and evaluates with them."""
+    averages = loop.averages or Ema(loop.model, 0.9)
+    loop.averages = averages
+    averages.update()
+    with averages.in_place():
+        _look(loop)
+
+
 def _unshard(loop: Loop) -> None:
     loop.model.unshard()
 
@@ -259,4 +305,5 @@ AFTER_STEP = {
     "load the optimizer": _load_optimizer,
     "move": _move,
     "unshard": _unshard,
+    "average": _average,
 }

@@ -5,6 +5,8 @@ What is taken as given:
 - Collectives are work of the stream on which they are called; NCCL orders its own stream with that one both ways.
 - Host memory is what code asks of torch's factories without a device, with "cpu", or pinned, what `.to("cpu")` makes,
   and what is computed from host memory alone. Everything else is the device's.
+- Pinned memory that torch's own allocator has given is not given anew before the copies from and to it are done, as
+  copies record events there. So its reuse orders nothing, and is not looked at; the engine's own pinned memory is.
 - Saved tensors go to pinned memory and back, as with a device; on CPU tensors torch's `save_on_cpu` does nothing.
 - An operator over both makes the thread wait, unless it is a copy with `non_blocking`. A thread that reads a result
   (`item`, `nonzero`) would wait on a device, too; models do that now and then (transformers' masks of packed rows), and
@@ -63,6 +65,8 @@ def _stand_ins(checker: Checker) -> Iterator[tuple[Any, str, Any]]:
     yield queue, "SimpleQueue", functools.partial(_Queue, checker, queue.SimpleQueue)
     yield torch.UntypedStorage, "resize_", _resizing(checker, torch.UntypedStorage.resize_)
     yield torch.Tensor, "tolist", _read_by_thread(checker, torch.Tensor.tolist)
+    yield torch.Tensor, "to", _to_host(checker, torch.Tensor.to)
+    yield torch.Tensor, "cpu", lambda tensor: tensor.to("cpu")
     yield AdamWKernel, "step", _kernel_step(checker, AdamWKernel.step)
     yield OffloadedUnit, "leaving", _Held(checker)
     yield torch.autograd.graph, "save_on_cpu", _saving(checker)
@@ -160,6 +164,18 @@ def _factory(checker: Checker, original: Callable[..., Any]) -> Callable[..., An
         return made
 
     return make
+
+
+def _to_host(checker: Checker, original: Callable[..., Any]) -> Callable[..., Any]:
+    """On a device `.to("cpu")` makes a copy; of a CPU tensor it would make none, and nothing would be seen."""
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_asked = isinstance(args[0] if args else kwargs.get("device"), str)
+        if is_asked and _tensors(tensor) and not isinstance(tensor, DTensor) and not checker.is_host(tensor):
+            kwargs["copy"] = True
+        return original(tensor, *args, **kwargs)
+
+    return to
 
 
 def _saving(checker: Checker) -> Callable[..., Any]:

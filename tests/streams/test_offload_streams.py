@@ -32,6 +32,8 @@ EXECUTORS = {
 UNCLIPPED = Case(max_norm=None)
 BY_BLOCK = Case(accumulation=3, checkpointing=True)
 
+EXPERTS = Case(tied=False, precision="no")
+
 KEPT = "kept in float32"
 
 WAYS = {
@@ -70,6 +72,14 @@ WAYS = {
     "by block, offloaded inputs": Run(replace(BY_BLOCK, lora=True), by_block=True, offload_inputs=True),
     "by block, hybrid": Run(replace(BY_BLOCK, strategy="hybrid"), by_block=True, num_ranks=4),
     "slow worker": Run(delay=0.005),
+    "inside nodes": Run(Case(accumulation=2, checkpointing=True), num_ranks=4, node=2),
+    "averages": Run(also="average"),
+    "experts": Run(EXPERTS, experts=2),
+    "experts by block": Run(replace(EXPERTS, accumulation=3, checkpointing=True), experts=2, by_block=True),
+    "shared rows": Run(Case(accumulation=2, checkpointing=True), sequence=2),
+    "shared rows by block": Run(BY_BLOCK, sequence=2, by_block=True),
+    "quantised base": Run(Case(lora=True, accumulation=2), quantised=True),
+    "quantised base by block": Run(replace(BY_BLOCK, lora=True), quantised=True, by_block=True),
 }
 
 CONTROLS = {
@@ -82,6 +92,10 @@ CONTROLS = {
     "no offload, hybrid": Run(Case(strategy="hybrid", accumulation=2), None, num_ranks=4),
     "no offload, offloaded inputs": Run(executor=None, offload_inputs=True, also="save"),
     "no offload, by block": Run(BY_BLOCK, None, by_block=True),
+    "no offload, inside nodes": Run(Case(accumulation=2, checkpointing=True), None, num_ranks=4, node=2),
+    "no offload, experts by block": Run(replace(EXPERTS, accumulation=3), None, experts=2, by_block=True),
+    "no offload, shared rows by block": Run(BY_BLOCK, None, sequence=2, by_block=True),
+    "no offload, quantised base": Run(Case(lora=True), None, quantised=True),
     "no offload, by block, prefetch": Run(replace(BY_BLOCK, prefetch=True), None, by_block=True, offload_inputs=True),
 }
 
@@ -112,6 +126,10 @@ MUTATIONS = [
     (WAYS["dropped gradients"], Mutation("capture.Capture._land", "if unit.leaving is not None:", "if False:")),
     (WAYS["untied"], Mutation("capture.wait_for_landing", "unit.landed.synchronize()")),
     (WAYS["two forwards"], Mutation("capture.Capture._add", "wait_for_landing(unit)")),
+    (
+        WAYS["two forwards"],
+        Mutation("capture.Capture._add", '"cpu", torch.float32', '"cpu", torch.float32, non_blocking=True'),
+    ),
     (Run(), Mutation("engine.OffloadEngine._run", "wait_for_landing(unit)")),
     # The norm, before the worker reads it.
     (Run(), Mutation("engine._Clip.decide", "self._event.synchronize()")),

@@ -21,7 +21,7 @@ TEXTS = [" ".join(text.split()[:16]) for text in make_texts(40, seed=1)]
 
 def adapted(base: nn.Module, settings: dict[str, Any], seed: int = SEED) -> Any:
     """With peft's adapters, whose A is drawn as the toolkit draws it."""
-    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    model = peft.get_peft_model(base, peft.LoraConfig(**{"task_type": "CAUSAL_LM", **settings}))
     for name, parameter in model.named_parameters():
         if ".lora_A." in name:
             of_name = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1

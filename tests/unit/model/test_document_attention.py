@@ -156,6 +156,13 @@ def test_one_look_at_a_mask_does_for_all_layers(attended: list[tuple[int, ...]])
     assert len(attended) == 14
 
 
+def test_a_row_of_fewer_documents_than_heads_is_cut(attended: list[tuple[int, ...]]) -> None:
+    assert 1 < len(LENGTHS[0]) < 4
+    ids = torch.zeros((1, T), dtype=torch.long)
+    model_of("llama", BY_DOCUMENT)(input_ids=ids, position_ids=positions()[:1], use_cache=False)
+    assert attended == [(4, length, length) for _ in range(2) for length in LENGTHS[0]]
+
+
 @pytest.mark.parametrize("what", ["no mask", "dropout", "one document", "bias", "cache"])
 def test_what_cannot_be_cut_is_given_to_sdpa(what: str, attended: list[tuple[int, ...]]) -> None:
     query = torch.randn((3, 4, T, 8))

@@ -658,6 +658,12 @@ def test_a_second_list_is_blocks_if_it_fills_a_fifth_of_the_model() -> None:
         assert found == [f"layers.{number}" for number in range(others)] + names
 
 
+def test_a_lone_block_in_a_list_is_one_and_in_a_wrapper_is_none() -> None:
+    model = Stack([Block()])
+    model.wrapped = nn.Sequential(Block())
+    assert [unit.name for unit in plan_units(model).blocks] == ["layers.0"]
+
+
 class GradientCheckpointingLayer(Block):
     """Known to transformers' own by its name."""
 

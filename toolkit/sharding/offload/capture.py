@@ -125,7 +125,7 @@ class Capture:
         assert unit.gradient is not None
         # On the host and at once. `accumulate` does not come here: it sums on the device.
         wait_for_landing(unit)
-        total = unit.gradient.float().add_(flat.to(unit.gradient.device, torch.float32))
+        total = unit.gradient.float().add_(flat.to("cpu", torch.float32))
         unit.norms = _norms(unit, total).to(flat.device)
         unit.gradient = _room(unit, torch.float32).copy_(total)
 
