@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.resources import files
 from typing import Any
 
 from tokenizers import Tokenizer, decoders
@@ -551,3 +552,9 @@ CHAT_TEMPLATES = (
     DEEPSEEK_V3,
     DEEPSEEK_R1,
 )
+
+
+def of_trl(name: str, like: ChatTemplate) -> ChatTemplate:
+    """A template that TRL is installed with."""
+    text = files("trl").joinpath("chat_templates", f"{name}.jinja").read_text(encoding="utf-8")
+    return ChatTemplate(name, text, like.special, like.eos, like.bos)

@@ -56,7 +56,9 @@ ALSO_CALLED = {
     "messages": ("dialogue", "dialog", "conversation", "chat", "turns"),
     "prompt": ("question", "query", "problem", "context"),
     "completion": ("answer", "response", "solution", "reply", "target"),
-    "instruction": ("task",),
+    "instruction": ("task", "question", "query"),
+    "input": ("context",),
+    "system": ("system_prompt",),
     "output": ("answer", "response"),
     "text": ("body", "content", "document", "sentence", "review", "passage"),
     "source": ("src", "original", "content", "body", "article", "document", "question", "text"),
@@ -277,18 +279,29 @@ def _hint(columns: list[str], kinds: list[str]) -> str:
     best: dict[str, str] = {}
     for kind in kinds:
         near = {what: column for what in KINDS[kind] if (column := _nearest(what, columns)) is not None}
-        if len(near) == len(KINDS[kind]) > len(best):
-            best = near
+        if len(near) == len(KINDS[kind]):
+            near |= {what: column for what in OPTIONAL[kind] if (column := _named(what, columns)) is not None}
+            best = max(best, near, key=_nearness)
     wanted = best or {what: columns[-1] if len(columns) == 1 else "NAME" for what in KINDS[kinds[-1]]}
-    return " ".join(f"data.columns.{what}={column}" for what, column in wanted.items())
+    needed = {what: column for what, column in wanted.items() if not best or what != column} or wanted
+    return " ".join(f"data.columns.{what}={column}" for what, column in needed.items())
+
+
+def _nearness(found: dict[str, str]) -> tuple[int, int]:
+    """How well columns fit a layout: those that have its own names count first."""
+    return sum(what == column for what, column in found.items()), len(found)
 
 
 def _nearest(what: str, columns: list[str]) -> str | None:
     names = {column.lower(): column for column in columns}
-    found = next((name for name in (what, *ALSO_CALLED.get(what, ())) if name in names), None)
-    if found is None:
-        found = next(iter(difflib.get_close_matches(what, names, n=1, cutoff=0.75)), None)
-    return names[found] if found is not None else None
+    near = difflib.get_close_matches(what, names, n=1, cutoff=0.75)
+    return _named(what, columns) or (names[near[0]] if near else None)
+
+
+def _named(what: str, columns: list[str]) -> str | None:
+    """The column that has a layout's own name of it, or another usual one."""
+    names = {column.lower(): column for column in columns}
+    return next((names[name] for name in (what, *ALSO_CALLED.get(what, ())) if name in names), None)
 
 
 def _has(source: Source) -> str:

@@ -33,7 +33,7 @@ def encode_choices(
 def _encoded(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> list[Continued]:
     encoded = []
     for choice in row.choices:
-        prompt, continuation = encode_continuation(loaded, row.prompt, choice, system, raw, row.tools)
+        prompt, continuation = encode_continuation(loaded, row.prompt, choice, system, raw, row.tools, row.arguments)
         if not continuation:
             raise BadInputError(f"the choice {choice!r} makes no token")
         encoded.append((fitting(loaded, prompt + continuation), len(continuation)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ def encode_prompt(
     system: str | None = None,
     raw: bool = False,
     tools: list[dict[str, Any]] | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> Prompt:
     """The tokens that a completion follows, as training has them.
 
@@ -56,11 +57,12 @@ def encode_prompt(
 
     Args:
         system: put before messages that have no system text of their own.
+        arguments: of the chat template, such as `enable_thinking`.
 
     Raises:
         BadInputError: where it needs a chat template and there is none, the template refuses it, or it is too long.
     """
-    text, is_plain = _written(loaded, prompt, system, raw, tools)
+    text, is_plain = _written(loaded, prompt, system, raw, tools, arguments or {})
     if is_plain and loaded.encoder_decoder:  # the target is a text of its own
         return Prompt(fitting(loaded, loaded.tokenizer(text, verbose=False)["input_ids"]), [])
     ids = _encoded(loaded.tokenizer, text, is_plain)
@@ -74,9 +76,10 @@ def encode_continuation(
     system: str | None = None,
     raw: bool = False,
     tools: list[dict[str, Any]] | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[int]]:
     """The tokens of a prompt, and those of a text behind it. Raises BadInputError as `encode_prompt` does."""
-    before, is_plain = _written(loaded, prompt, system, raw, tools)
+    before, is_plain = _written(loaded, prompt, system, raw, tools, arguments or {})
     ids = fitting(loaded, _encoded(loaded.tokenizer, before, is_plain))
     # Training has both in one text, where a tokenizer may write a word's beginning otherwise than at a text's start;
     # so both are encoded as one where that leaves the prompt's tokens.
@@ -87,7 +90,12 @@ def encode_continuation(
 
 
 def _written(
-    loaded: Loaded, prompt: str | list[Message], system: str | None, raw: bool, tools: list[dict[str, Any]] | None
+    loaded: Loaded,
+    prompt: str | list[Message],
+    system: str | None,
+    raw: bool,
+    tools: list[dict[str, Any]] | None,
+    arguments: Mapping[str, Any],
 ) -> tuple[str, bool]:
     """The prompt's text, and whether it is plain: without a chat template."""
     if raw or loaded.tokenizer.chat_template is None:
@@ -95,11 +103,13 @@ def _written(
             what = "messages" if system is None else "a system text"
             cause = "--raw leaves it out" if raw else f"the tokenizer of {loaded.name!r} has none"
             raise BadInputError(f"{what} need{'s' if system else ''} a chat template, and {cause}; give plain text")
+        if arguments:
+            raise BadInputError("chat_template_kwargs have no effect on plain text; remove them")
         return prompt, True
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
-    return _templated(loaded.tokenizer, messages, tools), False
+    return _templated(loaded.tokenizer, messages, tools, arguments), False
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, is_plain: bool) -> list[int]:
@@ -111,13 +121,23 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, is_plain: bool) -> l
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
-def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
+def _templated(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    arguments: Mapping[str, Any],
+) -> str:
+    from toolkit.data.problem import RowProblem
+    from toolkit.data.template_arguments import require_taken
     from toolkit.data.templates import SlowTemplateError, rendered
 
     try:
-        return rendered(tokenizer, messages, tools, prompt=True)
+        require_taken(arguments, tokenizer.get_chat_template(tools=tools))
+        return rendered(tokenizer, messages, tools, prompt=True, arguments=arguments)
     except SlowTemplateError:
         raise
+    except RowProblem as problem:
+        raise BadInputError(str(problem)) from None
     except Exception as error:  # a template is a program, and may refuse a conversation in any way
         raise BadInputError(f"the chat template rejects it: {first_line(error)}") from error
 

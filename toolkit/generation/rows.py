@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +38,7 @@ class PromptRow:
         given: the prompt as the file has it.
         prompt: a text, or checked messages.
         tools: that the messages' assistant may call.
+        arguments: of the chat template (`chat_template_kwargs`), over those of the recipe.
         answers: those that are right; none where it is not to be evaluated.
         choices: among which the model takes one; none where it writes its answer.
     """
@@ -46,6 +47,7 @@ class PromptRow:
     given: Any
     prompt: str | list[Message]
     tools: list[dict[str, Any]] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     answers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
 
@@ -123,12 +125,12 @@ def _json_row(place: str, line: bytes, with_answers: bool) -> PromptRow:
     given, answer = fields[column], fields.get("answer")
     if with_answers and answer is None:
         given, answer = _trained_answer(given, fields)
-    prompt, tools = _asked(column, given, fields.get("tools"))
+    prompt, tools, arguments = _asked(column, given, fields)
     if not with_answers:
-        return PromptRow(place, given, prompt, tools)
+        return PromptRow(place, given, prompt, tools, arguments)
     choices = _choices(fields["choices"]) if fields.get("choices") is not None else ()
     answers = _right_choices(answer, choices) if choices else _answers(answer)
-    return PromptRow(place, given, prompt, tools, answers, choices)
+    return PromptRow(place, given, prompt, tools, arguments, answers, choices)
 
 
 def _trained_answer(given: Any, fields: dict[str, Any]) -> tuple[Any, Any]:
@@ -148,25 +150,33 @@ def _assistant_text(message: Any) -> Any:
     return message.get("content") if isinstance(message, dict) and message.get("role") == "assistant" else None
 
 
-def _asked(column: str, value: Any, tools: Any) -> tuple[str | list[Message], list[dict[str, Any]] | None]:
-    """A text or messages, checked as training's rows are, and the messages' tools. Raises BadInputError."""
+def _asked(
+    column: str, value: Any, fields: Mapping[str, Any]
+) -> tuple[str | list[Message], list[dict[str, Any]] | None, Mapping[str, Any]]:
+    """A text or messages, checked as training's rows are, the messages' tools, and arguments of the template.
+
+    Raises:
+        BadInputError: a row to train on would be refused like that.
+    """
     from toolkit.data.examples import Conversation
     from toolkit.data.layouts import Layout
     from toolkit.data.problem import RowProblem
+    from toolkit.data.template_arguments import COLUMN, arguments_of
 
     layout = Layout("prompt and completion", {"prompt": column, "completion": "completion", "tools": "tools"})
     completion = "any" if isinstance(value, str) else [{"role": "assistant", "content": "any"}]
     try:
-        example = layout.example({column: value, "completion": completion, "tools": tools})
+        arguments = arguments_of(fields.get(COLUMN))
+        example = layout.example({column: value, "completion": completion, "tools": fields.get("tools")})
     except RowProblem as problem:
         raise BadInputError(str(problem)) from None
     if not isinstance(example, Conversation):
-        return str(value), None
+        return str(value), None, arguments
     # Without the answer that was put behind it for the check.
     asked = example.messages[:-1]
     if asked[-1]["role"] not in ("user", "tool"):
         raise BadInputError(f"nothing is asked: the last message is the {asked[-1]['role']}'s, and not the user's")
-    return asked, example.tools
+    return asked, example.tools, arguments
 
 
 def _choices(value: Any) -> tuple[str, ...]:
@@ -216,7 +226,9 @@ def _whole(text: str, what: str) -> str:
 
 def encode_rows(loaded: Loaded, rows: list[PromptRow], option: str, system: str | None, raw: bool) -> list[Prompt]:
     """The rows' tokens. Raises BadInputError that names the rows that `encode_prompt` refuses."""
-    attempts = [(row.place, partial(encode_prompt, loaded, row.prompt, system, raw, row.tools)) for row in rows]
+    attempts = [
+        (row.place, partial(encode_prompt, loaded, row.prompt, system, raw, row.tools, row.arguments)) for row in rows
+    ]
     return all_right(option, attempts)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_templates import CHATML, DEEPSEEK_R1, QWEN_3, ChatTemplate, tokenizer_for
+from support.chat_templates import CHATML, DEEPSEEK_R1, QWEN_3, ChatTemplate, of_trl, tokenizer_for
 
 from toolkit.data import build
 from toolkit.data.encode import Encoder
@@ -128,12 +127,6 @@ def test_what_cannot_be_learned_as_it_is_meant_is_dropped_by_name(name: str) -> 
 
 def test_empty_columns_of_pictures_are_none() -> None:
     assert encoded(answers({}) | {"image": None, "images": [], "video": ""})[1] is None
-
-
-def of_trl(name: str, like: ChatTemplate) -> ChatTemplate:
-    """A template that TRL is installed with."""
-    text = files("trl").joinpath("chat_templates", f"{name}.jinja").read_text(encoding="utf-8")
-    return ChatTemplate(name, text, like.special, like.eos, like.bos)
 
 
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")

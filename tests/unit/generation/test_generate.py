@@ -55,7 +55,7 @@ from toolkit.generation.complete import (
 from toolkit.generation.evaluation import Comparison, choose, evaluate, summary
 from toolkit.generation.load import Loaded, find_model, load_model, stop_tokens
 from toolkit.generation.options import Sampling
-from toolkit.generation.rows import PromptRow, completions, read_rows
+from toolkit.generation.rows import PromptRow, completions, encode_rows, read_rows
 
 GREEDY = Sampling(12, 0.0)
 PROMPTS = ["the king", "a fox who sang of bread", "wine", "while the moon was high and all the world lay"]
@@ -808,6 +808,29 @@ def test_rows_to_train_on_have_their_answer_last(tmp_path: Path) -> None:
     found = read_rows(write_rows(tmp_path / "rows.jsonl", *rows), "--eval")
     assert [row.answers for row in found] == [("c",), ("b",), ("b",), ("d",)]
     assert [row.prompt for row in found] == [[asked, said, asked], "a", [asked], [asked, said, asked]]
+
+
+def test_rows_bring_arguments_of_the_template(chat: Path, tmp_path: Path) -> None:
+    loaded = load_model(str(chat))
+    asked = [{"role": "user", "content": "Who sang?"}]
+    loaded.tokenizer.chat_template = "{% if short is defined %}{{ short }}:{% endif %}{{ messages[0]['content'] }}"
+    rows = [
+        {"messages": asked, "chat_template_kwargs": {"short": "fox"}},
+        {"prompt": "Who sang?", "chat_template_kwargs": {"short": "owl"}},
+        {"messages": asked, "chat_template_kwargs": None},
+    ]
+    read = read_rows(write_rows(tmp_path / "rows.jsonl", *rows), "--file")
+    texts = [loaded.tokenizer.decode(prompt.ids) for prompt in encode_rows(loaded, read, "--file", None, False)]
+    assert texts == ["fox:Who sang?", "owl:Who sang?", "Who sang?"]
+    for arguments, told in (
+        ({"long": True}, "chat_template_kwargs has long, which the chat template does not take"),
+        ([1], "chat_template_kwargs is a list, not an object"),
+    ):
+        file = write_rows(tmp_path / "bad.jsonl", {"messages": asked, "chat_template_kwargs": arguments})
+        with pytest.raises(BadInputError, match=re.escape(told)):
+            encode_rows(loaded, read_rows(file, "--file"), "--file", None, False)
+    with pytest.raises(BadInputError, match="chat_template_kwargs have no effect on plain text"):
+        encode_rows(loaded, read[1:2], "--file", None, True)
 
 
 def test_columns_of_null_are_skipped(tmp_path: Path) -> None:
