@@ -32,6 +32,7 @@ class Seq2Seq(CausalLM):
     def __init__(self, model: nn.Module) -> None:
         base = base_of(model)
         _require_exact(base)
+        self._sources = ()
         self._shifted = _shift_of(base)
         with unset_fake_temporarily():
             self._padding = _checked(base, self._shifted)
