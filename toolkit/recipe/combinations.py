@@ -104,7 +104,6 @@ COMBINATIONS = (
     Combination(("hpZ", "experts"), NOT_BUILT, "whose units have ranks of their own", _REMOVE_ONE),
     # Experts
     Combination(("experts", "ddp"), DEFINITION, "which holds every expert on every rank", "remove it, or choose zero3"),
-    Combination(("experts", "compile"), NOT_BUILT, "", _REMOVE_ONE),
     # Offload
     Combination(
         ("offload", "ddp"),
@@ -185,8 +184,7 @@ COMBINATIONS = (
     # Objectives
     Combination(("sequence", "seq2seq"), NOT_BUILT, "", "remove it"),
     Combination(("by block", "seq2seq"), NOT_BUILT, "", "remove it"),
-    Combination(("chunks", "seq2seq"), NOT_BUILT, "", "remove it"),
-    Combination(("compile", "seq2seq"), NOT_BUILT, "", "remove it"),
+    Combination(("chunks", "seq2seq"), NOT_BUILT, "whose blocks have no MLP among their children", "remove it"),
     Combination(
         ("quantised base", "seq2seq"),
         LIBRARY,
@@ -202,8 +200,6 @@ COMBINATIONS = (
         "whose teacher runs by micro-batch",
         "remove sharding.accumulate",
     ),
-    Combination(("experts", "distillation"), NOT_BUILT, "", "remove it"),
-    Combination(("sequence", "distillation"), NOT_BUILT, "", "remove it"),
     # Objectives and their rows
     Combination(("packing", "padded rows"), DEFINITION, "", "remove it"),
     Combination(("streaming", "padded rows"), NOT_BUILT, "", "remove it"),
@@ -240,7 +236,7 @@ COMBINATIONS = (
     Combination(
         ("longest row", "distillation"),
         NOT_BUILT,
-        "whose rows ranks cannot share",
+        "",
         "plan with several values of data.max_length",
     ),
     Combination(("longest row", "experts"), NOT_BUILT, "", "set sharding.experts=1"),

@@ -46,6 +46,7 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
     packed, label_counts = data.report.packing, data.report.label_counts
     attention = _choose_attention(opened, model, packed)
     teacher = asked_teacher(opened.accelerator, recipe, tokens, packed)
+    share_rows(recipe.sharding.sequence, recipe.data.max_length, *(one for one in (model, teacher) if one is not None))
     sources = recipe.data.source_names
     objective = build_objective(recipe.objective, model, packed, label_counts, teacher, sources=sources)
     balance = build_balance(recipe.objective, model)
@@ -66,6 +67,4 @@ def _loaded(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
 def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool) -> str:
     """Gives the model the attention of the run; returns which one it is, and why."""
     asked, compiled = opened.recipe.model.attention, opened.recipe.training.compile
-    chosen = settle_attention(base_of(model), asked, opened.device, opened.in_16_bits, packed, compiled)
-    share_rows(opened.recipe.sharding.sequence, opened.recipe.data.max_length, model)
-    return chosen
+    return settle_attention(base_of(model), asked, opened.device, opened.in_16_bits, packed, compiled)

@@ -50,14 +50,14 @@ def part_of(accelerator: Accelerator, size: int) -> tuple[int, int, Part]:
     )
 
 
-def share_rows(size: int, max_length: int, model: PreTrainedModel) -> None:
+def share_rows(size: int, max_length: int, *models: PreTrainedModel) -> None:
     """Forms the groups of `size` ranks that share rows, if there are any, and has attention go by heads.
 
     Raises:
-        BadInputError: the groups do not fill the ranks, or the model cannot be shared so.
+        BadInputError: the groups do not fill the ranks, or one of the models cannot be shared so.
     """
     form_groups(size)
-    if size > 1:
+    for model in models if size > 1 else ():
         require_sequence(model, size, max_length)
         attend_by_heads(model)
 

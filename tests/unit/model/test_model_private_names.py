@@ -10,6 +10,7 @@ import inspect
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
+from torch.nn.attention import SDPBackend
 from transformers import (
     AttentionInterface,
     LlamaForCausalLM,
@@ -33,6 +34,12 @@ def test_what_says_whether_a_model_has_flash_attention() -> None:
     """`attention.best_flash` reads it before it asks for the kernels."""
     assert PreTrainedModel._supports_flash_attn is False
     assert LlamaForCausalLM._supports_flash_attn is True
+
+
+def test_what_says_which_kernel_sdpa_takes() -> None:
+    """`attention.sdpa_kernel` asks it; its number is one of `SDPBackend`."""
+    rows = torch.zeros(1, 2, 4, 8)
+    assert SDPBackend(torch._fused_sdp_choice(rows, rows, rows, attn_mask=None, is_causal=True)).name
 
 
 def test_what_says_which_attention_a_model_has() -> None:

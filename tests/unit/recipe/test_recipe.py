@@ -217,7 +217,6 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
         (["objective.labels=[a, b]"], "objective.labels has no effect with objective.kind causal_lm"),
         (["objective={kind: sequence_classification, labels: [a, a]}"], "needs two names or more, all different"),
         (["sharding={experts: 2, strategy: ddp}"], "sharding.experts is not possible with strategy ddp"),
-        (["sharding.experts=2", "training.compile=true"], "sharding.experts is not possible with training.compile"),
         (["objective.kind=sequence_classification", "data.packing=true"], "data.packing is not possible"),
         (["objective.kind=sequence_classification", "data.targets=all"], "data.targets has no effect"),
         (["objective.beta=0.2"], "objective.beta has no effect with objective.kind causal_lm"),
@@ -239,10 +238,6 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
                 "sharding.activation_checkpointing=1",
             ],
             "sharding.accumulate=auto is not possible with objective.kind distillation",
-        ),
-        (
-            ["objective={kind: distillation, teacher: a/b}", "sharding.sequence=2"],
-            "sharding.sequence is not possible with objective.kind distillation",
         ),
         (
             ["objective.kind=reward", "logging.sample_prompt=a"],

@@ -13,7 +13,6 @@ from toolkit.errors import BadInputError
 from toolkit.planning.memory.fake import fake_ranks
 from toolkit.sharding import plan_units
 from toolkit.sharding.apply import apply
-from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.expert_parallel import expert_grid, require_experts
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin
 from toolkit.sharding.strategy import STRATEGIES
@@ -57,8 +56,6 @@ def test_experts_with_a_parameter_for_all_are_refused() -> None:
 def test_what_a_plugin_cannot_do_with_spread_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInputError, match=r"sharding.experts is not possible with strategy ddp"):
         ShardingPlugin("ddp", experts=2)
-    with pytest.raises(BadInputError, match=r"sharding.experts is not possible with training.compile"):
-        ShardingPlugin("zero3", compilation=Compilation(), experts=2)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(BadInputError, match=r"sharding.experts: 3 does not divide the 4 ranks .*one of 1, 2, 4"):
         ShardingMesh(plugin=ShardingPlugin("zero3", experts=3))

@@ -190,7 +190,7 @@ def test_a_loop_of_ones_own_is_refused_what_a_recipe_is(combination: Combination
 
 
 def test_the_backend_is_asked_for_every_pair_of_its_own() -> None:
-    assert len(OF_THE_BACKEND) == 10
+    assert len(OF_THE_BACKEND) == 9
 
 
 def test_sizes_come_from_the_accelerate_config(monkeypatch: pytest.MonkeyPatch) -> None:
