@@ -49,7 +49,8 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str) -> in
     try:
         with _signals_handed_on():
             settings = launch_command_parser().parse_args(list(arguments))
-            if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by `nohup`, which torch's launcher does not heed
+            # By `nohup`, which torch's launcher does not heed.
+            if HANG_UP is not None and signal.getsignal(HANG_UP) is signal.SIG_IGN:
                 settings.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
             launch_command(settings)
     except ChildFailedError as error:

@@ -57,7 +57,8 @@ class Router:
                 found = part.flatten(0, -2)
                 if len(found) == len(logits):
                     return found
-        return logits.topk(self.top_k, dim=-1).indices
+        # Detached: torch saves indices for a backward, which the second forward of a checkpointed block has not.
+        return logits.detach().topk(self.top_k, dim=-1).indices
 
 
 def find_routers(model: nn.Module) -> list[Router]:
