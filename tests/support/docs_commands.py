@@ -28,6 +28,7 @@ STAND_INS = {
     "meta-llama/Llama-3.1-8B": "model",
     "outputs/chat": "outputs/notes",
     "outputs/hand": "outputs/notes",
+    "outputs/dpo/export": "outputs/notes",
     "s3://bucket/runs/first": "outputs/notes",
     "--checkpoint 400": "--checkpoint 4",
 }

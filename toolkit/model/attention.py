@@ -127,7 +127,8 @@ def _named(model: PreTrainedModel, device: torch.device, in_16_bits: bool, packe
 def sdpa_kernel(model: PreTrainedModel, device: torch.device, in_16_bits: bool, packed: bool) -> str | None:
     """The kernel that torch's attention takes for rows of this model, by its name in `SDPBackend`.
 
-    On capability 9.0 torch 2.14 takes cuDNN's, which has a workspace of its own; None: the model tells no heads.
+    On capability 9.0 torch 2.14 takes cuDNN's, which has a workspace of its own.
+    None if the model tells no heads, or the device no kernel.
     """
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -138,7 +139,10 @@ def sdpa_kernel(model: PreTrainedModel, device: torch.device, in_16_bits: bool, 
     rows = torch.empty((1, heads, TRIED_TOKENS, width), dtype=dtype, device=device, requires_grad=True)
     shape = (1, 1, TRIED_TOKENS, TRIED_TOKENS)
     mask = torch.ones(shape, dtype=torch.bool, device=device) if packed else None
-    return SDPBackend(torch._fused_sdp_choice(rows, rows, rows, attn_mask=mask, is_causal=not packed)).name
+    try:
+        return SDPBackend(torch._fused_sdp_choice(rows, rows, rows, attn_mask=mask, is_causal=not packed)).name
+    except (RuntimeError, ValueError):  # a device that does not say, or a kernel without a name: the run goes on
+        return None
 
 
 def best_flash(model: PreTrainedModel, device: torch.device, in_16_bits: bool) -> tuple[str | None, str]:
