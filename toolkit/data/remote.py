@@ -64,14 +64,27 @@ def local_copies(url: str, field: str) -> tuple[Path, ...]:
 
 def _download(url: str, folder: Path) -> tuple[Path, ...]:
     system, path = url_to_fs(url, use_listings_cache=False)
-    is_pattern = url.partition("://")[0] not in WEB and any(sign in path for sign in "*?[")
-    infos = [(name, system.info(name)) for name in (sorted(system.glob(path)) if is_pattern else [path])]
+    if url.partition("://")[0] in WEB:
+        infos = [(path, _web_info(system, path))]
+    else:
+        names = sorted(system.glob(path)) if any(sign in path for sign in "*?[") else [path]
+        infos = [(name, system.info(name)) for name in names]
     files = [(name, info) for name, info in infos if info["type"] == "file"]
     if infos and not files:
         raise IsADirectoryError(url)
     if not files:
         raise FileNotFoundError(url)
     return tuple(_copied(system, name, info, folder) for name, info in files)
+
+
+def _web_info(system: Any, name: str) -> dict[str, Any]:
+    """What a web server says of a file. fsspec calls a file missing if its server does not answer, too."""
+    try:
+        return dict(system.info(name))
+    except FileNotFoundError as error:
+        if error.__cause__ is None or getattr(error.__cause__, "status", None) in (404, 410):
+            raise
+        raise error.__cause__ from None
 
 
 def _copied(system: Any, name: str, info: dict[str, Any], folder: Path) -> Path:

@@ -35,7 +35,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
-    """The address of a web server, the folder that it serves, and the files that were fetched from it."""
+    """The address of a web server, the folder that it serves, and the files that were fetched from it.
+
+    It answers no more once the file `down` is there, and refuses once `closed` is.
+    """
     folder, fetched = tmp_path / "web", []
     folder.mkdir()
 
@@ -43,9 +46,20 @@ def web(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments, directory=str(folder))
 
+        def do_HEAD(self) -> None:
+            if not self._is_out():
+                super().do_HEAD()
+
         def do_GET(self) -> None:
-            fetched.append(self.path)
-            super().do_GET()
+            if not self._is_out():
+                fetched.append(self.path)
+                super().do_GET()
+
+        def _is_out(self) -> bool:
+            if (folder / "closed").exists():
+                self.send_error(403)
+                return True
+            return (folder / "down").exists()
 
         def log_message(self, *_: Any) -> None: ...
 
@@ -125,6 +139,23 @@ def test_the_last_copy_is_read_where_nothing_answers(
     copy.unlink()
     with pytest.raises(DataError, match="no route"):
         expand_files(f"{address}/rows.jsonl", "data.train")
+
+
+@pytest.mark.parametrize(("out", "why"), [("down", "ServerDisconnectedError"), ("closed", "403")])
+def test_a_server_that_does_not_give_a_file_has_it_all_the_same(
+    web: Any, out: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, folder, _ = web
+    (folder / "rows.jsonl").write_text(LINES)
+    (copy,) = expand_files(f"{address}/rows.jsonl", "data.train")
+    local_copies.cache_clear()
+    (folder / out).touch()
+    assert expand_files(f"{address}/rows.jsonl", "data.train") == [copy]
+    told = capsys.readouterr().err
+    assert "rows.jsonl cannot be reached" in told
+    assert why in told
+    with pytest.raises(DataError, match=rf"other\.jsonl' cannot be read: .*{why}"):
+        expand_files(f"{address}/other.jsonl", "data.train")
 
 
 def test_half_a_download_is_no_copy(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
