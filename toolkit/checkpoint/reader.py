@@ -32,6 +32,9 @@ HARMLESS = (
 )
 """Fields of these that may change all the same."""
 
+SETTLED = ("data.template_date",)
+"""Fields that a run settles and saves if its recipe leaves them open, and that it takes from there when it goes on."""
+
 
 def require_same_run(saved: dict[str, Any], now: dict[str, Any], place: str) -> None:
     """Raises BadInputError, listing the differences, where a recipe differs in what matters."""
@@ -39,7 +42,7 @@ def require_same_run(saved: dict[str, Any], now: dict[str, Any], place: str) -> 
     differences = [
         f"  - {key}: {_shown(old.get(key, 'unset'))} there, {_shown(new.get(key, 'unset'))} now"
         for key in sorted(old.keys() | new.keys())
-        if _matters(key) and old.get(key) != new.get(key)
+        if _matters(key) and old.get(key) != new.get(key) and not (key in SETTLED and new.get(key) is None)
     ]
     if differences:
         listed = "\n".join(differences)

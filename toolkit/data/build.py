@@ -34,6 +34,7 @@ from toolkit.data.samples import (
 from toolkit.data.selection import Selection, cut, hold_out, nothing_left, one_pass, problems_of, select
 from toolkit.data.sources import Source, glimpse, identify, open_source, sampled, short_names
 from toolkit.data.stream import Stream, Window, describe_stream
+from toolkit.data.template_date import date_of
 from toolkit.data.tokenizer import bos_of, identity, languages, pad_id
 from toolkit.errors import DataError
 from toolkit.objectives.specs.section import ObjectiveSection
@@ -177,6 +178,7 @@ class Builder:
             [layout.kind, layout.columns, layout.label_names],
             [encoder.targets, encoder.truncate_to, encoder.objective, encoder.bos_id],
             *([encoder.truncate_target_to, encoder.prefix, languages(self.tokenizer)] if self.seq2seq else []),
+            *(self._day() if _is_conversation(layout.kind) else []),
         )
         with Pass(Terminal(quiet=ranks.rank() != 0), f"tokenising {source.name}"):
             folder = kept(
@@ -189,8 +191,7 @@ class Builder:
         return named if section.name is None else {**named, "told_as": section.name}
 
     def _encoder(self, source: Source, layout: str) -> Encoder:
-        plain = ("text", *CLASSES, "source and target", "prompt and completion", "chosen and rejected")
-        conversation = JUDGED.get(layout, layout) not in plain
+        conversation = _is_conversation(layout)
         if conversation and not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
                 f"{source.field}: {source.name!r} holds conversations ({layout}), and the tokenizer has no chat "
@@ -215,6 +216,11 @@ class Builder:
         targets = "last_turn" if self.paired or self.judged else self.targets
         bos, prefix = bos_of(self.tokenizer, self.data.add_bos), self.data.source_prefix or ""
         return Encoder(self.tokenizer, targets, self.objective.kind, limits[0], bos, limits[1], prefix)
+
+    def _day(self) -> list[str]:
+        """What the chat template writes of it; nothing for most, so that their rows are found again on another day."""
+        day = date_of(self.tokenizer)
+        return [] if day is None else [str(day)]
 
     def _rows(self, named: list[Named], weighted: bool) -> Rows:
         weights = [source.weight for source in self.data.train] if weighted and named else [None] * len(named)
@@ -405,6 +411,7 @@ class Builder:
                 include={"columns", "targets", "long_rows", "packing", "max_length", "shuffle", "add_bos"}
             ),
             self.seed,
+            *self._day(),
         ]
 
     def read(self, folder: Path) -> TokenisedData:
@@ -445,6 +452,12 @@ class Builder:
             return JudgedSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, good)
         sources = rows.told_as(self.data.source_names) if self.data.source_names else None
         return TextSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, source_of=sources)
+
+
+def _is_conversation(layout: str) -> bool:
+    """Whether rows of this layout are written by the chat template."""
+    plain = ("text", *CLASSES, "source and target", "prompt and completion", "chosen and rejected")
+    return JUDGED.get(layout, layout) not in plain
 
 
 def _judgements(rows: Rows, chosen: Any) -> dict[str, int]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.sandbox import LONGEST, TooLargeError, use_in_transformers
 from toolkit.data.template_arguments import NO_ARGUMENTS
+from toolkit.data.template_date import date_of, with_date
 from toolkit.data.thoughts import for_template
 from toolkit.data.time_limit import TimeLimitError, time_limit
 from toolkit.errors import BadInputError, DataError
@@ -163,9 +164,11 @@ def rendered(
     Raises:
         SlowTemplateError: see `within_bounds`; and whatever the template raises.
     """
-    messages = for_template(messages, tokenizer.get_chat_template(tools=tools))
+    template, day = tokenizer.get_chat_template(tools=tools), date_of(tokenizer)
+    messages = for_template(messages, template)
+    dated = template if day is None else with_date(template, day)
     with within_bounds(tokenizer, len(messages)):
         text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **arguments
+            messages, tools=tools, chat_template=dated, tokenize=False, add_generation_prompt=prompt, **arguments
         )
     return str(text)

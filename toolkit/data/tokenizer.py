@@ -23,6 +23,7 @@ from toolkit.data.problem import RowProblem
 from toolkit.data.readers import read
 from toolkit.data.sources import identify_rows, open_source
 from toolkit.data.template_arguments import set_defaults
+from toolkit.data.template_date import set_date
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.errors import BadInputError, in_words
 from toolkit.paths import require_folder
@@ -45,6 +46,7 @@ def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -
     tokenizer = _load(model, data, objective)
     use_template(tokenizer, data.chat_template)
     set_defaults(tokenizer, data.template_arguments)
+    set_date(tokenizer, data.template_date)
     if model.add_tokens is not None:
         # False: beside the tokenizer's own additional tokens, which would be replaced otherwise.
         tokenizer.add_special_tokens({"additional_special_tokens": list(model.add_tokens)}, False)
@@ -103,7 +105,7 @@ def _texts(data: DataSection, objective: str) -> Iterator[str]:
 
 
 def identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Equal for tokenizers that encode every text and every conversation alike."""
+    """Equal for tokenizers that encode every text, and on one day every conversation, alike."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         # Left there by tokenizer.json or the last call; the next call sets both anew.

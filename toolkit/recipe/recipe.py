@@ -7,6 +7,7 @@ checks everything and reports every wrong field together. A loaded recipe is fro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,11 @@ class Recipe(Section):
                 return self._origins[key]
             key = key.rpartition(".")[0]
         return "default"
+
+    def on_day(self, day: date | None) -> Recipe:
+        """This recipe with that day for chat templates that write one."""
+        data = self.data.model_copy(update={"template_date": day})
+        return self.model_copy(update={"data": data})
 
     def to_yaml(self) -> str:
         """The resolved recipe; loading this text again gives an equal recipe."""

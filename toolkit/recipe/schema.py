@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -194,6 +195,11 @@ class DataSection(Section):
         min_length=1,
         description="Give the chat template these arguments, such as {enable_thinking: false}. A row's own "
         "chat_template_kwargs come before them.",
+    )
+    template_date: date | None = Field(
+        None,
+        description="Let the chat template write this day, such as 2026-11-25, if it writes the day's date; null: the "
+        "day on which the run starts, which resumed runs keep.",
     )
     targets: Literal["assistant", "last_turn", "all", "each_turn"] | None = Field(
         None,

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from toolkit.checkpoint.reader import same_run
 from toolkit.checkpoint.resume import Resumption, set_aside
 from toolkit.checkpoint.store import StorePath
 from toolkit.data.report import DataReport
+from toolkit.data.template_date import date_of
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.weights import fit_of
@@ -33,6 +35,7 @@ from toolkit.pages.data_page import DATA_PAGE, write_data_page
 from toolkit.paths import atomic_write, clear_interrupted_writes, is_store
 from toolkit.recipe.recipe import Recipe
 from toolkit.run import finished
+from toolkit.run.stages import OpenedRun, PreparedRun
 from toolkit.supervise.lease import LEASE, let_go, unwritable
 from toolkit.supervise.rank_status import FOLDER as HEARTBEAT_FOLDER
 from toolkit.supervise.rank_status import REPORT
@@ -196,11 +199,22 @@ def require_writable(output_dir: Path) -> None:
 
 def is_same_and_finished(output_dir: Path, recipe: Recipe) -> bool:
     """Whether the folder holds this very run, done: the same command was started once more."""
-    try:
-        saved = (output_dir / "recipe.yaml").read_text(encoding="utf-8")
-    except OSError:
+    if not finished.is_finished(output_dir):
         return False
-    return finished.is_finished(output_dir) and saved == recipe.to_yaml()
+    try:
+        text = (output_dir / "recipe.yaml").read_text(encoding="utf-8")
+        saved = Recipe.load(output_dir / "recipe.yaml")
+    except (OSError, BadInputError):
+        return False
+    return text == recipe.on_day(recipe.data.template_date or saved.data.template_date).to_yaml()
+
+
+def with_day(opened: OpenedRun, run: PreparedRun) -> OpenedRun:
+    """Writes the day that the chat template writes, if it writes one, into the run's recipe, in its folder too."""
+    recipe = opened.recipe.on_day(date_of(run.tokenizer))
+    if recipe != opened.recipe:
+        ranks.on_first_rank(lambda: atomic_write(opened.output_dir / "recipe.yaml", recipe.to_yaml()))
+    return replace(opened, recipe=recipe)
 
 
 def clear_killed(output_dir: Path) -> None:

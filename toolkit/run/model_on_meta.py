@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import date
 
 from transformers import PreTrainedModel
 
+from toolkit import ranks
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.data import build, tokenizer
+from toolkit.data.template_date import set_date, today, writes_date
 from toolkit.model.adapter_checks import require_mergeable, require_one_type
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import settle_attention
@@ -22,15 +26,26 @@ from toolkit.run.stages import MetaModel, OpenedRun, TokenisedRows
 from toolkit.run.teacher import asked_teacher
 
 
-def read_rows(opened: OpenedRun) -> TokenisedRows:
+def read_rows(opened: OpenedRun, resumed: Manifest | None = None) -> TokenisedRows:
     """Loads the tokenizer and tokenises the rows. Collective.
+
+    Args:
+        resumed: of the checkpoint that the run goes on from, whose day a chat template goes on to write.
 
     Raises:
         BadInputError: a source, a row or the tokenizer cannot be read.
     """
     recipe = opened.recipe
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
+    if writes_date(tokens) and recipe.data.template_date is None:
+        # Rank 0's: around midnight hosts differ.
+        set_date(tokens, ranks.on_first_rank(lambda: _day_of(resumed) or today()))
     return TokenisedRows(tokens, build.build(recipe.data, tokens, recipe.training.seed, recipe.objective))
+
+
+def _day_of(resumed: Manifest | None) -> date | None:
+    written = None if resumed is None else resumed.recipe["data"].get("template_date")
+    return None if written is None else date.fromisoformat(written)
 
 
 def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:

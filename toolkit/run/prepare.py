@@ -39,7 +39,7 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
     """
     recipe, accelerator = opened.recipe, opened.accelerator
     training = recipe.training
-    on_meta = build_on_meta(opened, read_rows(opened))
+    on_meta = build_on_meta(opened, read_rows(opened, resumed))
     planned = plan_memory(opened, on_meta)
     sharded = shard_model(opened, on_meta, planned)
     checked = check_model(opened, on_meta, planned, sharded)

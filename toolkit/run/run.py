@@ -27,6 +27,7 @@ from toolkit.run.folder import (
     is_same_and_finished,
     require_unfinished,
     require_writable,
+    with_day,
 )
 from toolkit.run.live import LiveReport, ended_in
 from toolkit.run.loss_warnings import uniform_guess
@@ -84,6 +85,7 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
                 console.warn(line)
             heartbeat = running.enter_context(watched(output_dir, recipe.training.stall_minutes))
             run = prepare_run(opened, found.start[1] if found.start is not None else None)
+            opened = with_day(opened, run)
         # The run is prepared: what fails from here on leaves the output folder as it is.
         facts = facts_of(opened, run)
         print_run_summary(opened, run, facts)
@@ -96,15 +98,15 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
             heartbeat.enter_phase(Phase.EXPORT)
             export_dir, difference, sample = export_model(opened, run)
             seconds = time.perf_counter() - started
-            guess = uniform_guess(run.objective, run.inner, recipe.objective.class_weights)
+            guess = uniform_guess(run.objective, run.inner, opened.recipe.objective.class_weights)
             result = result_of(output_dir, fitted.records, export_dir, difference, sample, seconds, guess)
             pages = functools.partial(write_pages, opened, run, facts, result, fitted.step_seconds)
             ranks.on_first_rank(lambda: patiently(pages, "the report and the model card", console.warn))
-        print_result(console, recipe, result)
+        print_result(console, opened.recipe, result)
         if fitted.missing is not None:
             console.warn(fitted.missing)
         heartbeat.enter_phase(Phase.EXPORT)
-        _push(recipe, result)
+        _push(opened.recipe, result)
         return result
 
 
