@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from toolkit.data.samples import (
 )
 from toolkit.data.selection import Selection, cut, hold_out, nothing_left, one_pass, problems_of, select
 from toolkit.data.sources import Source, glimpse, identify, open_source, sampled, short_names
+from toolkit.data.stops import next_turn_of, require_turn_end
 from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.template_date import date_of
 from toolkit.data.tokenizer import bos_of, identity, languages, pad_id
@@ -179,6 +180,7 @@ class Builder:
             [encoder.targets, encoder.truncate_to, encoder.objective, encoder.bos_id],
             *([encoder.truncate_target_to, encoder.prefix, languages(self.tokenizer)] if self.seq2seq else []),
             *(self._day() if _is_conversation(layout.kind) else []),
+            *([] if encoder.next_turn is None else [astuple(encoder.next_turn)]),
         )
         with Pass(Terminal(quiet=ranks.rank() != 0), f"tokenising {source.name}"):
             folder = kept(
@@ -197,6 +199,8 @@ class Builder:
                 f"{source.field}: {source.name!r} holds conversations ({layout}), and the tokenizer has no chat "
                 "template; set data.chat_template=chatml, or alpaca if the vocabulary lacks its markers"
             )
+        if conversation and self.objective.spec.predicts_next_tokens:
+            require_turn_end(self.tokenizer, f"{source.field}: {source.name!r}")
         if layout == "text" and self.data.targets not in (None, "all"):
             raise DataError(
                 f"data.targets: {self.data.targets} has no effect on {source.name!r}, which holds plain text; remove it"
@@ -215,7 +219,8 @@ class Builder:
         # is the last turn, too.
         targets = "last_turn" if self.paired or self.judged else self.targets
         bos, prefix = bos_of(self.tokenizer, self.data.add_bos), self.data.source_prefix or ""
-        return Encoder(self.tokenizer, targets, self.objective.kind, limits[0], bos, limits[1], prefix)
+        following = next_turn_of(self.tokenizer) if conversation else None
+        return Encoder(self.tokenizer, targets, self.objective.kind, limits[0], bos, limits[1], prefix, following)
 
     def _day(self) -> list[str]:
         """What the chat template writes of it; nothing for most, so that their rows are found again on another day."""

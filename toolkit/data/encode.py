@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -28,6 +28,7 @@ from toolkit.data.layouts import Layout
 from toolkit.data.pairs import SIDES
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row
+from toolkit.data.stops import NextTurn
 from toolkit.data.template_arguments import note_of, require_taken
 from toolkit.data.templates import SlowTemplateError
 from toolkit.data.thoughts import left_out
@@ -87,6 +88,7 @@ class Encoder:
         truncate_to: tokens to which a text to classify, or a source, is cut, special tokens kept; None: not cut.
         truncate_target_to: tokens to which a target is cut.
         prefix: of each source.
+        next_turn: stops answers that the chat template does not end; None: it ends them.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -96,6 +98,7 @@ class Encoder:
     bos_id: int | None = None
     truncate_target_to: int | None = None
     prefix: str = ""
+    next_turn: NextTurn | None = None
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
         """A document for each row; one without tokens, but with the reason, where a row cannot be used.
@@ -174,13 +177,14 @@ class Encoder:
         messages, notes = self._asked_of_template(example)
         assert self.targets != EACH_TURN
         rendered = render(self.tokenizer, messages, example.tools, self.targets, example.unlearned, example.arguments)
-        spans = without(rendered.spans, parts_in(rendered.text, messages, example.parts))
-        left = left_out(messages, rendered.text)
-        if left and has_thoughts_at_inference(
-            self.tokenizer, messages, example.tools, example.arguments, rendered.text
-        ):
+        text, spans = rendered.text, rendered.spans
+        if self.next_turn is not None:
+            text, spans = self.next_turn.stopped(text, spans, messages)
+        spans = without(spans, parts_in(text, messages, example.parts))
+        left = left_out(messages, text)
+        if left and has_thoughts_at_inference(self.tokenizer, messages, example.tools, example.arguments, text):
             left = [f"{note} {OF_EARLIER_TURNS}" for note in left]
-        return _Prepared(rendered.text, spans, False, joined_notes([*notes, *left]))
+        return _Prepared(text, spans, False, joined_notes([*notes, *left]))
 
     def _rendered_by_turn(self, example: Conversation) -> _Turns:
         messages, notes = self._asked_of_template(example)
@@ -189,6 +193,8 @@ class Encoder:
         turns = turns_of(self.tokenizer, messages, example.tools, wanted, example.arguments)
         if not turns:
             raise RowProblem(ALL_UNLEARNED)
+        if (following := self.next_turn) is not None:
+            turns = [replace(turn, written=turn.written + following.stop(messages, turn.index)) for turn in turns]
         if wanted[0] == 0:
             notes.append(GREETING)
         cuts = [

@@ -1,34 +1,19 @@
-"""Tokens that end what a model writes, and answers that do not end with one."""
+"""Ends of what is learned: which tokens they are, and answers that do not end with one."""
 
 from __future__ import annotations
 
 from collections.abc import Set
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.chat import special_ids
 from toolkit.data.documents import Documents
 from toolkit.data.samples import TextSamples
-from toolkit.data.templates import rendered
+from toolkit.data.stops import turn_ends
 
 SAMPLES_LOOKED_AT = 256
 """Among which the tokens are looked for that end what is learned: a template has one or two."""
-
-
-def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Special tokens that the chat template puts behind an assistant's words; none without a template."""
-    if tokenizer.chat_template is None:
-        return frozenset()
-    words = "Seven"
-    messages = [{"role": "user", "content": "What is three plus four?"}, {"role": "assistant", "content": words}]
-    with suppress(Exception):  # a template is a program, and may refuse a conversation in any way
-        text = rendered(tokenizer, messages)
-        behind = tokenizer(text.rpartition(words)[2], add_special_tokens=False)["input_ids"]
-        return frozenset(behind) & special_ids(tokenizer)
-    return frozenset()
 
 
 def learned_ends(samples: TextSamples, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -65,7 +65,7 @@ def load_for(options: Options) -> Iterator[Loaded]:
     """The model that the options name, with its generators seeded; the process's own are put back at the end."""
     with _quiet():
         loaded = load_model(options.source, options.dtype, options.device)
-        from toolkit.data.turn_ends import turn_ends
+        from toolkit.data.stops import turn_ends
 
         if not options.raw and loaded.tokenizer.chat_template is not None and not turn_ends(loaded.tokenizer):
             _tell("the chat template closes no turn with a special token: answers may go on up to --max-new-tokens")

@@ -289,6 +289,6 @@ def stop_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int
     """Tokens that end a text: of the generation settings, of the tokenizer, and of an assistant's turn."""
     configured = model.generation_config.eos_token_id
     ends = configured if isinstance(configured, list) else [configured]
-    from toolkit.data.turn_ends import turn_ends
+    from toolkit.data.stops import turn_ends
 
     return frozenset(int(end) for end in [*ends, tokenizer.eos_token_id] if end is not None) | turn_ends(tokenizer)

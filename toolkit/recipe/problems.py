@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from datetime import date
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -22,6 +23,7 @@ TYPE_WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     str: "text",
+    date: "a date as in 2026-11-25",
     type(None): "null",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import gzip
 import json
@@ -345,15 +346,20 @@ def test_rows_in_both_splits_are_told(tmp_path: Path, byte_pairs: Any) -> None:
     assert any("2 rows also in train" in warning for warning in report["warnings"])
 
 
-def test_a_template_that_ends_no_turn_is_told(tmp_path: Path, byte_pairs: Any) -> None:
-    use_template(byte_pairs, "chatml")  # its markers are no tokens here
-    try:
-        report = build.build(
-            section(tmp_path, jsonl(tmp_path / "a.jsonl", [chat("hi", "fox")]), max_length=96), byte_pairs, seed=0
-        ).report.to_dict()
-    finally:
-        byte_pairs.chat_template = None
-    assert any("does not learn to stop" in warning for warning in report["warnings"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_template_that_ends_no_turn_is_refused(tmp_path: Path, byte_pairs: Any, streaming: bool) -> None:
+    rows = jsonl(tmp_path / "a.jsonl", [chat("hi", "fox")])
+    data = section(tmp_path, rows, max_length=96, streaming=streaming)
+    tokens = copy.deepcopy(byte_pairs)
+    use_template(tokens, "chatml")  # its markers are no tokens here
+    with pytest.raises(DataError, match=r"'a\.jsonl' holds conversations.*ends an answer with '<\|im_end\|>\\n'"):
+        build.build(data, tokens, seed=0)
+    # Both ways out that the message names.
+    tokens.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    build.build(data, tokens, seed=0)
+    tokens = copy.deepcopy(byte_pairs)
+    use_template(tokens, "alpaca")
+    build.build(data, tokens, seed=0)
 
 
 def test_held_out_rows_of_a_saved_data_set_are_not_those_of_training(tmp_path: Path, byte_pairs: Any) -> None:

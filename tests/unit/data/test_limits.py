@@ -146,7 +146,8 @@ def test_what_json_refuses_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 ENDLESS = (
     "{% for message in messages %}{{ message.content }}"
     "{% if message.content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}"
-    "{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"
+    "{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
 

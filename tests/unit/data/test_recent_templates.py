@@ -18,6 +18,7 @@ from support.recent_templates import GLM_45, GPT_OSS, MAGISTRAL, QWEN_35, RECENT
 
 from toolkit.data.encode import Encoder
 from toolkit.data.layouts import Layout
+from toolkit.data.stops import NextTurn, next_turn_of, require_turn_end, turn_ends
 
 LAYOUT = Layout("messages", {"messages": "messages", "tools": "tools"})
 Message = dict[str, Any]
@@ -115,6 +116,20 @@ def written(name: str, message: Message, thought: str | None, last: bool) -> str
     return f"{shown}{words}{block}[e~["
 
 
+def stop_of(name: str, messages: list[Message], index: int, alone: bool) -> str:
+    """What the model writes to stop behind an answer that the template does not end: GLM's mark of the next turn.
+
+    Args:
+        alone: the answer is learned by itself, with whatever would follow it.
+    """
+    if name != "glm 4.5":
+        return ""
+    role = messages[index + 1]["role"] if index + 1 < len(messages) else "user"
+    if role == "assistant":
+        return "<|user|>" if alone else ""
+    return "<|observation|>" if role == "tool" else "<|user|>"
+
+
 def thought_in(name: str, messages: list[Message], index: int, alone: bool) -> str | None:
     """The thoughts that a template writes of a message; None if it leaves them out, or has no place for them.
 
@@ -158,7 +173,7 @@ def tokenizer(name: str) -> Any:
 
 def encoded(name: str, messages: list[Message], kind: str, targets: Any, **row: Any) -> Any:
     tools = TOOLS if kind in KINDS_WITH_TOOLS else None
-    encoder = Encoder(tokenizer(name), targets=targets)
+    encoder = Encoder(tokenizer(name), targets=targets, next_turn=next_turn_of(tokenizer(name)))
     return encoder.documents([{"messages": messages, "tools": tools, **row}], LAYOUT)[0]
 
 
@@ -185,6 +200,7 @@ def test_marks_are_the_spans_found_by_hand(name: str, kind: str) -> None:
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     expected = [
         written(name, messages[i], thought_in(name, messages, i, alone=False), last=i == len(messages) - 1)
+        + stop_of(name, messages, i, alone=False)
         for i in answers
     ]
     if name in ("qwen 3.5", "minimax m2"):  # the prompt opens the block, and the model writes what stands inside
@@ -227,6 +243,7 @@ def test_every_turn_is_what_a_server_gives_and_the_model_writes(name: str, kind:
         assert ids[: len(prompt)] == prompt
         assert targets == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
         expected = written(name, messages[i], thought_in(name, messages, i, alone=True), last=True)
+        expected += stop_of(name, messages, i, alone=True)
         if name == "qwen 3.5":
             expected = expected.removeprefix("<think>\n")
         if name == "minimax m2":
@@ -274,6 +291,29 @@ def test_r1_learns_its_thoughts_by_turn_alone() -> None:
     assert whole["note"] == "the chat template leaves out reasoning_content"
     shown = [t for t, is_target in zip(by_turn["input_ids"], by_turn["targets"], strict=True) if is_target]
     assert tokens.decode(shown) == "add them\n</think>\n\nfour<｜end▁of▁sentence｜>"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_template_has_a_stop(name: str) -> None:
+    tokens = tokenizer(name)
+    require_turn_end(tokens, "rows.jsonl")
+    following = next_turn_of(tokens)
+    if name == "glm 4.5":
+        assert following == NextTurn("<|user|>", "<|observation|>")
+        assert tokens.convert_ids_to_tokens(sorted(turn_ends(tokens))) == ["<|user|>", "<|observation|>"]
+    else:
+        assert following is None
+
+
+def test_the_mark_that_stops_a_call_is_learned_behind_a_call_that_ends_its_row() -> None:
+    messages = CONVERSATIONS["tools"][:2]
+    document = encoded("glm 4.5", messages, "tools", "assistant")
+    assert learned("glm 4.5", document["input_ids"], document["targets"])[0].endswith("</tool_call><|observation|>")
+    unlearned = [*messages, RESULT, assistant("18") | {"weight": 0}]
+    document = encoded("glm 4.5", unlearned, "tools", "assistant")
+    (only,) = learned("glm 4.5", document["input_ids"], document["targets"])
+    assert only.endswith("</tool_call><|observation|>")
+    assert tokenizer("glm 4.5").decode(document["input_ids"]).endswith("18")
 
 
 def test_the_names_are_those_of_the_fixtures() -> None:

@@ -106,7 +106,7 @@ def test_a_run_keeps_the_day_on_which_it_began(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "out" / name).unlink()
     assert run(SECOND_DAY) == losses
     assert Recipe.load(tmp_path / "out" / "recipe.yaml").data.template_date == FIRST_DAY
+    values["checkpoint"] |= {"resume": str(tmp_path / "out" / "checkpoints" / "step_00000004")}
+    values["training"]["output_dir"] = str(tmp_path / "other")
     with pytest.raises(BadInputError, match=r"""template_date: "2024-02-09" there, "2025-12-31" now"""):
-        values["checkpoint"] |= {"resume": str(tmp_path / "out" / "checkpoints" / "step_00000004")}
-        values["training"]["output_dir"] = str(tmp_path / "other")
         run(SECOND_DAY, template_date=SECOND_DAY)

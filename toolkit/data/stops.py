@@ -1,0 +1,106 @@
+"""The special token that ends an answer: one that the chat template writes, or one that begins what follows."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.chat import special_ids
+from toolkit.data.examples import Message
+from toolkit.data.flags import Span
+from toolkit.data.templates import rendered
+from toolkit.errors import DataError
+
+
+@dataclass(frozen=True)
+class NextTurn:
+    """Special tokens that begin what follows an answer, of chat templates that end answers with nothing (GLM's).
+
+    At inference the model writes them, and the server stops: GLM's `eos_token_id` has `<|user|>` and `<|observation|>`.
+
+    Attributes:
+        user: begins a user's turn.
+        tool: begins the result of a call.
+    """
+
+    user: str
+    tool: str
+
+    def stop(self, messages: list[Message], index: int) -> str:
+        """What the model writes to end the answer of message `index`."""
+        has_next = index + 1 < len(messages)
+        is_call = messages[index + 1]["role"] == "tool" if has_next else bool(messages[index].get("tool_calls"))
+        return self.tool if is_call else self.user
+
+    def stopped(self, text: str, spans: list[Span], messages: list[Message]) -> tuple[str, list[Span]]:
+        """The text and what is learned of it, each answer with the token that stops it, the last one's added."""
+        ends = [next((len(m) for m in (self.user, self.tool) if text.startswith(m, end)), 0) for _, end in spans]
+        spans = [(start, end + more) for (start, end), more in zip(spans, ends, strict=True)]
+        start, end = spans[-1]
+        if messages[-1]["role"] != "assistant" or text[end:].strip():
+            return text, spans
+        whole = text[:end] + self.stop(messages, len(messages) - 1)
+        return whole, [*spans[:-1], (start, len(whole))]
+
+
+def next_turn_of(tokenizer: PreTrainedTokenizerBase) -> NextTurn | None:
+    """The tokens that stop answers which the chat template does not end; None if it ends them, or none is found."""
+    if tokenizer.chat_template is None or _ends_behind(tokenizer, _behind_answer(tokenizer)):
+        return None
+    user = _first_special(tokenizer, _behind_answer(tokenizer, {"role": "user", "content": "And four?"}))
+    result = {"role": "tool", "content": "7", "name": "add", "tool_call_id": "a1b2c3d4e"}
+    tool = _first_special(tokenizer, _behind_answer(tokenizer, result))
+    return None if user is None else NextTurn(user, tool or user)
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Special tokens that end an assistant's words; none without a template."""
+    if tokenizer.chat_template is None:
+        return frozenset()
+    if following := next_turn_of(tokenizer):
+        ids: list[int] = tokenizer.convert_tokens_to_ids([following.user, following.tool])
+        return frozenset(ids)
+    return _ends_behind(tokenizer, _behind_answer(tokenizer))
+
+
+def require_turn_end(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Raises DataError if the chat template puts no special token behind an answer, so that nothing can be its end.
+
+    Args:
+        source: of conversations, for the message.
+    """
+    behind = _behind_answer(tokenizer)
+    if behind is None or turn_ends(tokenizer):
+        return
+    raise DataError(
+        f"{source} holds conversations, and the chat template of {tokenizer.name_or_path!r} ends an answer with "
+        f"{behind!r}, in which no token is a special one: the model would not learn to stop. Set "
+        "data.chat_template=alpaca, which ends answers with the tokenizer's eos_token, or add the mark that ends them "
+        "to the vocabulary (model.add_tokens)"
+    )
+
+
+def _behind_answer(tokenizer: PreTrainedTokenizerBase, *following: Message) -> str | None:
+    """What the chat template writes behind an assistant's words; None if it does not take a plain conversation."""
+    words = "Seven"
+    messages = [{"role": "user", "content": "What is three plus four?"}, {"role": "assistant", "content": words}]
+    with suppress(Exception):  # a template is a program, and may refuse a conversation in any way
+        _, found, behind = rendered(tokenizer, [*messages, *following]).rpartition(words)
+        return behind if found else None
+    return None
+
+
+def _ends_behind(tokenizer: PreTrainedTokenizerBase, behind: str | None) -> frozenset[int]:
+    ids = tokenizer(behind or "", add_special_tokens=False)["input_ids"]
+    return frozenset(ids) & special_ids(tokenizer)
+
+
+def _first_special(tokenizer: PreTrainedTokenizerBase, behind: str | None) -> str | None:
+    """The special token with which a text begins."""
+    ids = tokenizer(behind or "", add_special_tokens=False)["input_ids"]
+    if not ids or ids[0] not in special_ids(tokenizer):
+        return None
+    token: str = tokenizer.convert_ids_to_tokens(ids[0])
+    return token
