@@ -14,7 +14,7 @@ from toolkit.errors import BadInputError
 GIB = 2**30
 CHECKPOINT_FILE_BYTES = GIB
 """Of a file of a checkpoint, about: what saving holds in memory beside the state, which planning counts."""
-DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".tar")
 BASE_FILE = "base.json"
 """Of an exported adapter: the fingerprint of its base, and how it was quantised."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")

@@ -100,7 +100,7 @@ def _streamed(builder: Builder, prepared: TokenisedData) -> TokenisedData:
     )
 
 
-DOCUMENTS = "documents-2-"
+DOCUMENTS = "documents-3-"
 """Begins the folder of a source's documents. The number is raised if rows are read otherwise: what older versions have
 made of them is made anew. Runs that these have begun go on, as their fingerprint is of the rest of the name."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +20,7 @@ import fsspec
 
 from toolkit.data.json_list import values_of
 from toolkit.data.problem import RowProblem
+from toolkit.data.tar_rows import rows_of_tar
 from toolkit.errors import DataError, first_line
 
 Row = dict[str, Any] | RowProblem
@@ -44,7 +45,7 @@ class Shard:
     """A part of a source.
 
     Attributes:
-        kind: `lines`, `list`, `csv`, `tsv`, `text`: of a file; `table`: parquet or arrow; `rows`: of `table`.
+        kind: `lines`, `list`, `csv`, `tsv`, `text`, `tar`: of a file; `table`: parquet or arrow; `rows`: of `table`.
         path: the file; for people where the kind is `rows`.
         start: first byte of a piece of lines, or first row.
         stop: the end; None: of the file.
@@ -289,9 +290,15 @@ def _read_text(shard: Shard) -> Iterator[Row]:
             raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
 
 
+def _read_tar(shard: Shard) -> Iterator[Row]:
+    with opened(shard.path) as file:
+        yield from rows_of_tar(file, MAX_ROW_BYTES)
+
+
 def _read_table(shard: Shard) -> Iterator[Row]:
     assert shard.table is not None
-    yield from map(_unfilled, shard.table)
+    kinds = shard.table.features or {}
+    yield from (_unfilled(row, kinds) for row in shard.table)
 
 
 def _read_rows(shard: Shard) -> Iterator[Row]:
@@ -299,18 +306,26 @@ def _read_rows(shard: Shard) -> Iterator[Row]:
     for number in range(shard.start, shard.stop or 0, 100):
         columns = shard.table[number : min(number + 100, shard.stop or 0)]
         for values in zip(*columns.values(), strict=True):
-            yield _unfilled(dict(zip(columns, values, strict=True)))
+            yield _unfilled(dict(zip(columns, values, strict=True)), shard.table.features)
 
 
-def _unfilled(row: dict[str, Any]) -> Row:
-    """A table's row without the nulls in its objects. They share one type, so each has the keys of all others."""
-    return {column: _without_nulls(value) for column, value in row.items()}
+def _unfilled(row: dict[str, Any], kinds: Mapping[str, Any]) -> Row:
+    """A table's row without the nulls in its objects. They share one type, so each has the keys of all others.
+
+    Args:
+        kinds: the type of each column. Objects of the type `Json` have their own keys, and keep their nulls.
+    """
+    return {column: _without_nulls(value, kinds.get(column)) for column, value in row.items()}
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any, kind: Any) -> Any:
+    if isinstance(kind, datasets.Json):
+        return value
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        kinds = kind if isinstance(kind, dict) else {}
+        return {key: _without_nulls(held, kinds.get(key)) for key, held in value.items() if held is not None}
+    of_item = getattr(kind, "feature", kind[0] if isinstance(kind, list) and kind else None)
+    return [_without_nulls(item, of_item) for item in value] if isinstance(value, list) else value
 
 
 _READERS = {
@@ -319,6 +334,7 @@ _READERS = {
     "csv": _read_csv,
     "tsv": _read_csv,
     "text": _read_text,
+    "tar": _read_tar,
     "table": _read_table,
     "rows": _read_rows,
 }

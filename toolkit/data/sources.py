@@ -220,7 +220,7 @@ def _file_shards(source: str, field: str) -> list[Shard]:
         elif suffix in LINES or (suffix == ".json" and not _is_list(path, field)):
             shards += _line_shards(path)
         else:
-            kind = {".json": "list", ".csv": "csv", ".tsv": "tsv", ".txt": "text"}[suffix]
+            kind = {".json": "list", ".csv": "csv", ".tsv": "tsv", ".txt": "text", ".tar": "tar"}[suffix]
             shards.append(Shard(kind, str(path)))
     return shards
 

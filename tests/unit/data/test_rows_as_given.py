@@ -13,10 +13,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
 
 from toolkit.data import build, tokenizer
+from toolkit.data.readers import read
+from toolkit.data.sources import open_source
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.specs.section import ObjectiveSection
-from toolkit.recipe.schema import DataSection
+from toolkit.recipe.schema import DataSection, SourceSection
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
@@ -150,3 +152,25 @@ def test_a_model_that_takes_types_for_words_is_called_without_any(tmp_path: Path
     with torch.no_grad():
         plain = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         assert torch.equal(SequenceClassification(model, 2).logits(model, batch), plain)
+
+
+@pytest.mark.parametrize("kind", ["saved", "parquet"])
+def test_nulls_that_an_object_was_given_are_kept_where_its_type_holds_its_own_keys(tmp_path: Path, kind: str) -> None:
+    """Objects of one struct are filled up with nulls for each other's keys; those of the type Json are as written."""
+    called = [{"role": "assistant", "name": None, "arguments": {"city": "Rome", "unit": None}}]
+    features = datasets.Features(
+        {"tools": datasets.Json(), "messages": datasets.List({key: datasets.Value("string") for key in called[0]})}
+    )
+    features["messages"].feature["arguments"] = datasets.Json()
+    table = datasets.Dataset.from_dict({"tools": [{"a": None}], "messages": [called]}, features=features)
+    if kind == "saved":
+        table.save_to_disk(tmp_path / "rows")
+    else:
+        table.to_parquet(tmp_path / "rows.parquet")
+    path = tmp_path / ("rows" if kind == "saved" else "rows.parquet")
+    (shard,) = open_source(SourceSection(path=str(path)), "data.train").shards
+    (row,) = read(shard)
+    assert row == {
+        "tools": {"a": None},
+        "messages": [{"role": "assistant", "arguments": {"city": "Rome", "unit": None}}],
+    }
