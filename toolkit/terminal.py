@@ -81,6 +81,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def format_time(seconds: float) -> str:
+    """Seconds since 1970 as every page and console writes a time: in UTC, whoever reads it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
 class Pass:
     """Says what takes long, and how far it is: first after five seconds, then less and less often.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ from test_layout import FILES, PACKAGE
 from toolkit.cli.console import print_error, print_table
 from toolkit.errors import BadInputError
 from toolkit.pages.card import _plain
-from toolkit.terminal import Terminal
+from toolkit.terminal import Terminal, format_time
 
 HOSTILE = "a[/]b [red]c[/red] :smile: \x1b[2J\x9b1m\u202ed"
 SHOWN = "a[/]b [red]c[/red] :smile: \u241b[2J\ufffd1m\ufffdd"
@@ -45,3 +46,11 @@ def test_markdown_of_a_card_is_no_link_and_no_html() -> None:
     assert _plain("a|b\n![x](http://h/p.png) <img src=x> `c` \\[y](z)") == (
         "a\\|b !\\[x](http://h/p.png) &lt;img src=x> \\`c\\` \\\\\\[y](z)"
     )
+
+
+def test_a_time_is_written_in_utc_wherever_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        assert format_time(1_700_000_000.7) == "2023-11-14 22:13:20 UTC"
+    time.tzset()

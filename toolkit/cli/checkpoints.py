@@ -10,7 +10,7 @@ import typer
 from toolkit.cli.arguments import AsJson, RunPlace
 from toolkit.cli.console import print_table
 from toolkit.errors import BadInputError
-from toolkit.pages.page import format_bytes
+from toolkit.pages.number_text import format_bytes
 from toolkit.terminal import Terminal
 
 if TYPE_CHECKING:

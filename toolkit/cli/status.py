@@ -13,6 +13,7 @@ import typer
 from toolkit.cli.arguments import AsJson, RunFolder
 from toolkit.cli.console import print_table
 from toolkit.errors import BadInputError, ToolkitError, counted
+from toolkit.terminal import format_time
 
 GONE_SECONDS = 60.0
 """A run whose watching threads have all been silent for so long is gone: each of them runs every few seconds."""
@@ -81,7 +82,7 @@ def _gone(run: Path, silent: list[float]) -> str | None:
 
     if not silent or min(silent) <= GONE_SECONDS:
         return None
-    since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() - min(silent)))
+    since = format_time(time.time() - min(silent))
     told = f"nothing was heard from any rank since {since}"
     mark_ended(run / REPORT, "killed", f"{told[0].upper()}{told[1:]}.")
     return f"{told}: the run was killed; the same command resumes from its last checkpoint"

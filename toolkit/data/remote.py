@@ -19,7 +19,7 @@ from fsspec.core import url_to_fs
 from toolkit.data.cache import digest, kept
 from toolkit.errors import DataError, in_words, without_secrets
 from toolkit.paths import atomic_write, file_name, user_cache
-from toolkit.terminal import Pass, Terminal
+from toolkit.terminal import Pass, Terminal, format_time
 
 EXTRAS = {"s3": "finetune-toolkit[s3]", "gs": "finetune-toolkit[gs]", "http": "aiohttp", "https": "aiohttp"}
 """Protocol -> what to install if its driver is missing; that of `hf` comes with huggingface_hub."""
@@ -52,7 +52,7 @@ def local_copies(url: str, field: str) -> tuple[Path, ...]:
             earlier = _earlier(index)
             if not earlier:
                 raise
-            day = time.strftime("%Y-%m-%d", time.localtime(index.stat().st_mtime))
+            day = format_time(index.stat().st_mtime)[:10]  # without the time of day
             why = without_secrets(in_words(error))
             print(
                 f"warning: {field}: {_shown(url)} cannot be reached ({why}); its copy of {day} is read", file=sys.stderr

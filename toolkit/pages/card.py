@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from toolkit.data.template_arguments import OF_ROW
+from toolkit.pages.number_text import format_names
 from toolkit.paths import file_name, is_file_source
 from toolkit.recipe.load import read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
@@ -88,6 +89,13 @@ def _base(recipe: Recipe) -> str | None:
     if name is None:
         return None
     return Path(name).name if Path(name).expanduser().exists() else name
+
+
+def model_and_data(recipe: Recipe, class_name: str) -> str:
+    """Names the model, or its class if it begins with random weights, and the sources of the rows."""
+    names = [file_name(source.path) if is_file_source(source.path) else source.path for source in recipe.data.train]
+    base, data = _base(recipe), format_names(names, len(names), 2)
+    return f"{base} fine-tuned on {data}" if base else f"{class_name} trained on {data} from random weights"
 
 
 def _evaluations(metrics: list[dict[str, Any]]) -> str:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from toolkit.pages.page import (
-    COLOR_OF,
-    SMALL_PX,
-    card,
-    card_head,
-    draw_marks,
-    draw_svg,
-    finite,
-    format_tick,
-    legend,
-    style_axes,
-)
+from toolkit.pages.number_text import MISSING, finite, format_tick
+from toolkit.pages.page import ChartCard, Table
+from toolkit.pages.svg import COLOR_OF, SMALL_PX, Drawing, draw_marks, draw_svg, style_axes
+
+T = TypeVar("T")
 
 MAX_POINTS = 800
 """A curve keeps at most about so many points; a chart is fewer pixels wide (points)."""
 
 MAX_MARKERS = 40
 """Evaluations drawn as dots; more of them would run into one thick line (points)."""
+
+MAX_TABLE_ROWS = 12
+"""Rows of a table of a chart's values or of evaluations; of more, evenly spaced ones with both ends (rows)."""
 
 LARGEST_DRAWN = 1e60
 """Values beyond it are drawn there, so that neither a sum nor the margin of an axis overflows."""
@@ -119,25 +116,55 @@ def _thinned(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
     return [xs[index] for index in order], [ys[index] for index in order]
 
 
-def chart_card(chart: Chart) -> str:
-    name = f"chart-{chart.name}"
-    head = card_head(chart.title, _legend(chart), "(log)" if chart.is_logarithmic() else "")
-    if not chart.values():
-        return card(name, f'{head}<p class="muted">No finite value.</p>')
-    sizes = ("wide", "narrow") if len(chart.sizes) > 1 else ("any",)
-    drawings = [
-        f'<div class="chart {kind}">{_draw(chart, size)}</div>' for kind, size in zip(sizes, chart.sizes, strict=True)
-    ]
-    return card(name, f"{head}{''.join(drawings)}")
-
-
-def _legend(chart: Chart) -> str:
-    """Nothing for a nameless curve: the title says what it is."""
+def chart_card(chart: Chart) -> ChartCard:
+    """Draws a chart, and says the same in words and as a table; without values nothing is drawn."""
+    # A nameless curve has no key: the title says what it is.
     keys = [(series.kind, series.variable, series.name) for series in chart.series]
-    return legend([*keys, *([("gap", "warn", "not finite")] if chart.gaps else [])])
+    keys += [("gap", "warn", "not finite")] if chart.gaps else []
+    kinds = ("wide", "narrow") if len(chart.sizes) > 1 else ("any",)
+    sizes = zip(chart.sizes, kinds, strict=True) if chart.values() else ()
+    drawings = [_draw(chart, size, kind) for size, kind in sizes]
+    remark = "(log)" if chart.is_logarithmic() else ""
+    return ChartCard(f"chart-{chart.name}", chart.title, remark, keys, drawings, _spoken(chart), _values_table(chart))
 
 
-def _draw(chart: Chart, size: tuple[int, int]) -> str:
+def _spoken(chart: Chart) -> str:
+    """Says where each curve begins and ends, and its lowest and highest value."""
+    told = []
+    for series in chart.series:
+        known = [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
+        if known and series.kind != "faint":
+            (first, before), (last, after), ys = known[0], known[-1], [y for _, y in known]
+            ends = f"{before:.4g} at step {first:,}, {after:.4g} at step {last:,}"
+            told.append(f"{series.name or 'values'}: {ends}, between {min(ys):.4g} and {max(ys):.4g}")
+    return f"{chart.title} by step. {'; '.join(told)}"
+
+
+def _values_table(chart: Chart) -> Table:
+    """A column for each curve, at up to `MAX_TABLE_ROWS` evenly spaced steps of the curve that has fewest."""
+    shown = [series for series in chart.series if finite(series.ys)]
+    # Evaluations are few; one or two of them would say nothing of the curve beside them.
+    long = [series for series in shown if len(series.xs) > 2 or len(shown) == 1]
+    steps = min(long, key=lambda series: (len(series.xs), series.kind != "points")).xs if long else []
+    values = [dict(zip(series.xs, series.ys, strict=True)) for series in shown]
+    rows = [
+        (f"{step:,}", *(_cell(column.get(step, math.nan)) for column in values))
+        for step in evenly_spaced(steps, MAX_TABLE_ROWS)
+    ]
+    return Table("", "", ("Step", *(series.name.capitalize() or chart.title for series in shown)), rows)
+
+
+def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
+    """Up to `count` of the items, the first and the last among them."""
+    shown, last = min(len(items), count), len(items) - 1
+    return [items[round(index * last / max(1, shown - 1))] for index in range(shown)]
+
+
+def _cell(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else MISSING
+
+
+def _draw(chart: Chart, size: tuple[int, int], kind: str) -> Drawing:
     def paint(axes: Any) -> None:
         for series in chart.series:
             _draw_series(axes, series)
@@ -146,7 +173,7 @@ def _draw(chart: Chart, size: tuple[int, int]) -> str:
         style_axes(axes, "step")
         _scale_axes(axes, chart, num_x_ticks=10 if size[0] > SMALL_PX[0] else 6)
 
-    return draw_svg(chart.name, f"{chart.title} by step", size, paint)
+    return draw_svg(chart.name, size, paint, kind)
 
 
 def _draw_series(axes: Any, series: Series) -> None:

@@ -12,35 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import counted
-from toolkit.pages.page import (
-    COLOR_OF,
+from toolkit.pages.number_text import (
     MISSING,
-    SMALL_PX,
-    card,
-    card_head,
-    columns,
-    draw_marks,
-    draw_svg,
-    escaped,
     format_count,
     format_names,
     format_percent,
     format_short,
     format_tick,
-    grid,
-    header,
-    heading,
-    legend,
     number,
-    render_page,
-    style_axes,
-    table,
-    table_card,
-    tile,
-    tiles,
-    warning,
-    write_page,
 )
+from toolkit.pages.page import ChartCard, Key, Note, Table, Tile, render, write_page
+from toolkit.pages.svg import COLOR_OF, SMALL_PX, draw_marks, draw_svg, style_axes
 
 Report = dict[str, Any]
 
@@ -78,22 +60,25 @@ def write_data_page(path: Path, title: str, report: Report) -> None:
 
 def render_data_page(title: str, report: Report) -> str:
     """The whole page as HTML text; the same report always gives the same text."""
-    remark = window_remark(report)
-    facts = split_table(report)
-    sections = [
-        header("Data report", title, []),
-        _headline(report),
-        _warnings(report.get("warnings") or []),
-        grid(chart for name, split in splits(report) for chart in _histograms(name, split, report)),
-        grid([_sources_chart(report), _fill_chart(report)]),
-        _examples(report.get("examples") or []),
-        table_card("dropped", "Dropped rows", ("Reason", "Split", "Count", "Rows"), _dropped_rows(report), "names"),
-        table_card("noted", "Rows to look at", ("What", "Split", "Count", "Rows"), _noted_rows(report), "names"),
-        *(_sources_table(name, split) for name, split in splits(report)),
-        _labels_table(report),
-        columns([card("splits", f"{heading('Splits', remark)}{facts}") if facts else "", _settings(report)]),
-    ]
-    return render_page(title, sections, _STYLE)
+    head, warnings = ("Split", "Count", "Rows"), report.get("warnings") or []
+    return render(
+        "data.html.jinja",
+        title=title,
+        remark=window_remark(report),
+        tiles=_tiles(report) if splits(report) else [],
+        warnings=Note("warnings", counted(len(warnings), "warning"), "", warnings) if warnings else None,
+        histograms=[chart for name, split in splits(report) for chart in _histograms(name, split, report)],
+        source_bars=_source_bars(report),
+        fill_bars=_fill_bars(report),
+        examples=[_example(example) for example in report.get("examples") or []],
+        tables=[
+            Table("dropped", "Dropped rows", ("Reason", *head), _dropped_rows(report), "names"),
+            Table("noted", "Rows to look at", ("What", *head), _noted_rows(report), "names"),
+            *(_sources_table(name, split) for name, split in splits(report)),
+            _labels_table(report),
+        ],
+        settings=[split_table(report), _settings(report)],
+    )
 
 
 # ---- reading the report ----
@@ -132,23 +117,23 @@ def _names(found: Report) -> str:
 # ---- what both pages show ----
 
 
-def split_table(report: Report, names: Sequence[str] | None = None) -> str:
+def split_table(report: Report, names: Sequence[str] | None = None) -> Table:
     """A column for each split and a row for each of the facts in `names`, or all; what no split has is left out."""
     columns = [_facts(split) for _, split in splits(report)]
-    if not columns:
-        return ""
-    rows = [(name, *(column[name] for column in columns)) for name in names or columns[0]]
+    facts = (names or list(columns[0])) if columns else []
+    rows = [(name, *(column[name] for column in columns)) for name in facts]
     shown = [row for row in rows if any(cell != MISSING for cell in row[1:])]
-    return table(("", *(name.capitalize() for name, _ in splits(report))), shown, "numbers")
+    head = ("", *(name.capitalize() for name, _ in splits(report)))
+    return Table("splits", "Splits", head, shown, remark=window_remark(report))
 
 
-def dropped_table(report: Report) -> str:
-    """Why rows were dropped and how many in each split; nothing where none was."""
+def dropped_table(report: Report) -> Table:
+    """Why rows were dropped and how many in each split; empty where none was."""
     names = [name for name, _ in splits(report)]
     dropped = {name: split.get("dropped") or {} for name, split in splits(report)}
     reasons = dict.fromkeys(reason for name in names for reason, _ in by_count(dropped[name]))
     rows = [(reason, *(format_count(count_of(dropped[name].get(reason))) for name in names)) for reason in reasons]
-    return table(("Dropped because", *(name.capitalize() for name in names)), rows, "numbers")
+    return Table("dropped", "", ("Dropped because", *(name.capitalize() for name in names)), rows)
 
 
 def _facts(split: Report) -> dict[str, str]:
@@ -182,14 +167,12 @@ def _longest(split: Report) -> str:
     return f"{tokens} ({longest['row']})" if longest.get("row") else tokens
 
 
-# ---- headline and warnings ----
+# ---- headline ----
 
 
-def _headline(report: Report) -> str:
-    if not splits(report):
-        return '<section class="card"><p class="muted">Nothing is known of the data.</p></section>'
+def _tiles(report: Report) -> list[Tile]:
     train, held_out = report.get("train") or {}, report.get("validation") or {}
-    shown = [
+    return [
         _rows_tile(train, held_out, report),
         _tokens_tile(train, held_out),
         _share_tile(train, held_out),
@@ -197,10 +180,9 @@ def _headline(report: Report) -> str:
         _samples_tile(train, held_out, report),
         _duplicates_tile(train, held_out),
     ]
-    return tiles(shown)
 
 
-def _rows_tile(train: Report, held_out: Report, report: Report) -> str:
+def _rows_tile(train: Report, held_out: Report, report: Report) -> Tile:
     value = f"{format_count(train.get('kept'))} of {format_count(train.get('read'))}"
     dropped = _count(train, "num_dropped")
     notes = [
@@ -208,44 +190,39 @@ def _rows_tile(train: Report, held_out: Report, report: Report) -> str:
         f"{dropped:,} dropped" if dropped else "",
         _held_out(f"{format_count(held_out.get('kept'))} of {format_count(held_out.get('read'))}", held_out),
     ]
-    return tile("tile-rows", "Rows kept", value, _joined(notes))
+    return Tile("tile-rows", "Rows kept", [value], _joined(notes))
 
 
-def _tokens_tile(train: Report, held_out: Report) -> str:
+def _tokens_tile(train: Report, held_out: Report) -> Tile:
     targets = number(train.get("target_tokens"))
     notes = [
         f"{format_short(targets)} targets" if targets >= 0 else "",
         _held_out(format_short(number(held_out.get("tokens"))), held_out),
     ]
-    return tile("tile-tokens", "Tokens", format_short(number(train.get("tokens"))), _joined(notes))
+    return Tile("tile-tokens", "Tokens", [format_short(number(train.get("tokens")))], _joined(notes))
 
 
-def _share_tile(train: Report, held_out: Report) -> str:
+def _share_tile(train: Report, held_out: Report) -> Tile:
     notes = ["of the tokens, learned", _held_out_percent(held_out, "target_share")]
-    return tile("tile-share", "Target share", _percent(train, "target_share"), _joined(notes))
+    return Tile("tile-share", "Target share", [format_percent(train.get("target_share"))], _joined(notes))
 
 
-def _fill_tile(train: Report, held_out: Report, report: Report) -> str:
+def _fill_tile(train: Report, held_out: Report, report: Report) -> Tile:
     note = _held_out_percent(held_out, "fill_rate") if report.get("packing", True) else "not packed"
-    return tile("tile-fill", "Fill rate", _percent(train, "fill_rate"), note)
+    return Tile("tile-fill", "Fill rate", [format_percent(train.get("fill_rate"))], note)
 
 
-def _samples_tile(train: Report, held_out: Report, report: Report) -> str:
+def _samples_tile(train: Report, held_out: Report, report: Report) -> Tile:
     length = f"of up to {format_count(report['max_length'])} tokens" if report.get("max_length") else ""
     notes = [length, _held_out(format_count(held_out.get("samples")), held_out)]
-    return tile("tile-samples", "Samples", format_count(train.get("samples")), _joined(notes))
+    return Tile("tile-samples", "Samples", [format_count(train.get("samples"))], _joined(notes))
 
 
-def _duplicates_tile(train: Report, held_out: Report) -> str:
+def _duplicates_tile(train: Report, held_out: Report) -> Tile:
     also = _count(held_out, "also_in_train")
     notes = ["rows equal to an earlier one", f"{also:,} of validation also in train" if also else ""]
-    return tile(
-        "tile-duplicates", "Duplicates", format_count((train.get("duplicates") or {}).get("count")), _joined(notes)
-    )
-
-
-def _percent(split: Report, key: str) -> str:
-    return escaped(format_percent(split.get(key)))
+    count = format_count((train.get("duplicates") or {}).get("count"))
+    return Tile("tile-duplicates", "Duplicates", [count], _joined(notes))
 
 
 def _held_out_percent(held_out: Report, key: str) -> str:
@@ -260,14 +237,10 @@ def _joined(notes: Iterable[str]) -> str:
     return "; ".join(filter(None, notes))
 
 
-def _warnings(messages: list[str]) -> str:
-    return warning("warnings", counted(len(messages), "warning"), "", messages) if messages else ""
-
-
 # ---- charts ----
 
 
-def _histograms(name: str, split: Report, report: Report) -> list[str]:
+def _histograms(name: str, split: Report, report: Report) -> list[ChartCard]:
     """The cards of a split; a histogram that is absent or empty has none."""
     remark = " ".join(filter(None, [name, window_remark(report) if name == "train" else ""]))
     lengths, shares = (_histogram(split.get(key)) for key in ("length_histogram", "target_share_histogram"))
@@ -288,16 +261,16 @@ def _histogram(value: Report | None) -> tuple[list[float], list[float]] | None:
     return (edges, counts) if is_whole and sum(counts) > 0 else None
 
 
-def _lengths_chart(name: str, remark: str, edges: list[float], counts: list[float], max_length: float) -> str:
+def _lengths_chart(name: str, remark: str, edges: list[float], counts: list[float], max_length: float) -> ChartCard:
     """The lengths of the rows in tokens; `max_length` is marked where that leaves the rows room."""
     num_bins = max(index for index, count in enumerate(counts, 1) if count)  # without the empty ones at the end
     edges, counts = edges[: num_bins + 1], counts[:num_bins]
     is_near = max_length <= FARTHEST_MARK * edges[-1]
     label = f"max_length {max_length:,.0f}"
-    key = ("gap" if is_near else "beyond", "warn", label if is_near else f"{label} is farther right")
-    keys = [key] if max_length > 0 else []
+    keys = [("gap" if is_near else "beyond", "warn", label if is_near else f"{label} is farther right")]
+    keys = keys if max_length > 0 else []
     marks = [max_length] if keys and is_near else []
-    return _histogram_card(f"lengths-{name}", "Rows by length", remark, "tokens", edges, counts, marks, legend(keys))
+    return _histogram_card(f"lengths-{name}", "Rows by length", remark, "tokens", edges, counts, marks, keys)
 
 
 def _histogram_card(
@@ -308,15 +281,17 @@ def _histogram_card(
     edges: list[float],
     counts: list[float],
     marks: Sequence[float] = (),
-    keys: str = "",
-) -> str:
+    keys: Sequence[Key] = (),
+) -> ChartCard:
     def paint(axes: Any) -> None:
         _paint_histogram(axes, edges, counts, marks)
         style_axes(axes, x_label)
 
     spoken = f"{title}, {remark}: {sum(counts):,.0f} rows from {format_tick(edges[0])} to {format_tick(edges[-1])}"
-    drawing = draw_svg(name, spoken, SMALL_PX, paint)
-    return card(f"chart-{name}", f'{card_head(title, keys, remark)}<div class="chart">{drawing}</div>')
+    bins = zip(pairwise(edges), counts, strict=True)
+    rows = [(f"{format_tick(low)} to {format_tick(high)}", f"{count:,.0f}") for (low, high), count in bins]
+    table = Table("", "", (x_label.capitalize(), "Rows"), rows)
+    return ChartCard(f"chart-{name}", title, remark, keys, [draw_svg(name, SMALL_PX, paint)], spoken, table)
 
 
 def _paint_histogram(axes: Any, edges: list[float], counts: list[float], marks: Sequence[float]) -> None:
@@ -336,7 +311,11 @@ def _paint_histogram(axes: Any, edges: list[float], counts: list[float], marks: 
         axis.set_major_formatter(FuncFormatter(format_tick))
 
 
-def _sources_chart(report: Report) -> str:
+Bar = tuple[str, str, float]
+"""A label, a value as text, and a share of the full width between 0 and 1."""
+
+
+def _source_bars(report: Report) -> list[Bar]:
     """Tokens of each source of the training data, the largest first. Not by matplotlib: names are a user's."""
     sources = [(str(item.get("source")), _count(item, "tokens")) for item in _sources(report.get("train"))]
     sources.sort(key=lambda item: -item[1])
@@ -345,56 +324,22 @@ def _sources_chart(report: Report) -> str:
     if rest:
         shown.append((f"{len(rest):,} smaller sources", sum(tokens for _, tokens in rest)))
     longest = max((tokens for _, tokens in shown), default=0)
-    bars = [(name, format_short(tokens), tokens / longest) for name, tokens in shown if longest]
-    return _bars_card("chart-sources", "Tokens by source", window_remark(report), bars)
+    return [(name, format_short(tokens), tokens / longest) for name, tokens in shown if longest]
 
 
-def _fill_chart(report: Report) -> str:
+def _fill_bars(report: Report) -> list[Bar]:
     """How much of each split's samples is tokens and not padding."""
     rates = [(name, number(split.get("fill_rate"))) for name, split in splits(report)]
-    bars = [(name, f"{format_percent(rate)} filled", rate) for name, rate in rates if rate >= 0]
-    return _bars_card("chart-fill", "Fill rate", window_remark(report), bars)
+    return [(name, f"{format_percent(rate)} filled", rate) for name, rate in rates if rate >= 0]
 
 
-def _bars_card(name: str, title: str, remark: str, bars: list[tuple[str, str, float]]) -> str:
-    """Bars of a label, a value as text and a share of the full width between 0 and 1; nothing without bars."""
-    items = "".join(_bar(*bar) for bar in bars)
-    return card(name, f'{card_head(title, "", remark)}<ul class="bars">{items}</ul>') if items else ""
-
-
-def _bar(label: str, value: str, share: float) -> str:
-    width = 100 * min(1.0, max(0.0, share))
-    return (
-        f"<li><p><span>{escaped(label)}</span><span>{escaped(value)}</span></p>"
-        f'<div class="track"><div style="width:{width:.2f}%"></div></div></li>'
-    )
-
-
-# ---- samples ----
-
-
-def _examples(examples: list[Report]) -> str:
-    if not examples:
-        return ""
-    named = {"target": "target, learned", "context": "context, only read"}
-    keys = "".join(f'<li><i class="{kind}"></i>{name}</li>' for kind, name in named.items())
-    head = card_head("Decoded samples", f'<ul class="legend">{keys}</ul>')
-    return card("examples", head + "".join(_example(item) for item in examples))
-
-
-def _example(example: Report) -> str:
+def _example(example: Report) -> Report:
+    """What a decoded sample shows: the name of its row, facts, and its segments."""
     counts = [(example.get(key), noun) for key, noun in (("tokens", "tokens"), ("target_tokens", "targets"))]
     # A sample with a label has no targets among its tokens.
     facts = [f"{format_count(count)} {noun}" for count, noun in counts if count]
     facts += [f"label {example['label']}"] if example.get("label") is not None else []
-    title = f'<strong>{escaped(example.get("row", ""))}</strong> <span class="muted">{escaped(", ".join(facts))}</span>'
-    segments = "".join(_segment(text, is_target) for text, is_target in example.get("segments") or [])
-    # A box that scrolls must take the focus, or it cannot be scrolled by keys.
-    return f'<div class="example"><p>{title}</p><div class="sample" tabindex="0">{segments}</div></div>'
-
-
-def _segment(text: str, is_target: bool) -> str:
-    return f"<mark>{escaped(text)}</mark>" if is_target else f"<span>{escaped(text)}</span>"
+    return {"row": example.get("row", ""), "facts": ", ".join(facts), "segments": example.get("segments") or []}
 
 
 # ---- tables ----
@@ -430,10 +375,10 @@ def _sources(split: Report | None) -> list[Report]:
     return (split or {}).get("sources") or []
 
 
-def _sources_table(name: str, split: Report) -> str:
+def _sources_table(name: str, split: Report) -> Table:
     head = ("Source", "Layout", "Read", "Kept", "Dropped", "Tokens", "Share", "Weight", "Passes")
     rows = [_source_row(source) for source in _sources(split)]
-    return table_card(f"sources-{name}", "Sources", head, rows, "numbers", name)
+    return Table(f"sources-{name}", "Sources", head, rows, remark=name)
 
 
 def _source_row(source: Report) -> tuple[str, ...]:
@@ -443,7 +388,7 @@ def _source_row(source: Report) -> tuple[str, ...]:
     return str(source.get("source")), layout, *counts, format_percent(source.get("share")), weight, passes
 
 
-def _labels_table(report: Report) -> str:
+def _labels_table(report: Report) -> Table:
     """Rows of each label, with their share, in each split."""
     counts = {name: split.get("labels") or {} for name, split in splits(report)}
     names = [name for name in counts if counts[name]]
@@ -452,7 +397,7 @@ def _labels_table(report: Report) -> str:
     )
     rows = [(label, *(cell for name in names for cell in _label_cells(counts[name], label))) for label in labels]
     head = ("Label", *(title for name in names for title in (name.capitalize(), "Share")))
-    return table_card("labels", "Labels", head, rows, "numbers", window_remark(report))
+    return Table("labels", "Labels", head, rows, remark=window_remark(report))
 
 
 def _label_cells(counts: dict[str, int], label: str) -> tuple[str, str]:
@@ -460,10 +405,10 @@ def _label_cells(counts: dict[str, int], label: str) -> tuple[str, str]:
     return format_count(count), format_percent(count / (sum(counts.values()) or 1))
 
 
-def _settings(report: Report) -> str:
+def _settings(report: Report) -> Table:
     names = ("max_length", "packing", "long_rows", "targets", "chat_template", "streaming")
     rows = [(name, _setting(report[name])) for name in names if name in report]
-    return table_card("settings", "Settings", (), rows)
+    return Table("settings", "Settings", (), rows, "")
 
 
 def _setting(value: Any) -> str:
@@ -472,28 +417,3 @@ def _setting(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return "none" if value is None else str(value)
-
-
-_STYLE = """
-.legend i.beyond { display: none; }
-.legend i.target, .legend i.context { width: 12px; height: 12px; border: 0; border-radius: 3px; }
-.legend i.context { background: var(--muted); }
-.legend i.target, mark { background: var(--good-page); }
-.legend i.target { border-bottom: 2px solid var(--good); }
-mark { color: var(--good); text-decoration: underline; text-underline-offset: 3px; border-radius: 3px; padding: 2px 0; }
-.sample { color: var(--muted); line-height: 23px; max-height: 436px; overflow: auto; }
-.sample { border: 1px solid var(--edge); border-radius: 8px; padding: 10px 12px; margin-top: 6px; }
-.example { margin-top: 14px; overflow-wrap: anywhere; }
-.warning ul { display: block; }
-.warning li { overflow-wrap: anywhere; }
-.bars li { margin-top: 10px; font-size: 14px; }
-.bars p { display: flex; justify-content: space-between; gap: 14px; overflow-wrap: anywhere; }
-.bars p span:last-child { color: var(--muted); white-space: nowrap; }
-.track { height: 8px; margin-top: 4px; border-radius: 4px; background: var(--grid); overflow: hidden; }
-.track div { height: 100%; background: var(--chart-1); }
-[id^=sources-] .scroll, #dropped .scroll, #noted .scroll, #labels .scroll { max-height: 480px; }
-[id^=sources-] th:nth-child(2), [id^=sources-] td:nth-child(2) { text-align: left; overflow-wrap: normal; }
-[id^=sources-] th, [id^=sources-] td:nth-child(n+3) { white-space: nowrap; }
-.names td:nth-child(-n+3) { overflow-wrap: normal; }
-@media print { .sample, .scroll { max-height: none !important; } }
-"""

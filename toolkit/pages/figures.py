@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.pages.charts import Chart, Series, drawable
-from toolkit.pages.page import finite, format_percent, format_short, table_card, three_digits, tile
+from toolkit.pages.number_text import finite, format_percent, format_short, three_digits
+from toolkit.pages.page import Table, Tile
 from toolkit.pages.run_metrics import Metrics, column
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A field of an evaluation: what it is called, and how it is written."""
+    """A field of an evaluation: what it is called, how it is written, and what it is in plain words."""
 
     field: str
     title: str
     written: Callable[[float], str]
+    plain: str = ""
 
 
 def format_perplexity(value: float) -> str:
@@ -37,17 +39,27 @@ def _signed(value: float) -> str:
 
 
 FIGURES = (
-    Figure("perplexity", "Perplexity", format_perplexity),
-    Figure("accuracy", "Accuracy", _share),
-    Figure("f1_macro", "F1", _share),
-    Figure("f1", "F1 of entities", _share),
+    Figure(
+        "perplexity",
+        "Perplexity",
+        format_perplexity,
+        "among how many equally likely tokens the model wavers; lower is better",
+    ),
+    Figure("accuracy", "Accuracy", _share, "share of right answers; higher is better"),
+    Figure("f1_macro", "F1", _share, "rare classes count as much as frequent ones; higher is better"),
+    Figure("f1", "F1 of entities", _share, "entities that are found and right; higher is better"),
     Figure("precision", "Precision", _share),
     Figure("recall", "Recall", _share),
-    Figure("margin", "Margin", _signed),
+    Figure("margin", "Margin", _signed, "how clearly the chosen answer is preferred; higher is better"),
     Figure("chosen_reward", "Chosen reward", _signed),
     Figure("rejected_reward", "Rejected reward", _signed),
     Figure("kl", "KL estimate", _signed),
-    Figure("divergence", "Divergence from the teacher", _signed),
+    Figure(
+        "divergence",
+        "Divergence from the teacher",
+        _signed,
+        "how far the model's predictions are from its teacher's; lower is better",
+    ),
     Figure("cross_entropy", "Cross-entropy", _signed),
 )
 """Of all objectives, in the order in which they are shown; an evaluation has those of its own."""
@@ -80,17 +92,17 @@ def sources_of(lines: Metrics) -> dict[str, str]:
     return {field: field.removeprefix(BY_SOURCE) for line in lines for field in line if field.startswith(BY_SOURCE)}
 
 
-def figure_tile(evals: Metrics, before_after: Callable[[Sequence[float], Callable[[float], str]], str]) -> str:
-    """The first figure, with the others' last values below it; nothing where there is none."""
+def figure_tile(evals: Metrics) -> Tile | None:
+    """The first figure, with the others' last values as its detail; None if there is none."""
     figures = figures_of(evals)
     if not figures:
-        return ""
+        return None
     first, *others = figures
     # The rewards have a chart of their own; the tile has their difference, the margin.
     last = {figure.title: finite(column(evals, figure.field))[-1:] for figure in others if "reward" not in figure.field}
-    notes = [f"{figure.title} {figure.written(*last[figure.title])}" for figure in others if last.get(figure.title)]
-    note = "; ".join(["on held-out data", *notes])
-    return tile(f"tile-{first.field}", first.title, before_after(column(evals, first.field), first.written), note)
+    told = [f"{figure.title} {figure.written(*last[figure.title])}" for figure in others if last.get(figure.title)]
+    values = [first.written(value) for value in column(evals, first.field)]
+    return Tile(f"tile-{first.field}", first.title, values, first.plain, "; ".join(["on held-out data", *told]))
 
 
 def figure_charts(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> list[Chart]:
@@ -117,10 +129,9 @@ def _series(lines: Metrics, field: str, name: str, color: str, kind: str) -> lis
     return [Series(name, [line["step"] for line in having], drawable(column(having, field)), color, kind)]
 
 
-def confusion_card(evals: Metrics, labels: Sequence[str]) -> str:
-    """Of the last evaluation: rows of each class by the class that they were taken for; nothing without it."""
+def confusion_table(evals: Metrics, labels: Sequence[str]) -> Table:
+    """Of the last evaluation: rows of each class by the class that they were taken for; empty without it."""
     counts: list[list[Any]] = next((line["confusion"] for line in reversed(evals) if line.get("confusion")), [])
     names = list(labels) if len(labels) == len(counts) else [str(number) for number in range(len(counts))]
     rows = [(name, *(f"{count:,}" for count in row)) for name, row in zip(names, counts, strict=True)]
-    head = ("Is / taken for", *names)
-    return table_card("confusion", "Confusion", head, rows, "numbers", "rows of the last evaluation")
+    return Table("confusion", "Confusion", ("Is / taken for", *names), rows, remark="rows of the last evaluation")

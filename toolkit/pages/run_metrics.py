@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.pages.page import number
+from toolkit.pages.number_text import number
 
 Metrics = list[dict[str, Any]]
 """Lines of metrics.jsonl."""

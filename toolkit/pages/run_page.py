@@ -9,45 +9,31 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import counted
-from toolkit.pages.charts import Chart, Series, chart_card, drawable, smoothed
+from toolkit.pages.charts import MAX_TABLE_ROWS, Chart, Series, chart_card, drawable, evenly_spaced, smoothed
 from toolkit.pages.data_page import DATA_PAGE, SUMMARY_FACTS, dropped_table, split_table, window_remark
-from toolkit.pages.experts import STYLE as EXPERTS_STYLE
-from toolkit.pages.experts import experts_card
-from toolkit.pages.figures import confusion_card, figure_charts, figure_tile, figures_of
-from toolkit.pages.page import (
+from toolkit.pages.experts import expert_loads
+from toolkit.pages.figures import confusion_table, figure_charts, figure_tile, figures_of
+from toolkit.pages.number_text import (
     MISSING,
-    NARROW_PX,
-    WIDE_PX,
-    card,
-    columns,
-    escaped,
     finite,
     format_bytes,
     format_percent,
     format_seconds,
     format_short,
-    grid,
-    header,
-    heading,
     number,
-    render_page,
-    table_card,
-    tile,
-    tiles,
-    warning,
-    write_page,
 )
+from toolkit.pages.page import ChartCard, Note, Table, Tile, render, write_page
 from toolkit.pages.run_metrics import Metrics, NonFinite, column, non_finite, split_lines
-from toolkit.pages.side_by_side import STYLE as SAMPLES_STYLE
-from toolkit.pages.side_by_side import SideBySide, sample_card, side_by_side_card
-from toolkit.pages.status import POLICY, Status, status_head, status_note
-from toolkit.pages.status import STYLE as STATUS_STYLE
+from toolkit.pages.side_by_side import SideBySide, prompts_and_answers
+from toolkit.pages.status import Status, script_policy, status_head, status_note
+from toolkit.pages.svg import NARROW_PX, WIDE_PX
+from toolkit.terminal import format_time
 
 MAX_LISTED_STEPS = 20
 """Non-finite steps named in the note before it says how many more there are (steps)."""
@@ -55,15 +41,12 @@ MAX_LISTED_STEPS = 20
 LINE_SHARE = 0.01
 """Width of a line as a share of a small chart's height, about."""
 
-MAX_EVALUATION_ROWS = 12
-"""Evaluations in the table; of more, the first, the last and evenly spaced ones are shown (rows)."""
-
 
 @dataclass(frozen=True)
 class RunSummary:
     """What a report is made from; every text in it may come from a user and is escaped."""
 
-    title: str
+    title: str  # the model and the data
     recipe_yaml: str
     metrics: Metrics  # the lines of metrics.jsonl, in order
     data_report: dict[str, Any]  # as `render_data_page` takes it; empty without one
@@ -75,6 +58,9 @@ class RunSummary:
     doubts: Sequence[str] = ()  # what the losses say against the run
     status: Status | None = None  # None: finished
     step_seconds: dict[str, float] | None = None  # of a profiled step, by what took them
+    folder: str = ""  # name of the run's folder
+    command: str = ""  # starts the run again
+    written: float | None = None  # when (seconds since 1970)
 
 
 def write_report(path: Path, summary: RunSummary) -> None:
@@ -85,68 +71,92 @@ def write_report(path: Path, summary: RunSummary) -> None:
 def render_report(summary: RunSummary) -> str:
     """The whole page as HTML text; the same summary always gives the same text."""
     train, evals = split_lines(summary.metrics, "train"), split_lines(summary.metrics, "eval")
-    sections = [
-        _header(summary),
-        status_note(summary.status),
-        _headline(train, evals, summary.facts),
-        _doubts_note(summary.doubts),
-        _non_finite_note(non_finite(train + evals)),
-        _charts_section(train, evals),
-        experts_card(train),
-        sample_card(summary.sample),
-        side_by_side_card(summary.side_by_side),
-        _tables_section(summary, evals),
-        _recipe_card(summary.recipe_yaml),
-    ]
-    policy = POLICY if summary.status is not None else ""
-    style = _STYLE + STATUS_STYLE + SAMPLES_STYLE + EXPERTS_STYLE
-    return render_page(summary.title, sections, style, status_head(summary.status), policy)
+    status, data = summary.status, summary.data_report
+    loss_chart, small_charts, wide_charts = _charts(train, evals)
+    return render(
+        "run.html.jinja",
+        it=summary,
+        lead=_lead(train, evals),
+        written="" if summary.written is None else format_time(summary.written),
+        status_head="" if status is None else status_head(status),
+        status_note="" if status is None else status_note(status),
+        policy="" if status is None else script_policy(),
+        doubts=Note("doubts", "Look at this run.", "", summary.doubts) if summary.doubts else None,
+        non_finite=_non_finite_note(non_finite(train + evals)),
+        tiles=_tiles(train, evals, summary.facts),
+        loss_chart=loss_chart,
+        small_charts=small_charts,
+        wide_charts=wide_charts,
+        side_by_side=prompts_and_answers(summary.side_by_side),
+        experts=expert_loads(train),
+        data_page=DATA_PAGE,
+        data_remark=window_remark(data),
+        data_facts=split_table(data, SUMMARY_FACTS),
+        dropped=dropped_table(data),
+        tables=_tables(summary, evals),
+        technical=_technical_tables(summary),
+        recipe_lines=_recipe_lines(summary.recipe_yaml),
+    )
 
 
-# ---- header and headline ----
+# ---- headline ----
 
 
-def _header(summary: RunSummary) -> str:
-    # The duration has a tile of its own, and doubts a box.
-    facts = [(name, value) for name, value in summary.facts.items() if name.lower() not in ("duration", "outcome")]
-    return header("Fine-tuning report", summary.title, facts)
+def _lead(train: Metrics, evals: Metrics) -> str:
+    """What came of the run in a sentence; empty if nothing was logged."""
+    what = "on held-out data" if evals else "in training"
+    ends = _ends(column(evals, "loss")) if evals else _median_ends(column(train, "loss"))
+    if not train or len(ends) < 2:
+        return ""
+    before, after = (_format_loss(loss) for loss in ends)
+    if before == after:
+        told = f"stayed at {after}"
+    elif math.isfinite(sum(ends)):
+        told = f"{'fell' if ends[1] < ends[0] else 'rose'} from {before} to {after}"
+    else:
+        told = f"went from {before} to {after}"
+    steps, tokens = counted(train[-1]["step"], "step"), number(train[-1].get("tokens"))
+    on = f" on {format_short(tokens)} tokens" if math.isfinite(tokens) else ""
+    return f"In {steps}{on}, the loss {what} {told}."
 
 
-def _headline(train: Metrics, evals: Metrics, facts: dict[str, str]) -> str:
-    shown = [
+def _ends(values: Sequence[float]) -> list[float]:
+    """The first and the last value; one if there is one."""
+    return [values[0], values[-1]][: len(values)] if values else []
+
+
+def _median_ends(losses: Sequence[float]) -> list[float]:
+    """Medians at both ends of a training loss, whose single steps are noise."""
+    known = finite(losses)
+    width = max(1, len(known) // 10)
+    return [statistics.median(known[:width]), statistics.median(known[-width:])][: len(known)] if known else []
+
+
+def _tiles(train: Metrics, evals: Metrics, facts: dict[str, str]) -> list[Tile | None]:
+    return [
         _eval_loss_tile(evals) if evals else _train_loss_tile(train),
-        figure_tile(evals, _before_after),
+        figure_tile(evals),
         _tokens_tile(train),
         _duration_tile(train, facts),
         _throughput_tile(train),
         _memory_tile(train),
     ]
-    return tiles(shown)
 
 
-def _eval_loss_tile(evals: Metrics) -> str:
+def _eval_loss_tile(evals: Metrics) -> Tile:
     losses = column(evals, "loss")
-    value = _before_after(losses, _format_loss)
-    return tile("tile-loss", "Held-out loss", value, _eval_note(evals, losses), _delta(losses))
+    values = [_format_loss(loss) for loss in losses]
+    plain = "on rows that are not trained on; lower is better"
+    return Tile("tile-loss", "Held-out loss", values, plain, _eval_note(evals, losses), _change(losses))
 
 
-def _train_loss_tile(train: Metrics) -> str:
-    """Without held-out data the training loss stands in; single steps are noise, so ends are medians."""
+def _train_loss_tile(train: Metrics) -> Tile:
+    """The training loss, which stands in without held-out data."""
     losses = finite(column(train, "loss"))
-    if not losses:
-        return tile("tile-loss", "Training loss", MISSING, "no finite value logged")
-    width = max(1, len(losses) // 10)
-    # Of a single loss only one end is left.
-    ends = [statistics.median(losses[:width]), statistics.median(losses[-width:])][: len(losses)]
-    note = "no held-out data" if width == 1 else f"medians of {width} logged steps; no held-out data"
-    return tile("tile-loss", "Training loss", _before_after(ends, _format_loss), note, _delta(ends))
-
-
-def _before_after(values: Sequence[float], form: Callable[[float], str]) -> str:
-    shown = [form(value) if math.isfinite(value) else "not finite" for value in values]
-    if len(shown) == 1:
-        return shown[0]
-    return f'<span class="before">{shown[0]}</span> <span class="arrow">→</span> {shown[-1]}'
+    ends, width = _median_ends(losses), max(1, len(losses) // 10)
+    values = [_format_loss(loss) for loss in ends] or [MISSING]
+    note = "no finite value logged" if not losses else "" if width == 1 else f"medians of {width} logged steps"
+    return Tile("tile-loss", "Training loss", values, "no held-out data; lower is better", note, _change(ends))
 
 
 def _eval_note(evals: Metrics, losses: list[float]) -> str:
@@ -161,25 +171,25 @@ def _eval_note(evals: Metrics, losses: list[float]) -> str:
     return f"step {first:,} → step {last:,}{best_note}"
 
 
-def _delta(values: Sequence[float]) -> str:
-    """The change from first to last in percent as a coloured pill; lower is better. Empty where it means nothing."""
-    before, after = values[0], values[-1]
-    if len(values) < 2 or math.isnan(before) or math.isnan(after) or before <= 0:
-        return ""
-    percent = round(100 * (after / before - 1), 1) or 0.0  # no "-0.0"
+def _change(values: Sequence[float]) -> tuple[str, str] | None:
+    """The change from first to last in percent; lower is better. None where it means nothing."""
+    if len(values) < 2 or not math.isfinite(values[0] + values[-1]) or values[0] <= 0:
+        return None
+    percent = round(100 * (values[-1] / values[0] - 1), 1) or 0.0  # no "-0.0"
     if not math.isfinite(percent):
-        return ""
+        return None
     kind = "good" if percent < 0 else "bad" if percent > 0 else "same"
     sign = {"good": "▼ \N{MINUS SIGN}", "bad": "▲ +", "same": ""}[kind]
-    return f' <span class="delta {kind}">{sign}{abs(percent):,.1f} %</span>'
+    return kind, f"{sign}{abs(percent):,.1f} %"
 
 
-def _tokens_tile(train: Metrics) -> str:
+def _tokens_tile(train: Metrics) -> Tile:
     last = train[-1] if train else {}
     counts = {"target_tokens": "with loss", "pairs": "pairs", "rows": "rows", "samples": "samples"}
     parts = {what: number(last.get(key)) for key, what in counts.items()}
     note = ", ".join(f"{format_short(value)} {what}" for what, value in _told_once(parts).items())
-    return tile("tile-tokens", "Tokens trained", format_short(number(last.get("tokens"))), note)
+    plain = "pieces of words that were read"
+    return Tile("tile-tokens", "Tokens trained", [format_short(number(last.get("tokens")))], plain, note)
 
 
 def _told_once(counts: dict[str, float]) -> dict[str, float]:
@@ -189,51 +199,40 @@ def _told_once(counts: dict[str, float]) -> dict[str, float]:
     return {what: count for what, count in known.items() if what != "samples" or count not in others}
 
 
-def _duration_tile(train: Metrics, facts: dict[str, str]) -> str:
+def _duration_tile(train: Metrics, facts: dict[str, str]) -> Tile:
     stated = next((value for name, value in facts.items() if name.lower() == "duration"), None)
-    last_step = train[-1]["step"] if train else 0
-    steps = counted(last_step, "step")
+    steps, seconds = counted(train[-1]["step"] if train else 0, "step"), finite(column(train, "step_seconds"))
     if stated is not None:
-        return tile("tile-duration", "Duration", escaped(stated), steps)
-    seconds = finite(column(train, "step_seconds"))
+        return Tile("tile-duration", "Duration", [stated], steps)
     value = format_seconds(sum(seconds)) if seconds else MISSING
-    return tile("tile-duration", "Duration", value, f"{steps}; sum of the logged ones")
+    return Tile("tile-duration", "Duration", [value], f"{steps}; sum of the logged ones")
 
 
-def _throughput_tile(train: Metrics) -> str:
+def _throughput_tile(train: Metrics) -> Tile:
     rates, mfu = finite(column(train, "tokens_per_second")), finite(column(train, "mfu"))
-    note = f"median; MFU {format_percent(statistics.median(mfu))}" if mfu else "median over the run"
     found = {what: finite(column(train, f"{what}_per_second")) for what in ("targets", "pairs", "rows", "samples")}
     medians = {what: statistics.median(values) for what, values in found.items() if values}
-    note += "".join(f"; {format_short(median)} {what}/s" for what, median in _told_once(medians).items())
+    notes = [f"MFU {format_percent(statistics.median(mfu))}"] if mfu else []
+    notes += [f"{format_short(median)} {what}/s" for what, median in _told_once(medians).items()]
     value = format_short(statistics.median(rates)) if rates else MISSING
-    return tile("tile-throughput", "Tokens per second", value, note)
+    return Tile("tile-throughput", "Tokens per second", [value], "median over the run", "; ".join(notes))
 
 
-def _memory_tile(train: Metrics) -> str:
+def _memory_tile(train: Metrics) -> Tile:
     device, host = finite(column(train, "peak_device_bytes")), finite(column(train, "peak_host_bytes"))
     if device:
-        note = f"on the device; host {format_bytes(max(host))}" if host else "on the device"
-        return tile("tile-memory", "Peak memory", format_bytes(max(device)), note)
-    return tile("tile-memory", "Peak memory", format_bytes(max(host)) if host else MISSING, "on the host")
+        note = f"host {format_bytes(max(host))}" if host else ""
+        return Tile("tile-memory", "Peak memory", [format_bytes(max(device))], "on the device", note)
+    return Tile("tile-memory", "Peak memory", [format_bytes(max(host)) if host else MISSING], "on the host")
 
 
-def _doubts_note(doubts: Sequence[str]) -> str:
-    return warning("doubts", "Look at this run.", "", doubts) if doubts else ""
-
-
-def _non_finite_note(found: list[NonFinite]) -> str:
+def _non_finite_note(found: list[NonFinite]) -> Note | None:
     if not found:
-        return ""
+        return None
     listed = [_describe_non_finite(item) for item in found[:MAX_LISTED_STEPS]]
-    more = len(found) - len(listed)
-    num_steps = len({item.step for item in found})
-    return warning(
-        "non-finite",
-        f"Non-finite numbers at {counted(num_steps, 'step')}.",
-        " Curves have a gap there, marked by a dashed line.",
-        [*listed, *([f"and {more:,} more"] if more else [])],
-    )
+    listed += [f"and {len(found) - len(listed):,} more"] if len(found) > len(listed) else []
+    lead = f"Non-finite numbers at {counted(len({item.step for item in found}), 'step')}."
+    return Note("non-finite", lead, " Curves have a gap there, marked by a dashed line.", listed)
 
 
 def _describe_non_finite(item: NonFinite) -> str:
@@ -245,24 +244,25 @@ def _describe_non_finite(item: NonFinite) -> str:
 # ---- charts ----
 
 
-def _charts_section(train: Metrics, evals: Metrics) -> str:
+def _charts(train: Metrics, evals: Metrics) -> tuple[ChartCard | None, list[ChartCard], list[ChartCard]]:
+    """The chart of the loss, those that stand side by side, and those as wide as the page; none without steps."""
     if not train and not evals:
-        return '<section class="card"><p class="muted">No steps were logged.</p></section>'
+        return None, [], []
     steps = [line["step"] for line in train + evals]
     # One range for all charts, so that a step is at the same place in each.
     x_range = (min(steps), max(steps))
     small = [
+        *figure_charts(train, evals, x_range),
         _train_chart("learning-rate", "Learning rate", train, "learning_rate", x_range),
         _train_chart("grad-norm", "Gradient norm", train, "grad_norm", x_range, smooth=True, from_zero=False),
         _throughput_chart(train, x_range),
         _memory_chart(train, x_range),
     ]
-    small = [*figure_charts(train, evals, x_range), *small]
     small = [chart for chart in small if chart.values()]
     # Two stand side by side; the last of an odd number would leave a hole beside it.
     wide = [replace(small.pop(), sizes=(WIDE_PX, NARROW_PX))] if len(small) % 2 else []
-    parts = [chart_card(_loss_chart(train, evals, x_range)), grid(map(chart_card, small)), *map(chart_card, wide)]
-    return "\n".join(filter(None, parts))
+    loss = chart_card(_loss_chart(train, evals, x_range))
+    return loss, [chart_card(chart) for chart in small], [chart_card(chart) for chart in wide]
 
 
 def _loss_chart(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> Chart:
@@ -335,20 +335,25 @@ def _gaps(lines: Metrics, field: str) -> list[int]:
     return sorted({item.step for item in non_finite(lines) if field in item.fields})
 
 
-# ---- sample, tables, recipe ----
+# ---- tables, recipe ----
 
 
-def _tables_section(summary: RunSummary, evals: Metrics) -> str:
-    cards = (
-        _data_card(summary.data_report),
-        _evaluations_card(evals),
-        confusion_card(evals, list((summary.data_report.get("train") or {}).get("labels") or {})),
-        table_card("versions", "Versions and machine", (), list(summary.versions.items())),
-        _profile_card(summary.step_seconds),
-    )
+def _tables(summary: RunSummary, evals: Metrics) -> list[Table]:
+    labels = list((summary.data_report.get("train") or {}).get("labels") or {})
+    return [_evaluations_table(evals), confusion_table(evals, labels), _profile_table(summary.step_seconds)]
+
+
+def _technical_tables(summary: RunSummary) -> list[Table]:
+    """How the run was done: shown if a reader asks for it."""
+    # The duration has a tile of its own, and doubts a box.
+    facts = [item for item in summary.facts.items() if item[0].lower() not in ("duration", "outcome")]
+    told = ", ".join(summary.facts[name] for name in ("strategy", "ranks", "precision") if name in summary.facts)
     head = ("Unit", "Class", "Count", "Parameters", "Size")
-    units = table_card("units", "FSDP units", head, _unit_rows(summary.units))
-    return f"{columns(cards)}{units}"
+    return [
+        Table("facts", "How it ran", (), facts, "names", told),
+        Table("units", "FSDP units", head, _unit_rows(summary.units), "names"),
+        Table("versions", "Versions and machine", (), list(summary.versions.items()), "names"),
+    ]
 
 
 TIME_TAKERS = {
@@ -360,42 +365,27 @@ TIME_TAKERS = {
 """What can take a step's time -> its name in the table."""
 
 
-def _profile_card(seconds: dict[str, float] | None) -> str:
-    if not seconds:
-        return ""
-    whole = sum(seconds.values())
+def _profile_table(seconds: dict[str, float] | None) -> Table:
+    whole = sum((seconds or {}).values())
     rows = [
-        (TIME_TAKERS.get(kind, kind), f"{part:.4f}", format_percent(part / whole)) for kind, part in seconds.items()
+        (TIME_TAKERS.get(kind, kind), f"{part:.4f}", format_percent(part / whole))
+        for kind, part in (seconds or {}).items()
     ]
-    rows.append(("a profiled step", f"{whole:.4f}", format_percent(1)))
-    return table_card("profile", "Where the time went", ("", "Seconds", "Share"), rows, "numbers", "mean over ranks")
+    rows += [("a profiled step", f"{whole:.4f}", format_percent(1))] if rows else []
+    return Table("profile", "Where the time went", ("", "Seconds", "Share"), rows, remark="mean over ranks")
 
 
-def _data_card(report: dict[str, Any]) -> str:
-    """The numbers of each split and why rows were dropped; the rest is on the page that it links to."""
-    if not report:
-        return ""
-    facts, dropped = split_table(report, SUMMARY_FACTS), dropped_table(report)
-    link = f'<p><a href="{DATA_PAGE}">Lengths, sources, dropped rows and decoded samples</a></p>'
-    return card("data", f"{heading('Data', window_remark(report))}{facts}{dropped}{link}")
-
-
-def _evaluations_card(evals: Metrics) -> str:
+def _evaluations_table(evals: Metrics) -> Table:
     figures = figures_of(evals)
-    last = len(evals) - 1
-    shown = min(len(evals), MAX_EVALUATION_ROWS)
-    picked = [evals[round(index * last / max(1, shown - 1))] for index in range(shown)]
     rows = [
         (
             f"{line['step']:,}",
             _format_loss(number(line.get("loss"))),
             *(figure.written(number(line.get(figure.field))) for figure in figures),
         )
-        for line in picked
+        for line in evenly_spaced(evals, MAX_TABLE_ROWS)
     ]
-    return table_card(
-        "evaluations", "Evaluations", ("Step", "Loss", *(figure.title for figure in figures)), rows, "numbers"
-    )
+    return Table("evaluations", "Evaluations", ("Step", "Loss", *(figure.title for figure in figures)), rows)
 
 
 def _unit_rows(units: list[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -411,22 +401,16 @@ def _unit_rows(units: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     ]
 
 
-def _recipe_card(recipe_yaml: str) -> str:
-    if not recipe_yaml.strip():
-        return ""
-    lines = "\n".join(_highlighted(line) for line in recipe_yaml.strip("\n").split("\n"))
-    return card("recipe", f'<h2>Recipe</h2><pre class="scroll"><code>{lines}</code></pre>')
+def _recipe_lines(recipe_yaml: str) -> list[list[tuple[str, str]]]:
+    """Pieces of each line of YAML, its key or comment with a kind that gives it a colour of its own."""
+    return [_pieces(line) for line in recipe_yaml.strip("\n").split("\n")] if recipe_yaml.strip() else []
 
 
-def _highlighted(line: str) -> str:
-    """One line of YAML, its key or comment in a colour of its own."""
+def _pieces(line: str) -> list[tuple[str, str]]:
     if line.lstrip().startswith("#"):
-        return f'<span class="comment">{escaped(line)}</span>'
+        return [("comment", line)]
     match = re.match(r"(\s*(?:- )*)([\w.-]+)(:(?:\s.*)?)$", line)
-    if match is None:
-        return escaped(line)
-    indent, key, rest = (escaped(part) for part in match.groups())
-    return f'{indent}<span class="key">{key}</span>{rest}'
+    return [("", line)] if match is None else [("", match[1]), ("key", match[2]), ("", match[3])]
 
 
 # ---- plain values as text ----
@@ -436,19 +420,3 @@ def _format_loss(value: float) -> str:
     if not math.isfinite(value):
         return "not finite"
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1e4 else f"{value:.3g}"
-
-
-_STYLE = """
-#units td:first-child { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-#units .scroll { max-height: 480px; }
-#units td { overflow-wrap: normal; }
-#units th:nth-child(n+3), #units td:nth-child(n+3) { text-align: right; white-space: nowrap; }
-#data p { margin-top: 10px; font-size: 13px; }
-pre { margin: 10px 0 0; font-size: 13px; line-height: 1.6; white-space: pre-wrap; overflow-wrap: anywhere; }
-pre .key { color: var(--chart-1); }
-pre .comment { color: var(--muted); }
-@media (max-width: 700px) {
-  #tile-loss, #tile-loss + .tile { flex-basis: 100%; }
-  #units td:nth-child(-n+2) { overflow-wrap: anywhere; font-size: 12px; }
-}
-"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -28,13 +29,14 @@ from toolkit.data.loader import evaluation_batches
 from toolkit.errors import ToolkitError, counted
 from toolkit.model.load import auto_class
 from toolkit.model.weights import fit_of
-from toolkit.pages.card import draw_losses, recipe_for_readers, write_card
-from toolkit.pages.page import format_bytes
+from toolkit.pages.card import draw_losses, model_and_data, recipe_for_readers, write_card
+from toolkit.pages.number_text import format_bytes
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.paths import GIB
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.finished import write_finished
 from toolkit.run.loss_warnings import Guess, doubts_of
+from toolkit.run.own_command import own_command
 from toolkit.run.stages import OpenedRun, PreparedRun
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.unit_plan import UnitPlan
@@ -225,7 +227,7 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
         machine += f", {torch.cuda.get_device_name()}"
     sample = None if result.sample is None else (_prompt_shown(recipe), result.sample)
     return RunSummary(
-        title=result.output_dir.name,
+        title=model_and_data(recipe, run.inner.config.architectures[0]),
         recipe_yaml=recipe_for_readers(recipe),
         metrics=result.metrics,
         data_report=run.shown.data_report.to_dict(),
@@ -235,6 +237,9 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
         sample=sample,
         side_by_side=run.shown.side_by_side,
         doubts=result.doubts,
+        folder=result.output_dir.name,
+        command=own_command(opened),
+        written=time.time(),
     )
 
 

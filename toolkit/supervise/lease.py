@@ -25,7 +25,7 @@ from pathlib import Path
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, ToolkitError
-from toolkit.terminal import Terminal
+from toolkit.terminal import Terminal, format_time
 
 LEASE = ".lease.json"
 BEAT_SECONDS = 10.0
@@ -78,7 +78,7 @@ class Lease:
     born: str | None = field(default_factory=lambda: _born(os.getpid()))
     job: str | None = field(default_factory=lambda: _attempt()[0])
     attempt: int = field(default_factory=lambda: _attempt()[1])
-    since: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S %z"))
+    since: str = field(default_factory=lambda: format_time(time.time()))
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def is_over(self) -> bool | None:

@@ -62,7 +62,7 @@ def test_a_run_that_was_killed_is_gone_and_its_report_says_so(tmp_path: Path) ->
     assert shown(tmp_path).exit_code == 0, "a slow disk is no end"
     assert state_of(page) == "running"
     write(tmp_path, GOES, replace(GOES, rank=1, silent_seconds=20.0), ago=90.0)
-    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - 91))
+    since = time.strftime("%Y-%m-%d %H:%M", time.gmtime(time.time() - 91))
     assert f"nothing was heard from any rank since {since}" in str(shown(tmp_path).exception)
     assert "the same command resumes" in str(shown(tmp_path).exception)
     assert state_of(page) == "killed"

@@ -103,6 +103,10 @@ def shown(data: dict[str, Any], **options: Any) -> str:
     return file.getvalue()
 
 
+BINS = [["0 to 128", "700"], ["128 to 256", "200"], ["256 to 384", "90"], ["384 to 512", "7"]]
+"""The histogram of `split` as a table."""
+
+
 # ---- the page ----
 
 
@@ -116,7 +120,7 @@ def test_headline() -> None:
     assert "98.5 %" in found["tile-fill"]
     assert "300" in found["tile-samples"]
     assert "of up to 512 tokens" in found["tile-samples"]
-    assert "2rows equal" in found["tile-duplicates"]
+    assert "2\nrows equal" in found["tile-duplicates"]
     assert "4 of validation also in train" in found["tile-duplicates"]
 
 
@@ -158,6 +162,9 @@ def test_lengths_are_drawn_with_max_length_marked() -> None:
     assert "stroke: var(--warn)" not in card(max_length=100_000)  # the rows would be one thin bar
     assert "max_length 100,000 is farther right" in card(max_length=100_000)
     assert "max_length" not in card(max_length=None)
+    [values] = re.findall(r"<details>.*?</details>", card(), re.DOTALL)
+    cells = [re.findall(r"<t[hd][^>]*>([^<]*)", row) for row in values.split("<tr>")[1:]]
+    assert cells == [["Tokens", "Rows"], *BINS]
 
 
 @pytest.mark.parametrize(

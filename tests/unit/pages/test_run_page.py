@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from support.html_page import HOSTILE, Page
 
-from toolkit.pages.page import escaped
 from toolkit.pages.run_page import MAX_LISTED_STEPS, RunSummary, render_report, write_report
 
 GIB = 2**30
@@ -127,7 +126,8 @@ def test_headline_numbers() -> None:
     assert "9,051" in text_of["tile-throughput"]
     assert "MFU 40.0 %; 1,800 targets/s; 24 samples/s" in text_of["tile-throughput"]
     assert "3.10 GiB" in text_of["tile-memory"]
-    assert "on the device; host 1.00 GiB" in text_of["tile-memory"]
+    assert "on the devicedetailshost 1.00 GiB" in text_of["tile-memory"].replace("\n", "")
+    assert "GiB" in text_of["tile-memory"]
 
 
 def test_a_loss_that_rose_is_shown_as_worse() -> None:
@@ -148,7 +148,7 @@ def test_duration_without_a_fact_is_the_sum_of_step_times() -> None:
 def test_memory_on_cpu_is_the_hosts() -> None:
     metrics = [train_line(step, peak_device_bytes=None, mfu=None) for step in range(1, 20)]
     page = page_of(metrics)
-    assert "1.00 GiBon the host" in page.text_of["tile-memory"]
+    assert "1.00 GiB\non the host" in page.text_of["tile-memory"]
     assert "MFU" not in page.text_of["tile-throughput"]
     assert "device" not in page.text_of["chart-memory"]
     assert "non-finite" not in page.text_of  # null by design is not a fault
@@ -328,19 +328,88 @@ def test_where_the_time_of_profiled_steps_went() -> None:
     assert "profile" not in page_of(train_lines(3)).text_of
 
 
-def test_facts_stand_below_the_title() -> None:
-    text = render_report(summary(train_lines(3)))
-    header = text[text.index("<header>") : text.index("</header>")]
-    assert "<li><span>strategy</span> full_shard</li>" in header
-    assert "duration" not in header  # it has a tile
+def test_the_result_stands_above_how_it_came_about() -> None:
+    metrics = [eval_line(0, 4.0), *train_lines(20), eval_line(20, 3.0)]
+    text = render_report(summary(metrics, command="toolkit train 'a b/recipe.yaml' --cpu 2"))
+    order = ["In 20 steps on 81.9 k tokens, the loss on held-out data fell from 4.000 to 3.000.", 'id="tile-loss"']
+    order += ['id="chart-loss"', 'id="sample"', 'id="chart-memory"', 'id="command"', 'id="facts"', 'id="recipe"']
+    assert [text.index(part) for part in order] == sorted(text.index(part) for part in order)
+    assert "full_shard" not in text[: text.index('id="facts"')]
+    details = text[text.index('<details class="card" id="facts">') :]
+    assert '<th scope="row">strategy</th><td>full_shard</td>' in details
+    assert "duration" not in details  # it has a tile
+    assert Page(text).text_of["command"].splitlines()[1] == "toolkit train 'a b/recipe.yaml' --cpu 2"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        (
+            [eval_line(0, 2.0), train_line(1), eval_line(1, 2.5)],
+            "In 1 step on 4,096 tokens, the loss on held-out data rose",
+        ),
+        ([eval_line(0, 2.0), train_line(1), eval_line(1, 2.0001)], "the loss on held-out data stayed at 2.000."),
+        (
+            [eval_line(0, 2.0), train_line(1), eval_line(1, None)],
+            "the loss on held-out data went from 2.000 to not finite.",
+        ),
+        ([train_line(1, loss=3.0), train_line(2, loss=1.0)], "the loss in training fell from 3.000 to 1.000."),
+        ([train_line(1)], None),
+        ([], None),
+    ],
+)
+def test_a_sentence_says_what_came_of_the_run(metrics: list[dict[str, Any]], told: str | None) -> None:
+    text = render_report(summary(metrics))
+    assert ('class="lead"' in text) == (told is not None)
+    assert told is None or told in text
+
+
+def test_the_title_says_model_and_data_and_the_time_is_in_utc() -> None:
+    text = render_report(summary([], title="Llama on plays.txt", folder="quickstart", written=1_700_000_000.7))
+    assert "<title>Llama on plays.txt · quickstart</title>" in text
+    assert "Fine-tuning report · quickstart · 2023-11-14 22:13:20 UTC" in text
+    assert "<h1>Llama on plays.txt</h1>" in text
+
+
+def test_a_chart_says_its_values_in_words_and_as_a_table() -> None:
+    metrics = [train_line(step, loss=4.0 - step) for step in (1, 2, 3)]
+    metrics += [eval_line(step, loss) for step, loss in ((0, 5.0), (2, 2.5), (3, 1.5))]
+    metrics[1]["grad_norm"] = None
+    text = render_report(summary(metrics))
+    spoken = (
+        "training: 3 at step 1, 1 at step 3, between 1 and 3; held-out: 5 at step 0, 1.5 at step 3, between 1.5 and 5"
+    )
+    assert f'aria-label="Loss by step. {spoken}"' in text
+    assert table_of(chart(text, "loss")) == [
+        ["Step", "Training", "Held-out"],
+        ["0", "\N{EN DASH}", "5"],
+        ["2", "2", "2.5"],
+        ["3", "1", "1.5"],
+    ]
+    assert table_of(chart(text, "grad-norm")) == [
+        ["Step", "Gradient norm"],
+        ["1", "1.1"],
+        ["2", "\N{EN DASH}"],
+        ["3", "1.3"],
+    ]
+    headings = re.findall(r"<th[ >][^>]*", text)
+    assert [heading for heading in headings if 'scope="' not in heading] == []
+    long = table_of(chart(render_report(summary(train_lines(101))), "learning-rate"))
+    assert [row[0] for row in long[1:]] == ["1", "10", "19", "28", "37", "46", "56", "65", "74", "83", "92", "101"]
+
+
+def table_of(card: str) -> list[list[str]]:
+    """The cells of the one table of a card, row by row."""
+    return [re.findall(r"<t[hd] ?[^>]*>([^<]*)</t[hd]>", row) for row in card.split("<tr>")[1:]]
 
 
 def test_many_evaluations_are_thinned_to_a_short_table_with_both_ends() -> None:
     page = page_of([eval_line(step, 3.0 - step / 1000) for step in range(1001)])
     cells = page.text_of["evaluations"]
-    assert cells.startswith("EvaluationsStepLossPerplexity03.000")
-    assert cells.endswith("1,0002.0007.39")
-    assert page.elements["tr"] < 30
+    assert cells.startswith("Evaluations\nStepLossPerplexity03.000")
+    assert cells.endswith("1,0002.0007.39\n")
+    assert cells.count("\n") < 5
+    assert page.elements["tr"] < 60
 
 
 def with_text_everywhere(text: str) -> RunSummary:
@@ -492,4 +561,6 @@ def test_any_generated_text_can_be_written(tmp_path: Path, text: str) -> None:
 
 
 def test_text_cannot_steer_a_terminal_or_turn_the_direction_of_what_follows() -> None:
-    assert escaped("a\u202eb\x1b[2Jc\0<\n") == "a\ufffdb\u241b[2Jc\ufffd&lt;\n"
+    text = render_report(summary([], sample=("a\u202eb\x1b[2J", "c\0<\n")))
+    assert ">a\ufffdb\u241b[2J<" in text
+    assert ">c\ufffd&lt;\n<" in text

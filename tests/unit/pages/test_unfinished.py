@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ def test_who_saw_the_end_says_so_in_the_report(tmp_path: Path) -> None:
     text = path.read_text()
     page = Page(text)
     assert state_of(path) == "stalled"
-    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(RUNNING.written))
-    assert page.text_of["status"].startswith(f"Stalled after step 3 of 10. Rank 1 {HOSTILE} Written {written}")
+    told = f"Stalled after step 3 of 10. Rank 1 {HOSTILE} Written 2023-11-14 22:13:20 UTC."
+    assert page.text_of["status"] == told, "in UTC, as every time"
     assert page.elements["script"] == 0
     assert "refresh" not in text
     assert text.partition("</section>")[2] == before.partition("</section>")[2], "what else the page shows stays"

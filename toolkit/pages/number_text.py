@@ -1,0 +1,87 @@
+"""Numbers, names, sizes and times as the text that pages and consoles show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+MISSING = "\N{EN DASH}"
+"""Shown for a value that a run does not have."""
+
+
+def number(value: Any) -> float:
+    """`value` as a finite float, or NaN: null, missing, and what JSON cannot say are all gaps."""
+    # bool first: in Python True is an int.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return math.nan
+    return float(value)
+
+
+def finite(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def format_count(value: Any) -> str:
+    """A whole number with a comma at every thousand; `MISSING` for what is no finite number."""
+    count = number(value)
+    return f"{count:,.0f}" if math.isfinite(count) else MISSING
+
+
+def format_percent(share: Any) -> str:
+    """A share of 1 in percent; one that rounds to nothing, but is more, as less than 0.1 %."""
+    value = number(share)
+    if not math.isfinite(value):
+        return MISSING
+    return "< 0.1 %" if 0 < value < 0.0005 else f"{100 * value:,.1f} %"
+
+
+def format_names(names: Sequence[object], count: int, limit: int) -> str:
+    """The first `limit` names, and how many more of `count` there are; empty without names."""
+    shown = [str(name) for name in names[:limit]]
+    more = max(count, len(names)) - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more" if more and shown else "")
+
+
+def format_short(value: float) -> str:
+    """Three digits, with k, M, G or T for large values; whole numbers below 10,000 as they are."""
+    if not math.isfinite(value):
+        return MISSING
+    if abs(value) >= 1e15:
+        return f"{value:.2e}"
+    for start, scale, suffix in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= start:
+            return f"{three_digits(value / scale)} {suffix}"
+    return f"{value:,.0f}" if value == int(value) else three_digits(value)
+
+
+def three_digits(value: float) -> str:
+    """Fixed point, unlike the format `.3g`, which writes 999.7 as 1e+03 and 30.0 as 30."""
+    decimals = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{decimals}f}"
+
+
+def format_tick(value: float, _position: int | None = None) -> str:
+    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{value / scale:.10g}{suffix}"
+    if 0 < abs(value) < 1e-2:
+        mantissa, exponent = f"{value:.3e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def format_bytes(value: float) -> str:
+    for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= scale:
+            return f"{three_digits(value / scale)} {unit}"
+    return f"{value:,.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.3g} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600:,} h {whole % 3600 // 60:02d} min"
