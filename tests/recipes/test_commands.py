@@ -188,9 +188,16 @@ def test_the_notebook(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPat
     shortened[0].source = source.replace(
         '"training.output_dir', '"data.max_validation_samples=8", "training.output_dir'
     )
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    folder = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=300, coalesce_streams=True, resources=folder).execute()
     records = (tmp_path / "outputs/notebook/metrics.jsonl").read_text().splitlines()
     assert len(records) == 6 + 3
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert any("image/png" in output.get("data", {}) for output in outputs), "the loss plot"
+    first, training, plot, _ = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    assert [output for output in first if output.get("name") != "stderr"] == []
+    starting, shown = training
+    assert starting["text"] == "starting 2 processes\n", "and not `Launching training on 2 CUDAs.`"
+    assert shown["data"]["text/plain"].startswith("In 6 steps on"), "the output shows the result in the end"
+    assert "<svg" in shown["data"]["text/html"]
+    assert "2 on cpu" in shown["data"]["text/html"], "what the run says before its first step"
+    assert "image/png" in plot[0]["data"], "the plot of the result that two ranks gave back"
     assert "2 on cpu" in (tmp_path / "outputs/notebook/report.html").read_text(), "two ranks trained together"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from types import FrameType
 import psutil
 
 from toolkit.errors import BadInputError, RankLostError, StoppedError, first_line
+from toolkit.supervise.launcher_logs import silence_launcher
 from toolkit.training.stop import HANG_UP, SAVE_SIGNAL, SIGNALS, leave_terminal
 
 SECONDS_TO_SAVE = 600
@@ -35,15 +35,11 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str) -> in
         BadInputError: where the launcher refuses its arguments or the config.
         RankLostError: where a signal ended a rank.
     """
-    import torch.distributed.run  # noqa: F401  -- its import sets levels of loggers, which would undo those below
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # A rank prints its own error; torch's launcher would add forty lines about exit codes.
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    for name in ("agent.server.api", "multiprocessing.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    silence_launcher()  # a rank prints its own error
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
     started = time.time()
     try:

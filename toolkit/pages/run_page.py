@@ -76,7 +76,7 @@ def render_report(summary: RunSummary) -> str:
     return render(
         "run.html.jinja",
         it=summary,
-        lead=_lead(train, evals),
+        lead=lead_of(train, evals),
         written="" if summary.written is None else format_time(summary.written),
         status_head="" if status is None else status_head(status),
         status_note="" if status is None else status_note(status),
@@ -102,7 +102,7 @@ def render_report(summary: RunSummary) -> str:
 # ---- headline ----
 
 
-def _lead(train: Metrics, evals: Metrics) -> str:
+def lead_of(train: Metrics, evals: Metrics) -> str:
     """What came of the run in a sentence; empty if nothing was logged."""
     what = "on held-out data" if evals else "in training"
     ends = _ends(column(evals, "loss")) if evals else _median_ends(column(train, "loss"))
@@ -248,9 +248,7 @@ def _charts(train: Metrics, evals: Metrics) -> tuple[ChartCard | None, list[Char
     """The chart of the loss, those that stand side by side, and those as wide as the page; none without steps."""
     if not train and not evals:
         return None, [], []
-    steps = [line["step"] for line in train + evals]
-    # One range for all charts, so that a step is at the same place in each.
-    x_range = (min(steps), max(steps))
+    x_range = _step_range(train, evals)
     small = [
         *figure_charts(train, evals, x_range),
         _train_chart("learning-rate", "Learning rate", train, "learning_rate", x_range),
@@ -261,11 +259,18 @@ def _charts(train: Metrics, evals: Metrics) -> tuple[ChartCard | None, list[Char
     small = [chart for chart in small if chart.values()]
     # Two stand side by side; the last of an odd number would leave a hole beside it.
     wide = [replace(small.pop(), sizes=(WIDE_PX, NARROW_PX))] if len(small) % 2 else []
-    loss = chart_card(_loss_chart(train, evals, x_range))
+    loss = chart_card(loss_chart(train, evals))
     return loss, [chart_card(chart) for chart in small], [chart_card(chart) for chart in wide]
 
 
-def _loss_chart(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> Chart:
+def _step_range(train: Metrics, evals: Metrics) -> tuple[int, int]:
+    """One range for all charts, so that a step is at the same place in each."""
+    steps = [line["step"] for line in train + evals]
+    return min(steps), max(steps)
+
+
+def loss_chart(train: Metrics, evals: Metrics) -> Chart:
+    """The curve of the loss in training, and the points of held-out data."""
     eval_steps = [line["step"] for line in evals]
     held_out = Series("held-out", eval_steps, drawable(column(evals, "loss")), "chart-2", "points")
     return Chart(
@@ -273,7 +278,7 @@ def _loss_chart(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> Cha
         "Loss",
         [*smoothed(_train_series("training", train, "loss")), *([held_out] if evals else [])],
         _gaps(train + evals, "loss"),
-        x_range,
+        _step_range(train, evals),
         from_zero=False,
         sizes=(WIDE_PX, NARROW_PX),
     )

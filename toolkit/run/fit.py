@@ -89,6 +89,7 @@ def fit(
             run.objective.unit,
             run.planned.peak_bytes,
             live.record,
+            live.output is None,
         ) as metrics,
     ):
         checkpoints = _checkpoints_of(opened, run, metrics, store, heartbeat)

@@ -14,6 +14,7 @@ from toolkit import ranks
 from toolkit.errors import StoppedError, first_line, is_lost_peer
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, mark_ended, state_of
+from toolkit.run.notebook import NotebookOutput
 
 FIRST_SECONDS = 3.0
 """Before the first writing: a run that is over by then writes its report once."""
@@ -31,9 +32,17 @@ class LiveReport:
     Args:
         summary_of: the summary of the records so far.
         num_steps: of the whole run.
+        output: of the notebook's cell that the run was started in, which is shown the same records.
     """
 
-    def __init__(self, path: Path, summary_of: Callable[[list[dict[str, Any]]], RunSummary], num_steps: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        summary_of: Callable[[list[dict[str, Any]]], RunSummary],
+        num_steps: int,
+        output: NotebookOutput | None = None,
+    ) -> None:
+        self.output = output
         self._path = path
         self._summary_of = summary_of
         self._num_steps = num_steps
@@ -46,6 +55,8 @@ class LiveReport:
     def record(self, records: list[dict[str, Any]], seconds_left: float | None) -> None:
         """Takes the records so far, and writes the report where it is due."""
         self._records = records
+        if self.output is not None:
+            self.output.record(records, seconds_left)
         started = time.monotonic()
         # Steps may take minutes each: the page is not late before the next of them is.
         self._slowest = max(self._slowest, started - self._recorded)

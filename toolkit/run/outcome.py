@@ -30,6 +30,7 @@ from toolkit.errors import ToolkitError, counted
 from toolkit.model.load import auto_class
 from toolkit.model.weights import fit_of
 from toolkit.pages.card import draw_losses, model_and_data, recipe_for_readers, write_card
+from toolkit.pages.notebook_output import result_output
 from toolkit.pages.number_text import format_bytes
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.paths import GIB
@@ -77,6 +78,10 @@ class FinetuneResult:
         losses = [f"{loss:.4g}" for loss in (self.initial_eval_loss, self.final_eval_loss) if loss is not None]
         held_out = f", held-out loss {' -> '.join(losses)}" if losses else ""
         return f"FinetuneResult({str(self.output_dir)!r}, {counted(steps, 'step')}{held_out})"
+
+    def _repr_html_(self) -> str:
+        """The run as a notebook shows it: losses, curve, and where report and export lie."""
+        return result_output(self.metrics, self.output_dir, self.export_dir, self.doubts)["text/html"]
 
     def plot(self) -> Any:
         """Draws the losses over the steps with matplotlib.pyplot, as a notebook shows them; returns the axes.

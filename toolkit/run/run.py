@@ -6,7 +6,7 @@ import functools
 import shlex
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from toolkit.run.folder import (
 )
 from toolkit.run.live import LiveReport, ended_in
 from toolkit.run.loss_warnings import uniform_guess
+from toolkit.run.notebook import NotebookOutput, finetune_on, notebook_output
 from toolkit.run.opening import open_run
 from toolkit.run.outcome import (
     FinetuneResult,
@@ -52,12 +53,17 @@ from toolkit.training.durable_writes import patiently
 from toolkit.training.phase import Phase
 
 
-def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> FinetuneResult:
+def finetune(
+    recipe: Recipe | str | Path,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    num_processes: int | None = None,
+) -> FinetuneResult:
     """Runs a recipe on this process, or on all processes that the launcher started.
 
     Args:
         recipe: or its name or path, which `Recipe.load` takes.
         overrides: of a recipe that is named; see `Recipe.load`.
+        num_processes: in a notebook, so many ranks, which Accelerate's `notebook_launcher` starts.
 
     A run that its folder holds already, done by the same recipe, is not run again: the result is read from there.
 
@@ -65,11 +71,16 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
         ToolkitError: on every rank; with exit code 2 for bad input, before anything is left behind.
         HubError: if the export could not be pushed; the run is done.
     """
-    started = time.perf_counter()
     if not isinstance(recipe, Recipe):
         recipe = Recipe.load(recipe, overrides)
     elif overrides:
         raise BadInputError("overrides: the recipe is loaded already; give them to Recipe.load")
+    return _finetune(recipe) if num_processes is None else finetune_on(recipe, num_processes)
+
+
+def _finetune(recipe: Recipe) -> FinetuneResult:
+    """Runs a recipe on the ranks that there are."""
+    started = time.perf_counter()
     with open_run(recipe) as opened, ExitStack() as running:
         output_dir, console = opened.output_dir, opened.console
         if ranks.on_first_rank(lambda: is_same_and_finished(output_dir, recipe)):
@@ -88,10 +99,12 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
             opened = with_day(opened, run)
         # The run is prepared: what fails from here on leaves the output folder as it is.
         facts = facts_of(opened, run)
-        print_run_summary(opened, run, facts)
+        output = notebook_output(run.num_steps)
+        with output.holding(console) if output is not None else nullcontext():
+            print_run_summary(opened, run, facts)
         if found.start is not None:
             facts["resumed"] = f"after step {found.start[1].step:,}; the duration is that of the rest"
-        live = _live_report(opened, run, facts, started)
+        live = _live_report(opened, run, facts, started, output)
         with ended_in(live):
             heartbeat.enter_phase(Phase.RESTORE)
             fitted = fit(opened, run, found, store, heartbeat, live)
@@ -102,7 +115,10 @@ def finetune(recipe: Recipe | str | Path, overrides: Iterable[str] | Mapping[str
             result = result_of(output_dir, fitted.records, export_dir, difference, sample, seconds, guess)
             pages = functools.partial(write_pages, opened, run, facts, result, fitted.step_seconds)
             ranks.on_first_rank(lambda: patiently(pages, "the report and the model card", console.warn))
-        print_result(console, opened.recipe, result)
+        if output is not None:
+            output.finish(result)
+        else:
+            print_result(console, opened.recipe, result)
         if fitted.missing is not None:
             console.warn(fitted.missing)
         heartbeat.enter_phase(Phase.EXPORT)
@@ -159,9 +175,11 @@ def find_checkpoint(recipe: Recipe, output_dir: Path, store: StorePath | None, c
     return find(output_dir, recipe.checkpoint.resume, recipe.model_dump(mode="json"), store, copies)
 
 
-def _live_report(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], started: float) -> LiveReport:
+def _live_report(
+    opened: OpenedRun, run: PreparedRun, facts: dict[str, str], started: float, output: NotebookOutput | None
+) -> LiveReport:
     def summary(records: list[dict[str, Any]]) -> RunSummary:
         result = result_of(opened.output_dir, records, None, seconds=time.perf_counter() - started)
         return replace(summary_of(opened, run, facts, result), doubts=())  # it may get better yet
 
-    return LiveReport(opened.output_dir / REPORT, summary, run.num_steps)
+    return LiveReport(opened.output_dir / REPORT, summary, run.num_steps, output)

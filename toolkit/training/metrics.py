@@ -31,6 +31,7 @@ class Metrics:
         unit: what the objective counts, for the console.
         planned_peak_bytes: stands in each train record beside what was measured; None: there is no plan.
         on_record: called with all records and the time left (seconds) after each record.
+        shows_steps: on the console; False: `on_record` shows them.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Metrics:
         unit: str = "targets",
         planned_peak_bytes: int | None = None,
         on_record: Callable[[list[dict[str, Any]], float | None], None] | None = None,
+        shows_steps: bool = True,
     ) -> None:
         self._unit = unit
         self._planned_peak_bytes = planned_peak_bytes
@@ -51,7 +53,7 @@ class Metrics:
         self._file = LinesFile(path, self.warn)
         self._told_trackers = -TELL_SECONDS
         self._console = Terminal(quiet=not accelerator.is_main_process)
-        self.progress = Progress(self._console, num_steps, logging.every_steps)
+        self.progress = Progress(self._console, num_steps, logging.every_steps if shows_steps else None)
 
     def __enter__(self) -> Metrics:
         self.progress.start()

@@ -1,43 +1,22 @@
-"""How a run's progress is shown: a bar in a terminal or a notebook, lines elsewhere."""
+"""How a run's progress is shown: a bar in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
-import html
-import multiprocessing
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from toolkit.terminal import clock, in_notebook
+from toolkit.terminal import clock
 
 BAR_WIDTH = 12
 """Of the bar in a terminal (columns): count, time left and loss need the room of 80 columns."""
 
 TIME_WIDTH = 8
 """Of the time left (columns); a day and more is wider, and then the last figure is left out."""
-
-NOTEBOOK_SECONDS = 0.5
-"""Least time between two changes of a notebook's bar: each is a message to the browser."""
-
-
-def _is_forked() -> bool:
-    """Whether another process has started this one as its child, as `notebook_launcher` does."""
-    return multiprocessing.parent_process() is not None
-
-
-class Bar(Protocol):
-    """A bar that is changed in its place."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def show(self, step: int, left: float | None, figures: Sequence[str]) -> None: ...
 
 
 class Progress:
@@ -46,16 +25,16 @@ class Progress:
     Args:
         console: silent on ranks other than 0.
         num_steps: length of the run.
-        every_steps: if there is no bar, a line every so many steps.
+        every_steps: if there is no bar, a line every so many steps; None: something else shows the steps.
     """
 
-    def __init__(self, console: Console, num_steps: int, every_steps: int) -> None:
+    def __init__(self, console: Console, num_steps: int, every_steps: int | None) -> None:
         self._console = console
         self._num_steps = num_steps
         self._every_steps = every_steps
         self._first_step = 0
         self._started = time.monotonic()
-        self._bar = _bar_of(console, num_steps)
+        self._bar = _TerminalBar(console, num_steps) if console.is_terminal and not console.quiet else None
 
     def start(self) -> None:
         self._started = time.monotonic()
@@ -79,22 +58,15 @@ class Progress:
         """One optimizer step, and what there is to say of it."""
         left = self.seconds_left(step)
         if self._bar is not None:
-            self._bar.show(step, left, figures)
-        elif step % self._every_steps == 0 or step == self._num_steps:
+            self._bar.show(step, figures)
+        elif self._every_steps is not None and (step % self._every_steps == 0 or step == self._num_steps):
             self.line(step, *([f"{clock(left)} left"] if left else []), *figures)
 
     def line(self, step: int, *figures: str) -> None:
         """A line of its own, above the bar if there is one."""
+        if self._every_steps is None:
+            return
         self._console.print("  ".join([f"step {step}/{self._num_steps}", *figures]))
-
-
-def _bar_of(console: Console, num_steps: int) -> Bar | None:
-    """What can be changed in its place here; None for pipes, files and forked ranks."""
-    if console.quiet:
-        return None
-    if console.is_terminal:
-        return _TerminalBar(console, num_steps)
-    return _NotebookBar(num_steps) if in_notebook() and not _is_forked() else None
 
 
 class _TerminalBar:
@@ -109,7 +81,7 @@ class _TerminalBar:
     def stop(self) -> None:
         self._progress.stop()
 
-    def show(self, step: int, left: float | None, figures: Sequence[str]) -> None:
+    def show(self, step: int, figures: Sequence[str]) -> None:
         self._progress.update(self._task, completed=step, figures=figures)
 
 
@@ -135,37 +107,3 @@ def fitting(figures: Sequence[str], room: int) -> str:
             break
         line = longer
     return line
-
-
-class _NotebookBar:
-    """One output of the cell, which changes."""
-
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        self._handle: Any = None
-        self._shown = 0.0
-        self._last: dict[str, str] | None = None
-
-    def start(self) -> None:
-        from IPython.display import display
-
-        self._handle = display(  # type: ignore[no-untyped-call]
-            _notebook_line(0, self._num_steps, None, ()), raw=True, display_id=True
-        )
-
-    def stop(self) -> None:
-        if self._last is not None:
-            self._handle.update(self._last, raw=True)
-
-    def show(self, step: int, left: float | None, figures: Sequence[str]) -> None:
-        self._last = _notebook_line(step, self._num_steps, left, figures)
-        if time.monotonic() - self._shown > NOTEBOOK_SECONDS:
-            self._shown = time.monotonic()
-            self._handle.update(self._last, raw=True)
-
-
-def _notebook_line(step: int, num_steps: int, left: float | None, figures: Sequence[str]) -> dict[str, str]:
-    """The bar as text and as HTML, by MIME type."""
-    text = "  ".join([f"step {step}/{num_steps}", *([f"{clock(left)} left"] if left else []), *figures])
-    bar = f'<progress value="{step}" max="{num_steps}"></progress>'
-    return {"text/plain": text, "text/html": f"<div>{bar} <code>{html.escape(text)}</code></div>"}

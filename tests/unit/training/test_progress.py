@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import io
-import sys
+import re
 import threading
 import time
-import types
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from toolkit import terminal
 from toolkit.terminal import Pass, Terminal, clock
-from toolkit.training import progress as module
 from toolkit.training.metrics import _train_figures, format_rate
 from toolkit.training.progress import Progress, fitting
 
@@ -116,38 +113,14 @@ def test_a_single_call_that_takes_long_says_what_it_is(quiet: bool, monkeypatch:
     assert [thread for thread in threading.enumerate() if thread.name == "pass"] == []
 
 
-class Displays:
-    """Stands for IPython.display in a kernel."""
-
-    def __init__(self) -> None:
-        self.outputs: list[list[Any]] = []
-
-    def display(self, data: Any, raw: bool, display_id: bool) -> Any:
-        self.outputs.append([data])
-        return types.SimpleNamespace(update=lambda data, raw: self.outputs[-1].append(data))
-
-
-@pytest.mark.parametrize("forked", [False, True])
-def test_a_notebook_has_one_bar_and_a_forked_rank_lines(
-    forked: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What is sent to the browser from a forked rank is lost, but for stdout and stderr."""
-    displays = Displays()
-    monkeypatch.setitem(sys.modules, "IPython.display", displays)
-    monkeypatch.setattr(module, "in_notebook", lambda: True)
-    monkeypatch.setattr(terminal, "in_notebook", lambda: True)
-    monkeypatch.setattr(module.multiprocessing, "parent_process", lambda: object() if forked else None)
-    console = Terminal()
-    shown = Progress(console, 40, 10)
-    shown.start()
-    for step in range(1, 41):
-        shown.show(step, ["loss 1.0"])
-    shown.line(40, "held-out loss 2.0")
-    shown.stop()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "step 40/40  held-out loss 2.0"
-    assert len(lines) == (5 if forked else 1)
-    assert len(displays.outputs) == (0 if forked else 1)
-    for output in displays.outputs:
-        assert output[-1]["text/plain"].startswith("step 40/40")
-        assert '<progress value="40" max="40">' in output[-1]["text/html"]
+def test_steps_that_something_else_shows_are_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    told = ["step 20/40  loss 1.0", "step 40/40  loss 1.0", "step 40/40  held-out loss 2.0"]
+    for every, lines in ((None, []), (20, told)):
+        shown = Progress(Terminal(stderr=False), 40, every)
+        shown.start()
+        for step in range(1, 41):
+            shown.show(step, ["loss 1.0"])
+        shown.line(40, "held-out loss 2.0")
+        shown.stop()
+        shown_lines = capsys.readouterr().out.splitlines()
+        assert [re.sub(r"  \d+:\d\d left", "", line) for line in shown_lines] == lines
