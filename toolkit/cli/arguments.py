@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from toolkit.errors import BadInputError
+from toolkit.paths import shipped_files
 from toolkit.recipe.load import shipped_recipes
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.section import Section
@@ -18,6 +19,9 @@ DEFAULT_RECIPE = "quickstart"
 
 DEFAULT_GPU_CONFIG, DEFAULT_CPU_CONFIG = "zero3", "cpu_2"
 """Accelerate configs that `toolkit train` starts from where none is named."""
+
+FILES = {".yaml", ".yml", ".json"}
+"""Of recipes, Accelerate configs and profiles of hardware."""
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
 """What --dtype takes -> torch's name."""
@@ -32,8 +36,38 @@ def complete_recipe(incomplete: str) -> list[str]:
         if isinstance(kind, type) and issubclass(kind, Section):
             return [f"{section}.{key}=" for key in kind.model_fields if key.startswith(start)]
     sections = [f"{name}." for name in Recipe.model_fields if name.startswith(incomplete) and name != "description"]
-    files = [str(path) for path in Path().glob(f"{incomplete}*.yaml")] if not Path(incomplete).is_absolute() else []
-    return [name for name in shipped_recipes() if name.startswith(incomplete)] + files + sections
+    return _names_or_files(shipped_recipes(), incomplete) + sections
+
+
+def complete_hardware(incomplete: str) -> list[str]:
+    """Presets of hardware, and profiles in files."""
+    from toolkit.planning.time.hardware import presets
+
+    return _names_or_files([*presets(), "calibrated"], incomplete)
+
+
+def complete_strategy(incomplete: str) -> list[str]:
+    """Sharding strategies, without and with offload."""
+    from toolkit.sharding.strategy import OFFLOAD, STRATEGIES
+
+    words = [*STRATEGIES, *(f"{name}{OFFLOAD}" for name, strategy in STRATEGIES.items() if strategy.sharded)]
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """Accelerate configs that are shipped, and files."""
+    return _names_or_files(shipped_files("accelerate_configs"), incomplete)
+
+
+def _names_or_files(names: Iterable[str], incomplete: str) -> list[str]:
+    """Names and files that start with what was typed; if there are none, the shell completes paths by itself."""
+    path = Path(incomplete)
+    folder, start = (path, "") if incomplete.endswith("/") else (path.parent, path.name)
+    before = incomplete[: len(incomplete) - len(start)]
+    found = sorted(each.name for each in folder.glob("*") if each.suffix in FILES) if incomplete else []
+    return [name for name in names if name.startswith(incomplete)] + [
+        f"{before}{name}" for name in found if name.startswith(start)
+    ]
 
 
 RecipeArguments = Annotated[
@@ -62,6 +96,7 @@ ConfigOption = Annotated[
         "--accelerate-config",
         help="Accelerate config: the name of a shipped one (`toolkit configs`) or a path.",
         show_default=False,
+        autocompletion=complete_config,
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from toolkit.cli.arguments import AsJson, NewFile
+from toolkit.cli.arguments import AsJson, NewFile, complete_config
 from toolkit.cli.console import print_table
 from toolkit.cli.recipes import new_yaml
 from toolkit.errors import BadInputError, did_you_mean
@@ -71,7 +71,7 @@ def _row(name: str, path: Path) -> dict[str, Any]:
 
 @configs_app.command("copy")
 def copy_config(
-    name: Annotated[str, typer.Argument(help="Name of a shipped config.", autocompletion=lambda: [*shipped_configs()])],
+    name: Annotated[str, typer.Argument(help="Name of a shipped config.", autocompletion=complete_config)],
     path: NewFile,
 ) -> None:
     """Copy a shipped Accelerate config to edit it."""

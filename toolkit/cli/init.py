@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.arguments import AsJson, CpuOption, GpusOption
+from toolkit.cli.arguments import AsJson, CpuOption, GpusOption, complete_hardware
 from toolkit.cli.hub import settle_names
 from toolkit.errors import BadInputError, counted
 from toolkit.paths import GIB, atomic_write
@@ -42,6 +42,7 @@ HardwareName = Annotated[
         help="Write the recipe for this hardware: a preset (`toolkit plan --list-hardware`), `calibrated`, or the path "
         "of a profile. By default this machine's GPU, or else h100_sxm.",
         show_default=False,
+        autocompletion=complete_hardware,
     ),
 ]
 

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.arguments import AsJson, ConfigOption, RecipeArguments, RecipeOption, load_recipe, split_arguments
+from toolkit.cli.arguments import (
+    AsJson,
+    ConfigOption,
+    RecipeArguments,
+    RecipeOption,
+    complete_hardware,
+    load_recipe,
+    split_arguments,
+)
 from toolkit.cli.configs import find_config
 from toolkit.cli.console import print_table
 from toolkit.cli.hub import settle_hub
@@ -44,7 +52,10 @@ Cpu = Annotated[
 ]
 HardwareName = Annotated[
     str,
-    typer.Option(help="Plan for this hardware: a preset (--list-hardware), `calibrated`, or the path of a profile."),
+    typer.Option(
+        help="Plan for this hardware: a preset (--list-hardware), `calibrated`, or the path of a profile.",
+        autocompletion=complete_hardware,
+    ),
 ]
 GpusPerNode = Annotated[int | None, typer.Option(help="Number of GPUs per node.", show_default="preset's")]
 DeviceMemory = Annotated[float | None, typer.Option(help="Memory of one GPU (GiB).", show_default="preset's")]

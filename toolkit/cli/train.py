@@ -22,6 +22,7 @@ from toolkit.cli.arguments import (
     GpusOption,
     RecipeArguments,
     RecipeOption,
+    complete_strategy,
     load_recipe,
     split_arguments,
 )
@@ -47,6 +48,7 @@ def train(
             help="Sharding strategy: ddp, zero1, zero2, zero3 or hybrid; each but ddp also with +offload. By default "
             "the recipe's, or else the config's.",
             show_default=False,
+            autocompletion=complete_strategy,
         ),
     ] = None,
     config: ConfigOption = None,

@@ -117,6 +117,33 @@ def test_short_help_list_and_completion(tmp_path: Path, monkeypatch: pytest.Monk
     assert complete_recipe("trai") == ["training."]
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("train --strategy ze", ["zero1", "zero2", "zero3", "zero1+offload", "zero2+offload", "zero3+offload"]),
+        ("train --strategy dd", ["ddp"]),
+        ("plan --hardware h2", ["h200_sxm", "h200_mine.json"]),
+        ("init --hardware cal", ["calibrated"]),
+        ("train --config cp", ["cpu_2"]),
+        ("plan --config folder/a", ["folder/a.yaml"]),
+        ("train folder/", ["folder/a.yaml"]),
+        # The shell completes a path itself if it is told nothing.
+        ("status fol", []),
+        ("plan --plot fol", []),
+        ("init fol", []),
+        ("train --config fol", []),
+    ],
+)
+def test_options_complete(line: str, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in ("folder/a.yaml", "folder/a.txt", "h200_mine.json"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    words = {"COMP_WORDS": f"toolkit {line}", "COMP_CWORD": str(len(line.split()))}
+    answer = CliRunner().invoke(app, prog_name="toolkit", env={"_TOOLKIT_COMPLETE": "complete_bash", **words})
+    assert answer.output.split() == found
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_only_the_first_rank_prints_an_error(rank: str) -> None:
     code = (
