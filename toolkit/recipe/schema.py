@@ -537,8 +537,8 @@ class TrainingSection(Section):
     stall_minutes: PositiveFloat | None = Field(
         10.0,
         description="End the run with exit code 4, and say which rank is behind, if one makes no progress for this "
-        "many minutes; null: never. Starting may take 36 times as long, restoring and exporting 6 times, saving 3 "
-        "times. Ranks give up waiting for others to start after this time, but not within the first minute.",
+        "many minutes; null: never. Some phases may take longer: starting 36 times this limit, restoring and exporting "
+        "6 times, saving 3 times. While ranks start, they wait for each other for this long, and at least a minute.",
     )
 
     @field_validator("mixed_precision", mode="before")

@@ -69,7 +69,7 @@ def check_padding(opened: OpenedRun, sharded: ShardedModel, objective: Objective
 def check_packing(
     opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData
 ) -> tuple[PackingCheck | None, str | None]:
-    """Checks that tokens see no later ones, and that rows that share a sample do not see each other. Collective.
+    """Checks that no token attends to later ones, and that packed rows do not attend to each other. Collective.
 
     Returns:
         What was measured, if rows share samples; and why they must not, if the recipe leaves packing open.
@@ -86,7 +86,7 @@ def check_packing(
         return None, None
     found, leak, size = None, None, recipe.training.micro_batch_size
     try:
-        with Pass(Terminal(quiet=ranks.rank() != 0), "checking that rows that share a sample do not see each other"):
+        with Pass(Terminal(quiet=ranks.rank() != 0), "checking that packed rows do not attend to each other"):
             found = check_leaks(model, inner, objective, data.train, size, opened.device, opened.in_16_bits)
     except LeakError as error:
         leak = error

@@ -107,7 +107,7 @@ def _packing_fact(check: PackingCheck) -> str:
     if check.differences is None:
         return f"{fill}; no sample holds two rows"
     replaced, alone = check.differences
-    return f"{fill}; checked: rows that share a sample do not see each other (change {replaced:.0e}, alone {alone:.0e})"
+    return f"{fill}; checked: packed rows do not attend to each other (change {replaced:.0e}, alone {alone:.0e})"
 
 
 def print_run_summary(opened: OpenedRun, run: PreparedRun, facts: dict[str, str]) -> None:
