@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from toolkit import ranks
 from toolkit.data import report as reports
 from toolkit.data.cache import cache_folder, digest, kept
-from toolkit.data.documents import FEATURES, Named, read_documents, write_documents
+from toolkit.data.documents import FEATURES, Named, picture_root, read_documents, write_documents
 from toolkit.data.encode import EACH_TURN, Encoder
-from toolkit.data.files import paths_of
-from toolkit.data.layouts import CLASSES, JUDGED, recognise
+from toolkit.data.files import local_path, paths_of
+from toolkit.data.layouts import is_written_by_template, recognise
 from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
+from toolkit.data.picture_samples import PictureSamples
+from toolkit.data.pictures import Pictures
 from toolkit.data.report import DataReport, Found, SplitReport
 from toolkit.data.samples import (
     JudgedSamples,
@@ -31,12 +31,23 @@ from toolkit.data.samples import (
     TaggedSamples,
     TextSamples,
 )
-from toolkit.data.selection import Selection, cut, hold_out, nothing_left, one_pass, problems_of, select
-from toolkit.data.sources import Source, glimpse, identify, open_source, sampled, short_names
+from toolkit.data.selection import (
+    Selection,
+    cut,
+    hold_out,
+    judgements,
+    nothing_left,
+    one_pass,
+    problems_of,
+    require_both,
+    select,
+)
+from toolkit.data.sources import Source, glimpse, has_pictures, identify, open_source, sampled, short_names
 from toolkit.data.stops import next_turn_of, require_turn_end
 from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.template_date import date_of
 from toolkit.data.tokenizer import bos_of, identity, languages, pad_id
+from toolkit.data.values import numbers_first
 from toolkit.errors import DataError
 from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, SourceSection
@@ -124,6 +135,7 @@ class Builder:
         self.packed = is_packed(data, objective)
         self.targets = data.targets or "assistant"
         self.cache = cache_folder(data)
+        self.pictures = Pictures.of(tokenizer, self.cache)
 
     # ---- on one rank of each host ----
 
@@ -170,7 +182,9 @@ class Builder:
         # max_length is not part of the key: another length needs no tokenising. Texts to classify are the exception,
         # which the tokenizer itself cuts.
         layout = recognise(source, self.data.columns, self.objective.kind)
-        encoder = self._encoder(source, layout.kind)
+        pictures = self._pictures_of(source)
+        layout = replace(layout, pictures=pictures is not None)
+        encoder = replace(self._encoder(source, layout.kind), pictures=pictures, picture_root=self._image_root())
         key = digest(
             "documents",
             list(FEATURES),
@@ -179,8 +193,9 @@ class Builder:
             [layout.kind, layout.columns, layout.label_names],
             [encoder.targets, encoder.truncate_to, encoder.objective, encoder.bos_id],
             *([encoder.truncate_target_to, encoder.prefix, languages(self.tokenizer)] if self.seq2seq else []),
-            *(self._day() if _is_conversation(layout.kind) else []),
+            *(self._day() if is_written_by_template(layout.kind) else []),
             *([] if encoder.next_turn is None else [astuple(encoder.next_turn)]),
+            *([] if pictures is None else [pictures.identity, self.data.image_root]),
         )
         with Pass(Terminal(quiet=ranks.rank() != 0), f"tokenising {source.name}"):
             folder = kept(
@@ -189,11 +204,33 @@ class Builder:
             )
         paths = [names[shard.path] for shard in source.shards]
         named = Named(folder=folder.name, name=names.get(section.path, source.name), paths=paths)
+        if pictures is not None:
+            named["roots"] = [str(picture_root(shard, self._image_root())) for shard in source.shards]
         # Left out if there is none: what was made before sources had names is found again.
         return named if section.name is None else {**named, "told_as": section.name}
 
+    def _image_root(self) -> Path | None:
+        return None if self.data.image_root is None else local_path(self.data.image_root).resolve()
+
+    def _pictures_of(self, source: Source) -> Pictures | None:
+        """What reads the pictures of a source; None if it has none, or the model sees none.
+
+        Raises:
+            DataError: the recipe asks for what is not built for them.
+        """
+        if not self.objective.spec.sees_pictures or self.pictures is None or not has_pictures(source):
+            return None
+        asked = {
+            "data.targets": self.data.targets in ("all", "each_turn") and self.data.targets,
+            "data.long_rows": self.data.long_rows in ("truncate", "split") and self.data.long_rows,
+        }
+        for field, value in asked.items():
+            if value:
+                raise DataError(f"{field}: {value} is not built for rows with images ({source.name}); remove it")
+        return self.pictures
+
     def _encoder(self, source: Source, layout: str) -> Encoder:
-        conversation = _is_conversation(layout)
+        conversation = is_written_by_template(layout)
         if conversation and not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
                 f"{source.field}: {source.name!r} holds conversations ({layout}), and the tokenizer has no chat "
@@ -243,7 +280,7 @@ class Builder:
         elif validation.sources:
             held_out = self._select(validation, "data.validation", policy, names)
         if self.judged and kept_rows is not None:  # without those that are held out
-            _require_both(kept_rows)
+            require_both(kept_rows)
         splits: dict[str, SplitReport] = {}
         if kept_rows is not None:
             splits["train"] = self._write_split(folder / "train.npz", kept_rows, one_pass(kept_rows), policy, names)
@@ -304,7 +341,7 @@ class Builder:
             return named[0]
         found = {label for source in train.sources for label in source.table.column("label").unique().to_pylist()}
         found |= {tag for tags in train.tags() for tag in tags}
-        names = sorted(found - {None}, key=_numbers_first)
+        names = sorted(found - {None}, key=numbers_first)
         if not names:
             raise DataError(nothing_left("data.train", train, problems_of(train)))
         numbers = [name for name in names if name.isdecimal()]
@@ -374,7 +411,7 @@ class Builder:
         np.savez(file, row=in_order.row, start=in_order.start, stop=in_order.stop, ends=ends)
         # Padded, it is not known yet: padding depends on which rows meet in a batch.
         fill = float(pieces.lengths().sum() / (len(ends) * max_length)) if self.packed else None
-        by_judgement = {"labels": _judgements(rows, order)} if self.judged else {}
+        by_judgement = {"labels": judgements(rows, order)} if self.judged else {}
         return {"samples": len(ends), "fill_rate": fill, "cut_tokens": cut_tokens, **by_judgement}
 
     # ---- on every rank ----
@@ -456,32 +493,8 @@ class Builder:
             good = np.array([label == "true" for label in rows.labels()])
             return JudgedSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, good)
         sources = rows.told_as(self.data.source_names) if self.data.source_names else None
-        return TextSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, source_of=sources)
-
-
-def _is_conversation(layout: str) -> bool:
-    """Whether rows of this layout are written by the chat template."""
-    plain = ("text", *CLASSES, "source and target", "prompt and completion", "chosen and rejected")
-    return JUDGED.get(layout, layout) not in plain
-
-
-def _judgements(rows: Rows, chosen: Any) -> dict[str, int]:
-    """How many rows are judged so."""
-    labels = rows.labels()
-    return dict(sorted(Counter(str(labels[row]) for row in chosen.tolist()).items()))
-
-
-def _require_both(train: Selection) -> None:
-    """Raises DataError where all rows are judged alike."""
-    found = _judgements(train.rows, train.kept)
-    if len(found) < 2:
-        raise DataError(
-            f"data.train: every row ({len(train.kept):,}) is judged {next(iter(found))}; KTO learns from good and bad "
-            "completions; add some of the other kind"
-        )
-
-
-def _numbers_first(label: str) -> tuple[bool, int, str]:
-    """Labels that are numbers in the order of numbers."""
-    is_number = re.fullmatch(r"-?[0-9]{1,18}", label) is not None
-    return (not is_number, int(label) if is_number else 0, label)
+        settings = (rows, pieces, arrays["ends"].tolist(), length, self.packed, pad)
+        if rows.have_pictures:
+            assert self.pictures is not None
+            return PictureSamples(*settings, pictures=self.pictures, source_of=sources)
+        return TextSamples(*settings, source_of=sources)

@@ -19,6 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from toolkit.data import picture_places
 from toolkit.data.problem import RowProblem
 from toolkit.data.template_arguments import NO_ARGUMENTS
 from toolkit.data.templates import rendered, within_bounds
@@ -251,7 +252,7 @@ def _generation_spans(row: ConversationText) -> list[Span] | None:
         return None
     # As apply_chat_template does it, which gives the mask by tokens only: without the keys that are None.
     messages = [{key: value for key, value in message.items() if value is not None} for message in row.messages]
-    messages = for_template(messages, template)
+    messages = picture_places.for_template(for_template(messages, template), template)
     with within_bounds(row.tokenizer, len(messages)):
         texts, spans = render_jinja_template(
             conversations=[messages],

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from toolkit.data.cache import digest
 from toolkit.data.encode import EACH_TURN, Document, Encoder, batches, notes_in
 from toolkit.data.layouts import Layout
+from toolkit.data.pictures import parse
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row, Shard, read
 from toolkit.data.sources import Source
@@ -53,17 +54,24 @@ TYPED = datasets.Features({**FEATURES, "targets": datasets.List(datasets.Value("
 TURNS = datasets.Features({**FEATURES, "ends": datasets.List(datasets.Value("int32"))})
 """With a sample for each answer: one after the last token of each, and `length` that of the longest."""
 
+PICTURED = datasets.Features({**FEATURES, "pictures": datasets.List(datasets.Value("string"))})
+"""Of conversations with pictures: the record of each, in the order of their places."""
+
 BATCH_ROWS = 64
 """Rows that are tokenised in one call."""
 
 
 class Named(TypedDict):
-    """What a run calls a source whose documents are kept: its name, that of each shard's file, and that of its loss."""
+    """What a run calls a source whose documents are kept: its name, that of each shard's file, and that of its loss.
+
+    `roots` are the folders of the pictures that each shard's rows name.
+    """
 
     folder: str
     name: str
     paths: list[str]
     told_as: NotRequired[str]
+    roots: NotRequired[list[str]]
 
 
 _FATAL = "\0"
@@ -82,6 +90,7 @@ class Documents:
         label_names: in the order of their numbers, where the source has them.
         table: of `FEATURES`, or `TYPED`.
         told_as: the name under which the loss of its rows is told, if it has one.
+        roots: folder of the pictures of each shard's rows.
     """
 
     name: str
@@ -91,6 +100,14 @@ class Documents:
     label_names: list[str]
     table: pa.Table
     told_as: str | None = None
+    roots: tuple[str, ...] = ()
+
+    def pictures(self, row: int) -> list[tuple[dict[str, Any], str]]:
+        """The record and the root of each picture of a row."""
+        if "pictures" not in self.table.column_names:
+            return []
+        records = parse(self.table.column("pictures")[row].as_py())
+        return [(record, self.roots[int(self.column("shard")[row])]) for record in records]
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """A column of numbers, one for each row."""
@@ -169,6 +186,8 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
 def _features(encoder: Encoder) -> datasets.Features:
     if SPECS[encoder.objective].row_form == "labelled":
         return TYPED
+    if encoder.pictures is not None:
+        return PICTURED
     return TURNS if encoder.targets == EACH_TURN else FEATURES
 
 
@@ -204,13 +223,22 @@ def read_documents(cache: Path, named: Named, weight: float | None) -> Documents
     table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files]).data.table
     facts = json.loads((folder / "source.json").read_text(encoding="utf-8"))
     return Documents(
-        name=named["name"], paths=named["paths"], **facts, weight=weight, table=table, told_as=named.get("told_as")
+        name=named["name"],
+        paths=named["paths"],
+        **facts,
+        weight=weight,
+        table=table,
+        told_as=named.get("told_as"),
+        roots=tuple(named.get("roots", ())),
     )
 
 
 def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> Iterator[dict[str, Any]]:
+    named_root = encoder.picture_root
     for number, shard in shards:
         before = 0
+        if encoder.pictures is not None:
+            encoder = replace(encoder, picture_root=picture_root(shard, named_root))
         try:
             for batch in batches(read(shard), BATCH_ROWS):
                 for document in _named_if_slow(shard, before, encoder, batch, layout):
@@ -220,6 +248,11 @@ def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> 
             [document] = encoder.documents([RowProblem(f"{_FATAL}{error}")], layout)
             yield {**document, "shard": number}
             return
+
+
+def picture_root(shard: Shard, named: Path | None) -> Path:
+    """The folder that paths of pictures start from: the one that the recipe names, or that of the rows."""
+    return named if named is not None else Path(shard.path).expanduser().resolve().parent
 
 
 def _named_if_slow(shard: Shard, before: int, encoder: Encoder, batch: list[Row], layout: Layout) -> list[Document]:

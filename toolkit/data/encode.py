@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -26,6 +28,8 @@ from toolkit.data.examples import (
 from toolkit.data.flags import Span, without
 from toolkit.data.layouts import Layout
 from toolkit.data.pairs import SIDES
+from toolkit.data.picture_places import PICTURED
+from toolkit.data.pictures import Pictures
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row
 from toolkit.data.stops import NextTurn
@@ -66,6 +70,7 @@ class _Prepared:
     spans: list[tuple[int, int]]
     whole: bool
     note: str | None = None
+    pictures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ class Encoder:
         truncate_target_to: tokens to which a target is cut.
         prefix: of each source.
         next_turn: stops answers that the chat template does not end; None: it ends them.
+        pictures: reads those of conversations; None: rows have none.
+        picture_root: folder that the paths of pictures start from.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -99,6 +106,8 @@ class Encoder:
     truncate_target_to: int | None = None
     prefix: str = ""
     next_turn: NextTurn | None = None
+    pictures: Pictures | None = None
+    picture_root: Path | None = None
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
         """A document for each row; one without tokens, but with the reason, where a row cannot be used.
@@ -111,6 +120,8 @@ class Encoder:
         for document, row, example in zip(documents, rows, examples, strict=True):
             if document["problem"] is None and (unread := layout.unread(row, is_conversation(example))):
                 document["note"] = joined_notes([document["note"], *unread])
+        if self.pictures is not None:
+            return [{"pictures": [], **document} for document in documents]
         return documents
 
     def _guarded(self, examples: list[Example | RowProblem]) -> list[Document]:
@@ -175,6 +186,8 @@ class Encoder:
 
     def _rendered(self, example: Conversation) -> _Prepared:
         messages, notes = self._asked_of_template(example)
+        if self.pictures is not None and example.pictures:
+            messages = [{**message, PICTURED: self.pictures.token} for message in messages]
         assert self.targets != EACH_TURN
         rendered = render(self.tokenizer, messages, example.tools, self.targets, example.unlearned, example.arguments)
         text, spans = rendered.text, rendered.spans
@@ -182,6 +195,11 @@ class Encoder:
             text, spans = self.next_turn.stopped(text, spans, messages)
         spans = without(spans, parts_in(text, messages, example.parts))
         left = left_out(messages, text)
+        if example.pictures:
+            assert self.pictures is not None
+            assert self.picture_root is not None
+            shown = self.pictures.expanded(text, spans, example.pictures, self.picture_root)
+            return _Prepared(shown.text, shown.spans, False, joined_notes([*notes, *left]), shown.records)
         if left and has_thoughts_at_inference(self.tokenizer, messages, example.tools, example.arguments, text):
             left = [f"{note} {OF_EARLIER_TURNS}" for note in left]
         return _Prepared(text, spans, False, joined_notes([*notes, *left]))
@@ -244,8 +262,11 @@ class Encoder:
             ids, targets = [bos, *ids], [False, *targets]
         if item.whole and eos is not None and ids[-1:] != [eos]:
             ids, targets = [*ids, eos], [*targets, True]
+        if self.pictures is not None and not item.pictures and self.pictures.token_ids.intersection(ids):
+            return _unusable(RowProblem("the words hold the model's token for an image, and the row has no image"))
         # Nothing precedes the first token.
-        return {**document_of(ids, [False, *targets[1:]]), "note": item.note}
+        document = {**document_of(ids, [False, *targets[1:]], pictures=item.pictures), "note": item.note}
+        return {**document, "pictures": list(item.pictures)} if item.pictures else document
 
     def _compared(self, examples: list[Example | RowProblem]) -> list[Document]:
         """A document for each pair: the chosen one's tokens, and after `split` of them the rejected one's."""
@@ -366,15 +387,23 @@ class Encoder:
         ]
 
 
-def document_of(ids: list[int], targets: Sequence[int], label: str | None = None, tags: Sequence[str] = ()) -> Document:
+def document_of(
+    ids: list[int],
+    targets: Sequence[int],
+    label: str | None = None,
+    tags: Sequence[str] = (),
+    pictures: Sequence[str] = (),
+) -> Document:
     """A document. With a label, `targets` holds the tokens' types (`token_type_ids`): 1 for a pair's second text.
 
     Args:
         tags: of the targets, in order, where words are tagged.
+        pictures: the records of what is seen.
     """
     # Eight bytes, which the int64 column of `FEATURES` holds.
     content = hashlib.blake2b(np.asarray(ids, dtype=np.int32).tobytes(), digest_size=8)
     content.update((label or "\n".join(tags)).encode())
+    content.update("".join(json.loads(record)["digest"] for record in pictures).encode())
     # A label is learned from the whole text. Counted as 0, the row would be dropped for having nothing to learn.
     num_targets = len(ids) if label is not None else sum(targets)
     return {

@@ -40,6 +40,7 @@ class Conversation:
         parts: by a message's number, the characters of its words that are read only.
         notes: what its messages say that nobody reads, or that is not learned.
         arguments: of the chat template, that the row brings.
+        pictures: in the order of their places in the messages' words: paths, URIs, bytes or mappings with one of them.
     """
 
     messages: list[Message]
@@ -48,6 +49,7 @@ class Conversation:
     parts: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
+    pictures: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

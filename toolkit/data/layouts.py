@@ -10,6 +10,7 @@ from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelle
 from toolkit.data.flags import refuse_media
 from toolkit.data.messages import answered_last, asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.pairs import pair_of
+from toolkit.data.picture_places import COLUMNS, column_of
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row, listed
 from toolkit.data.sources import Source
@@ -101,17 +102,20 @@ class Layout:
         kind: a key of `KINDS`.
         columns: what a column is -> its name.
         label_names: of numbers in the label's column, where the source names them.
+        pictures: whether conversations may have some.
     """
 
     kind: str
     columns: dict[str, str]
     label_names: tuple[str, ...] = ()
+    pictures: bool = False
 
     def example(self, row: Row) -> Example:
         """What is learned from a row. Raises RowProblem."""
         if isinstance(row, RowProblem):
             raise row
-        refuse_media({name: value for name, value in row.items() if name not in self.columns.values()}, "")
+        taken = {*self.columns.values(), *(COLUMNS if self.pictures else ())}
+        refuse_media({name: value for name, value in row.items() if name not in taken}, "")
         values = {what: _value(row, column) for what, column in self.columns.items()}
         if self.kind in JUDGED:
             answer = self._plain(values, JUDGED[self.kind])
@@ -120,19 +124,24 @@ class Layout:
                 answered_last(answer)
             return Judged(_with_arguments(answer, row), _judgement(values["label"], self.columns["label"]))
         self._require_unjudged(row)
-        return _with_arguments(self._plain(values, self.kind), row)
+        of_row = column_of(row) if self.pictures else None
+        found = self._plain(values, self.kind, of_row)
+        if of_row and not isinstance(found, Conversation):
+            raise RowProblem("images beside text that is no conversation, where no place is known for them")
+        return _with_arguments(found, row)
 
     def unread(self, row: Row, is_conversation: bool) -> list[str]:
         """Columns of a row that say something and that nobody reads, a sentence for each."""
         if isinstance(row, RowProblem):
             return []
         read = {*self.columns.values(), *(name.partition(".")[0] for name in self.columns.values())}
+        read |= {*COLUMNS} if self.pictures else set()
         if is_conversation:  # only a chat template takes arguments
             read.add(COLUMN)
         unread = [name for name, value in row.items() if name not in read and not is_absent(value)]
         return [f"column {key_shown(name)} is not read" for name in unread]
 
-    def _plain(self, values: dict[str, Any], kind: str) -> Example:
+    def _plain(self, values: dict[str, Any], kind: str, of_row: list[Any] | None = None) -> Example:
         if kind == "text":
             return Text(text_of(values["text"], self.columns["text"]))
         if kind == "text and label":
@@ -144,11 +153,11 @@ class Layout:
         if kind == "chosen and rejected":
             return pair_of(values, self.columns)
         if kind == "prompt and completion":
-            return _answer(values, self.columns)
+            return _answer(values, self.columns, of_row)
         if kind == "instruction and output":
-            return _instruction(values, self.columns)
-        messages = messages_of(values["messages"], self.columns["messages"])
-        return conversation(with_system(messages, values.get("system")), tools_of(values.get("tools")))
+            return _instruction(values, self.columns, of_row)
+        messages = messages_of(values["messages"], self.columns["messages"], self.pictures)
+        return conversation(with_system(messages, values.get("system")), tools_of(values.get("tools")), of_row)
 
     def _require_unjudged(self, row: dict[str, Any]) -> None:
         """Raises DataError where answers are judged one by one: the bad ones would be learned like the good ones."""
@@ -171,6 +180,12 @@ class Layout:
             text_of(pair, self.columns["text_pair"]) if "text_pair" in self.columns else None,
             _label(values["label"], self.columns["label"], self.label_names),
         )
+
+
+def is_written_by_template(layout: str) -> bool:
+    """Whether rows of this layout, a key of `KINDS`, are conversations, which a chat template writes."""
+    plain = ("text", *CLASSES, "source and target", "prompt and completion", "chosen and rejected")
+    return JUDGED.get(layout, layout) not in plain
 
 
 def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layout:
@@ -367,17 +382,18 @@ def _judgement(value: Any, column: str) -> bool:
     return said in ("true", "1")
 
 
-def _answer(values: dict[str, Any], columns: dict[str, str]) -> Example:
+def _answer(values: dict[str, Any], columns: dict[str, str], of_row: list[Any] | None = None) -> Example:
     prompt, completion = values["prompt"], values["completion"]
     if isinstance(prompt, list) or isinstance(completion, list):
-        asked = messages_of(prompt, columns["prompt"])
-        answered = messages_of(completion, columns["completion"])
-        return conversation([*asked, *answered], tools_of(values.get("tools")))
+        asked = messages_of(prompt, columns["prompt"], of_row is not None)
+        answered = messages_of(completion, columns["completion"], of_row is not None)
+        return conversation([*asked, *answered], tools_of(values.get("tools")), of_row)
     return Answer(text_of(prompt, columns["prompt"]), text_of(completion, columns["completion"]))
 
 
-def _instruction(values: dict[str, Any], columns: dict[str, str]) -> Conversation:
+def _instruction(values: dict[str, Any], columns: dict[str, str], of_row: list[Any] | None = None) -> Conversation:
     asked = asked_of(values, columns)
     answer = text_of(values["output"], columns["output"])
     messages = [*asked, {"role": "assistant", "content": answer}]
-    return Conversation(with_system(messages, values.get("system")))
+    messages = with_system(messages, values.get("system"))
+    return conversation(messages, None, of_row) if of_row else Conversation(messages)

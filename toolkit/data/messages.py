@@ -6,6 +6,7 @@ from typing import Any
 
 from toolkit.data.examples import Conversation, Message
 from toolkit.data.flags import FLAGS, IN_PARTS, MEDIA, PARTS, is_learned, refuse_media, unlearned_parts
+from toolkit.data.picture_places import PICTURED, PLACE, is_picture, placed, reference_of
 from toolkit.data.problem import RowProblem
 from toolkit.data.thoughts import FIELDS, THOUGHTS, in_one_message, is_thought, thoughts_of
 from toolkit.data.values import encodable, is_absent, key_shown, parsed, text_of, type_of, writable
@@ -34,7 +35,7 @@ KNOWN = ("name", "tool_call_id", "channel")
 READ = {*KNOWN, *FIELDS, *FLAGS, PARTS, *MEDIA, "tool_calls", "function_call"}
 """Keys of a message that mean something here, beside its role and content."""
 
-OF_ROW = ("unread", "parts", "weight")
+OF_ROW = ("unread", "parts", "weight", PICTURED)
 """Keys of a message that are of its row alone, and not for a template."""
 
 SYSTEM = ("system", "developer")
@@ -70,18 +71,22 @@ def with_system(messages: list[Message], system: Any) -> list[Message]:
     return [{"role": "system", "content": text_of(system, "system")}, *messages]
 
 
-def messages_of(value: Any, column: str) -> list[Message]:
-    """Messages with `role` and `content`. Raises RowProblem."""
+def messages_of(value: Any, column: str, pictures: bool = False) -> list[Message]:
+    """Messages with `role` and `content`. Raises RowProblem.
+
+    Args:
+        pictures: parts of content may be images; see `picture_places.placed`.
+    """
     if value is None:
         raise RowProblem(f"{column} is missing or null")
     if not isinstance(value, list):
         raise RowProblem(f"{column} is {'text' if isinstance(value, str) else type_of(value)}, not a list of messages")
     if not value:
         raise RowProblem(f"{column} is empty")
-    return in_one_message([_message(item) for item in value])
+    return in_one_message([_message(item, pictures) for item in value])
 
 
-def _message(item: Any) -> Message:
+def _message(item: Any, pictures: bool = False) -> Message:
     if not isinstance(item, dict):
         raise RowProblem("a message is not an object")
     fields = {key: value for key, value in item.items() if value is not None}  # parquet fills up with nulls
@@ -106,8 +111,11 @@ def _message(item: Any) -> Message:
     if thoughts := thoughts_of(fields, content):
         known[THOUGHTS] = thoughts
     writable(known, "a message")
-    words = None if content is None else _content(content, role)
+    shown = [part for part in content if is_picture(part)] if pictures and isinstance(content, list) else []
+    words = None if content is None else _content(_with_places(content) if shown else content, role)
     message = {"role": role, "content": words, **known, **_of_row(fields, role, words or "")}
+    if shown:
+        message[PICTURED] = [reference_of(part) for part in shown]
     return {**message, "tool_calls": calls} if calls else message
 
 
@@ -124,6 +132,11 @@ def _of_row(fields: dict[str, Any], role: str, words: str) -> dict[str, Any]:
         unread.append(IN_PARTS)
     found = {"unread": unread, "parts": parts, "weight": None if learned is None else int(learned)}
     return {key: value for key, value in found.items() if value not in (None, [], ())}
+
+
+def _with_places(content: list[Any]) -> list[Any]:
+    """The parts of a message, a place for a picture as the text of each that is one."""
+    return [{"type": "text", "text": PLACE} if is_picture(part) else part for part in content]
 
 
 def _calls_in_text(value: Any) -> list[dict[str, Any]]:
@@ -180,8 +193,15 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
 
 
-def conversation(messages: list[Message], tools: list[dict[str, Any]] | None) -> Conversation:
-    """Checked for what no template makes sense of; what else a template refuses, it says itself."""
+def conversation(
+    messages: list[Message], tools: list[dict[str, Any]] | None, of_row: list[Any] | None = None
+) -> Conversation:
+    """Checked for what no template makes sense of; what else a template refuses, it says itself.
+
+    Args:
+        of_row: pictures of the row's column; None: rows have no pictures.
+    """
+    messages, pictures, where = (messages, [], []) if of_row is None else placed(messages, of_row)
     roles = [message["role"] for message in messages]
     # OpenAI's rows may have one of each.
     if set(SYSTEM) & set(roles[2:] if tuple(roles[:2]) == SYSTEM else roles[1:]):
@@ -197,7 +217,7 @@ def conversation(messages: list[Message], tools: list[dict[str, Any]] | None) ->
     notes = dict.fromkeys(note for message in messages for note in message.get("unread", ()))
     # A template that writes whole messages would write these, too.
     plain = [{key: value for key, value in message.items() if key not in OF_ROW} for message in messages]
-    return Conversation(plain, tools, unlearned, parts, tuple(notes))
+    return Conversation(plain, tools, unlearned, parts, (*notes, *where), pictures=tuple(pictures))
 
 
 def answered_last(found: Conversation) -> Conversation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -299,11 +299,29 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: Any, targets: Any) -> dict[
     """A row's text in stretches that are targets or are not."""
     edges = [0, *(np.flatnonzero(np.diff(targets)) + 1).tolist(), len(ids)]
     segments = [
-        [tokenizer.decode(ids[start:stop].tolist()), bool(targets[start])]
+        [_written(tokenizer, ids[start:stop].tolist()), bool(targets[start])]
         for start, stop in pairwise(edges)
         if stop > start
     ]
     return {"tokens": len(ids), "target_tokens": int(targets.sum()), "segments": segments}
+
+
+RUN = 8
+"""Equal tokens in a row that are written out: thousands stand for an image."""
+
+
+def _written(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Tokens as text, long runs of one token as one, with their number."""
+    parts: list[str] = []
+    rest: list[int] = []
+    for token, run in groupby(ids):
+        count = len(list(run))
+        if count <= RUN:
+            rest += [token] * count
+            continue
+        parts += [tokenizer.decode(rest), f"{tokenizer.decode([token])} (x {count:,})"]
+        rest = []
+    return "".join([*parts, tokenizer.decode(rest)]) if parts else str(tokenizer.decode(ids))
 
 
 def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, by_answer: bool) -> list[str]:

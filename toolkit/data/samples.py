@@ -89,6 +89,16 @@ class Rows:
         source, number = self.where(row)
         return source.ends(number)
 
+    def pictures(self, row: int) -> list[tuple[dict[str, Any], str]]:
+        """See `Documents.pictures`."""
+        source, number = self.where(row)
+        return source.pictures(number)
+
+    @property
+    def have_pictures(self) -> bool:
+        """Whether rows may have pictures."""
+        return any("pictures" in source.table.column_names for source in self.sources)
+
     def name(self, row: int) -> str:
         """See `Documents.row_name`."""
         source, number = self.where(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -229,3 +230,19 @@ def cut(
     # A long prompt makes pieces without a target. Rows that are not cut have one, or they were dropped before.
     useless = [i for i in of_long if not rows.tokens(*pieces.place(i))[1][1:].any()]
     return pieces.take(np.setdiff1d(np.arange(len(pieces)), useless)), 0
+
+
+def judgements(rows: Rows, chosen: Any) -> dict[str, int]:
+    """How many rows are judged so."""
+    labels = rows.labels()
+    return dict(sorted(Counter(str(labels[row]) for row in chosen.tolist()).items()))
+
+
+def require_both(train: Selection) -> None:
+    """Raises DataError where all rows are judged alike."""
+    found = judgements(train.rows, train.kept)
+    if len(found) < 2:
+        raise DataError(
+            f"data.train: every row ({len(train.kept):,}) is judged {next(iter(found))}; KTO learns from good and bad "
+            "completions; add some of the other kind"
+        )

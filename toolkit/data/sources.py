@@ -18,8 +18,10 @@ import datasets
 
 from toolkit.data.files import TABLES, expand_files, is_saved_dataset, local_path, suffix_of
 from toolkit.data.json_list import WRAPPERS
+from toolkit.data.picture_places import COLUMNS, is_picture
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row, Shard, opened, read, unreadable
+from toolkit.data.values import is_absent
 from toolkit.errors import DataError
 from toolkit.paths import COMPRESSIONS, file_name, is_file_source
 from toolkit.recipe.schema import DataSection, SourceSection
@@ -188,6 +190,20 @@ def named_rows(shards: list[Shard], names: dict[str, str]) -> Iterator[tuple[str
             yield f"{names[path]}:{number}", row
 
 
+def has_pictures(source: Source) -> bool:
+    """Whether one of a source's first rows holds a picture, in a column or in a part of a message."""
+    rows = (row for _, row in itertools.islice(named_rows(source.shards, source.paths), ROWS_LOOKED_AT))
+    return any(_holds_picture(row) for row in rows if not isinstance(row, RowProblem))
+
+
+def _holds_picture(row: dict[str, Any]) -> bool:
+    if any(not is_absent(row.get(name)) and row[name] not in ([], {}) for name in COLUMNS):
+        return True
+    messages = (message for value in row.values() if isinstance(value, list) for message in value)
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    return any(is_picture(part) for content in contents if isinstance(content, list) for part in content)
+
+
 def short_names(paths: Iterable[str]) -> dict[str, str]:
     """Path -> its last parts, as many as tell it from all others."""
     parts = {path: Path(path).parts for path in paths}
@@ -282,7 +298,7 @@ def _saved_shards(section: SourceSection, field: str) -> tuple[list[Shard], data
                 f"folder of one of them, for example {section.path}/{next(iter(table), 'train')}"
             )
         table = table[split]
-    table = table.with_format(None)  # a saved format would hide columns, or give tensors
+    table = undecoded(table.with_format(None))  # a saved format would hide columns, or give tensors
     return _row_shards(section.path, table), table
 
 
@@ -301,6 +317,18 @@ def _row_shards(path: str, table: datasets.Dataset) -> list[Shard]:
 
 def _load(builder: str, field: str, source: str, **settings: Any) -> Any:
     try:
-        return datasets.load_dataset(builder, **settings)
+        table = datasets.load_dataset(builder, **settings)
+        return undecoded(table)
     except Exception as error:  # the libraries behind `datasets` raise a great many kinds
         raise unreadable(field, source, error) from error
+
+
+def undecoded(table: Any) -> Any:
+    """The table, whose pictures are given as they are stored: they are decoded when they are needed."""
+    features = dict(table.features or {})
+    for name, kind in features.items():
+        if isinstance(kind, datasets.Image):
+            features[name] = datasets.Image(decode=False)
+        elif isinstance(getattr(kind, "feature", None), datasets.Image):
+            features[name] = datasets.List(datasets.Image(decode=False))
+    return table if features == dict(table.features or {}) else table.cast(datasets.Features(features))

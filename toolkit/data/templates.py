@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data import picture_places
 from toolkit.data.sandbox import LONGEST, TooLargeError, use_in_transformers
 from toolkit.data.template_arguments import NO_ARGUMENTS
 from toolkit.data.template_date import date_of, with_date
@@ -165,7 +166,7 @@ def rendered(
         SlowTemplateError: see `within_bounds`; and whatever the template raises.
     """
     template, day = tokenizer.get_chat_template(tools=tools), date_of(tokenizer)
-    messages = for_template(messages, template)
+    messages = picture_places.for_template(for_template(messages, template), template)
     dated = template if day is None else with_date(template, day)
     with within_bounds(tokenizer, len(messages)):
         text = tokenizer.apply_chat_template(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from toolkit.data.problem import RowProblem
@@ -70,3 +71,9 @@ def parsed(value: Any, what: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         raise RowProblem(f"{what} is not JSON") from None
+
+
+def numbers_first(label: str) -> tuple[bool, int, str]:
+    """Labels that are numbers in the order of numbers."""
+    is_number = re.fullmatch(r"-?[0-9]{1,18}", label) is not None
+    return (not is_number, int(label) if is_number else 0, label)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +34,8 @@ from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
 from toolkit.model.limits import within_limits
 from toolkit.model.on_meta import build_on_meta
-from toolkit.model.parts import WHOLE, freeze_untrained, writer_class
+from toolkit.model.parts import LANGUAGE, WHOLE, freeze_untrained, train_parts, writer_class
+from toolkit.model.possible import require_possible
 from toolkit.model.quantised import QuantisedWeights
 from toolkit.model.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
 from toolkit.model.targets import classifier_of, is_classifier
@@ -94,6 +94,7 @@ def load(
     label_names: list[str] | None = None,
     adapter: AdapterSection | None = None,
     objective: str = "causal_lm",
+    parts: Sequence[str] = (LANGUAGE,),
 ) -> PreTrainedModel:
     """The recipe's model, on the meta device, with `materialize_weights`.
 
@@ -103,13 +104,14 @@ def load(
         label_names: of the classes that it tells apart; None: it writes text.
         adapter: of its adapters; None: none.
         objective: `objective.kind` of the recipe.
+        parts: what is trained of a model that reads more than text, in words of `model.train`.
 
     Raises:
         BadInputError: where there is no such model.
     """
     auto, config, settings, rows = _settings(model, tokenizer, label_names, objective)
     stored = take_quantisation(config, adapter, model.name_or_path or "it")
-    built = _without_weights(auto, config, settings, rows, _field(model))
+    built = _without_weights(auto, config, settings, rows, _field(model), parts)
     fit, values = Fit(all_drawn=model.name_or_path is None), Values(model.name_or_path or "", built)
     weights: Weights
     if stored is not None:
@@ -219,7 +221,12 @@ def _settings(
 
 
 def _without_weights(
-    auto: Any, config: PretrainedConfig, settings: dict[str, Any], rows: int, field: str
+    auto: Any,
+    config: PretrainedConfig,
+    settings: dict[str, Any],
+    rows: int,
+    field: str,
+    parts: Sequence[str] = (LANGUAGE,),
 ) -> PreTrainedModel:
     """The model on the meta device. `field`: of the recipe, for errors."""
 
@@ -234,6 +241,7 @@ def _without_weights(
     # `init_empty_weights` puts a new parameter in each place, which parts those that were tied.
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
+    train_parts(built, parts)
     freeze_untrained(built)
     return built
 
@@ -416,58 +424,8 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
             f"{field}: no model can be built from {model.name_or_path or 'it'!r}: {in_words(error)}. Correct "
             f"{_where(field)}, or name another model"
         ) from error
-    _require_possible(config, field, model.name_or_path or "it")
+    require_possible(config, field, model.name_or_path or "it", _where(field))
     return config
-
-
-MOST_DROPOUT, MOST_EPS = 0.5, 0.1
-"""Of a configuration; transformers' own have at most 0.3 and 0.001. More drowns what the model has learned."""
-
-SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
-"""Of a configuration; with none of them below one could a model be made."""
-
-
-def _require_possible(config: PretrainedConfig, field: str, name: str) -> None:
-    """Raises BadInputError for sizes that no model has, and for a model that transformers computes wrong."""
-    if config.model_type == "prophetnet":
-        # get_predict_relative_pos_embeddings gives each token the numbers of other ones, later ones among them.
-        raise BadInputError(
-            f"{field}: {name!r} is a ProphetNet, whose relative positions transformers mixes up: a token's logits "
-            "depend on later tokens and on the length of its row; name another model, such as BART or T5"
-        )
-    text = config.get_text_config()
-    wrong = [f"{key} is {size}" for key in SIZES if isinstance(size := getattr(text, key, 1), int) and size < 1]
-    if wrong:
-        raise BadInputError(
-            f"{field}: no model can be built from {name!r}: {', '.join(wrong)}; needs at least 1. Correct "
-            f"{_where(field)}"
-        )
-    heads, groups = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
-    if type(heads) is int and type(groups) is int and heads % groups:
-        raise BadInputError(
-            f"{field}: {name!r} has {heads} heads of attention that share {groups} heads of keys and values, which do "
-            f"not divide them. Correct {_where(field)}"
-        )
-    odd = _odd_numbers(text if isinstance(text, dict) else text.to_dict())
-    if odd:
-        raise BadInputError(f"{field}: {name!r} cannot be trained: {'; '.join(odd)}. Correct {_where(field)}")
-
-
-def _odd_numbers(values: dict[str, Any]) -> list[str]:
-    """Numbers of a configuration that spoil the first step, and that building the model does not meet."""
-    needs: dict[tuple[str, ...], tuple[str, Callable[[float], bool]]] = {
-        ("dropout", "pdrop", "dropout_prob"): (f"from 0 to {MOST_DROPOUT}", lambda value: 0 <= value <= MOST_DROPOUT),
-        ("_eps", "_epsilon"): (f"from 0 to {MOST_EPS}", lambda value: 0 <= value <= MOST_EPS),
-        ("rope_theta",): ("above 0", lambda value: 0 < value < math.inf),
-    }
-    inner = values.get("rope_parameters")
-    flat = {**values, **(inner if isinstance(inner, dict) else {})}
-    return [
-        f"{key} is {value}, and needs to be {what}"
-        for endings, (what, holds) in needs.items()
-        for key, value in flat.items()
-        if key.endswith(endings) and type(value) in (int, float) and not holds(value)
-    ]
 
 
 def _random_configuration(fields: dict[str, Any], tokenizer: SpecialTokens) -> PretrainedConfig:

@@ -7,6 +7,7 @@ The whole model is loaded, trained in its language part, and exported with the r
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -36,13 +37,43 @@ def writer_class(config: PretrainedConfig) -> Any:
     return AutoModelForCausalLM
 
 
+LANGUAGE, PROJECTOR, VISION = "language", "projector", "vision"
+"""Words of `model.train`: the language model with embeddings and head; what maps what is seen to it; the towers."""
+
+_PROJECTOR = re.compile(r"(^|\.)(\w*projector|connector|merger|deepstack_merger_list|aligner|embed_vision)(\.|$)")
+_TRAINED = "trained_parts"
+
+
+def train_parts(model: nn.Module, parts: Sequence[str]) -> None:
+    """Notes which parts of a model that reads more than text are trained, for the functions of this file."""
+    setattr(model, _TRAINED, tuple(parts))
+
+
+def trained_parts(model: nn.Module) -> tuple[str, ...]:
+    """Which parts are trained, in words of `model.train`."""
+    found: tuple[str, ...] = getattr(model, _TRAINED, (LANGUAGE,))
+    return found
+
+
+def sees(model: nn.Module) -> bool:
+    """Whether the model reads more than text."""
+    return isinstance(model, PreTrainedModel) and writer_class(model.config) is not AutoModelForCausalLM
+
+
 def untrained(model: nn.Module) -> set[str]:
-    """Names of the parameters that text rows do not reach: all but those of the language model and the head."""
-    if not isinstance(model, PreTrainedModel) or writer_class(model.config) is AutoModelForCausalLM:
+    """Names of the parameters that are not trained, in a model that reads more than text: of the other parts."""
+    if not isinstance(model, PreTrainedModel) or not sees(model):
         return set()
+    trained = trained_parts(model)
     language: list[Any] = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
     reached = {id(parameter) for module in language if module is not None for parameter in module.parameters()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) not in reached}
+
+    def part_of(name: str, parameter: nn.Parameter) -> str:
+        if id(parameter) in reached:
+            return LANGUAGE
+        return PROJECTOR if _PROJECTOR.search(name) else VISION
+
+    return {name for name, parameter in model.named_parameters() if part_of(name, parameter) not in trained}
 
 
 def freeze_untrained(model: nn.Module) -> None:
@@ -73,4 +104,6 @@ def untrained_fact(model: nn.Module) -> str | None:
             part = re.sub(r"^(model|module)\.", "", name).split(".")[0]
             sizes[part] = sizes.get(part, 0) + parameter.numel()
     listed = ", ".join(f"{part} ({size:,})" for part, size in sizes.items())
-    return f"the language model is trained; frozen, and exported as they were: {listed}"
+    trained = trained_parts(model)
+    what = "the language model is" if trained == (LANGUAGE,) else f"{' and '.join(trained)} are"
+    return f"{what} trained; frozen, and exported as they were: {listed}"

@@ -18,6 +18,7 @@ from toolkit.model.adapters import base_of
 from toolkit.model.attention import is_flash, known_packing
 from toolkit.model.fake_tensors import has_values
 from toolkit.model.positions import first_position, takes_positions
+from toolkit.model.sight import Sight
 from toolkit.objectives.find_head import find_head_loss
 from toolkit.objectives.fused_linear_cross_entropy import HeadLoss, numbers_of_targets
 from toolkit.objectives.objective import Ingredients, Objective
@@ -55,6 +56,7 @@ class CausalLM(Objective):
         self._in_one_row = packed and is_flash(model)
         self._takes_bounds = self._in_one_row and _takes_anything(base_of(model))
         self.head_loss = find_head_loss(model)
+        self._sight = Sight(model)
 
     @classmethod
     def build(cls, of: Ingredients) -> Objective:
@@ -75,7 +77,7 @@ class CausalLM(Objective):
         """
         if not has_values(batch["input_ids"]):
             return batch
-        known: dict[str, Any] = dict(batch)
+        known: dict[str, Any] = {**batch, **self._sight.on_host(batch)}
         if isinstance(self.head_loss, HeadLoss):
             known["counted"] = numbers_of_targets(self.targets(batch))
         positions = batch.get("whole_positions", batch["position_ids"])
@@ -110,7 +112,7 @@ class CausalLM(Objective):
         if "bounds" in batch and self._takes_bounds:  # a teacher may not, where its student does
             inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch["bounds"])
             inputs |= dict.fromkeys(("max_length_q", "max_length_k"), batch["longest"])
-        return {**inputs, "use_cache": False}
+        return {**inputs, **self._sight.inputs(batch, self._in_one_row), "use_cache": False}
 
     def targets(self, batch: Batch) -> torch.Tensor:
         """What each position predicts, (B * T,); `IGNORED` for nothing, as across the documents of a preference."""

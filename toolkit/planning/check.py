@@ -36,6 +36,7 @@ class Planned:
             what is faster and fits.
         why: of `auto`.
         problem: why it cannot be probed.
+        uncounted: what the peak leaves out; empty: nothing.
         process: bytes that a CPU rank's process held before the run's state: Python, libraries and data.
     """
 
@@ -46,6 +47,7 @@ class Planned:
     why: str = ""
     problem: str = ""
     process: int = 0
+    uncounted: str = ""
 
     @property
     def peak_bytes(self) -> int | None:
@@ -59,7 +61,8 @@ class Planned:
         kind, num_bytes = self.peak.largest
         most = f"in {self.peak.moment} ({kind} {_gib(num_bytes)})"
         process = f"; {_gib(self.process)} of it Python, libraries and data" if self.process else ""
-        return f"peak {_gib(self.process + self.peak.total)} of {_gib(self.room)} a rank, {most}{process}"
+        missing = f"; {self.uncounted}" if self.uncounted else ""
+        return f"peak {_gib(self.process + self.peak.total)} of {_gib(self.room)} a rank, {most}{process}{missing}"
 
 
 def _gib(num_bytes: int) -> str:

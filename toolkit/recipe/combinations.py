@@ -231,6 +231,13 @@ COMBINATIONS = (
     Combination(("margins", "objectives but reward"), DEFINITION, "", "remove it", is_idle=True),
     Combination(("samples", "no text written"), DEFINITION, "whose model writes no text", "remove it", is_idle=True),
     Combination(("epochs", "streaming"), DEFINITION, "whose length is not known", "set training.max_steps"),
+    # Images
+    Combination(("by block", "images"), NOT_BUILT, "whose towers run before the blocks", "set by_micro_batch"),
+    Combination(("by block, if faster", "images"), NOT_BUILT, "whose towers run before the blocks", "remove it"),
+    Combination(("sequence", "images"), NOT_BUILT, "which stand in one part of a row", "set sharding.sequence=1"),
+    Combination(("experts", "images"), NOT_BUILT, "", "set sharding.experts=1"),
+    Combination(("chunks", "images"), NOT_BUILT, "", "remove it"),
+    Combination(("compile", "images"), NOT_BUILT, "whose sizes differ from one micro-batch to the next", "remove it"),
     # Plans
     Combination(("longest row", "seq2seq"), DEFINITION, "whose samples are two rows", "plan without it"),
     Combination(

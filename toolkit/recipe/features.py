@@ -35,6 +35,7 @@ class Settings:
         own_loop: whether the backend shards the model of a loop of the user's own, and knows no recipe.
         longest_row: whether a plan looks for the longest row.
         moves_biases: whether biases of routers are moved to balance experts.
+        has_pictures: whether rows have images, and the model sees them.
         given: what else is set, by the names of its fields, if it is for some objectives, strategies or data alone.
     """
 
@@ -61,6 +62,7 @@ class Settings:
     own_loop: bool = False
     longest_row: bool = False
     moves_biases: bool = False
+    has_pictures: bool = False
     given: frozenset[str] = frozenset()
 
     @classmethod
@@ -187,6 +189,7 @@ FEATURES = {
     "own loop": Feature("a loop of your own", lambda settings: settings.own_loop),
     "longest row": Feature("--longest-row", lambda settings: settings.longest_row),
     "moved biases": Feature("objective.router_bias_rate", lambda settings: settings.moves_biases),
+    "images": Feature("rows with images", lambda settings: settings.has_pictures),
     "seq2seq": _objective(lambda spec: spec.encoder_decoder),
     "objectives but seq2seq": _objective(lambda spec: not spec.encoder_decoder),
     "distillation": _objective(lambda spec: spec.has_teacher),

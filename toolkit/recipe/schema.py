@@ -76,6 +76,12 @@ class ModelSection(Section):
         description="Allow the files to lack weights with these names (`*` matches anything), which are then drawn at "
         "random, or to hold ones that the model has no place for; null: none, except the head of a classifier.",
     )
+    train: list[Literal["language", "projector", "vision"]] | None = Field(
+        None,
+        min_length=1,
+        description="Train these parts of a model that sees images; null: the language model, and if rows have images "
+        "and no adapter is trained, what maps images to it (projector).",
+    )
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     tokenizer: str | None = Field(
         None, min_length=1, description="Load the tokenizer from this name or folder instead of the model's."
@@ -233,6 +239,9 @@ class DataSection(Section):
         None,
         description="Pack several rows into one sample, where they do not attend to each other. false: pad each row. "
         "null: true, except for classification, seq2seq and models that cannot keep rows apart.",
+    )
+    image_root: str | None = Field(
+        None, min_length=1, description="Look for images that rows name in this folder; null: that of the rows."
     )
     streaming: bool = Field(
         False, description="Read rows while training, for data larger than the disk. Every rank reads all of it."

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from toolkit import ranks
+from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import IGNORED, Batch, PairSamples, SourceTargetSamples, TextSamples, filled_up
 from toolkit.data.tokenizer import pad_id
 from toolkit.objectives.objective import Objective
@@ -48,6 +49,8 @@ def held_out_prompts(run: PreparedRun, count: int) -> list[Prompt]:
         return []
     found: list[Prompt] = []
     for number in range(len(samples)):
+        if isinstance(samples, PictureSamples) and samples.has_picture(number):
+            continue  # continuing behind an image is not built
         pieces = samples.tokens(number)
         # The completions of a pair follow each other, the chosen one first.
         for ids, targets in pieces[:: 2 if isinstance(samples, PairSamples) else 1]:

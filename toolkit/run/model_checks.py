@@ -6,6 +6,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.data.build import TokenisedData
+from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import LabelledSamples, PairSamples, TextSamples
 from toolkit.errors import BadInputError
 from toolkit.objectives.build import build_objective
@@ -14,6 +15,7 @@ from toolkit.objectives.rows_alone import RowsAlone
 from toolkit.planning.check import Planned
 from toolkit.run.packing_check import LeakError, check_causal, check_leaks
 from toolkit.run.padding_check import changed_by_padding
+from toolkit.run.picture_check import check_pictures
 from toolkit.run.quantised_check import check_quantised
 from toolkit.run.rows import may_pad, without_packing
 from toolkit.run.sequence_check import check_parts, part_of
@@ -56,6 +58,8 @@ def check_padding(opened: OpenedRun, sharded: ShardedModel, objective: Objective
     """
     recipe, samples = opened.recipe, data.train
     spec = recipe.objective.spec
+    if isinstance(samples, PictureSamples):
+        return None
     pads = objective.apart if spec.compares_completions else not data.report.packing
     if not pads or samples is None or recipe.sharding.sequence > 1:  # parts of rows are checked by themselves
         return None
@@ -82,12 +86,17 @@ def check_packing(
         check_causal(model, inner, objective, opened.device)
     # Both completions of a pair share a sample, whether or not it is packed.
     pairs = isinstance(data.train, PairSamples) and not objective.apart
-    if not isinstance(data.train, TextSamples) or not (data.train.packed or pairs):
+    shown = isinstance(data.train, PictureSamples)
+    if not isinstance(data.train, TextSamples) or not (data.train.packed or pairs or shown):
         return None, None
     found, leak, size = None, None, recipe.training.micro_batch_size
     try:
         with Pass(Terminal(quiet=ranks.rank() != 0), "checking that packed rows do not attend to each other"):
-            found = check_leaks(model, inner, objective, data.train, size, opened.device, opened.in_16_bits)
+            if isinstance(data.train, PictureSamples):
+                seen = check_pictures(model, inner, objective, data.train, opened.device, opened.in_16_bits)
+                found = (seen.leaks, seen.alone) if seen is not None and seen.shared else None
+            else:
+                found = check_leaks(model, inner, objective, data.train, size, opened.device, opened.in_16_bits)
     except LeakError as error:
         leak = error
     # All or none: ranks whose rounding differs must not train on different samples.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 
@@ -10,16 +11,20 @@ from transformers import PreTrainedModel
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.data import build, tokenizer
+from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.template_date import set_date, today, writes_date
+from toolkit.errors import BadInputError
 from toolkit.model.adapter_checks import require_mergeable, require_one_type
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import settle_attention
 from toolkit.model.load import load
+from toolkit.model.parts import LANGUAGE, PROJECTOR, sees
 from toolkit.model.quantised import quantised_layers
 from toolkit.objectives.balance import build_balance
 from toolkit.objectives.build import build_objective
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.features import Settings
+from toolkit.recipe.recipe import Recipe
 from toolkit.run.rows import fitting, require_room
 from toolkit.run.sequence_check import share_rows
 from toolkit.run.stages import MetaModel, OpenedRun, TokenisedRows
@@ -71,12 +76,31 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
 def _loaded(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
     """Builds the model. Raises BadInputError if there is none, or if it cannot be trained or exported as asked."""
     recipe, names = opened.recipe, rows.data.label_names
-    model = load(recipe.model, rows.tokenizer, recipe.training.seed, names, recipe.adapter, recipe.objective.kind)
+    has_pictures = isinstance(rows.data.train, PictureSamples)
+    parts = _parts(recipe, has_pictures)
+    model = load(
+        recipe.model, rows.tokenizer, recipe.training.seed, names, recipe.adapter, recipe.objective.kind, parts
+    )
+    if recipe.model.train is not None and not sees(base_of(model)):
+        raise BadInputError("model.train has no effect: the model reads text alone; remove it")
     require_one_type(model, recipe.model.dtype, opened.accelerator.mixed_precision)
     if recipe.export.merge:
         require_mergeable(model)
-    refuse(replace(Settings.of(recipe), is_quantised=any(quantised_layers(model))))
+    quantised = any(quantised_layers(model))
+    refuse(replace(Settings.of(recipe), is_quantised=quantised, has_pictures=has_pictures))
     return model
+
+
+def _parts(recipe: Recipe, has_pictures: bool) -> Sequence[str]:
+    """What is trained of a model that reads more than text, in words of `model.train`."""
+    asked = recipe.model.train
+    if asked is None:
+        return (LANGUAGE, PROJECTOR) if has_pictures and recipe.adapter.kind == "none" else (LANGUAGE,)
+    if not has_pictures and set(asked) != {LANGUAGE}:
+        raise BadInputError(
+            f"model.train: {', '.join(asked)}: rows without images reach the language model alone; remove it"
+        )
+    return asked
 
 
 def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit import ranks
+from toolkit.data.picture_samples import PictureSamples
 from toolkit.model.adapter_checks import require_kept
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
@@ -43,7 +45,7 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
     mesh = shard if plugin.strategy.sharded else MeshShape(accelerator.num_processes, 1)
     # Rank 0 decides for all, so that every rank checkpoints the same blocks and refuses the same runs.
     with Pass(Terminal(quiet=ranks.rank() != 0), "planning the memory"):
-        return ranks.on_first_rank(
+        planned = ranks.on_first_rank(
             lambda: plan_run(
                 recipe,
                 on_meta.model,
@@ -57,6 +59,9 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
                 on_meta.teacher,
             )
         )
+    # How large what is seen is depends on values, which no plan has.
+    shown = isinstance(on_meta.data.train, PictureSamples)
+    return replace(planned, uncounted="what the towers hold for images is not counted") if shown else planned
 
 
 def _checkpointings(opened: OpenedRun, model: nn.Module) -> list[Checkpointing | None]:

@@ -15,7 +15,9 @@ from torch import nn
 
 from toolkit.data import build, tokenizer
 from toolkit.data.build import TokenisedData
+from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import Batch, TextSamples
+from toolkit.errors import BadInputError
 from toolkit.model.load import load
 from toolkit.model.routers import find_routers
 from toolkit.objectives.build import build_objective
@@ -40,6 +42,8 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     training, kind = recipe.training, recipe.objective.kind
     tokens = tokenizer.load(recipe.model, recipe.data, kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
+    if isinstance(data.train, PictureSamples):
+        raise BadInputError("toolkit verify: rows with images are not compared yet; verify the recipe on rows of text")
     built = load(recipe.model, tokens, training.seed, adapter=recipe.adapter, objective=kind)
     require_room(built, tokens, recipe)
     data, padded = fitting(recipe, tokens, data, built)

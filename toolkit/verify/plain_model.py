@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from toolkit.model.adapters import base_of, has_adapter
-from toolkit.model.parts import freeze_untrained, writer_class
+from toolkit.model.parts import freeze_untrained, train_parts, trained_parts, writer_class
 from toolkit.model.quantised import quantised_layers
 from toolkit.recipe.recipe import Recipe
 
@@ -28,6 +28,7 @@ def plain_model(recipe: Recipe, built: Any) -> nn.Module:
     """
     torch.manual_seed(recipe.training.seed)
     model = _whole(recipe, built)
+    train_parts(model, trained_parts(base_of(built)))
     freeze_untrained(model)
     quantised = [path.replace(".base_layer", "") for path, _ in quantised_layers(base_of(built))]
     if recipe.adapter.quantize != "none":

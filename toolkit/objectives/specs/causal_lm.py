@@ -67,4 +67,5 @@ CAUSAL_LM = ObjectiveSpec(
         _PRETRAIN,
     ),
     may_pad=True,
+    sees_pictures=True,
 )

@@ -1,0 +1,170 @@
+"""Small models that see pictures, each with its tokenizer and transformers' own processor in its folder."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from support.tiny import VOCAB_SIZE
+from support.tiny_multimodal import FAMILIES
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""IMAGE stands for what the family writes for a picture."""
+
+QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+TILES = [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
+IDEFICS_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *TILES)
+
+EYES: dict[str, dict[str, Any]] = {
+    "llava": {
+        "tokens": ("<image>",),
+        "written": "<image>\n",
+        "image": (
+            "clip",
+            "CLIPImageProcessor",
+            {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
+        ),
+        "processor": {
+            "patch_size": 14,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+        "token": "<image>",
+    },
+    "gemma3": {
+        "tokens": ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+        "named": {
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        "written": "<start_of_image>",
+        "image": ("gemma3", "Gemma3ImageProcessor", {"size": {"height": 28, "width": 28}}),
+        "processor": {"image_seq_length": 4},
+        "token": "<image_soft_token>",
+    },
+    "idefics3": {
+        "tokens": IDEFICS_TOKENS,
+        "written": "<image>",
+        "image": (
+            "idefics3",
+            "Idefics3ImageProcessor",
+            {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}},
+        ),
+        "processor": {"image_seq_len": 1},
+        "token": "<image>",
+    },
+    "qwen3_vl": {
+        "tokens": QWEN_TOKENS,
+        "written": "<|vision_start|><|image_pad|><|vision_end|>",
+        "image": (
+            "qwen2_vl",
+            "Qwen2VLImageProcessor",
+            {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 6}},
+        ),
+        "processor": {},
+        "video": ("qwen3_vl", "Qwen3VLVideoProcessor"),
+        "token": "<|image_pad|>",
+    },
+    "mistral3": {
+        "tokens": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        "written": "[IMG]",
+        "image": (
+            "pixtral",
+            "PixtralImageProcessor",
+            {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}},
+        ),
+        "processor": {"patch_size": 14, "spatial_merge_size": 2},
+        "token": "[IMG]",
+    },
+}
+EYES["qwen2_5_vl"] = {**EYES["qwen3_vl"], "video": ("qwen2_vl", "Qwen2VLVideoProcessor")}
+"""Type -> its processor. Without torchvision those of Qwen, Pixtral and others cannot be loaded."""
+
+WITHOUT_TORCHVISION = ("llava", "gemma3", "idefics3")
+
+
+def tokenizer_of(kind: str, texts: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>", *EYES[kind]["tokens"]]
+    trainer = BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    named = {"extra_special_tokens": EYES[kind]["named"]} if "named" in EYES[kind] else {}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", **named)
+    made.chat_template = CHATML.replace("IMAGE", EYES[kind]["written"])
+    return made
+
+
+def save_seeing(kind: str, folder: Path, texts: list[str]) -> Path:
+    """The model, its tokenizer and its processor, as transformers saves them."""
+    torch.manual_seed(0)
+    eyes, tokenizer = EYES[kind], tokenizer_of(kind, texts)
+    placeholder = tokenizer.convert_tokens_to_ids(eyes["token"])
+    fields = {name: placeholder for name in ("image_token_id", "image_token_index") if name in FAMILIES[kind]}
+    config = AutoConfig.for_model(kind, **{**FAMILIES[kind], **fields})
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # a weight that nobody reads right would not show among ones and zeros
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        elif not parameter.any():  # Gemma 3's projector begins with zeros, and would show nothing
+            parameter.data.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    module, name, settings = eyes["image"]
+    name = f"{name}Pil" if kind in WITHOUT_TORCHVISION else name
+    part = f"transformers.models.{module}.image_processing_{'pil_' if name.endswith('Pil') else ''}{module}"
+    image = getattr(importlib.import_module(part), name)(**settings)
+    parts = {"image_processor": image, "tokenizer": tokenizer, **eyes["processor"]}
+    if "video" in eyes:
+        module, name = eyes["video"]
+        video = importlib.import_module(f"transformers.models.{module}.video_processing_{module}")
+        parts["video_processor"] = getattr(video, name)()
+    PROCESSOR_MAPPING[type(config)](**parts).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def picture(number: int) -> Image.Image:
+    """A picture of noise, of one of several sizes."""
+    width, height = ((40, 30), (28, 56), (64, 64))[number % 3]
+    noise = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(noise)
+
+
+def save_rows(folder: Path, texts: list[str], counts: list[int]) -> Path:
+    """Conversations, of which the i-th shows `counts[i]` pictures, as parts of its first message; unequally long."""
+    (folder / "shown").mkdir(parents=True, exist_ok=True)
+    lines, number = [], 0
+    for text, count in zip(texts, counts, strict=True):
+        words = text.split()
+        parts: list[dict[str, str]] = []
+        for _ in range(count):
+            picture(number).save(folder / "shown" / f"{number}.png")
+            parts += [{"type": "image", "image": f"shown/{number}.png"}, {"type": "text", "text": words[0]}]
+            number += 1
+        content: Any = parts or words[0]
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": " ".join(words[1:])}]
+        lines.append(json.dumps({"messages": messages}))
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return folder / "rows.jsonl"

@@ -1,0 +1,276 @@
+"""Rows with images, of every layout: the tokens of transformers' processor, what is learned, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from PIL import Image
+from support.sights import picture, save_seeing
+from support.texts import make_texts
+from transformers import AutoProcessor
+
+from toolkit.data import build, tokenizer
+from toolkit.data.picture_samples import COUNTS, KINDS_OF_TOKENS, PictureSamples
+from toolkit.data.samples import TextSamples
+from toolkit.errors import DataError
+from toolkit.recipe.schema import DataSection, ModelSection
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_seeing("llava", tmp_path_factory.mktemp("llava"), make_texts(30))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        picture(number).save(tmp_path / "in" / f"{number}.png")
+    return tmp_path
+
+
+def png(number: int) -> bytes:
+    stream = io.BytesIO()
+    picture(number).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def built(model: Path, folder: Path, rows: Any, **settings: Any) -> build.TokenisedData:
+    if isinstance(rows, list):
+        (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+        rows = folder / "rows.jsonl"
+    given = {"max_length": 128, "cache_dir": str(folder / "cache"), "max_dropped_fraction": 0.9, **settings}
+    data = DataSection(train=[str(rows)], **given)  # type: ignore[list-item]
+    return build.build(data, tokenizer.load(ModelSection(name_or_path=str(model)), data), seed=0)
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+ANSWER = {"role": "assistant", "content": "a fox"}
+SHOWN = {"type": "image"}
+URI = "data:image/png;base64," + base64.b64encode(png(0)).decode()
+LAYOUTS: dict[str, tuple[dict[str, Any], list[int], str]] = {
+    "parts with paths": (
+        {"messages": [user({**SHOWN, "image": "in/0.png"}, text("who")), ANSWER]},
+        [0],
+        "<image>\nwho",
+    ),
+    "parts, and a column": (
+        {"messages": [user(SHOWN, text("who")), ANSWER], "images": ["in/1.png"]},
+        [1],
+        "<image>\nwho",
+    ),
+    "openai's": (
+        {"messages": [user(text("who"), {"type": "image_url", "image_url": {"url": URI}}), ANSWER]},
+        [0],
+        "who<image>\n",
+    ),
+    "a file's address": (
+        {"messages": [user({"type": "image_url", "image_url": {"url": "in/2.png"}}, text("who")), ANSWER]},
+        [2],
+        "<image>\nwho",
+    ),
+    "llava's": (
+        {
+            "image": "in/0.png",
+            "conversations": [{"from": "human", "value": "<image>who"}, {"from": "gpt", "value": "a fox"}],
+        },
+        [0],
+        "<image>\nwho",
+    ),
+    "llama-factory's": (
+        {
+            "images": ["in/0.png", "in/2.png"],
+            "messages": [{"role": "user", "content": "<image>or<image>who"}, ANSWER],
+        },
+        [0, 2],
+        "<image>\nor<image>\nwho",
+    ),
+    "alpaca's": ({"images": ["in/1.png"], "instruction": "<image>who", "output": "a fox"}, [1], "<image>\nwho"),
+    "trl's": (
+        {"images": ["in/1.png"], "prompt": [user(SHOWN, text("who"))], "completion": [ANSWER]},
+        [1],
+        "<image>\nwho",
+    ),
+    "without a place": (
+        {"images": ["in/0.png", "in/1.png"], "messages": [{"role": "user", "content": "who"}, ANSWER]},
+        [0, 1],
+        "<image>\n<image>\nwho",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_row_is_what_the_processor_makes_of_it(model: Path, folder: Path, name: str) -> None:
+    row, numbers, asked = LAYOUTS[name]
+    samples = built(model, folder, [row], packing=False).train
+    assert isinstance(samples, PictureSamples)
+    batch = samples.batch([0])
+    whole = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\na fox<|im_end|>\n"
+    processor = AutoProcessor.from_pretrained(model)
+    expected = processor(text=[whole], images=[[picture(number) for number in numbers]], return_tensors="pt")
+    length = expected["input_ids"].shape[1]
+    assert torch.equal(batch["input_ids"][:, :length], expected["input_ids"])
+    assert int(batch["lengths"][0]) == length
+    assert torch.equal(batch["picture/pixel_values"], expected["pixel_values"])
+    assert processor.tokenizer.decode(batch["labels"][batch["labels"] >= 0]) == "a fox<|im_end|>"
+    placeholder = processor.tokenizer.convert_tokens_to_ids("<image>")
+    assert torch.equal(batch[KINDS_OF_TOKENS] == 1, batch["input_ids"] == placeholder)
+    assert batch[COUNTS].tolist() == [len(numbers)]
+
+
+@pytest.mark.parametrize("form", ["bytes in parquet", "image feature", "saved"])
+def test_images_that_a_table_holds_are_the_same(model: Path, folder: Path, form: str) -> None:
+    row, numbers, _ = LAYOUTS["llama-factory's"]
+    plain = built(model, folder, [row], packing=False).train.batch([0])
+    held = [{"bytes": png(number), "path": None} for number in numbers]
+    table = datasets.Dataset.from_list([{**row, "images": held}])
+    if form != "bytes in parquet":
+        table = table.cast_column("images", datasets.List(datasets.Image()))
+    path = folder / ("table" if form == "saved" else "table.parquet")
+    table.save_to_disk(path) if form == "saved" else table.to_parquet(path)
+    found = built(model, folder, path, packing=False).train.batch([0])
+    assert plain.keys() == found.keys()
+    assert all(torch.equal(plain[key], found[key]) for key in plain)
+
+
+GOOD = LAYOUTS["parts with paths"][0]
+PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
+    "more images than places": (
+        {**LAYOUTS["llama-factory's"][0], "images": ["in/0.png"] * 3},
+        "more images than places",
+    ),
+    "more places than images": (
+        {"messages": [user(SHOWN, SHOWN, text("who")), ANSWER], "images": ["in/0.png"]},
+        "more places for images than the row has",
+    ),
+    "no image at all": ({"messages": [user(SHOWN, text("who")), ANSWER]}, "more places for images than the row has"),
+    "a missing file": ({"messages": [user({**SHOWN, "image": "in/9.png"}, text("who")), ANSWER]}, "is missing"),
+    "a file outside": ({"messages": [user({**SHOWN, "image": "../a.png"}, text("who")), ANSWER]}, "leads out|missing"),
+    "an address": ({"messages": [user({**SHOWN, "url": "https://a.b/c.png"}, text("who")), ANSWER]}, "not fetched"),
+    "an answer with an image": (
+        {
+            "messages": [
+                user(text("draw")),
+                {"role": "assistant", "content": [{**SHOWN, "image": "in/0.png"}, text("so")]},
+            ]
+        },
+        "stands in what the assistant says",
+    ),
+    "two columns": ({**LAYOUTS["llama-factory's"][0], "image": "in/0.png"}, "hold images"),
+    "a video": ({**GOOD, "video": "in/a.mp4"}, "video holds what is not text"),
+    "the model's own token": (
+        {"messages": [{"role": "user", "content": "what does <image> mean"}, ANSWER]},
+        "the model's token for an image, and the row has no image",
+    ),
+    "the token beside an image": (
+        {"messages": [user({**SHOWN, "image": "in/0.png"}, text("what does <image> mean")), ANSWER]},
+        "more or fewer places for images",
+    ),
+    "text alone": ({"text": "who", "messages": None, "image": "in/0.png"}, "messages is missing"),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_row_that_cannot_be_used_is_dropped_by_name(model: Path, folder: Path, name: str) -> None:
+    row, problem = PROBLEMS[name]
+    found = built(model, folder, [GOOD, row])
+    assert found.report.train is not None
+    ((why, rows),) = found.report.train.dropped.items()
+    assert problem.replace("|", "") in why or any(part in why for part in problem.split("|"))
+    assert rows.rows == ["rows.jsonl:2"]
+
+
+def test_a_row_is_never_cut_inside_an_image(model: Path, folder: Path) -> None:
+    long = {"messages": [user(*[{**SHOWN, "image": "in/0.png"}] * 20, text("who")), ANSWER]}
+    found = built(model, folder, [*[GOOD] * 200, long], max_length=64)
+    assert found.report.train is not None
+    assert found.report.train.long.rows == ["rows.jsonl:201"]
+    assert sum(int(found.train.batch([i])[COUNTS].sum()) for i in range(len(found.train))) == 200
+
+
+@pytest.mark.parametrize("setting", [{"long_rows": "truncate"}, {"targets": "all"}, {"targets": "each_turn"}])
+def test_what_is_not_built_is_refused_by_name(model: Path, folder: Path, setting: dict[str, str]) -> None:
+    ((field, value),) = setting.items()
+    with pytest.raises(DataError, match=rf"data\.{field}: {value} is not built for rows with images"):
+        built(model, folder, [GOOD], **setting)
+
+
+def test_rows_of_several_files_share_samples(model: Path, folder: Path) -> None:
+    found = built(model, folder, [GOOD, {"messages": [{"role": "user", "content": "so"}, ANSWER]}]).train
+    assert isinstance(found, PictureSamples)
+    assert len(found) == 1
+    batch = found.batch([0])
+    assert sorted(batch[COUNTS].tolist()) == [0, 1]
+    assert int((batch["position_ids"][0] == 0).sum()) == 2
+
+
+def test_a_micro_batch_without_an_image_has_a_small_one_that_teaches_nothing(model: Path, folder: Path) -> None:
+    plain = {"messages": [{"role": "user", "content": "so"}, ANSWER]}
+    found = built(model, folder, [GOOD, plain], packing=False).train
+    number = next(i for i in range(2) if not found.has_picture(i))  # type: ignore[attr-defined]
+    batch = found.batch([number])
+    text_only = TextSamples.batch(found, [number])  # type: ignore[arg-type]
+    length = int(text_only["lengths"][0])
+    assert int(batch["lengths"][0]) == length
+    assert torch.equal(batch["input_ids"][:, :length], text_only["input_ids"][:, :length])
+    assert int((batch["labels"] >= 0).sum()) == int((text_only["labels"] >= 0).sum())
+    assert batch[COUNTS].tolist() == [0, 1]
+    assert len(batch["picture/pixel_values"]) == 1
+
+
+def test_a_folder_may_move_and_a_file_may_not_change(model: Path, folder: Path) -> None:
+    first = built(model, folder, [GOOD])
+    moved = folder / "moved"
+    moved.mkdir()
+    for name in ("in", "rows.jsonl"):
+        shutil.move(folder / name, moved / name)
+    second = built(model, moved, moved / "rows.jsonl", cache_dir=str(folder / "cache"))
+    assert second.fingerprint == first.fingerprint
+    assert torch.equal(second.train.batch([0])["picture/pixel_values"].isfinite(), torch.ones(1, 3, 28, 28).bool())
+    Image.new("RGB", (40, 30)).save(moved / "in" / "0.png")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*0\.png' is another image than when the rows were read"):
+        second.train.batch([0])
+    (moved / "in" / "0.png").unlink()
+    with pytest.raises(DataError, match="an image that cannot be read: No such file"):
+        second.train.batch([0])
+
+
+def test_another_folder_for_images(model: Path, folder: Path) -> None:
+    shutil.move(folder / "in", folder / "elsewhere")
+    row = {"messages": [user({**SHOWN, "image": "0.png"}, text("who")), ANSWER]}
+    found = built(model, folder, [row], image_root=str(folder / "elsewhere"))
+    assert found.train.batch([0])[COUNTS].tolist() == [1]
+
+
+def test_a_model_that_reads_text_alone_drops_such_rows(model: Path, folder: Path, tmp_path: Path) -> None:
+    blind = shutil.copytree(model, tmp_path / "blind")
+    (blind / "processor_config.json").unlink()
+    found = built(blind, folder, [GOOD, {"messages": [{"role": "user", "content": "so"}, ANSWER]}])
+    assert type(found.train) is TextSamples
+    assert found.report.train is not None
+    assert list(found.report.train.dropped) == ["a message's content holds more than text"]
+
+
+def test_what_stands_for_an_image_is_shown_short(model: Path, folder: Path) -> None:
+    many = {"messages": [user(*[{**SHOWN, "image": "in/0.png"}] * 3, text("who")), ANSWER]}
+    tokens = tokenizer.load(ModelSection(name_or_path=str(model)), DataSection(train="a.jsonl", max_length=8))  # type: ignore[arg-type]
+    tokens.chat_template = tokens.chat_template.replace("<image>\n", "<image>")
+    data = DataSection(train=str(folder / "rows.jsonl"), max_length=64, cache_dir=str(folder / "cache"))  # type: ignore[arg-type]
+    (folder / "rows.jsonl").write_text(json.dumps(many))
+    (example,) = build.build(data, tokens, seed=0).report.to_dict()["examples"]
+    assert example["segments"][0][0] == "<|im_start|>user\n<image> (x 12)who<|im_end|>\n<|im_start|>assistant\n"

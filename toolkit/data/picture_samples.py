@@ -1,0 +1,91 @@
+"""Samples of rows with pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from toolkit.data.packing import Pieces
+from toolkit.data.pictures import PREFIX, Pictures
+from toolkit.data.samples import Batch, Rows, TextSamples, batch_of
+
+KINDS_OF_TOKENS = "mm_token_type_ids"
+"""In a batch: 1 for tokens in whose places the model puts what it sees, else 0, (B, T); transformers' name."""
+
+COUNTS = "picture_counts"
+"""In a batch: pictures of each document, (D,), in the order of rows and of documents in them."""
+
+
+@dataclass(frozen=True)
+class PictureSamples(TextSamples):
+    """As `TextSamples`, with the tensors that the model's processor makes of pictures, under `PREFIX` and its names.
+
+    A micro-batch without a picture has a small one behind its first sample, in a document of its own that nothing is
+    learned of: every rank enters the same units in every micro-batch. T is longer there by what stands for it. Its
+    gradients are exactly 0, and so in all numbers of ranks the step is the same.
+
+    Attributes:
+        pictures: reads them.
+    """
+
+    pictures: Pictures = None  # type: ignore[assignment]
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        return self.shown(numbers, [self.seen(number) for number in numbers])
+
+    def seen(self, number: int) -> list[list[Image.Image]]:
+        """The pictures of each row of a sample."""
+        assert isinstance(self.rows, Rows)
+        rows = self.rows
+        return [
+            [self.pictures.read(record, root, rows.name(row)) for record, root in rows.pictures(row)]
+            for row in self.rows_of(number)
+        ]
+
+    def shown(self, numbers: Sequence[int], seen: list[list[list[Image.Image]]]) -> Batch:
+        """The batch of samples, given the pictures of each of their rows, which are of the sizes that rows have."""
+        own = [self.tokens(number) for number in numbers]
+        samples, extra = list(own), 0
+        if not any(found for rows in seen for found in rows):
+            picture, ids = self.pictures.smallest
+            samples[0], seen = [*own[0], (ids, [False] * len(ids))], [[*seen[0], [picture]], *seen[1:]]
+            extra = len(ids)
+        batch = batch_of(samples, self.max_length + extra, self.packed, self.pad_id)
+        batch["lengths"][0] -= extra
+        placeholders = torch.tensor(sorted(self.pictures.token_ids))
+        batch[KINDS_OF_TOKENS] = torch.isin(batch["input_ids"], placeholders).long()
+        batch[COUNTS] = torch.tensor([len(found) for rows in seen for found in rows])
+        by_sample = [[picture for found in rows for picture in found] for rows in seen]
+        batch |= self.pictures.tensors([pictures for pictures in by_sample if pictures])
+        if self.source_of is not None:
+            batch["sources"] = self._sources(numbers, own, batch["input_ids"])
+        return batch
+
+    def alone(self, number: int, place: int) -> PictureSamples:
+        """One row of a sample, in a sample of its own."""
+        first = self.ends[number - 1] if number else 0
+        row, start, stop = ([part] for part in self.pieces.place(first + place))
+        return replace(self, pieces=Pieces(*map(np.array, (row, start, stop))), ends=[1])
+
+    def few(self, tokens: int) -> Batch:
+        """See `TextSamples.few`; without pictures, and with padding in their places."""
+        batch = super().few(tokens)
+        placeholders = torch.tensor(sorted(self.pictures.token_ids))
+        shown = torch.isin(batch["input_ids"], placeholders)
+        batch["input_ids"] = batch["input_ids"].masked_fill(shown, self.pad_id)
+        return {**batch, "labels": batch["labels"].masked_fill(shown, -100)}
+
+    def has_picture(self, number: int) -> bool:
+        """Whether a sample shows a picture."""
+        assert isinstance(self.rows, Rows)
+        return any(self.rows.pictures(row) for row in self.rows_of(number))
+
+
+def pictures_in(batch: Batch) -> dict[str, Any]:
+    """The processor's tensors in a batch, by its own names."""
+    return {name.removeprefix(PREFIX): tensor for name, tensor in batch.items() if name.startswith(PREFIX)}

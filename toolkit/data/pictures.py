@@ -1,0 +1,233 @@
+"""Pictures of rows: from what a row says of them to what the model's processor makes of them.
+
+The processor is transformers' own. It says which tokens stand for a picture, and makes the tensors of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoProcessor, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from toolkit.data.cache import digest
+from toolkit.data.flags import Span
+from toolkit.data.picture_files import content_of, decoded, file_or_content
+from toolkit.data.problem import RowProblem
+from toolkit.errors import BadInputError, DataError, in_words
+
+PREFIX = "picture/"
+"""Begins the names of the processor's tensors in a batch."""
+
+SMALLEST = (56, 56)
+"""Width and height of the picture that stands in a micro-batch without one (pixels); the processor resizes it."""
+
+CONFIGURATIONS = ("preprocessor_config.json", "processor_config.json")
+"""Files that say that a checkpoint has a processor of pictures, and how it works."""
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A text with what stands for each picture.
+
+    Attributes:
+        spans: of the targets, in this text (characters).
+        records: what is kept of each picture, one text each.
+    """
+
+    text: str
+    spans: list[Span]
+    records: tuple[str, ...]
+
+
+_SOURCE = "pictures_of"
+
+
+def set_source(tokenizer: PreTrainedTokenizerBase, name: str | None, revision: str | None) -> None:
+    """Notes which model the tokenizer is of, for `Pictures.of`; None: one with random weights, which sees nothing."""
+    setattr(tokenizer, _SOURCE, None if name is None else (name, revision))
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Reads pictures for one model.
+
+    Attributes:
+        name: of the model: a folder, or a name on the hub.
+        revision: of a model on the hub.
+        store: folder of the cache in which pictures that rows hold themselves are kept.
+        identity: tells its processor from others.
+    """
+
+    name: str
+    revision: str | None
+    store: Path
+    identity: str
+    _sizes: dict[tuple[int, int], str] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Pictures | None:
+        """Those of the tokenizer's model; None if it has no processor of pictures."""
+        if (source := getattr(tokenizer, _SOURCE, None)) is None:
+            return None
+        name, revision = source
+        found = [
+            cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+            for file in CONFIGURATIONS
+        ]
+        contents = [Path(path).read_text(encoding="utf-8") for path in found if path is not None]
+        if not any('"image_processor' in content for content in contents):
+            return None
+        return cls(name, revision, cache / "pictures", digest("processor", contents))
+
+    @cached_property
+    def processor(self) -> Any:
+        """transformers' processor. Raises BadInputError if it cannot be loaded."""
+        try:
+            # Never code from the hub: a processor of one's own would need model.trust_remote_code here, too.
+            processor = AutoProcessor.from_pretrained(self.name, revision=self.revision)
+        except ImportError as error:
+            raise BadInputError(
+                f"data.train has images, and the processor of {self.name!r} needs a package that is not installed "
+                f"({in_words(error)}): pip install 'finetune-toolkit[vision]'"
+            ) from error
+        except Exception as error:  # transformers raises a great many kinds about a broken file
+            raise BadInputError(
+                f"data.train has images, and no processor can be loaded from {self.name!r}: {in_words(error)}; correct "
+                "its preprocessor_config.json or processor_config.json, or download them again"
+            ) from error
+        if getattr(processor, "image_token", None) is None or not hasattr(processor, "image_processor"):
+            raise BadInputError(
+                f"data.train has images, and the processor of {self.name!r} ({type(processor).__name__}) names no "
+                "token that stands for one, so that none can be placed; name another model, or remove the images"
+            )
+        return processor
+
+    @property
+    def token(self) -> str:
+        """What a chat template writes for a picture, which is then expanded."""
+        return str(self.processor.image_token)
+
+    @cached_property
+    def token_ids(self) -> frozenset[int]:
+        """The tokens in whose places the model puts what it sees."""
+        return frozenset(int(token) for token in self.processor.image_token_ids if token is not None)
+
+    def expansion(self, picture: Image.Image) -> str:
+        """What stands for a picture in the text that is tokenised. It depends on the picture's size alone."""
+        if picture.size not in self._sizes:
+            found = self.processor(text=[self.token], images=[[picture]], return_text_replacement_offsets=True)
+            ((replaced,),) = found["text_replacement_offsets"]
+            self._sizes[picture.size] = str(replaced["replacement"])
+        return self._sizes[picture.size]
+
+    @cached_property
+    def smallest(self) -> tuple[Image.Image, list[int]]:
+        """A small picture, and the tokens that stand for it."""
+        picture = Image.new("RGB", SMALLEST, (127, 127, 127))
+        ids = self.processor.tokenizer(self.expansion(picture), add_special_tokens=False)["input_ids"]
+        return picture, list(ids)
+
+    def record(self, reference: Any, root: Path) -> tuple[dict[str, Any], Image.Image]:
+        """What is kept of a row's picture: where it is, and by what it is known again; and the picture.
+
+        Args:
+            root: of paths.
+
+        Raises:
+            RowProblem: it cannot be read.
+        """
+        found = file_or_content(reference, root)
+        content = found if isinstance(found, bytes) else content_of(found)
+        picture = decoded(content)
+        known_by = _digest(content)
+        if isinstance(found, Path):
+            return {"path": str(found.relative_to(root.resolve())), "digest": known_by, "size": picture.size}, picture
+        self._keep(content, known_by)
+        return {"digest": known_by, "size": picture.size}, picture
+
+    def expanded(self, text: str, spans: list[Span], references: Sequence[Any], root: Path) -> Expanded:
+        """A text in which the chat template has written a place for each picture, with what stands for them.
+
+        Args:
+            spans: of the targets (characters).
+            references: what the row says of its pictures.
+            root: of paths.
+
+        Raises:
+            RowProblem: a picture cannot be read, or stands in what is learned, or there are more or fewer places.
+        """
+        pieces = text.split(self.token)
+        if len(pieces) - 1 != len(references):
+            raise RowProblem("the chat template writes more or fewer places for images than the row has images")
+        found = [self.record(reference, root) for reference in references]
+        expansions = [self.expansion(picture) for _, picture in found]
+        ends = list(accumulate(len(piece) + len(self.token) for piece in pieces[:-1]))
+        if any(start < end and last > end - len(self.token) for end in ends for start, last in spans):
+            raise RowProblem("an image stands in what is learned")
+        longer = [len(expansion) - len(self.token) for expansion in expansions]
+        moves = [sum(more for end, more in zip(ends, longer, strict=True) if end <= start) for start, _ in spans]
+        moved = [(start + by, end + by) for (start, end), by in zip(spans, moves, strict=True)]
+        whole = "".join(part for pair in zip_longest(pieces, expansions, fillvalue="") for part in pair)
+        return Expanded(whole, moved, tuple(json.dumps(record) for record, _ in found))
+
+    def _keep(self, content: bytes, known_by: str) -> None:
+        place = self.store / known_by
+        if place.exists():
+            return
+        self.store.mkdir(parents=True, exist_ok=True)
+        unfinished = place.with_name(f".{known_by}.{os.getpid()}.{threading.get_ident()}.tmp")
+        unfinished.write_bytes(content)
+        os.replace(unfinished, place)
+
+    def read(self, record: dict[str, Any], root: str, row: str) -> Image.Image:
+        """The picture of a record.
+
+        Args:
+            row: its name, for errors.
+
+        Raises:
+            DataError: the file is gone, or is another than when the rows were read.
+        """
+        path = Path(root, record["path"]) if "path" in record else self.store / record["digest"]
+        try:
+            content = content_of(path)
+        except RowProblem as problem:
+            raise DataError(
+                f"{row}: {str(path)!r}: {problem}; bring it back, or start again to read the rows anew"
+            ) from problem
+        if _digest(content) != record["digest"]:
+            raise DataError(
+                f"{row}: {str(path)!r} is another image than when the rows were read; bring the old one back, or "
+                "delete the tokenised rows in the cache (data.cache_dir)"
+            )
+        return decoded(content)
+
+    def tensors(self, rows: Sequence[Sequence[Image.Image]]) -> dict[str, torch.Tensor]:
+        """What the model takes of the pictures of rows, each of which has some: `PREFIX` and the processor's names."""
+        texts = [self.token * len(pictures) for pictures in rows]
+        found = self.processor(
+            text=texts, images=[list(pictures) for pictures in rows], return_tensors="pt", padding=True
+        )
+        of_text = {*self.processor.tokenizer.model_input_names, "token_type_ids", "mm_token_type_ids"}
+        return {f"{PREFIX}{name}": tensor for name, tensor in found.items() if name not in of_text}
+
+
+def parse(records: Sequence[str]) -> list[dict[str, Any]]:
+    """Records as they are kept, one text each."""
+    return [json.loads(record) for record in records]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

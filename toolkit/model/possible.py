@@ -1,0 +1,63 @@
+"""Configurations of which no model can be made, or none that learns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from toolkit.errors import BadInputError
+
+MOST_DROPOUT, MOST_EPS = 0.5, 0.1
+"""Of a configuration; transformers' own have at most 0.3 and 0.001. More drowns what the model has learned."""
+
+SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
+"""Of a configuration; with none of them below one could a model be made."""
+
+
+def require_possible(config: PretrainedConfig, field: str, name: str, where: str) -> None:
+    """Raises BadInputError for sizes that no model has, and for a model that transformers computes wrong.
+
+    Args:
+        where: to correct the configuration.
+    """
+    if config.model_type == "prophetnet":
+        # get_predict_relative_pos_embeddings gives each token the numbers of other ones, later ones among them.
+        raise BadInputError(
+            f"{field}: {name!r} is a ProphetNet, whose relative positions transformers mixes up: a token's logits "
+            "depend on later tokens and on the length of its row; name another model, such as BART or T5"
+        )
+    text = config.get_text_config()
+    wrong = [f"{key} is {size}" for key in SIZES if isinstance(size := getattr(text, key, 1), int) and size < 1]
+    if wrong:
+        raise BadInputError(
+            f"{field}: no model can be built from {name!r}: {', '.join(wrong)}; needs at least 1. Correct {where}"
+        )
+    heads, groups = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if type(heads) is int and type(groups) is int and heads % groups:
+        raise BadInputError(
+            f"{field}: {name!r} has {heads} heads of attention that share {groups} heads of keys and values, which do "
+            f"not divide them. Correct {where}"
+        )
+    odd = _odd_numbers(text if isinstance(text, dict) else text.to_dict())
+    if odd:
+        raise BadInputError(f"{field}: {name!r} cannot be trained: {'; '.join(odd)}. Correct {where}")
+
+
+def _odd_numbers(values: dict[str, Any]) -> list[str]:
+    """Numbers of a configuration that spoil the first step, and that building the model does not meet."""
+    needs: dict[tuple[str, ...], tuple[str, Callable[[float], bool]]] = {
+        ("dropout", "pdrop", "dropout_prob"): (f"from 0 to {MOST_DROPOUT}", lambda value: 0 <= value <= MOST_DROPOUT),
+        ("_eps", "_epsilon"): (f"from 0 to {MOST_EPS}", lambda value: 0 <= value <= MOST_EPS),
+        ("rope_theta",): ("above 0", lambda value: 0 < value < math.inf),
+    }
+    inner = values.get("rope_parameters")
+    flat = {**values, **(inner if isinstance(inner, dict) else {})}
+    return [
+        f"{key} is {value}, and needs to be {what}"
+        for endings, (what, holds) in needs.items()
+        for key, value in flat.items()
+        if key.endswith(endings) and type(value) in (int, float) and not holds(value)
+    ]

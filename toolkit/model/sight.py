@@ -1,0 +1,77 @@
+"""What a model takes beside tokens if rows have pictures: the processor's tensors, positions of axes, token types.
+
+Reference: the forwards and `get_rope_index` of transformers' models.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.data.picture_samples import COUNTS, KINDS_OF_TOKENS, pictures_in
+from toolkit.data.samples import Batch
+from toolkit.model.adapters import base_of
+
+AXES = "positions_of_axes"
+"""In a batch: positions of text, time, height and width, (4, B, T), restarting with each document."""
+
+NAMES_OF_KINDS = ("mm_token_type_ids", "token_type_ids")
+"""What models call the kinds of tokens; Gemma 3 lets the tokens of a picture see each other by them."""
+
+
+class Sight:
+    """Knows how one model is given pictures.
+
+    Args:
+        model: may be on the meta device.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        base: Any = base_of(model)
+        self._takes = set(inspect.signature(base.forward).parameters)
+        inner = getattr(base, "model", base)
+        # Of the family of Qwen-VL: positions on three axes, which only its own function knows.
+        self._rope = getattr(inner, "get_rope_index", None)
+
+    def on_host(self, batch: Batch) -> dict[str, Any]:
+        """Adds positions of three axes, if the model wants them: computed on the host, document by document."""
+        if self._rope is None or COUNTS not in batch:
+            return {}
+        grids = batch.get("picture/image_grid_thw")
+        positions = torch.empty(4, *batch["input_ids"].shape, dtype=torch.long)
+        number, seen = 0, 0
+        for i, ids in enumerate(batch["input_ids"]):
+            starts = (batch["position_ids"][i] == 0).nonzero().flatten().tolist()
+            for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+                count = int(batch[COUNTS][number])
+                kinds = batch[KINDS_OF_TOKENS][i, start:end]
+                mine = None if grids is None or count == 0 else grids[seen : seen + count]
+                positions[0, i, start:end] = torch.arange(end - start)
+                positions[1:, i, start:end] = self._axes(ids[start:end], kinds, mine)
+                number, seen = number + 1, seen + count
+        return {AXES: positions}
+
+    def _axes(self, ids: torch.Tensor, kinds: torch.Tensor, grids: torch.Tensor | None) -> torch.Tensor:
+        """Of one document, (3, T); of text alone the three are its places."""
+        if grids is None:
+            return torch.arange(len(ids)).expand(3, -1)
+        found, _ = self._rope(ids[None], mm_token_type_ids=kinds[None].int(), image_grid_thw=grids)  # type: ignore[misc]
+        return found[:, 0]  # type: ignore[no-any-return]
+
+    def inputs(self, batch: Batch, in_one_row: bool) -> dict[str, Any]:
+        """Of the model's forward, beside `input_ids`; nothing of what it does not take.
+
+        Args:
+            in_one_row: the rows of the batch are given as one.
+        """
+        if COUNTS not in batch:
+            return {}
+        found: dict[str, Any] = {name: value for name, value in pictures_in(batch).items() if name in self._takes}
+        kinds = batch[KINDS_OF_TOKENS]
+        found |= {name: kinds.view(1, -1) if in_one_row else kinds for name in NAMES_OF_KINDS if name in self._takes}
+        if AXES in batch:
+            found["position_ids"] = batch[AXES].view(4, 1, -1) if in_one_row else batch[AXES]
+        return found
