@@ -33,6 +33,8 @@ KINDS = [
 ]
 PROJECTORS = ("multi_modal_projector", "connector", "merger")
 LANGUAGE = ("language_model", "lm_head", "embed_tokens", "text_model")
+# transformers' masks of Gemma 3's windows go wrong, which the check finds; linear attention runs over the ends of rows.
+NOT_PACKED = ("gemma3", "qwen3_5")
 CASES: dict[str, dict[str, Any]] = {
     "packed": {
         "data": {"packing": True},
@@ -67,7 +69,8 @@ def rows_by_hand(folder: Path, kind: str) -> list[tuple[dict[str, Any], torch.Te
         labels[0, -behind:] = -100
         assert processor.tokenizer.decode(labels[0][labels[0] >= 0]) == answer
         inputs.pop("attention_mask")
-        found.append((dict(inputs), labels))
+        floats = {name: tensor.float() for name, tensor in inputs.items() if tensor.is_floating_point()}
+        found.append(({**inputs, **floats}, labels))
     return found
 
 
@@ -116,7 +119,7 @@ def runs(folder: Path, kind: str, cases: list[str]) -> dict[str, list[float]]:
         values["data"]["packing"] = False
         for section, fields in CASES[case].items():
             values[section] = {**values.get(section, {}), **fields}
-        if kind == "gemma3" and case == "packed":  # transformers' masks of its windows go wrong, which the check finds
+        if kind in NOT_PACKED and case == "packed":
             values["data"]["packing"] = None
         result = finetune(Recipe.from_mapping(values))
         found[case] = [record["loss"] for record in result.metrics if record["split"] == "train"]

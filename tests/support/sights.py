@@ -94,6 +94,34 @@ EYES: dict[str, dict[str, Any]] = {
     },
 }
 EYES["qwen2_5_vl"] = {**EYES["qwen3_vl"], "video": ("qwen2_vl", "Qwen2VLVideoProcessor")}
+EYES["qwen3_5"] = EYES["qwen3_vl"]
+EYES["internvl"] = {
+    "tokens": ("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+    "named": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
+    "written": "<IMG_CONTEXT>\n",
+    "image": ("got_ocr2", "GotOcr2ImageProcessor", {"size": {"height": 28, "width": 28}, "max_patches": 3}),
+    "processor": {"image_seq_length": 1},
+    "video": ("internvl", "InternVLVideoProcessor"),
+    "token": "<IMG_CONTEXT>",
+}
+EYES["glm4v"] = {
+    "tokens": ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"),
+    "named": {"image_token": "<|image|>", "video_token": "<|video|>"},
+    "written": "<|begin_of_image|><|image|><|end_of_image|>",
+    "image": (
+        "glm4v",
+        "Glm4vImageProcessor",
+        {"size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 12}},
+    ),
+    "processor": {},
+    "video": ("glm4v", "Glm4vVideoProcessor"),
+    "token": "<|image|>",
+}
 """Type -> its processor. Without torchvision those of Qwen, Pixtral and others cannot be loaded."""
 
 WITHOUT_TORCHVISION = ("llava", "gemma3", "idefics3")

@@ -221,7 +221,9 @@ class Pictures:
             text=texts, images=[list(pictures) for pictures in rows], return_tensors="pt", padding=True
         )
         of_text = {*self.processor.tokenizer.model_input_names, "token_type_ids", "mm_token_type_ids"}
-        return {f"{PREFIX}{name}": tensor for name, tensor in found.items() if name not in of_text}
+        # Llama 4's are bfloat16 whatever the model is; a model casts what it is given to its own type, or FSDP does.
+        whole = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
+        return {f"{PREFIX}{name}": tensor for name, tensor in whole.items() if name not in of_text}
 
 
 def parse(records: Sequence[str]) -> list[dict[str, Any]]:
