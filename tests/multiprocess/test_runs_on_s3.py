@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,6 +26,11 @@ from toolkit.checkpoint import store as stores
 from toolkit.checkpoint.manifest import file_entry, list_checkpoints
 from toolkit.checkpoint.store import StorePath
 from toolkit.cli.app import app
+from toolkit.data import build
+from toolkit.data.remote import local_copies
+from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.errors import DataError
+from toolkit.recipe.schema import DataSection
 
 STORE = StorePath("s3://bucket/runs/first")
 CUT_AT = 6  # the step in which the run dies; saved after 2 and 4
@@ -161,3 +167,29 @@ def test_large_files_are_copied_in_parts_that_s3_sums(
     (tmp_path / "b").write_bytes(b"x" * (11 * 2**20))
     monkeypatch.setattr(stores, "_sha256", lambda *_: "another")
     assert not place.holds(tmp_path / "b", file_entry(tmp_path / "b").sha256)
+
+
+def test_rows_in_s3_are_those_of_files(s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    texts = make_texts(20)
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    client = boto3.client("s3")
+    client.put_object(Bucket="bucket", Key="rows/1.jsonl", Body="".join(lines[:7]).encode())
+    client.put_object(Bucket="bucket", Key="rows/2.jsonl", Body="".join(lines[7:]).encode())
+    tokens = _train_byte_pairs(iter(texts), 320)
+
+    def samples(path: str) -> list[list[int]]:
+        local_copies.cache_clear()  # as in another process
+        data = DataSection.model_validate({"train": path, "max_length": 32, "cache_dir": str(tmp_path / "cache")})
+        made = build.build(data, tokens, 0)
+        found: list[list[int]] = made.train.batch(range(len(made.train)))["input_ids"].tolist()
+        return found
+
+    expected = samples(str(tmp_path / "rows.jsonl"))
+    assert samples("s3://bucket/rows/*.jsonl") == expected
+    (tmp_path / "rows.jsonl").write_text("".join(lines[:-1]))
+    client.put_object(Bucket="bucket", Key="rows/2.jsonl", Body="".join(lines[7:-1]).encode())
+    assert samples("s3://bucket/rows/*.jsonl") == samples(str(tmp_path / "rows.jsonl")) != expected
+    with pytest.raises(DataError, match=r"data\.train: .*s3://bucket/rows/3\.jsonl"):
+        samples("s3://bucket/rows/3.jsonl")
