@@ -211,9 +211,10 @@ def _fork(rank: int, local: int, terms: dict[str, str], arguments: list[str], lo
         _read_clock_from(clock)
         from toolkit.cli.finetune import finetune_command
         from toolkit.pages import charts, data_page
+        from toolkit.pages.svg import Drawing
 
         # A third of such a run's time.
-        charts.draw_svg = data_page.draw_svg = lambda *_: "<svg></svg>"  # type: ignore[attr-defined]
+        charts.draw_svg = data_page.draw_svg = lambda name, size, *_: Drawing(size, "")  # type: ignore[attr-defined]
 
         code = finetune_command(arguments)
     finally:
