@@ -7,7 +7,7 @@ Everything that differs between runs stands in the recipe or in the Accelerate c
 
 import sys
 
-from toolkit.cli.finetune import finetune_command
+from toolkit.cli.entry import finetune
 
 if __name__ == "__main__":
-    sys.exit(finetune_command(sys.argv[1:]))
+    sys.exit(finetune(sys.argv[1:]))

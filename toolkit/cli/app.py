@@ -13,9 +13,10 @@ import typer
 import toolkit
 from toolkit.cli.checkpoints import checkpoints
 from toolkit.cli.configs import configs_app
-from toolkit.cli.console import INTERRUPTED, prepare_process, print_error, print_interrupt
+from toolkit.cli.console import prepare_process, print_error, print_interrupt
 from toolkit.cli.data import data
 from toolkit.cli.doctor import doctor
+from toolkit.cli.entry import INTERRUPTED
 from toolkit.cli.export import export
 from toolkit.cli.generate import generate
 from toolkit.cli.init import init

@@ -8,13 +8,13 @@ import logging
 import os
 import platform
 import re
-import signal
 import sys
 import time
 import traceback
 
 from rich.table import Table
 
+from toolkit.cli.entry import INTERRUPTED
 from toolkit.errors import RankError, StoppedError, ToolkitError, first_line, is_lost_peer
 from toolkit.terminal import Terminal
 
@@ -74,7 +74,6 @@ def print_error(error: ToolkitError) -> int:
     return error.exit_code
 
 
-INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C where there is no state to save, as shells have it."""
 
 

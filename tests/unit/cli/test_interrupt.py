@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.launches import clean_environment
@@ -34,3 +35,34 @@ def test_one_line(command: str, before: str) -> None:
         [sys.executable, "-c", CODE + command], text=True, capture_output=True, timeout=300, env=clean_environment()
     )
     assert (ended.returncode, ended.stderr) == (130, before + "stopped by Ctrl-C\n")
+
+
+def ended(code: str, folder: Path) -> tuple[int, str]:
+    """How a process ends that has the handler, with modules in `folder`."""
+    begun = f"import sys; sys.path.insert(0, {str(folder)!r}); from toolkit.cli.entry import end_at_interrupts; "
+    found = subprocess.run(
+        [sys.executable, "-c", f"{begun}end_at_interrupts()\n{code}"],
+        text=True,
+        capture_output=True,
+        timeout=300,
+        env=clean_environment(),
+    )
+    return found.returncode, found.stderr
+
+
+def test_an_interrupt_while_a_module_is_imported_ends_the_process_at_once(tmp_path: Path) -> None:
+    """transformers looks for modules, and takes any exception of theirs for a missing package."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nfor _ in range(99): pass\n"
+    )
+    code = "try:\n    import slow\nexcept BaseException:\n    pass\nprint('went on', file=sys.stderr)"
+    assert ended(code, tmp_path) == (130, "stopped by Ctrl-C\n")
+
+
+def test_an_interrupt_of_a_command_is_an_exception_as_usual(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    sys.exit(7)"
+    )
+    assert ended(code, tmp_path) == (7, "")
+    ignored = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); end_at_interrupts()\n" + code
+    assert ended(ignored, tmp_path) == (0, "")

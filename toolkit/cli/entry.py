@@ -1,0 +1,46 @@
+"""Where the `toolkit` command and recipes/finetune.py begin: Ctrl-C is met before anything else is imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def main() -> None:
+    """The `toolkit` command; see `toolkit.cli.app.main`."""
+    end_at_interrupts()
+    from toolkit.cli.app import main as command
+
+    command()
+
+
+def finetune(arguments: list[str]) -> int:
+    """recipes/finetune.py; see `toolkit.cli.finetune.finetune_command`."""
+    end_at_interrupts()
+    from toolkit.cli.finetune import finetune_command
+
+    return finetune_command(arguments)
+
+
+def end_at_interrupts() -> None:
+    """Has Ctrl-C end the process at once while a module is imported, and raise KeyboardInterrupt otherwise.
+
+    An exception inside an import comes out as any other one, or is taken for a missing package: transformers tries
+    imports, and goes on. A run that trains has a handler of its own, which saves the state.
+    """
+    # Not if it is ignored, as behind `nohup`.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, b"stopped by Ctrl-C\n")
+            os._exit(INTERRUPTED)  # nothing is open yet that would have to be closed
+        frame = frame.f_back
+    signal.default_int_handler(number, frame)
