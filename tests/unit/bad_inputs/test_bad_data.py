@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...], str]] = {
     "judgements under LLaMA-Factory's name": (
         "a.jsonl",
         lines({**chat(USER, ANSWER), "kto_tag": 1}),
-        (CHATML,),
+        ("data.chat_template=alpaca",),
         "(kto_tag: 1), as for KTO",
     ),
     "tags that are numbers and names": (
