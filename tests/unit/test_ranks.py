@@ -28,6 +28,7 @@ STARTERS = {
     "data/ahead.py": "on_this_device",
     "data/time_limit.py": "_look",  # looks at the clock; knows no torch
     "sharding/offload/worker.py": "set_device",  # told its device, which need not be the current one
+    "run/notebook.py": "_receive",  # reads a pipe and shows what comes; touches no tensor
     "supervise/lease.py": "_beat",  # writes a file; knows no torch
     "supervise/parent_death.py": "_watch",  # looks for a process; knows no torch
     "supervise/store_lease.py": "_beat",  # writes to a store; knows no torch
