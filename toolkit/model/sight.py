@@ -22,6 +22,11 @@ NAMES_OF_KINDS = ("mm_token_type_ids", "token_type_ids")
 """What models call the kinds of tokens; Gemma 3 lets the tokens of a picture see each other by them."""
 
 
+HIDE_DOCUMENTS = ("qwen2_vl", "qwen2_5_vl", "glm4v")
+"""Types that make three axes of positions (B, T), and their mask without them: rows that share a sample see each other.
+Given four rows of positions, they take the first one for the mask."""
+
+
 class Sight:
     """Knows how one model is given pictures.
 
@@ -35,6 +40,7 @@ class Sight:
         inner = getattr(base, "model", base)
         # Of the family of Qwen-VL: positions on three axes, which only its own function knows.
         self._rope = getattr(inner, "get_rope_index", None)
+        self._hides_documents = base.config.model_type in HIDE_DOCUMENTS
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """Adds positions of three axes, if the model wants them: computed on the host, document by document."""
@@ -60,6 +66,10 @@ class Sight:
             return torch.arange(len(ids)).expand(3, -1)
         found, _ = self._rope(ids[None], mm_token_type_ids=kinds[None].int(), image_grid_thw=grids)  # type: ignore[misc]
         return found[:, 0]  # type: ignore[no-any-return]
+
+    def positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions of text, (B, T), as the model takes them: of rows that share a sample, maybe (4, B, T)."""
+        return positions.expand(4, -1, -1) if self._hides_documents else positions
 
     def inputs(self, batch: Batch, in_one_row: bool) -> dict[str, Any]:
         """Of the model's forward, beside `input_ids`; nothing of what it does not take.

@@ -109,6 +109,8 @@ class CausalLM(Objective):
         inputs: dict[str, Any] = {name: self._in_rows(batch[name]) for name in names if name in batch}
         if "position_ids" in inputs and self._first_position:
             inputs["position_ids"] = inputs["position_ids"] + self._first_position
+        if "position_ids" in inputs:
+            inputs["position_ids"] = self._sight.positions(inputs["position_ids"])
         if "bounds" in batch and self._takes_bounds:  # a teacher may not, where its student does
             inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch["bounds"])
             inputs |= dict.fromkeys(("max_length_q", "max_length_k"), batch["longest"])
