@@ -40,7 +40,7 @@ class Sight:
         inner = getattr(base, "model", base)
         # Of the family of Qwen-VL: positions on three axes, which only its own function knows.
         self._rope = getattr(inner, "get_rope_index", None)
-        self._hides_documents = base.config.model_type in HIDE_DOCUMENTS
+        self._hides_documents = getattr(getattr(base, "config", None), "model_type", None) in HIDE_DOCUMENTS
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """Adds positions of three axes, if the model wants them: computed on the host, document by document."""

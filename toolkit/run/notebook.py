@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import multiprocessing
+import os
 import socket
 import sys
 import threading
@@ -129,7 +130,8 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
 
         sys.stdout = stdout
         result = finetune(recipe)
-        if ranks.rank() == 0:
+        # The process group is gone by now, so only the launcher's variable tells ranks apart.
+        if os.environ["RANK"] == "0":
             _send(result)
 
     with _received() as results:
