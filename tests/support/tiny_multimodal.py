@@ -61,6 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {**TEXT, "intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1},
         "vision_config": {
             **CLIP,
+            "intermediate_size": 64,
             "vision_output_dim": 16,
             "projector_input_dim": 16,
             "projector_output_dim": 16,

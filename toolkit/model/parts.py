@@ -19,6 +19,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from toolkit.sharding.unused import has_branches
+
 WHOLE = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
 """Auto classes of models that read more than text."""
 
@@ -82,6 +84,14 @@ def freeze_untrained(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.requires_grad_(False)
+
+
+def may_leave_unused(model: nn.Module) -> bool:
+    """Whether a forward may leave trained parameters out, which torch's DistributedDataParallel has to be told.
+
+    Besides branches those of towers, whose last layers LLaVA does not use, and whose pooling Gemma 3 does not.
+    """
+    return has_branches(model) or VISION in trained_parts(model)
 
 
 def untrained_modules(model: nn.Module) -> list[str]:

@@ -14,13 +14,13 @@ from torch import nn
 from toolkit.data.picture_samples import COUNTS, KINDS_OF_TOKENS, pictures_in
 from toolkit.data.samples import Batch
 from toolkit.model.adapters import base_of
+from toolkit.model.spans import masks_of, sees_in_spans
 
 AXES = "positions_of_axes"
 """In a batch: positions of text, time, height and width, (4, B, T), restarting with each document."""
 
 NAMES_OF_KINDS = ("mm_token_type_ids", "token_type_ids")
-"""What models call the kinds of tokens; Gemma 3 lets the tokens of a picture see each other by them."""
-
+"""What models call the kinds of tokens."""
 
 HIDE_DOCUMENTS = ("qwen2_vl", "qwen2_5_vl", "glm4v")
 """Types that make three axes of positions (B, T), and their mask without them: rows that share a sample see each other.
@@ -40,7 +40,8 @@ class Sight:
         inner = getattr(base, "model", base)
         # Of the family of Qwen-VL: positions on three axes, which only its own function knows.
         self._rope = getattr(inner, "get_rope_index", None)
-        self._hides_documents = getattr(getattr(base, "config", None), "model_type", None) in HIDE_DOCUMENTS
+        self._hides_documents = base.config.model_type in HIDE_DOCUMENTS
+        self._with_spans = base if sees_in_spans(base) else None
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """Adds positions of three axes, if the model wants them: computed on the host, document by document."""
@@ -84,4 +85,6 @@ class Sight:
         found |= {name: kinds.view(1, -1) if in_one_row else kinds for name in NAMES_OF_KINDS if name in self._takes}
         if AXES in batch:
             found["position_ids"] = batch[AXES].view(4, 1, -1) if in_one_row else batch[AXES]
+        if self._with_spans is not None:
+            found["attention_mask"] = masks_of(self._with_spans, kinds, batch["position_ids"])
         return found

@@ -14,6 +14,7 @@ from toolkit.data.picture_samples import PictureSamples
 from toolkit.model.adapter_checks import require_kept
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
+from toolkit.model.parts import may_leave_unused
 from toolkit.optim.build import build_optimizer
 from toolkit.planning.check import Planned, plan_run
 from toolkit.run.accelerator import checkpointing_of, compilation_of
@@ -25,7 +26,6 @@ from toolkit.sharding.chunks import CHUNK_TOKENS
 from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.strategy import MeshShape
 from toolkit.sharding.units import plan_units
-from toolkit.sharding.unused import has_branches
 from toolkit.terminal import Pass, Terminal
 
 # Fewest blocks first, because the forward of each one is computed twice.
@@ -112,6 +112,6 @@ def _prepare_for_ddp(opened: OpenedRun, model: PreTrainedModel) -> Compilation |
     compilation, checkpointing = compilation_of(opened.recipe), opened.plugin.checkpointing
     if checkpointing is not None or compilation is not None:
         prepare_blocks(model, plan_units(model, opened.recipe.sharding.unit_classes), checkpointing, compilation)
-    # It costs DDP a walk over the graph in every step, so only models with branches get it.
-    opened.accelerator.ddp_handler.find_unused_parameters = has_branches(model)
+    # It costs DDP a walk over the graph in every step, so only models that need it get it.
+    opened.accelerator.ddp_handler.find_unused_parameters = may_leave_unused(model)
     return compilation
