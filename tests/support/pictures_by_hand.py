@@ -188,7 +188,7 @@ class DrawnRows(Rows):
         return np.array(self.rows[row].ids[start:stop]), np.array(self.rows[row].targets[start:stop])
 
     def pictures(self, row: int) -> list[tuple[dict[str, Any], str]]:
-        return [({"drawn": picture}, "") for picture in self.rows[row].pictures]
+        return [({"drawn": drawn, "size": (drawn.width, drawn.height)}, "") for drawn in self.rows[row].pictures]
 
     def name(self, row: int) -> str:
         return f"rows.jsonl:{row + 1}"
@@ -241,5 +241,3 @@ def summed_loss(model: Any, kind: str, row: Row) -> torch.Tensor:
 
 def num_targets(rows: Sequence[Row]) -> int:
     return sum(sum(row.targets[1:]) for row in rows)
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,16 +13,19 @@ from PIL import Image
 from torch import nn
 
 from toolkit.checkpoint.export import relative_difference
-from toolkit.data.picture_samples import KINDS_OF_TOKENS, PictureSamples
-from toolkit.data.samples import IGNORED, Batch
+from toolkit.data.picture_samples import PictureSamples
+from toolkit.data.samples import Batch
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
 from toolkit.objectives.objective import Objective
 from toolkit.run.packing_check import TOLERANCE, LeakError
-from toolkit.sharding.fsdp import class_name
+from toolkit.sharding.fsdp import class_name, sharded_modules
 
 LOOKED_AT = 256
-"""Samples among which the first with a picture and with several rows are looked for."""
+"""Samples among which rows are looked for."""
+
+TRIED = 8
+"""Rows with images that are each tried alone."""
 
 
 class SightError(BadInputError):
@@ -60,44 +64,148 @@ def check_pictures(
         What was measured; None if no sample has an image, or the logits are not finite.
 
     Raises:
-        SightError: an image is not seen, or is learned as text; or the model cannot take it.
+        SightError: an image is not seen, or is learned as text; or the model cannot take it, or not on every rank.
         LeakError: rows that share a sample see each other.
     """
     found = next((n for n in _by_interest(samples) if samples.has_picture(n)), None)
     if found is None:
         return None
-    name = samples.rows.name(samples.rows_of(found)[0])  # type: ignore[attr-defined]
-    seen = samples.seen(found)
-    first = next(i for i, pictures in enumerate(seen) if pictures)
-    others_seen = [*seen[:first], [_another(seen[first][0]), *seen[first][1:]], *seen[first + 1 :]]
-    batch, other = samples.shown([found], [seen]), samples.shown([found], [others_seen])
-    if bool((batch["labels"][batch[KINDS_OF_TOKENS] > 0] != IGNORED).any()):
-        raise SightError(f"{name}: tokens that stand for an image would be learned as text; report this")
-    spans, was_training = _documents(batch), model.training
+    require_no_targets(samples)
+    was_training = model.training
     model.eval()
     try:
-        together, changed = (_logits(model, objective, one, device) for one in (batch, other))
-        alone = 0.0
-        for i, (start, end) in enumerate(spans):
-            by_itself = _logits(model, objective, samples.alone(found, i).batch([0]), device)[: end - start]
-            alone = max(alone, relative_difference(together[start:end], by_itself))
-    except Exception as error:  # of the model's own code
-        raise SightError(
-            f"{name}: {class_name(base_of(inner))} cannot take its images: {type(error).__name__}: {first_line(error)}"
-        ) from error
+        _require_features(model, inner, objective, samples, device)
+        _require_units(model, inner, objective, samples, found, device)
+        check = _measured(model, objective, samples, found, device)
     finally:
         model.train(was_training)
-    others = [slice(*span) for i, span in enumerate(spans) if i != first]
-    check = SightCheck(
+    if not all(map(math.isfinite, (check.seen, check.leaks, check.alone))):
+        return None  # the first step will say so
+    _require(check, TOLERANCE[in_16_bits], _name(samples, found, _first_seen(samples, found)), _class(inner))
+    return check
+
+
+def require_no_targets(samples: PictureSamples) -> None:
+    """Raises SightError if a token that stands for an image is learned."""
+    placeholders = np.array(sorted(samples.pictures.token_ids))
+    for number in _looked_at(samples):
+        for place, (ids, targets) in enumerate(samples.tokens(number)):
+            if np.any(np.isin(ids, placeholders) & np.asarray(targets, dtype=bool)):
+                raise SightError(
+                    f"{_name(samples, number, place)}: tokens that stand for an image would be learned as text; "
+                    "report this"
+                )
+
+
+def _require_features(
+    model: nn.Module, inner: nn.Module, objective: Objective, samples: PictureSamples, device: torch.device
+) -> None:
+    """Tries rows alone, of images as different as there are: transformers refuses one if features and places differ.
+
+    Beside others a row with too many might make up for one with too few.
+    """
+    for number, place in _unlike(samples):
+        try:
+            _logits(model, objective, samples.alone(number, place).batch([0]), device)
+        except Exception as error:  # of the model's own code
+            raise SightError(
+                f"{_name(samples, number, place)}: {_class(inner)} cannot take its images: {type(error).__name__}: "
+                f"{first_line(error)}"
+            ) from error
+
+
+def _require_units(
+    model: nn.Module,
+    inner: nn.Module,
+    objective: Objective,
+    samples: PictureSamples,
+    shown: int,
+    device: torch.device,
+) -> None:
+    """Raises SightError if a sample with images runs other units than one without: ranks would wait for each other."""
+    blind = next((number for number in _looked_at(samples) if not samples.has_picture(number)), None)
+    if blind is None:
+        return
+    of_shown, of_blind = (_units_run(model, objective, samples.batch([n]), device) for n in (shown, blind))
+    if of_shown != of_blind:
+        other = sorted(set(of_shown) ^ set(of_blind)) or ["the same ones in another order"]
+        raise SightError(
+            f"{_name(samples, shown, _first_seen(samples, shown))}: with its images {_class(inner)} runs other units than without any "
+            f"({', '.join(other[:3])}), so that ranks would wait for each other without end; report this"
+        )
+
+
+def _units_run(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> list[str]:
+    """Names of the units that a forward gathers, in their order."""
+    found: list[str] = []
+    names = {id(module): name or "the root" for name, module in model.named_modules()}
+    hooks = [
+        unit.register_forward_pre_hook(lambda module, _: found.append(names[id(module)]))
+        for unit in sharded_modules(model)
+    ]
+    try:
+        _logits(model, objective, batch, device)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _measured(
+    model: nn.Module, objective: Objective, samples: PictureSamples, number: int, device: torch.device
+) -> SightCheck:
+    """Of a sample, of which the first row that has an image gets another one."""
+    seen, first = samples.seen(number), _first_seen(samples, number)
+    others_seen = [*seen[:first], [_another(seen[first][0]), *seen[first][1:]], *seen[first + 1 :]]
+    batch, other = samples.shown([number], [seen]), samples.shown([number], [others_seen])
+    together, changed = (_logits(model, objective, one, device) for one in (batch, other))
+    spans, alone = _documents(batch), 0.0
+    for place, (start, end) in enumerate(spans):
+        by_itself = _logits(model, objective, samples.alone(number, place).batch([0]), device)[: end - start]
+        alone = max(alone, relative_difference(together[start:end], by_itself))
+    others = [slice(*span) for place, span in enumerate(spans) if place != first]
+    return SightCheck(
         seen=relative_difference(changed[slice(*spans[first])], together[slice(*spans[first])]),
         leaks=max((relative_difference(changed[span], together[span]) for span in others), default=0.0),
         alone=alone,
         shared=len(spans) > 1,
     )
-    if not all(map(math.isfinite, (check.seen, check.leaks, check.alone))):
-        return None  # the first step will say so
-    _require(check, TOLERANCE[in_16_bits], name, class_name(base_of(inner)))
-    return check
+
+
+def _looked_at(samples: PictureSamples) -> range:
+    return range(min(LOOKED_AT, len(samples)))
+
+
+def _first_seen(samples: PictureSamples, number: int) -> int:
+    """The place of the first row of a sample that has an image."""
+    return next(place for place, row in enumerate(samples.rows_of(number)) if _pictures(samples, row))
+
+
+def _pictures(samples: PictureSamples, row: int) -> list[tuple[dict[str, Any], str]]:
+    found: list[tuple[dict[str, Any], str]] = samples.rows.pictures(row)  # type: ignore[attr-defined]
+    return found
+
+
+def _unlike(samples: PictureSamples) -> list[tuple[int, int]]:
+    """Sample and place of rows whose images have unlike sizes: those with the most tokens, and the one with the fewest."""
+    by_sizes: dict[str, tuple[int, int, int]] = {}
+    for number in _looked_at(samples):
+        for place, (row, (ids, _)) in enumerate(zip(samples.rows_of(number), samples.tokens(number), strict=True)):
+            if records := _pictures(samples, row):
+                sizes = str(sorted(str(record.get("size")) for record, _ in records))
+                by_sizes.setdefault(sizes, (len(ids), number, place))
+    in_order = sorted(by_sizes.values(), reverse=True)
+    chosen = in_order if len(in_order) <= TRIED else [*in_order[: TRIED - 1], in_order[-1]]
+    return [(number, place) for _, number, place in chosen]
+
+
+def _name(samples: PictureSamples, number: int, place: int) -> str:
+    name: str = samples.rows.name(samples.rows_of(number)[place])  # type: ignore[attr-defined]
+    return name
+
+
+def _class(inner: nn.Module) -> str:
+    return class_name(base_of(inner))
 
 
 def _require(check: SightCheck, tolerance: tuple[float, float], name: str, model: str) -> None:
@@ -121,8 +229,7 @@ MEND = "Set data.packing=false, or another model.attention"
 
 def _by_interest(samples: PictureSamples) -> list[int]:
     """Samples of several rows first."""
-    looked_at = range(min(LOOKED_AT, len(samples)))
-    return sorted(looked_at, key=lambda number: (len(samples.rows_of(number)) < 2, number))
+    return sorted(_looked_at(samples), key=lambda number: (len(samples.rows_of(number)) < 2, number))
 
 
 def _documents(batch: Batch) -> list[tuple[int, int]]:
