@@ -113,9 +113,8 @@ def sharded_steps(case: Case, mixes: Sequence[Mix]) -> list[Step]:
     settle_attention(model, "auto", torch.device("cpu"), False, case.packed, False)
     checkpointing, sharded = Checkpointing(1) if case.checkpointed else None, case.strategy != "ddp"
     offload: Any = OffloadSettings("cpu_torch") if case.offload else "none"
-    plugins = sharding_kwargs(
-        case.strategy, **({"checkpointing": checkpointing, "offload": offload} if sharded else {})
-    )
+    settings: dict[str, Any] = {"checkpointing": checkpointing, "offload": offload} if sharded else {}
+    plugins = sharding_kwargs(case.strategy, **settings)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(mixes[0][0]), **plugins)
     if not sharded:
         prepare_blocks(model, plan_units(model), checkpointing, None)

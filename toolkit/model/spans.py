@@ -1,4 +1,4 @@
-"""Masks of models in which the tokens of a picture see each other (Gemma 3, larger Gemma 4), for rows that share samples.
+"""Masks of models in which the tokens of a picture see each other: Gemma 3, larger Gemma 4.
 
 transformers makes such masks itself. In 5.23 those of sliding windows are wrong if rows share samples: it looks for the
 tokens of pictures at the positions of their documents instead of their places in the sample.
@@ -17,7 +17,7 @@ Masks = dict[str, torch.Tensor]
 """By the type of a layer: bool, or to be added to scores, (B, 1, T, T)."""
 
 ATTENTIONS = ("eager", "sdpa", "sdpa_by_document")
-"""Implementations that take such a mask. Flash attention takes none: it would leave these tokens causal without a word."""
+"""Implementations that take such a mask. Flash attention takes none, and would leave these tokens causal."""
 
 
 def sees_in_spans(model: nn.Module) -> bool:

@@ -129,9 +129,10 @@ def _require_units(
     of_shown, of_blind = (_units_run(model, objective, samples.batch([n]), device) for n in (shown, blind))
     if of_shown != of_blind:
         other = sorted(set(of_shown) ^ set(of_blind)) or ["the same ones in another order"]
+        name = _name(samples, shown, _first_seen(samples, shown))
         raise SightError(
-            f"{_name(samples, shown, _first_seen(samples, shown))}: with its images {_class(inner)} runs other units than without any "
-            f"({', '.join(other[:3])}), so that ranks would wait for each other without end; report this"
+            f"{name}: with its images {_class(inner)} runs other units than without any ({', '.join(other[:3])}), so "
+            "that ranks would wait for each other without end; report this"
         )
 
 
@@ -139,10 +140,8 @@ def _units_run(model: nn.Module, objective: Objective, batch: Batch, device: tor
     """Names of the units that a forward gathers, in their order."""
     found: list[str] = []
     names = {id(module): name or "the root" for name, module in model.named_modules()}
-    hooks = [
-        unit.register_forward_pre_hook(lambda module, _: found.append(names[id(module)]))
-        for unit in sharded_modules(model)
-    ]
+    units: list[Any] = list(sharded_modules(model))
+    hooks = [unit.register_forward_pre_hook(lambda module, _: found.append(names[id(module)])) for unit in units]
     try:
         _logits(model, objective, batch, device)
     finally:
@@ -187,7 +186,7 @@ def _pictures(samples: PictureSamples, row: int) -> list[tuple[dict[str, Any], s
 
 
 def _unlike(samples: PictureSamples) -> list[tuple[int, int]]:
-    """Sample and place of rows whose images have unlike sizes: those with the most tokens, and the one with the fewest."""
+    """Sample and place of rows with images of unlike sizes: the longest ones, and the shortest."""
     by_sizes: dict[str, tuple[int, int, int]] = {}
     for number in _looked_at(samples):
         for place, (row, (ids, _)) in enumerate(zip(samples.rows_of(number), samples.tokens(number), strict=True)):
