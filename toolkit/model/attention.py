@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend
 from transformers import PreTrainedModel, masking_utils
 from transformers.utils import import_utils
 
-from toolkit.errors import first_line
+from toolkit.errors import BadInputError, first_line
 from toolkit.model.document_attention import BY_DOCUMENT, register_by_document
+from toolkit.model.spans import TAKE_SPANS, sees_in_spans
 from toolkit.sharding.sequence_parallel import rows_under_way
 
 TRIED_TOKENS = 128
@@ -88,7 +89,13 @@ def _indices(position_ids: torch.Tensor) -> torch.Tensor | None:
 
 
 def settle_attention(
-    model: PreTrainedModel, asked: str, device: torch.device, in_16_bits: bool, packed: bool, compiled: bool
+    model: PreTrainedModel,
+    asked: str,
+    device: torch.device,
+    in_16_bits: bool,
+    packed: bool,
+    compiled: bool,
+    has_pictures: bool = False,
 ) -> str:
     """Gives `model` the best attention where `asked` is auto; what it has now, and why.
 
@@ -100,10 +107,22 @@ def settle_attention(
     Args:
         packed: documents share rows.
         compiled: blocks are compiled, for one shape; documents have many.
+        has_pictures: rows have pictures, and the model sees them.
+
+    Raises:
+        BadInputError: `asked` cannot let the tokens of a picture see each other, as they do in this model.
     """
+    needs_masks = has_pictures and sees_in_spans(model)
+    if needs_masks and asked not in ("auto", *TAKE_SPANS):
+        raise BadInputError(
+            f"model.attention: {asked} takes no mask, and in {type(model).__name__} the tokens of an image see each "
+            f"other; set it to auto, or to one of {', '.join(TAKE_SPANS)}"
+        )
     if asked != "auto":
         return f"{_named(model, device, in_16_bits, packed)} (model.attention)"
     wanted, why = best_flash(model, device, in_16_bits)
+    if needs_masks:
+        wanted, why = None, "the tokens of an image see each other, which takes a mask"
     if device.type == "cpu" and packed and not compiled and attention_of(model) == "sdpa":
         register_by_document()
         wanted = BY_DOCUMENT

@@ -16,8 +16,8 @@ from torch import nn
 Masks = dict[str, torch.Tensor]
 """By the type of a layer: bool, or to be added to scores, (B, 1, T, T)."""
 
-ATTENTIONS = ("eager", "sdpa", "sdpa_by_document")
-"""Implementations that take such a mask. Flash attention takes none, and would leave these tokens causal."""
+TAKE_SPANS = ("eager", "sdpa")
+"""What `model.attention` may be. Flash attention takes no such mask, and would leave these tokens causal."""
 
 
 def sees_in_spans(model: nn.Module) -> bool:

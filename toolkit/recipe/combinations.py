@@ -232,8 +232,6 @@ COMBINATIONS = (
     Combination(("samples", "no text written"), DEFINITION, "whose model writes no text", "remove it", is_idle=True),
     Combination(("epochs", "streaming"), DEFINITION, "whose length is not known", "set training.max_steps"),
     # Images
-    Combination(("by block", "images"), NOT_BUILT, "whose towers run before the blocks", "set by_micro_batch"),
-    Combination(("by block, if faster", "images"), NOT_BUILT, "whose towers run before the blocks", "remove it"),
     Combination(("sequence", "images"), NOT_BUILT, "which stand in one part of a row", "set sharding.sequence=1"),
     Combination(("experts", "images"), NOT_BUILT, "", "set sharding.experts=1"),
     Combination(("chunks", "images"), NOT_BUILT, "", "remove it"),

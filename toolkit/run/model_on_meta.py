@@ -64,7 +64,7 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
     data, padded = fitting(recipe, tokens, rows.data, model)
     require_room(model, tokens, recipe)
     packed, label_counts = data.report.packing, data.report.label_counts
-    attention = _choose_attention(opened, model, packed)
+    attention = _choose_attention(opened, model, packed, isinstance(data.train, PictureSamples))
     teacher = asked_teacher(opened.accelerator, recipe, tokens, packed)
     share_rows(recipe.sharding.sequence, recipe.data.max_length, *(one for one in (model, teacher) if one is not None))
     sources = recipe.data.source_names
@@ -103,7 +103,7 @@ def _parts(recipe: Recipe, has_pictures: bool) -> Sequence[str]:
     return asked
 
 
-def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool) -> str:
+def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool, has_pictures: bool) -> str:
     """Gives the model the attention of the run; returns which one it is, and why."""
     asked, compiled = opened.recipe.model.attention, opened.recipe.training.compile
-    return settle_attention(base_of(model), asked, opened.device, opened.in_16_bits, packed, compiled)
+    return settle_attention(base_of(model), asked, opened.device, opened.in_16_bits, packed, compiled, has_pictures)
