@@ -50,7 +50,10 @@ CASES: dict[str, dict[str, Any]] = {
     "zero1": {"sharding": {"strategy": "zero1"}, "training": {"gradient_accumulation_steps": 2, "micro_batch_size": 1}},
     "checkpoints": {"sharding": {"activation_checkpointing": 1}},
     "offload": {"sharding": {"strategy": "zero2", "offload": "optimizer", "offload_executor": "cpu_torch"}},
-    "all": {"model": {"train": ["language", "projector", "vision"]}},
+    "all": {
+        "model": {"train": ["language", "projector", "vision"]},
+        "optimizer": {"projector_learning_rate": RATE / 2, "vision_learning_rate": RATE / 8},
+    },
     "projector": {"model": {"train": ["projector"]}},
 }
 
@@ -81,17 +84,25 @@ def rows_by_hand(folder: Path, kind: str) -> list[tuple[dict[str, Any], torch.Te
 
 @cache
 def plain(
-    folder: Path, kind: str, parts: tuple[str, ...], at_once: bool
+    folder: Path, kind: str, parts: tuple[str, ...], at_once: bool, rates: tuple[tuple[str, float], ...]
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses, and the weights after the last step; `at_once`: after one step on all rows."""
+    """Losses, and the weights after the last step; `at_once`: after one step on all rows.
+
+    `rates` are those of parts that have their own.
+    """
     torch.set_num_threads(1)
     model: Any = AutoModelForImageTextToText.from_pretrained(folder / kind, dtype=torch.float32)
+    groups: dict[str, list[torch.nn.Parameter]] = {"language": [], "projector": [], "vision": []}
     for name, parameter in model.named_parameters():
         part = "language" if any(word in name for word in LANGUAGE) else "vision"
         part = "projector" if any(word in name for word in PROJECTORS) else part
         parameter.requires_grad_(part in parts)
+        groups[part].append(parameter)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, eps=1e-4)
+    rate_of = {"language": RATE, "projector": RATE, "vision": RATE, **dict(rates)}
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[part], "lr": rate_of[part]} for part in groups if part in parts], weight_decay=0.0, eps=1e-4
+    )
     rows, losses = rows_by_hand(folder, kind), []
     for step in range(1 if at_once else STEPS):
         total, count = torch.zeros(()), 0
@@ -132,7 +143,9 @@ def runs(folder: Path, kind: str, cases: list[str]) -> dict[str, list[float]]:
 
 
 def expected(folder: Path, kind: str, case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    return plain(folder, kind, parts_of(case), case == "packed")
+    fields = CASES[case].get("optimizer", {})
+    rates = tuple((field.removesuffix("_learning_rate"), rate) for field, rate in fields.items())
+    return plain(folder, kind, parts_of(case), case == "packed", rates)
 
 
 def parts_of(case: str) -> tuple[str, ...]:

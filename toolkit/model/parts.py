@@ -64,9 +64,14 @@ def sees(model: nn.Module) -> bool:
 
 def untrained(model: nn.Module) -> set[str]:
     """Names of the parameters that are not trained, in a model that reads more than text: of the other parts."""
-    if not isinstance(model, PreTrainedModel) or not sees(model):
-        return set()
     trained = trained_parts(model)
+    return {name for name, part in parts_of(model).items() if part not in trained}
+
+
+def parts_of(model: nn.Module) -> dict[str, str]:
+    """The part of each parameter, in words of `model.train`; empty if the model reads text alone."""
+    if not isinstance(model, PreTrainedModel) or not sees(model):
+        return {}
     language: list[Any] = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
     reached = {id(parameter) for module in language if module is not None for parameter in module.parameters()}
 
@@ -75,7 +80,7 @@ def untrained(model: nn.Module) -> set[str]:
             return LANGUAGE
         return PROJECTOR if _PROJECTOR.search(name) else VISION
 
-    return {name for name, parameter in model.named_parameters() if part_of(name, parameter) not in trained}
+    return {name: part_of(name, parameter) for name, parameter in model.named_parameters()}
 
 
 def freeze_untrained(model: nn.Module) -> None:

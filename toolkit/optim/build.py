@@ -11,6 +11,7 @@ from torch import nn
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
+from toolkit.model.parts import PROJECTOR, VISION, parts_of
 from toolkit.model.routers import find_routers
 from toolkit.model.targets import stacked_experts
 from toolkit.optim.muon import Muon
@@ -103,30 +104,53 @@ def matrices(model: nn.Module) -> set[int]:
 
 
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
-    """Matrices, which decay, vectors (biases and norms), which don't, and routers if the recipe says so.
+    """Matrices, which decay, vectors (biases and norms), which don't; those with settings of their own apart.
 
     Empty groups are left out.
 
     Raises:
-        BadInputError: a setting of routers for a model without any that is trained.
+        BadInputError: settings of their own for what is not trained, or not there.
     """
-    given = {"learning_rate": section.router_learning_rate, "weight_decay": section.router_weight_decay}
-    own = {field: value for field, value in given.items() if value is not None}
-    found = {id(p) for router in find_routers(model) for p in router.module.parameters()} if own else set()
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rest = [parameter for parameter in trainable if id(parameter) not in found]
-    routers = [parameter for parameter in trainable if id(parameter) in found]
-    if own and not routers:
-        field, value = next(iter(own.items()))
-        raise BadInputError(
-            f"optimizer.router_{field}: {value} has no effect: no router of the model is trained; remove it"
-        )
-    rate = {"lr": own["learning_rate"]} if "learning_rate" in own else {}
-    decay, decaying = own.get("weight_decay", section.weight_decay), matrices(model)
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in rest if id(p) in decaying], "weight_decay": section.weight_decay},
-        {"params": [p for p in rest if id(p) not in decaying], "weight_decay": 0.0},
-        {"params": [p for p in routers if id(p) in decaying], "weight_decay": decay, **rate},
-        {"params": [p for p in routers if id(p) not in decaying], "weight_decay": 0.0, **rate},
-    ]
+    apart = _settings_of_their_own(model, section)
+    with_own = {id(parameter) for parameters, _ in apart for parameter in parameters}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rest: Any = ([parameter for parameter in trained if id(parameter) not in with_own], {})
+    decaying, groups = matrices(model), []
+    for parameters, settings in (rest, *apart):
+        decay = {"weight_decay": section.weight_decay, **settings}
+        groups.append({"params": [p for p in parameters if id(p) in decaying], **decay})
+        groups.append({"params": [p for p in parameters if id(p) not in decaying], **decay, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
+
+
+def _settings_of_their_own(
+    model: nn.Module, section: OptimizerSection
+) -> list[tuple[list[nn.Parameter], dict[str, float]]]:
+    """Trained parameters whose rate or decay the recipe sets apart, with these.
+
+    Raises:
+        BadInputError: there are none.
+    """
+    found = []
+    for prefix, what in (("router", "no router"), (PROJECTOR, "no projector"), (VISION, "no vision tower")):
+        fields = {"lr": f"{prefix}_learning_rate", "weight_decay": f"{prefix}_weight_decay"}
+        given = {key: getattr(section, field, None) for key, field in fields.items()}
+        settings = {key: float(value) for key, value in given.items() if value is not None}
+        if not settings:
+            continue
+        parameters = [parameter for parameter in _parameters_of(model, prefix) if parameter.requires_grad]
+        if not parameters:
+            field = fields[next(iter(settings))]
+            raise BadInputError(
+                f"optimizer.{field}: {getattr(section, field)} has no effect: {what} of the model is trained; remove it"
+            )
+        found.append((parameters, settings))
+    return found
+
+
+def _parameters_of(model: nn.Module, what: str) -> list[nn.Parameter]:
+    """The parameters of all routers, or of a part in words of `model.train`."""
+    base = base_of(model)
+    if what == "router":
+        return [parameter for router in find_routers(model) for parameter in router.module.parameters()]
+    return [base.get_parameter(name) for name, part in parts_of(base).items() if part == what]

@@ -460,6 +460,14 @@ class OptimizerSection(Section):
     router_weight_decay: float | None = Field(
         None, ge=0.0, description="Decay the routers' matrices by this factor; null: weight_decay."
     )
+    projector_learning_rate: float | None = Field(
+        None,
+        gt=0.0,
+        description="Set the peak learning rate of what maps images to the language model; null: learning_rate.",
+    )
+    vision_learning_rate: float | None = Field(
+        None, gt=0.0, description="Set the towers' own peak learning rate; null: learning_rate."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerSection:

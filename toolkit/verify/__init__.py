@@ -94,7 +94,7 @@ def _require_comparable(recipe: Recipe) -> None:
     for key, (found, known) in wanted.items():
         if found not in known:
             raise BadInputError(f"{key}: {found} cannot be verified; the plain loop knows {', '.join(known)} only")
-    for field in ("router_learning_rate", "router_weight_decay"):
+    for field in ("router_learning_rate", "router_weight_decay", "projector_learning_rate", "vision_learning_rate"):
         if getattr(recipe.optimizer, field) is not None:
             raise BadInputError(
                 f"optimizer.{field} cannot be verified; the plain loop treats all weights alike: remove it"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.moe import mixture
+from support.pictures_by_hand import seeing_model
 from support.tiny import llama
 from torch import nn
 from torch._functorch import config as functorch
@@ -21,10 +22,12 @@ from transformers import (
 )
 
 from toolkit.errors import BadInputError
+from toolkit.model.adapters import add_adapter
+from toolkit.model.parts import freeze_untrained, train_parts
 from toolkit.optim.build import QUANTISED, build_optimizer, parameter_groups
 from toolkit.optim.muon import Muon
 from toolkit.optim.schedule import build_schedule, learning_rate_factor, schedule_fact, without_peak
-from toolkit.recipe.schema import OptimizerSection, ScheduleSection
+from toolkit.recipe.schema import AdapterSection, OptimizerSection, ScheduleSection
 
 
 def factors(num_steps: int, **fields: object) -> list[float]:
@@ -202,6 +205,40 @@ def test_routers_have_groups_of_their_own() -> None:
     assert set(rest.values()) == {(1.0, 0.1), (1.0, 0.0)}
     with pytest.raises(BadInputError, match=r"optimizer\.router_weight_decay: 0\.5 has no effect: no router"):
         build_optimizer(llama("sdpa"), OptimizerSection(learning_rate=1.0, router_weight_decay=0.5))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_parts_have_rates_of_their_own(adapted: bool) -> None:
+    section = OptimizerSection(
+        learning_rate=1.0, weight_decay=0.1, projector_learning_rate=0.25, vision_learning_rate=0.5
+    )
+    model = seeing_model("qwen3_vl")
+    model.config.architectures = [type(model).__name__]
+    train_parts(model, ("language", "projector", "vision"))
+    if adapted:
+        model = add_adapter(model, AdapterSection(kind="lora", target_modules=["q_proj", "linear_fc1", "qkv"]), None)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = build_optimizer(model, section).param_groups
+    found = {names[id(p)]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+    assert found.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, (rate, decay) in found.items():
+        expected = 1.0 if "language_model" in name or "lm_head" in name else 0.5
+        assert rate == (0.25 if "merger" in name else expected), name
+        assert decay == (0.1 if model.get_parameter(name).ndim > 1 else 0.0), name
+    assert {rate for rate, _ in found.values()} == {1.0, 0.25, 0.5}
+    assert len({id(p) for group in groups for p in group["params"]}) == sum(len(group["params"]) for group in groups)
+
+
+def test_a_rate_of_a_part_that_is_not_trained_is_refused() -> None:
+    model = seeing_model("llava")
+    model.config.architectures = [type(model).__name__]
+    train_parts(model, ("language", "projector"))
+    freeze_untrained(model)
+    build_optimizer(model, OptimizerSection(learning_rate=1.0, projector_learning_rate=0.5))
+    with pytest.raises(BadInputError, match=r"optimizer\.vision_learning_rate: 0\.5 has no effect: no vision tower"):
+        build_optimizer(model, OptimizerSection(learning_rate=1.0, vision_learning_rate=0.5))
+    with pytest.raises(BadInputError, match=r"optimizer\.projector_learning_rate: 0\.5 has no effect: no projector"):
+        build_optimizer(llama("sdpa"), OptimizerSection(learning_rate=1.0, projector_learning_rate=0.5))
 
 
 def test_a_gradient_scaler_skips_the_whole_step_of_muon() -> None:
