@@ -40,7 +40,8 @@ class Sight:
         inner = getattr(base, "model", base)
         # Of the family of Qwen-VL: positions on three axes, which only its own function knows.
         self._rope = getattr(inner, "get_rope_index", None)
-        self._hides_documents = base.config.model_type in HIDE_DOCUMENTS
+        config = getattr(base, "config", None)
+        self._hides_documents = getattr(config, "model_type", None) in HIDE_DOCUMENTS
         self._with_spans = base if sees_in_spans(base) else None
 
     def on_host(self, batch: Batch) -> dict[str, Any]:

@@ -53,9 +53,11 @@ def _maker(model: Any) -> Callable[[torch.Tensor], Any] | None:
     # A sharded model's class is FSDP2's, made from transformers'.
     files = [sys.modules[kind.__module__] for kind in type(model).__mro__]
     module: Any = next((file for file in files if hasattr(file, "create_masks_for_vision_model")), None)
+    if module is None:
+        return None
     config = model.config.get_text_config()
     # Gemma 4 says "vision", "all" or None. Gemma 3 has such spans always; its True is for encoders of texts.
-    if module is None or config.use_bidirectional_attention not in ("vision", False):
+    if config.use_bidirectional_attention not in ("vision", False):
         return None
 
     def masks(kinds: torch.Tensor) -> Any:

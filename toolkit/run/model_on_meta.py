@@ -77,7 +77,7 @@ def _loaded(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
     """Builds the model. Raises BadInputError if there is none, or if it cannot be trained or exported as asked."""
     recipe, names = opened.recipe, rows.data.label_names
     has_pictures = isinstance(rows.data.train, PictureSamples)
-    parts = _parts(recipe, has_pictures)
+    parts = trained_of(recipe, has_pictures)
     model = load(
         recipe.model, rows.tokenizer, recipe.training.seed, names, recipe.adapter, recipe.objective.kind, parts
     )
@@ -91,8 +91,12 @@ def _loaded(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
     return model
 
 
-def _parts(recipe: Recipe, has_pictures: bool) -> Sequence[str]:
-    """What is trained of a model that reads more than text, in words of `model.train`."""
+def trained_of(recipe: Recipe, has_pictures: bool) -> Sequence[str]:
+    """What is trained of a model that reads more than text, in words of `model.train`.
+
+    Raises:
+        BadInputError: a part that no row reaches.
+    """
     asked = recipe.model.train
     if asked is None:
         return (LANGUAGE, PROJECTOR) if has_pictures and recipe.adapter.kind == "none" else (LANGUAGE,)

@@ -17,7 +17,6 @@ from toolkit.data import build, tokenizer
 from toolkit.data.build import TokenisedData
 from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import Batch, TextSamples
-from toolkit.errors import BadInputError
 from toolkit.model.load import load
 from toolkit.model.routers import find_routers
 from toolkit.objectives.build import build_objective
@@ -28,12 +27,14 @@ from toolkit.optim.build import matrices
 from toolkit.optim.schedule import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
+from toolkit.run.model_on_meta import trained_of
 from toolkit.run.packing_check import LeakError, check_leaks
 from toolkit.run.rows import build_windows, fitting, may_pad, require_room, without_packing
 from toolkit.sharding.shards import local_tensor
 from toolkit.verify.launch import Launch
 from toolkit.verify.packing import packing_row
 from toolkit.verify.plain_model import plain_model
+from toolkit.verify.plain_pictures import PlainPictures, pictures_row, row_by_row
 from toolkit.verify.plain_routers import PlainRouters
 from toolkit.verify.results import Outcome, PlainRun, Row
 
@@ -42,9 +43,9 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     training, kind = recipe.training, recipe.objective.kind
     tokens = tokenizer.load(recipe.model, recipe.data, kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
-    if isinstance(data.train, PictureSamples):
-        raise BadInputError("toolkit verify: rows with images are not compared yet; verify the recipe on rows of text")
-    built = load(recipe.model, tokens, training.seed, adapter=recipe.adapter, objective=kind)
+    shows = isinstance(data.train, PictureSamples)
+    parts = trained_of(recipe, shows)
+    built = load(recipe.model, tokens, training.seed, adapter=recipe.adapter, objective=kind, parts=parts)
     require_room(built, tokens, recipe)
     data, padded = fitting(recipe, tokens, data, built)
     teacher = load_teacher(recipe, tokens, "no")
@@ -55,16 +56,17 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     leak = _leak(recipe, model, data, device)
     if leak is not None:
         padded, data = leak, without_packing(recipe, tokens)
-    packing = packing_row(model, data.train)
+    packing = _packing(model, data, device)
     groups = launch.num_processes // recipe.sharding.sequence  # of ranks that share their rows
     num_micro_batches = groups * training.gradient_accumulation_steps
     samples_per_step = training.micro_batch_size * num_micro_batches
     num_steps = steps_of_run(training, len(data.train), samples_per_step)
-    windows = build_windows(recipe, data, num_steps, num_micro_batches, rank=0, world_size=1)
+    windows = build_windows(recipe, row_by_row(data), num_steps, num_micro_batches, rank=0, world_size=1)
     factor = learning_rate_factor(recipe.schedule, num_steps)
     rates = [recipe.optimizer.learning_rate * factor(step) for step in range(min(steps, num_steps))]
     routers = PlainRouters(model, recipe, groups) if find_routers(model) else None
-    plain = plain_loop(model, recipe, PLAIN_LOSSES[kind](recipe, device), windows, rates, packing, routers)
+    loss = PlainPictures() if shows else PLAIN_LOSSES[kind](recipe, device)
+    plain = plain_loop(model, recipe, loss, windows, rates, packing, routers)
     del model
     torch.cuda.empty_cache()
     return replace(plain, padded=padded)
@@ -76,10 +78,19 @@ def _leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device: torch.d
         return None
     objective, size = CausalLM(model, packed=True), recipe.training.micro_batch_size
     try:
-        check_leaks(model, model, objective, data.train, size, device, in_16_bits=False)
+        if isinstance(data.train, PictureSamples):
+            pictures_row(model, data.train, device)
+        else:
+            check_leaks(model, model, objective, data.train, size, device, in_16_bits=False)
     except LeakError as error:
         return error.why
     return None
+
+
+def _packing(model: nn.Module, data: TokenisedData, device: torch.device) -> Row:
+    if isinstance(data.train, PictureSamples):
+        return pictures_row(model, data.train, device)
+    return packing_row(model, data.train)
 
 
 def plain_loop(

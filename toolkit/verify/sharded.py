@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from safetensors.torch import save_file
 
 from toolkit.checkpoint.export import whole_tensors
@@ -180,8 +181,8 @@ def _direct_blocks() -> Iterator[list[str]]:
 def _gradients(accelerator: Accelerator, run: PreparedRun, batch: Batch, seed: int) -> list[torch.Tensor]:
     """This rank's parts of the gradients of one micro-batch."""
     torch.manual_seed(1000 * seed + accelerator.process_index)
-    batch = {key: value.to(accelerator.device) for key, value in batch.items()}
-    accelerator.backward(run.objective.loss_sum(run.model, batch))
+    moved = send_to_device(run.objective.on_host(batch), accelerator.device)
+    accelerator.backward(run.objective.loss_sum(run.model, moved))
     found = [local_tensor(p.grad).clone() for p in run.model.parameters() if p.grad is not None]
     run.model.zero_grad(set_to_none=True)
     return found

@@ -1,0 +1,87 @@
+"""`toolkit verify` of rows with images: a right run passes, one whose images are mixed up is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+from support.sights import save_rows, save_seeing
+from support.texts import make_texts
+from support.tiny import recipe_values
+
+from toolkit.data.picture_samples import PictureSamples
+from toolkit.data.samples import Batch
+from toolkit.recipe.recipe import Recipe
+from toolkit.verify import FAILED, OK, Report, ShardedRun, ranks, verify
+from toolkit.verify.sharded import _run_sharded
+
+TEXTS = [" ".join(text.split()[: 3 + i % 6]) for i, text in enumerate(make_texts(14, seed=4))]
+# The second step has no image.
+COUNTS = [1, 0, 2, 0, 0, 0, 0, 0, 0, 1, 1, 3, 0, 1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify-images")
+    for kind in ("llava", "idefics3"):
+        save_seeing(kind, folder / kind, TEXTS)
+    save_rows(folder, TEXTS, COUNTS)
+    for name, count in (("one", 1), ("two", 2)):
+        launched = {"distributed_type": "FSDP", "use_cpu": True, "num_processes": count, "mixed_precision": "no"}
+        launched["fsdp_config"] = {"fsdp_version": 2, "fsdp_sharding_strategy": "zero3"}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(launched))
+    return folder
+
+
+def report_of(folder: Path, kind: str, tmp_path: Path, ranks: str, steps: int, **data: Any) -> Report:
+    values = recipe_values(folder / kind, folder / "rows.jsonl", tmp_path / "out", tmp_path / "cache")
+    values["data"] |= {"max_length": 128, "shuffle": False, **data}
+    values["training"] |= {"micro_batch_size": 2, "gradient_accumulation_steps": 2}
+    values["sharding"] = {"activation_checkpointing": 1}
+    if kind == "idefics3":
+        values["model"]["train"] = ["language", "projector", "vision"]
+    return verify(Recipe.from_mapping(values), folder / f"{ranks}.yaml", steps=steps)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, without a process of its own."""
+
+    def run(recipe: Recipe, _launch: Any, steps: int, folder: Path, _seconds: float) -> ShardedRun:
+        result = _run_sharded(recipe, steps, folder)
+        return ranks._merged([result], load_file(folder / "weights.safetensors"))
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)  # what another test left behind
+    monkeypatch.setattr("toolkit.verify.run_ranks", run)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_right_run_passes_and_one_that_mixes_up_images_is_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = report_of(folder, "llava", tmp_path, "one", steps=3, packing=False)
+    assert report.verdict == OK, report
+    right = PictureSamples.batch
+
+    def mixed_up(self: PictureSamples, numbers: Any) -> Batch:
+        batch = right(self, numbers)
+        return {**batch, "picture/pixel_values": batch["picture/pixel_values"].flip(0)}
+
+    monkeypatch.setattr(PictureSamples, "batch", mixed_up)
+    report = report_of(folder, "llava", tmp_path, "one", steps=1, packing=False)
+    assert {row.check for row in report.rows if row.verdict == FAILED} >= {"gradient norm", "weights"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llava", "idefics3"])
+def test_packed_rows_on_two_ranks(kind: str, folder: Path, tmp_path: Path) -> None:
+    report = report_of(folder, kind, tmp_path, "two", steps=2)
+    assert report.verdict == OK, report
+    rows = {row.check: row for row in report.rows}
+    assert rows["loss"].found is not None
+    assert rows["loss"].found <= 1e-6
+    assert rows["packing"].verdict == OK
