@@ -10,10 +10,12 @@ import psutil
 import torch
 from torch import nn
 
+from toolkit.data.picture_samples import PictureSamples
 from toolkit.errors import BadInputError, UnplannableError, first_line
 from toolkit.paths import GIB
 from toolkit.planning.accumulation import settle
 from toolkit.planning.memory.replay import Memory
+from toolkit.planning.pictured import with_pictures
 from toolkit.planning.planner import HEADROOM, Planner, standing_bytes
 from toolkit.planning.setup import Setup, smaller_setups
 from toolkit.planning.time.hardware import Hardware, preset_of_device, presets
@@ -36,7 +38,6 @@ class Planned:
             what is faster and fits.
         why: of `auto`.
         problem: why it cannot be probed.
-        uncounted: what the peak leaves out; empty: nothing.
         process: bytes that a CPU rank's process held before the run's state: Python, libraries and data.
     """
 
@@ -47,7 +48,6 @@ class Planned:
     why: str = ""
     problem: str = ""
     process: int = 0
-    uncounted: str = ""
 
     @property
     def peak_bytes(self) -> int | None:
@@ -61,8 +61,7 @@ class Planned:
         kind, num_bytes = self.peak.largest
         most = f"in {self.peak.moment} ({kind} {_gib(num_bytes)})"
         process = f"; {_gib(self.process)} of it Python, libraries and data" if self.process else ""
-        missing = f"; {self.uncounted}" if self.uncounted else ""
-        return f"peak {_gib(self.process + self.peak.total)} of {_gib(self.room)} a rank, {most}{process}{missing}"
+        return f"peak {_gib(self.process + self.peak.total)} of {_gib(self.room)} a rank, {most}{process}"
 
 
 def _gib(num_bytes: int) -> str:
@@ -80,18 +79,22 @@ def plan_run(
     label_counts: dict[str, int] | None,
     device: torch.device,
     teacher: nn.Module | None = None,
+    pictures: PictureSamples | None = None,
 ) -> Planned:
     """The plan of this run, from the model on the meta device that it will train.
 
     Args:
         checkpointings: the first with which it fits well is taken, or else the last.
         teacher: of a distillation.
+        pictures: the rows, if they have pictures.
 
     Raises:
         BadInputError: where the peak alone is more than the memory there is: it cannot fit.
     """
     # The run's own model on the meta device: nothing is loaded twice, and what is planned is what is trained.
     workload = workload_of_model(recipe, model, mixed_precision, label_counts, teacher)
+    if pictures is not None:
+        workload = with_pictures(workload, pictures)
     known, training = _hardware(device), recipe.training
     # Only memory counts for an unknown GPU, whose times are not asked for.
     planner = Planner(recipe, workload, known or presets()["h100_sxm"])

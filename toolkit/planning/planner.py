@@ -196,7 +196,13 @@ class Planner:
 
     def peak(self, setup: Setup) -> Memory:
         """The moment in which a rank holds most."""
-        return max(self.moments(setup), key=lambda moment: moment.total)
+        moments = [moment for planner in (self, *self._of_other_batches) for moment in planner.moments(setup)]
+        return max(moments, key=lambda moment: moment.total)
+
+    @cached_property
+    def _of_other_batches(self) -> list[Planner]:
+        others = (replace(self.workload, batch=batch, also=()) for batch in self.workload.also)
+        return [Planner(self.recipe, other, self.hardware) for other in others]
 
     def uneven_peak(self, setup: Setup) -> Memory | None:
         """On a rank whose experts get twice their even share of tokens; None where experts are not spread."""

@@ -52,6 +52,7 @@ class Workload:
         teacher: on the meta device, if the objective has one.
         experts: ranks of a group, each with whole experts of its own.
         skew: how many times their even share of tokens a rank's experts get.
+        also: batches of other shapes, of which some may hold more.
     """
 
     model: nn.Module
@@ -65,6 +66,7 @@ class Workload:
     teacher: nn.Module | None = None
     experts: int = 1
     skew: int = 1
+    also: tuple[Callable[[int], dict[str, torch.Tensor]], ...] = ()
 
     def model_copy(self) -> nn.Module:
         """A model of its own for who hooks into it, in training mode."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,8 +43,9 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
     shard = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size, plugin.node)
     mesh = shard if plugin.strategy.sharded else MeshShape(accelerator.num_processes, 1)
     # Rank 0 decides for all, so that every rank checkpoints the same blocks and refuses the same runs.
+    rows = on_meta.data.train
     with Pass(Terminal(quiet=ranks.rank() != 0), "planning the memory"):
-        planned = ranks.on_first_rank(
+        return ranks.on_first_rank(
             lambda: plan_run(
                 recipe,
                 on_meta.model,
@@ -57,11 +57,9 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
                 on_meta.data.report.label_counts,
                 accelerator.device,
                 on_meta.teacher,
+                rows if isinstance(rows, PictureSamples) else None,
             )
         )
-    # How large what is seen is depends on values, which no plan has.
-    shown = isinstance(on_meta.data.train, PictureSamples)
-    return replace(planned, uncounted="what the towers hold for images is not counted") if shown else planned
 
 
 def _checkpointings(opened: OpenedRun, model: nn.Module) -> list[Checkpointing | None]:

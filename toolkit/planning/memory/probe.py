@@ -25,6 +25,7 @@ from toolkit.model.fake_tensors import FakeTensorMode
 from toolkit.objectives.teacher import teacher_units
 from toolkit.planning.memory.block_dedup import Aside, signature
 from toolkit.planning.memory.fake import Ledger, autocast, cuda_dropout, give_parameters, host_copies, tree_map_only
+from toolkit.planning.memory.known import known_batch
 from toolkit.planning.memory.units import head_unit
 from toolkit.planning.time.roofline import Operator, Work, record
 from toolkit.planning.workload import Workload
@@ -162,7 +163,7 @@ class Prober:
             stack.enter_context(self._checkpointed(checkpointing))
             stack.enter_context(one_for_all_alike(run.count_as))
             run.start()
-            batch = self._workload.batch(micro_batch_size)
+            batch = known_batch(stack, self._workload.batch(micro_batch_size), self._objective)
             buffers = run.see_inputs(batch)
             with run.ledger:
                 loss = self._loss(batch)
@@ -255,7 +256,8 @@ class _Run:
             self.ledger.see(tensor)
         without_batch = self.ledger.current
         for tensor in batch.values():
-            self.ledger.see(tensor)
+            if isinstance(tensor, torch.Tensor):
+                self.ledger.see(tensor)
         self.batch_bytes = self.ledger.current - without_batch
         # Levels are told from here on: parameters are added by the replay, as each strategy holds them.
         self._base = self.ledger.current

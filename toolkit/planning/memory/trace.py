@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from toolkit.model.fake_tensors import FakeTensorMode
 from toolkit.objectives.teacher import shard_teacher
 from toolkit.planning.memory.fake import Ledger, cuda_dropout, fake_ranks, host_copies, in_these_modes, tree_map_only
+from toolkit.planning.memory.known import known_batch
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import apply, groups_of
 from toolkit.sharding.by_block import ByBlock
@@ -83,17 +85,21 @@ def trace(
         shard = functools.partial(apply, experts=grid, backward_mesh=groups_of(mesh, shape.node))
         model, teacher, planned = workload.model_copy(), workload.teacher_copy(), without_ranks(workload.skew)
         models = [model] if teacher is None else [model, teacher]
-        with FakeTensorMode(allow_non_fake_inputs=True), cuda_dropout(), host_copies(ledger), planned:
+        objective = workload.objective(*models)  # looks at the forward, which FSDP2 forbids before the root's first one
+        modes = (FakeTensorMode(allow_non_fake_inputs=True), cuda_dropout(), host_copies(ledger), planned)
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
             shard(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
             # After `apply`: each rank makes its own shards alone.
             model.to_empty(device="cpu")
             if teacher is not None:
                 shard_teacher(teacher, strategy, mesh, workload.mixed_precision, workload.unit_classes)
                 teacher.to_empty(device="cpu")
-            objective = workload.objective(*models)
             # One after another they take each other's place; by block they are all there.
-            batches = [workload.batch(micro_batch_size) for _ in range(accumulation if by_block else 1)]
-            on_device = (tensor for batch in batches for tensor in batch.values())
+            made = [workload.batch(micro_batch_size) for _ in range(accumulation if by_block else 1)]
+            batches = [known_batch(stack, batch, objective) for batch in made]
+            on_device = (t for batch in batches for t in batch.values() if isinstance(t, torch.Tensor))
             held = (tensor for each in models for tensor in (*each.parameters(), *each.buffers()))
             for tensor in (*held, *on_device):
                 ledger.see(tensor)

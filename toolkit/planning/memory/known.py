@@ -1,0 +1,90 @@
+"""Tensors without memory whose values are known all the same: what follows from a batch alone, and not from weights.
+
+Towers of pictures ask for sizes of grids, and cut and choose by them. Beside each fake tensor that comes of known ones
+its values are computed for real, for whoever asks; the fake one is what is counted.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from toolkit.model.fake_tensors import has_values, unset_fake_temporarily
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_INDEX = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+_DRAWN = ("rand", "normal", "bernoulli", "empty", "dropout", "new_empty")
+
+
+class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Entered inside of FakeTensorMode; below what counts."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._real: Any = WeakTensorKeyDictionary()
+
+    def without_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor like a real one, whose values are known; under FakeTensorMode."""
+        fake = torch.empty_like(tensor, device="cpu")
+        self._real[fake] = tensor
+        return fake
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _ITEM and args[0] in self._real:
+            with unset_fake_temporarily():
+                return self._real[args[0]].item()
+        if func in _INDEX:
+            args = (args[0], self._chosen(args[1]), *args[2:])
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not all(tensor in self._real or has_values(tensor) for tensor in tensors) or _is_drawn(func):
+            return func(*args, **kwargs)
+        reals = [self._real.get(leaf, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        with unset_fake_temporarily():
+            real_args, real_kwargs = tree_unflatten(reals, spec)
+            real = func(*real_args, **real_kwargs)
+        try:
+            fake = func(*args, **kwargs)
+        except torch._subclasses.fake_tensor.DynamicOutputShapeException:
+            fake = tree_map(lambda t: torch.empty_like(t) if isinstance(t, torch.Tensor) else t, real)
+        for made, value in zip(tree_flatten(fake)[0], tree_flatten(real)[0], strict=True):
+            if isinstance(made, torch.Tensor):
+                self._real[made] = value
+        return fake
+
+    def _chosen(self, indices: Any) -> list[Any]:
+        """Masks whose values are known as numbers of their elements: how many there are has to be known."""
+        found: list[Any] = []
+        for index in indices:
+            if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and index in self._real:
+                with unset_fake_temporarily():
+                    numbers = self._real[index].nonzero(as_tuple=True)
+                found += [self.without_memory(each) for each in numbers]
+            else:
+                found.append(index)
+        return found
+
+
+def known_batch(stack: ExitStack, batch: dict[str, Any], objective: Any) -> dict[str, Any]:
+    """A batch as the model is given it, under FakeTensorMode: one with values without memory, and with what it knows.
+
+    Args:
+        stack: keeps the values known.
+    """
+    if not has_values(batch["input_ids"]):
+        return batch
+    with unset_fake_temporarily():
+        # All tokens are planned as targets, as in batches without values.
+        told = {name: value for name, value in objective.on_host(batch).items() if name != "counted"}
+    known = stack.enter_context(KnownValues())
+    return {n: known.without_memory(value) if isinstance(value, torch.Tensor) else value for n, value in told.items()}
+
+
+def _is_drawn(func: Any) -> bool:
+    return any(word in func._schema.name for word in _DRAWN)
