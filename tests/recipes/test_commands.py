@@ -80,11 +80,11 @@ def test_the_readmes_first_command(overrides: list[str], fall: float, tmp_path: 
 
 def test_the_readmes_test_command_is_what_ci_runs() -> None:
     second = readme_commands()[1]
-    assert second == 'pip install -e ".[test,docs]" && pytest -n 2 --dist loadfile'
+    assert second == 'pip install -e ".[test,docs]" && pytest -n 3 --dist loadfile'
     ci = (ROOT / ".ci/run").read_text()
     assert 'pip install --quiet "${constraints[@]}" -e ".[test,docs]"' in ci
     assert "constraints=(--constraint .ci/constraints.txt)" in ci
-    assert ci.rstrip().endswith("pytest -n 2 --dist loadfile")
+    assert ci.rstrip().endswith("pytest -n 3 --dist loadfile")
 
 
 ONE_RANK = {

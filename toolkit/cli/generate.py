@@ -10,6 +10,10 @@ import typer
 from toolkit.cli.arguments import parse_dtype
 
 Prompt = Annotated[str | None, typer.Option(help="Continue this text.", show_default=False)]
+Image = Annotated[
+    list[Path] | None,
+    typer.Option("--image", help="With --prompt: show the model this image. May be given again.", show_default=False),
+]
 PromptFile = Annotated[
     Path | None, typer.Option(help="Answer each prompt of a .txt or .jsonl file.", show_default=False)
 ]
@@ -36,6 +40,10 @@ TopP = Annotated[
     typer.Option(help="Sample from the most likely tokens that together have this probability.", show_default="0.95"),
 ]
 BatchSize = Annotated[int | None, typer.Option(help="Answer this many prompts of a file at a time.", show_default="8")]
+Dtype = Annotated[
+    str,
+    typer.Option(help="Load the weights in this type: auto (as saved), float32, bfloat16 (bf16) or float16 (fp16)."),
+]
 
 
 def generate(
@@ -44,6 +52,7 @@ def generate(
     ],
     prompt: Prompt = None,
     chat: Annotated[bool, typer.Option("--chat", help="Hold a conversation; /reset clears it, /quit ends.")] = False,
+    image: Image = None,
     file: PromptFile = None,
     evaluation: Evaluation = None,
     output: Output = None,
@@ -63,12 +72,7 @@ def generate(
     top_p: TopP = None,
     seed: Annotated[int | None, typer.Option(help="Sampling seed.", show_default="0")] = None,
     batch_size: BatchSize = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Load the weights in this type: auto (as saved), float32, bfloat16 (bf16) or float16 (fp16)."
-        ),
-    ] = "auto",
+    dtype: Dtype = "auto",
     device: Annotated[str, typer.Option(help="Run on this device: auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Generate text with a model: give one of --prompt, --chat, --file and --eval."""
@@ -95,5 +99,6 @@ def generate(
         batch_size=batch_size,
         dtype=parse_dtype(dtype, "auto"),
         device=device,
+        images=tuple(image or ()),
     )
     run(options)

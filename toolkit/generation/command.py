@@ -23,6 +23,7 @@ from toolkit.generation.complete import Message, encode_prompt, stream
 from toolkit.generation.evaluation import Comparison, Evaluation, choose, evaluate, summary
 from toolkit.generation.load import Loaded, find_model, load_model
 from toolkit.generation.options import Options, Sampling, encodable
+from toolkit.generation.pictured import encode_pictured
 from toolkit.generation.rows import PromptRow, completions, encode_rows, read_rows
 from toolkit.terminal import Terminal
 
@@ -78,9 +79,13 @@ def load_for(options: Options) -> Iterator[Loaded]:
 
 def _answer_prompt(loaded: Loaded, options: Options, text: str) -> None:
     try:
-        prompt = encode_prompt(loaded, text, options.system, options.raw)
+        if options.images:
+            prompt = encode_pictured(loaded, text, options.images, options.system)
+        else:
+            prompt = encode_prompt(loaded, text, options.system, options.raw)
     except BadInputError as problem:
-        raise BadInputError(f"--prompt: {problem}") from None
+        named = str(problem) if str(problem).startswith("--image") else f"--prompt: {problem}"
+        raise BadInputError(named) from None
     stream(loaded, prompt, options.sampling, _show)
     print()
 

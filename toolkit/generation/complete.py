@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,8 @@ PROBED = 4
 
 _FOUND_TO_SEE_PADDING: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
+NOTHING: Mapping[str, Any] = {}
+
 HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -36,10 +38,12 @@ class Prompt:
 
     Attributes:
         context: its last tokens, where the completion goes on in the same text.
+        shown: what the model is given of the prompt's images, by the names of its arguments.
     """
 
     ids: list[int]
     context: list[int]
+    shown: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def encode_prompt(
@@ -179,7 +183,7 @@ def stream(loaded: Loaded, prompt: Prompt, sampling: Sampling, write: Callable[[
     """The completion of one prompt, which `write` is given piece by piece as it comes."""
     pieces = _Pieces(loaded, prompt, write)
     room = _room(loaded, prompt, sampling)
-    ids = _generate(loaded, [prompt.ids], room, sampling, pieces)[0]
+    ids = _generate(loaded, [prompt.ids], room, sampling, pieces, prompt.shown)[0]
     return _continuation(loaded.tokenizer, prompt.context, ids)
 
 
@@ -231,7 +235,12 @@ def _filled(loaded: Loaded, rows: list[list[int]], width: int) -> dict[str, Any]
 
 
 def _generate(
-    loaded: Loaded, rows: list[list[int]], room: int, sampling: Sampling, streamer: _Pieces | None = None
+    loaded: Loaded,
+    rows: list[list[int]],
+    room: int,
+    sampling: Sampling,
+    streamer: _Pieces | None = None,
+    shown: Mapping[str, torch.Tensor] = NOTHING,
 ) -> list[list[int]]:
     """At most `room` tokens for each row, up to the first that ends a text and without it."""
     width = max(map(len, rows))
@@ -240,6 +249,7 @@ def _generate(
     with _told():
         found = loaded.model.generate(
             **_filled(loaded, rows, width),
+            **{name: _given(loaded, tensor) for name, tensor in shown.items()},
             max_new_tokens=room,
             eos_token_id=sorted(loaded.stops) or None,
             streamer=streamer,
@@ -247,6 +257,11 @@ def _generate(
         )
     # Rows that end early are filled up with padding.
     return [_until(row, loaded.stops) for row in found[:, 1 if loaded.encoder_decoder else width :].tolist()]
+
+
+def _given(loaded: Loaded, tensor: torch.Tensor) -> torch.Tensor:
+    """On the model's device, and pixels in its type."""
+    return tensor.to(loaded.model.device, loaded.model.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def _until(ids: list[int], stops: frozenset[int]) -> list[int]:

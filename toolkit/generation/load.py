@@ -198,12 +198,17 @@ def _tokenizer(place: Place, base: Place) -> PreTrainedTokenizerBase:
     chosen = place if own or not place.is_adapter else base
     from transformers import AutoTokenizer
 
+    from toolkit.data.pictures import CONFIGURATIONS, set_source
+
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             chosen.name, trust_remote_code=False, local_files_only=not chosen.on_hub, padding_side="left"
         )
     except Exception as error:  # as above
         raise BadInputError(f"{chosen.name!r}: no tokenizer can be loaded: {first_line(error)}") from error
+    reads = any((Path(place.name) / name).is_file() for name in CONFIGURATIONS)
+    set_source(tokenizer, (place if reads else base).name, None)
+    return tokenizer
 
 
 def _adapter_base(place: Place) -> Place:

@@ -19,12 +19,14 @@ BELONGS_TO = {
     "--extract": ("--eval",),
     "--numeric": ("--eval",),
     "--json": ("--eval",),
+    "--image": ("--prompt",),
 }
 """Option -> the modes that it has a meaning in; others have one in all."""
 
 CONTRADICTIONS = {
     ("--raw", "--chat"): "a conversation needs the chat template",
     ("--raw", "--system"): "a system text needs the chat template",
+    ("--raw", "--image"): "an image stands where the chat template says",
     ("--strict", "--numeric"): "numbers are compared as numbers",
     ("--temperature", "--eval"): "an evaluation takes the most likely token",
     ("--top-p", "--eval"): "an evaluation takes the most likely token",
@@ -62,6 +64,7 @@ class Options:
     batch_size: int | None = None
     dtype: str = "auto"
     device: str = "auto"
+    images: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         given = self._given()
@@ -98,6 +101,7 @@ class Options:
             "--top-p": self.top_p,
             "--seed": self.seed,
             "--batch-size": self.batch_size,
+            "--image": self.images or None,
         }
         return {option for option, value in values.items() if value is not None}
 

@@ -11,9 +11,15 @@ from contextlib import contextmanager
 
 import torch
 import transformers.integrations.moe as experts
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 
 __all__ = [
+    "DynamicOutputShapeException",
     "FakeTensorMode",
     "grouped_products",
     "has_values",

@@ -22,20 +22,24 @@ from torch.utils._python_dispatch import (
     _pop_mode,
     _push_mode,
 )
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
 
 from toolkit.model.fake_tensors import has_values
 from toolkit.sharding.precision import kept_in_float32, round_buffers, types_of_authors
 
 __all__ = [
     "Ledger",
+    "TorchDispatchMode",
     "autocast",
     "cuda_dropout",
     "fake_ranks",
     "give_parameters",
     "host_copies",
     "in_these_modes",
+    "tree_flatten",
+    "tree_map",
     "tree_map_only",
+    "tree_unflatten",
 ]
 
 GRANULE = 512

@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from toolkit.model.fake_tensors import has_values, unset_fake_temporarily
+from toolkit.data.picture_samples import KINDS_OF_TOKENS
+from toolkit.model.fake_tensors import DynamicOutputShapeException, has_values, unset_fake_temporarily
+from toolkit.planning.memory.fake import TorchDispatchMode, tree_flatten, tree_map, tree_unflatten
 
-_ITEM = torch.ops.aten._local_scalar_dense.default
+_ITEM = "aten::_local_scalar_dense"
 _INDEX = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 _DRAWN = ("rand", "normal", "bernoulli", "empty", "dropout", "new_empty")
 
@@ -36,7 +36,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _ITEM and args[0] in self._real:
+        if func.name() == _ITEM and args[0] in self._real:
             with unset_fake_temporarily():
                 return self._real[args[0]].item()
         if func in _INDEX:
@@ -51,7 +51,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             real = func(*real_args, **real_kwargs)
         try:
             fake = func(*args, **kwargs)
-        except torch._subclasses.fake_tensor.DynamicOutputShapeException:
+        except DynamicOutputShapeException:
             fake = tree_map(lambda t: torch.empty_like(t) if isinstance(t, torch.Tensor) else t, real)
         for made, value in zip(tree_flatten(fake)[0], tree_flatten(real)[0], strict=True):
             if isinstance(made, torch.Tensor):
@@ -77,7 +77,7 @@ def known_batch(stack: ExitStack, batch: dict[str, Any], objective: Any) -> dict
     Args:
         stack: keeps the values known.
     """
-    if not has_values(batch["input_ids"]):
+    if KINDS_OF_TOKENS not in batch:  # of text alone, whose batches have no values
         return batch
     with unset_fake_temporarily():
         # All tokens are planned as targets, as in batches without values.

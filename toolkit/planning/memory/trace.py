@@ -99,10 +99,7 @@ def trace(
             # One after another they take each other's place; by block they are all there.
             made = [workload.batch(micro_batch_size) for _ in range(accumulation if by_block else 1)]
             batches = [known_batch(stack, batch, objective) for batch in made]
-            on_device = (t for batch in batches for t in batch.values() if isinstance(t, torch.Tensor))
-            held = (tensor for each in models for tensor in (*each.parameters(), *each.buffers()))
-            for tensor in (*held, *on_device):
-                ledger.see(tensor)
+            _see_held(ledger, models, batches)
             # Before the ledger opens, so that making the shards is not part of the peak.
             between = ledger.current
             _label_units(model, [path for unit in plan.blocks for path in unit.modules], ledger)
@@ -120,6 +117,13 @@ def trace(
                     _scaled_backward(loss)
                     del loss
     return Traced(between, ledger.peak, ledger.peak_label, dict(counted), ledger.host_peak)
+
+
+def _see_held(ledger: Ledger, models: list[nn.Module], batches: list[dict[str, Any]]) -> None:
+    """Counts what is there before the step."""
+    on_device = (value for batch in batches for value in batch.values() if isinstance(value, torch.Tensor))
+    for tensor in (*(held for each in models for held in (*each.parameters(), *each.buffers())), *on_device):
+        ledger.see(tensor)
 
 
 def _scaled_backward(loss: torch.Tensor) -> None:
