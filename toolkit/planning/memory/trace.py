@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from toolkit.model.fake_tensors import FakeTensorMode
+from toolkit.model.fake_tensors import FakeTensorMode, grouped_products
 from toolkit.objectives.teacher import shard_teacher
 from toolkit.planning.memory.fake import Ledger, cuda_dropout, fake_ranks, host_copies, in_these_modes, tree_map_only
 from toolkit.planning.memory.known import known_batch
@@ -86,7 +86,13 @@ def trace(
         model, teacher, planned = workload.model_copy(), workload.teacher_copy(), without_ranks(workload.skew)
         models = [model] if teacher is None else [model, teacher]
         objective = workload.objective(*models)  # looks at the forward, which FSDP2 forbids before the root's first one
-        modes = (FakeTensorMode(allow_non_fake_inputs=True), cuda_dropout(), host_copies(ledger), planned)
+        modes = (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            cuda_dropout(),
+            host_copies(ledger),
+            planned,
+            grouped_products(),
+        )
         with ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import add_adapter
-from toolkit.model.fake_tensors import lacks_products
+from toolkit.model.fake_tensors import grouped_products, lacks_products
 from toolkit.paths import GIB
 from toolkit.planning.longest import longest_rows
 from toolkit.planning.memory.fake import fake_ranks
@@ -78,6 +78,18 @@ def test_plans_hold_and_send_what_the_trace_does(
     ways = 6 if checkpointing else 4
     whole = ways * LAYERS * tokens * CHOSEN * WIDTH * 2
     assert probe.forward.exchanged + probe.backward.exchanged == whole * (experts - 1) // experts
+
+
+@pytest.mark.skipif(lacks_products(), reason="transformers before 5.23 looks at the numbers of tokens")
+def test_a_mixture_in_float32_is_traced() -> None:
+    work = replace(workload("mixtral", tokens=16, layers=LAYERS), mixed_precision="no")
+    found = trace(work, STRATEGIES["zero3"], MESH, 1, 2, None)
+    prober = Prober(work)
+    with grouped_products():
+        probe = prober.probe(1, None)
+    units = unit_shapes(work.model, prober.plan, "no")
+    moments = replay(units, probe, STRATEGIES["zero3"], MemoryLayout(MESH.shard, 4, 4, optimizer=8), 2)
+    assert max(moment.total - moment.optimizer for moment in moments) == pytest.approx(found.peak, rel=0.02)
 
 
 @pytest.mark.parametrize(
