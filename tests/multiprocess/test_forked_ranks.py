@@ -32,6 +32,7 @@ def compute_in_threads() -> list[str]:
     return told
 
 
+@ranks.alone
 def forked_ranks() -> list[int]:
     """Exit codes of ranks whose parent has set its number of threads and computed, as a cell of a notebook may."""
     from accelerate import Accelerator
@@ -53,4 +54,4 @@ def forked_ranks() -> list[int]:
 
 def test_threads_of_a_forked_rank_find_a_thread_pool() -> None:
     """Without `renew_thread_pool` nearly every fork fails: "Invalid thread pool!"."""
-    assert ranks.run_on_ranks(ranks.alone(forked_ranks), 1)[0] == [0] * FORKS
+    assert ranks.run_on_ranks(forked_ranks, 1)[0] == [0] * FORKS
