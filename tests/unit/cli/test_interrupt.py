@@ -39,7 +39,9 @@ def test_one_line(command: str, before: str) -> None:
 
 def ended(code: str, folder: Path) -> tuple[int, str]:
     """How a process ends that has the handler, with modules in `folder`."""
-    begun = f"import sys; sys.path.insert(0, {str(folder)!r}); from toolkit.cli.entry import end_at_interrupts; "
+    # A shell's background job has SIGINT ignored, and so have its children.
+    handled = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    begun = f"{handled}; sys.path.insert(0, {str(folder)!r}); from toolkit.cli.entry import end_at_interrupts; "
     found = subprocess.run(
         [sys.executable, "-c", f"{begun}end_at_interrupts()\n{code}"],
         text=True,
