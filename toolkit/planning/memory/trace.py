@@ -86,15 +86,9 @@ def trace(
         model, teacher, planned = workload.model_copy(), workload.teacher_copy(), without_ranks(workload.skew)
         models = [model] if teacher is None else [model, teacher]
         objective = workload.objective(*models)  # looks at the forward, which FSDP2 forbids before the root's first one
-        modes = (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            cuda_dropout(),
-            host_copies(ledger),
-            planned,
-            grouped_products(),
-        )
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
         with ExitStack() as stack:
-            for mode in modes:
+            for mode in (fake, cuda_dropout(), host_copies(ledger), planned, grouped_products()):
                 stack.enter_context(mode)
             shard(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
             # After `apply`: each rank makes its own shards alone.
