@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from safetensors.torch import load_file
 from support.sights import save_rows, save_seeing
 from support.texts import make_texts
 from support.tiny import recipe_values
+from support.verified import run_in_this_process, save_launches
 
 from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import Batch
 from toolkit.recipe.recipe import Recipe
-from toolkit.verify import FAILED, OK, Report, ShardedRun, ranks, verify
-from toolkit.verify.sharded import _run_sharded
+from toolkit.verify import FAILED, OK, Report, verify
 
 TEXTS = [" ".join(text.split()[: 3 + i % 6]) for i, text in enumerate(make_texts(14, seed=4))]
 # The second step has no image.
@@ -29,10 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in ("llava", "idefics3"):
         save_seeing(kind, folder / kind, TEXTS)
     save_rows(folder, TEXTS, COUNTS)
-    for name, count in (("one", 1), ("two", 2)):
-        launched = {"distributed_type": "FSDP", "use_cpu": True, "num_processes": count, "mixed_precision": "no"}
-        launched["fsdp_config"] = {"fsdp_version": 2, "fsdp_sharding_strategy": "zero3"}
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(launched))
+    save_launches(folder)
     return folder
 
 
@@ -48,15 +43,7 @@ def report_of(folder: Path, kind: str, tmp_path: Path, ranks: str, steps: int, *
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank, without a process of its own."""
-
-    def run(recipe: Recipe, _launch: Any, steps: int, folder: Path, _seconds: float) -> ShardedRun:
-        result = _run_sharded(recipe, steps, folder)
-        return ranks._merged([result], load_file(folder / "weights.safetensors"))
-
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)  # what another test left behind
-    monkeypatch.setattr("toolkit.verify.run_ranks", run)
+    run_in_this_process(monkeypatch)
 
 
 @pytest.mark.usefixtures("in_this_process")

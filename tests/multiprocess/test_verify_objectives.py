@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file
 from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, recipe_values, save_llama
+from support.verified import run_in_this_process, save_launches
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 
 from toolkit.data.tokenizer import _train_byte_pairs
 from toolkit.objectives.divergence import Divergence
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.recipe.recipe import Recipe
-from toolkit.verify import FAILED, OK, Report, ShardedRun, ranks, verify
-from toolkit.verify.sharded import _run_sharded
+from toolkit.verify import FAILED, OK, Report, verify
 
 CASES: dict[str, dict[str, Any]] = {
     "distillation": {
@@ -77,10 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("seq2seq", [{"source": " ".join(words), "target": " ".join(words[::-1][:4])} for words in rows]),
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    for name, count in (("one", 1), ("two", 2)):
-        launched = {"distributed_type": "FSDP", "use_cpu": True, "num_processes": count, "mixed_precision": "no"}
-        launched["fsdp_config"] = {"fsdp_version": 2, "fsdp_sharding_strategy": "zero3"}
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(launched))
+    save_launches(folder)
     return folder
 
 
@@ -97,15 +92,7 @@ def report_of(folder: Path, kind: str, tmp_path: Path, ranks: str, steps: int) -
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank, without a process of its own."""
-
-    def run(recipe: Recipe, _launch: Any, steps: int, folder: Path, _seconds: float) -> ShardedRun:
-        result = _run_sharded(recipe, steps, folder)
-        return ranks._merged([result], load_file(folder / "weights.safetensors"))
-
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)  # what another test left behind
-    monkeypatch.setattr("toolkit.verify.run_ranks", run)
+    run_in_this_process(monkeypatch)
 
 
 def twice_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Rows with pictures made by hand: what processors make of pictures, for 13 families, without a processor."""
+"""Rows with pictures made by hand: what processors make of pictures, for 12 families, without a processor."""
 
 from __future__ import annotations
 
