@@ -9,11 +9,11 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.progress import track
 
@@ -23,9 +23,12 @@ from toolkit.generation.complete import Message, encode_prompt, stream
 from toolkit.generation.evaluation import Comparison, Evaluation, choose, evaluate, summary
 from toolkit.generation.load import Loaded, find_model, load_model
 from toolkit.generation.options import Options, Sampling, encodable
-from toolkit.generation.pictured import encode_pictured
+from toolkit.generation.pictured import encode_pictured, read_images
 from toolkit.generation.rows import PromptRow, completions, encode_rows, read_rows
 from toolkit.terminal import Terminal
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 T = TypeVar("T")
 
@@ -42,13 +45,14 @@ def run(options: Options) -> None:
     """
     place = find_model(options.source)
     path = options.file or options.evaluation
-    # Before the model: a bad row is told in a moment, and loading takes much longer.
+    # Before the model: a bad row or image is told in a moment, and loading takes much longer.
     rows = [] if path is None else read_rows(path, _mode(options))
+    images = read_images(options.images)
     if place.on_hub:
         _tell(f"{place.name}: a hub model, which is downloaded the first time")
     with load_for(options) as loaded, _lines_to(options.output, options.file) as write:
         if options.prompt is not None:
-            _answer_prompt(loaded, options, options.prompt)
+            _answer_prompt(loaded, options, options.prompt, images)
         elif options.chat:
             _chat(loaded, options)
         elif options.file is not None:
@@ -77,15 +81,14 @@ def load_for(options: Options) -> Iterator[Loaded]:
             yield loaded
 
 
-def _answer_prompt(loaded: Loaded, options: Options, text: str) -> None:
+def _answer_prompt(loaded: Loaded, options: Options, text: str, images: Sequence[Image.Image]) -> None:
     try:
-        if options.images:
-            prompt = encode_pictured(loaded, text, options.images, options.system)
+        if images:
+            prompt = encode_pictured(loaded, text, images, options.system)
         else:
             prompt = encode_prompt(loaded, text, options.system, options.raw)
     except BadInputError as problem:
-        named = str(problem) if str(problem).startswith("--image") else f"--prompt: {problem}"
-        raise BadInputError(named) from None
+        raise BadInputError(f"{'--image' if images else '--prompt'}: {problem}") from None
     stream(loaded, prompt, options.sampling, _show)
     print()
 

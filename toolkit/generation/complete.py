@@ -113,7 +113,7 @@ def _written(
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
-    return _templated(loaded.tokenizer, messages, tools, arguments), False
+    return templated(loaded.tokenizer, messages, tools, arguments), False
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, is_plain: bool) -> list[int]:
@@ -125,12 +125,13 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, is_plain: bool) -> l
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
-def _templated(
+def templated(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
-    tools: list[dict[str, Any]] | None,
-    arguments: Mapping[str, Any],
+    tools: list[dict[str, Any]] | None = None,
+    arguments: Mapping[str, Any] = NOTHING,
 ) -> str:
+    """What the chat template writes, up to where the answer begins. Raises BadInputError if it refuses."""
     from toolkit.data.problem import RowProblem
     from toolkit.data.template_arguments import require_taken
     from toolkit.data.templates import SlowTemplateError, rendered

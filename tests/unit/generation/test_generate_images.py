@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,11 @@ def test_what_cannot_be_shown_is_refused(folder: Path, tmp_path: Path) -> None:
     bomb.write_text("no image")
     with pytest.raises(BadInputError, match="an image that is damaged or not one of"):
         run(Options(str(folder / "llava"), prompt="a", images=(bomb,)))
+
+
+def test_a_template_that_refuses_is_told(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "llava", tmp_path / "strict")
+    (tmp_path / "strict" / "chat_template.jinja").write_text("{{ raise_exception('no system text') }}")
+    images = (folder / "0.png",)
+    with pytest.raises(BadInputError, match="--image: the chat template rejects it: no system text"):
+        run(Options(str(tmp_path / "strict"), prompt="a", images=images, system="be brief"))
