@@ -176,7 +176,11 @@ def read_host(path: Path) -> tuple[int, float, list[RankStatus]] | None:
 
 
 def host_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("host_*.json"))
+    """The files of all hosts in this folder; none where it cannot be listed, as when a run that ends removes it."""
+    try:
+        return sorted(folder.glob("host_*.json"))
+    except OSError:
+        return []
 
 
 def read_statuses(run: Path, now: float) -> list[RankStatus]:

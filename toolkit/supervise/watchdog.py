@@ -102,7 +102,8 @@ class Watch:
         places = self._seen(sorted([*here, *self._elsewhere(now)], key=lambda place: place.rank), now)
         if not any(place.is_late(self._limit) for place in places):
             if self._late_looks:
-                self._stack_of(self._rank).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self._stack_of(self._rank).unlink(missing_ok=True)
             self._late_looks = 0
             return
         self._late_looks += 1

@@ -232,6 +232,23 @@ def test_a_run_is_read_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read_statuses(tmp_path, 1005.0) == []
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "no such folder"), OSError(116, "stale file handle")])
+def test_a_folder_that_cannot_be_listed_ends_no_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """Rank 0 removes the shared folder at its end, perhaps between the two calls with which another rank lists it."""
+
+    def raises(*_: object) -> None:
+        raise error
+
+    host = Host(tmp_path, "one", [0])
+    host.beat(0, Phase.FORWARD, 0.0, step=2)
+    watch = host.watch(0)
+    monkeypatch.setattr(os, "scandir", raises)
+    assert looks(watch, host, 0, 0, 100) == 69
+    assert read_statuses(tmp_path / "run", 1005.0) == []
+
+
 def test_records_of_killed_runs_are_removed_after_a_day(tmp_path: Path) -> None:
     old = Host(tmp_path, "finetune-toolkit-old", [0, 1])
     young = Host(tmp_path, "finetune-toolkit-young", [0, 1])
