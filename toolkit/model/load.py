@@ -126,6 +126,8 @@ def load(
         fit.folder = _model_folder(model)
         fit.stored = names_in_files(fit.folder)
         take_generation_settings(built, model.name_or_path, model.revision)
+    elif model.tokenizer is not None:
+        fit.folder = _folder(model.tokenizer, None, CARRIED)
     if adapter is not None and adapter.kind == "lora":
         built = add_adapter(built, adapter, model.name_or_path, model.revision)
         weights = AdapterWeights(weights, built, seed)
@@ -393,17 +395,20 @@ def fingerprint(model: ModelSection) -> str | None:
 
 
 def _model_folder(model: ModelSection) -> Path:
-    """The folder of a pretrained model; from the hub, downloaded once for each host."""
+    """The folder of a pretrained model."""
     assert model.name_or_path is not None
-    folder = Path(model.name_or_path).expanduser()
+    # No pickles: those of a stranger could run anything.
+    return _folder(model.name_or_path, model.revision, ["*.safetensors", "*.json", *CARRIED])
+
+
+def _folder(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """A folder; of a name on the hub, the one with files of these patterns, downloaded once for each host."""
+    folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    name = model.name_or_path
-    # No pickles: those of a stranger could run anything.
-    patterns = ["*.safetensors", "*.json", *CARRIED]
     with Pass(Terminal(quiet=ranks.rank() != 0), f"downloading {name}"):
         return ranks.on_each_host(
-            lambda: Path(snapshot_download(name, revision=model.revision, allow_patterns=patterns))
+            lambda: Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
         )
 
 
@@ -416,7 +421,7 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
                 model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
             )
         else:
-            config = _random_configuration(dict(model.config or {}), tokenizer)
+            config = _random_configuration(copy.deepcopy(model.config or {}), tokenizer)
     except ToolkitError:
         raise
     except Exception as error:  # transformers checks a configuration with exceptions of a great many kinds
@@ -431,26 +436,42 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
 def _random_configuration(fields: dict[str, Any], tokenizer: SpecialTokens) -> PretrainedConfig:
     """A configuration whose vocabulary and special tokens are the tokenizer's, unless it says otherwise."""
     require_few_layers(fields, "model.config", "it")
-    fields.setdefault("vocab_size", len(tokenizer))
+    default = AutoConfig.for_model(fields["model_type"])
+    # A model that reads more than text has them in a configuration of its own for its language model.
+    of_text = fields.setdefault("text_config", {}) if "text_config" in default.sub_configs else fields
+    of_text.setdefault("vocab_size", len(tokenizer))
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        fields.setdefault(token, getattr(tokenizer, token))
-    if fields["vocab_size"] < len(tokenizer):
+        of_text.setdefault(token, getattr(tokenizer, token))
+    if of_text["vocab_size"] < len(tokenizer):
         raise BadInputError(
-            f"model.config.vocab_size: {fields['vocab_size']} is less than the tokenizer's {len(tokenizer)} tokens; "
+            f"model.config.vocab_size: {of_text['vocab_size']} is less than the tokenizer's {len(tokenizer)} tokens; "
             "leave it out or raise it"
         )
-    default = AutoConfig.for_model(fields["model_type"])
-    known = {*default.to_dict(), *default.attribute_map}
     if default.is_encoder_decoder:
         # As T5's, a target begins behind padding. A type's own defaults are numbers in a vocabulary of its own.
         fields.setdefault("decoder_start_token_id", fields["pad_token_id"])
-        if "forced_eos_token_id" in known:
+        if "forced_eos_token_id" in _known(default):
             fields.setdefault("forced_eos_token_id", None)
-        known |= {"bos_token_id", "decoder_start_token_id"}  # T5's configuration takes them, and does not list them
-    unknown = [key for key in fields if key not in known]
-    if unknown:
+    _require_known(fields, default, "model.config")
+    return AutoConfig.for_model(**fields)
+
+
+def _known(default: PretrainedConfig) -> set[str]:
+    known = {*default.to_dict(), *default.attribute_map}
+    # T5's configuration takes them, and does not list them.
+    return known | {"bos_token_id", "decoder_start_token_id"} if default.is_encoder_decoder else known
+
+
+def _require_known(fields: dict[str, Any], default: PretrainedConfig, where: str) -> None:
+    """Raises BadInputError for a field that its model type does not know, also in a configuration of a part."""
+    known = _known(default)
+    if unknown := [key for key in fields if key not in known]:
         raise BadInputError(
-            f"model.config: {', '.join(unknown)}: unknown to the model type {fields['model_type']}; "
+            f"{where}: {', '.join(unknown)}: unknown to the model type {default.model_type}; "
             f"known: {', '.join(sorted(known))}"
         )
-    return AutoConfig.for_model(**fields)
+    for name in default.sub_configs:
+        part, given = getattr(default, name, None), fields.get(name)
+        if isinstance(given, dict) and isinstance(part, PretrainedConfig):
+            kind = given.get("model_type", part.model_type)
+            _require_known(given, part if kind == part.model_type else AutoConfig.for_model(kind), f"{where}.{name}")

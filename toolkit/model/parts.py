@@ -29,12 +29,14 @@ def writer_class(config: PretrainedConfig) -> Any:
     """The auto class of a model that writes text: of the whole one, if that is what the configuration names.
 
     transformers' class for causal models maps some of these types (Qwen 3.5, Llama 4) to their language model alone,
-    and does not know others (Qwen 3 VL, Mistral 3).
+    and does not know others (Qwen 3 VL, Mistral 3), which are whole also if the configuration names no class.
     """
     named = (config.architectures or [""])[0]
+    of_text = type(config) in AutoModelForCausalLM._model_mapping
     for auto in WHOLE:
         whole = auto._model_mapping.get(type(config), None)
-        if named and named in [kind.__name__ for kind in (whole if isinstance(whole, tuple) else (whole,)) if kind]:
+        names = [kind.__name__ for kind in (whole if isinstance(whole, tuple) else (whole,)) if kind]
+        if named in names or (names and not named and not of_text):
             return auto
     return AutoModelForCausalLM
 

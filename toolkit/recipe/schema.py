@@ -84,7 +84,10 @@ class ModelSection(Section):
     )
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     tokenizer: str | None = Field(
-        None, min_length=1, description="Load the tokenizer from this name or folder instead of the model's."
+        None,
+        min_length=1,
+        description="Load the tokenizer from this name or folder instead of the model's; with model.config, the "
+        "processor of images, too, if it has one.",
     )
     add_tokens: list[Annotated[str, Field(min_length=1)]] | None = Field(
         None,
