@@ -49,6 +49,19 @@ def decoded(content: bytes) -> Image.Image:
         raise RowProblem("an image that is damaged") from error
 
 
+PREVIEW = 192
+"""Longest side of a preview (pixels)."""
+
+
+def preview(picture: Image.Image) -> str:
+    """A small copy of a picture for a page, as a `data:` URI; of a small one without loss."""
+    kind = "PNG" if max(picture.size) <= PREVIEW // 2 else "JPEG"
+    small, content = picture.copy(), io.BytesIO()
+    small.thumbnail((PREVIEW, PREVIEW))
+    small.save(content, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
 def _require_usable(picture: Image.Image) -> None:
     """Refuses by the header, before a pixel is decoded."""
     if picture.width * picture.height > MAX_PIXELS:
@@ -129,7 +142,7 @@ def _inside(name: str, root: Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # too long, links in a circle, a null character
         raise RowProblem("an image whose path cannot be read") from error
     if not inside:
-        raise RowProblem("an image whose path leads out of the folder that images are read from (data.image_root)")
+        raise RowProblem("an image whose path leads out of the folder of the rows, or out of data.image_root")
     if not is_file:  # nor is it a pipe or a device, which would be waited for forever
         raise RowProblem("an image that is missing")
     return path

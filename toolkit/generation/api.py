@@ -9,7 +9,7 @@ from toolkit.generation.command import BATCH_SIZE, evaluated, load_for
 from toolkit.generation.complete import Message
 from toolkit.generation.evaluation import Evaluation
 from toolkit.generation.options import Options
-from toolkit.generation.rows import PromptRow, completions, encode_rows, read_rows
+from toolkit.generation.rows import completions, encode_rows, read_rows, row_of
 
 
 @overload
@@ -21,7 +21,8 @@ def generate(source: str | Path, prompts: str | list[str] | list[list[Message]],
 
     Args:
         source: folder of a run, of an export or of an adapter, or a hub name.
-        prompts: each a text or a conversation's messages.
+        prompts: each a text or a conversation's messages, whose parts may be images: their bytes, or paths in the
+            current folder.
         options: `raw`, `system`, `max_new_tokens`, `temperature`, `top_p`, `seed`, `batch_size`, `dtype`, `device`, as
             the command's options of these names.
 
@@ -31,7 +32,7 @@ def generate(source: str | Path, prompts: str | list[str] | list[list[Message]],
     # A file of prompts in all but where they come from: what holds for --file holds here.
     chosen = Options(str(source), file=Path("prompts"), **options)  # type: ignore[arg-type]
     texts: list[str | list[Message]] = [prompts] if isinstance(prompts, str) else [*prompts]
-    rows = [PromptRow(f"prompt {number}", prompt, prompt) for number, prompt in enumerate(texts, 1)]
+    rows = [row_of(f"prompt {number}", prompt) for number, prompt in enumerate(texts, 1)]
     with load_for(chosen) as loaded:
         encoded = encode_rows(loaded, rows, "prompts", chosen.system, chosen.raw)
         found = list(completions(loaded, encoded, chosen.sampling, chosen.batch_size or BATCH_SIZE))

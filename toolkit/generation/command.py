@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from rich.progress import track
 
@@ -23,12 +23,9 @@ from toolkit.generation.complete import Message, encode_prompt, stream
 from toolkit.generation.evaluation import Comparison, Evaluation, choose, evaluate, summary
 from toolkit.generation.load import Loaded, find_model, load_model
 from toolkit.generation.options import Options, Sampling, encodable
-from toolkit.generation.pictured import encode_pictured, read_images
+from toolkit.generation.pictured import asked_of, encode_pictured, require_images
 from toolkit.generation.rows import PromptRow, completions, encode_rows, read_rows
 from toolkit.terminal import Terminal
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 T = TypeVar("T")
 
@@ -47,7 +44,7 @@ def run(options: Options) -> None:
     path = options.file or options.evaluation
     # Before the model: a bad row or image is told in a moment, and loading takes much longer.
     rows = [] if path is None else read_rows(path, _mode(options))
-    images = read_images(options.images)
+    images = require_images(options.images)
     if place.on_hub:
         _tell(f"{place.name}: a hub model, which is downloaded the first time")
     with load_for(options) as loaded, _lines_to(options.output, options.file) as write:
@@ -81,10 +78,10 @@ def load_for(options: Options) -> Iterator[Loaded]:
             yield loaded
 
 
-def _answer_prompt(loaded: Loaded, options: Options, text: str, images: Sequence[Image.Image]) -> None:
+def _answer_prompt(loaded: Loaded, options: Options, text: str, images: Sequence[Path]) -> None:
     try:
         if images:
-            prompt = encode_pictured(loaded, text, images, options.system)
+            prompt = encode_pictured(loaded, asked_of(text, len(images)), images, options.system)
         else:
             prompt = encode_prompt(loaded, text, options.system, options.raw)
     except BadInputError as problem:

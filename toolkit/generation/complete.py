@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -38,12 +38,12 @@ class Prompt:
 
     Attributes:
         context: its last tokens, where the completion goes on in the same text.
-        shown: what the model is given of the prompt's images, by the names of its arguments.
+        shown: makes what the model is given of the prompt's images, by the names of its arguments; None: it has none.
     """
 
     ids: list[int]
     context: list[int]
-    shown: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    shown: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
 
 def encode_prompt(
@@ -165,16 +165,21 @@ def fitting(loaded: Loaded, ids: list[int]) -> list[int]:
 
 
 def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[str]:
-    """A completion of each prompt, in one batch; those that come near the model's last position in others."""
+    """A completion of each prompt, in one batch; those near the model's last position, and with images, in others."""
     batches: dict[tuple[int, int], list[int]] = {}
     # RWKV, which sees padding, also mixes rows of one length up.
-    apart = len(prompts) > 1 and _sees_padding(loaded, prompts[0].ids)
+    texts_alone = [prompt.ids for prompt in prompts if prompt.shown is None]
+    apart = len(texts_alone) > 1 and _sees_padding(loaded, texts_alone[0])
     # `max_new_tokens` is one number for a batch, so that prompts with another room go into another.
     for number, prompt in enumerate(prompts):
-        batches.setdefault((_room(loaded, prompt, sampling), number if apart else 0), []).append(number)
+        # From 1 on, so that no prompt of its own shares the batch of the others.
+        place = number + 1 if apart or prompt.shown is not None else 0
+        batches.setdefault((_room(loaded, prompt, sampling), place), []).append(number)
     texts = [""] * len(prompts)
     for (room, _), numbers in batches.items():
-        completions = _generate(loaded, [prompts[number].ids for number in numbers], room, sampling)
+        show = prompts[numbers[0]].shown
+        rows = [prompts[number].ids for number in numbers]
+        completions = _generate(loaded, rows, room, sampling, shown=NOTHING if show is None else show())
         for number, ids in zip(numbers, completions, strict=True):
             texts[number] = _continuation(loaded.tokenizer, prompts[number].context, ids)
     return texts
@@ -184,7 +189,8 @@ def stream(loaded: Loaded, prompt: Prompt, sampling: Sampling, write: Callable[[
     """The completion of one prompt, which `write` is given piece by piece as it comes."""
     pieces = _Pieces(loaded, prompt, write)
     room = _room(loaded, prompt, sampling)
-    ids = _generate(loaded, [prompt.ids], room, sampling, pieces, prompt.shown)[0]
+    shown = NOTHING if prompt.shown is None else prompt.shown()
+    ids = _generate(loaded, [prompt.ids], room, sampling, pieces, shown)[0]
     return _continuation(loaded.tokenizer, prompt.context, ids)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BadInputError
 from toolkit.generation.complete import Message, Prompt, fitting, templated
@@ -12,52 +13,90 @@ from toolkit.generation.load import Loaded
 from toolkit.paths import user_cache
 
 if TYPE_CHECKING:
-    from PIL import Image
+    import torch
+
+    from toolkit.data.pictures import Pictures
 
 
-def encode_pictured(loaded: Loaded, text: str, images: Sequence[Image.Image], system: str | None = None) -> Prompt:
-    """The tokens that a completion follows, and what the model is given of the images, which stand before the text.
+def asked_of(text: str, images: int) -> list[Message]:
+    """A user's turn in which images stand before the text."""
+    from toolkit.data.picture_places import PLACE
+
+    return [{"role": "user", "content": PLACE * images + text}]
+
+
+def encode_pictured(
+    loaded: Loaded,
+    messages: Sequence[Message],
+    images: Sequence[Path | bytes],
+    system: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """The tokens that a completion follows. Images are read again when the model is given them, and not kept.
+
+    Args:
+        messages: with `picture_places.PLACE` in their words for each image.
+        images: their files or contents, in the order of their places.
+        system: put before messages that have no system text of their own.
+        arguments: of the chat template.
 
     Raises:
-        BadInputError: the model or its chat template takes no images, or the prompt is too long.
+        BadInputError: an image cannot be read, the model or its chat template takes none, or the prompt is too long.
     """
-    from toolkit.data.picture_places import PICTURED, PLACE
+    from toolkit.data.picture_places import PICTURED
     from toolkit.data.pictures import Pictures
 
     pictures = Pictures.of(loaded.tokenizer, user_cache())
     if pictures is None:
         raise BadInputError(
-            f"{loaded.name!r} has no processor of images (preprocessor_config.json); leave --image out, or "
+            f"{loaded.name!r} has no processor of images (preprocessor_config.json); leave the images out, or "
             "name a model that sees"
         )
     if loaded.tokenizer.chat_template is None:
-        raise BadInputError(f"the tokenizer of {loaded.name!r} has no chat template, which says where they stand")
-    messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": PLACE * len(images) + text})
+        raise BadInputError(f"the tokenizer of {loaded.name!r} has no chat template, which says where images stand")
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
     with_places = [{**message, PICTURED: pictures.token} for message in messages]
-    written = templated(loaded.tokenizer, with_places)
+    written = templated(loaded.tokenizer, with_places, tools, arguments or {})
     if written.count(pictures.token) != len(images):
         raise BadInputError(
             f"the chat template writes {written.count(pictures.token)} places for {len(images)} images; the "
             f"prompt must not hold {pictures.token}, and the template has to know images"
         )
-    inputs = pictures.processor(text=[written], images=[list(images)], return_tensors="pt", add_special_tokens=False)
-    ids = fitting(loaded, inputs.pop("input_ids")[0].tolist())
-    inputs.pop("attention_mask", None)
-    return Prompt(ids, [], dict(inputs))
+    inputs = partial(_processed, pictures, written, tuple(images))
+    return Prompt(fitting(loaded, inputs()["input_ids"][0].tolist()), [], partial(_shown, inputs))
 
 
-def read_images(paths: Sequence[Path]) -> list[Image.Image]:
+def _processed(pictures: Pictures, written: str, images: Sequence[Path | bytes]) -> dict[str, torch.Tensor]:
+    """What the processor makes of a text and its images. Raises BadInputError for an image that cannot be read."""
+    from toolkit.data.picture_files import content_of, decoded
+    from toolkit.data.problem import RowProblem
+
+    found = []
+    for image in images:
+        try:
+            found.append(decoded(image if isinstance(image, bytes) else content_of(image)))
+        except RowProblem as problem:
+            raise BadInputError(f"{problem}{'' if isinstance(image, bytes) else f' ({image})'}") from problem
+    return dict(pictures.processor(text=[written], images=[found], return_tensors="pt", add_special_tokens=False))
+
+
+def _shown(inputs: partial[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What the model is given beside tokens."""
+    return {name: tensor for name, tensor in inputs().items() if name not in ("input_ids", "attention_mask")}
+
+
+def require_images(paths: Sequence[Path]) -> list[Path]:
     """The images of the option. Raises BadInputError that names one that cannot be read."""
     if not paths:
         return []
     from toolkit.data.picture_files import content_of, decoded
     from toolkit.data.problem import RowProblem
 
-    found = []
     for path in paths:
         try:
-            found.append(decoded(content_of(path.expanduser())))
+            decoded(content_of(path.expanduser()))
         except RowProblem as problem:
             raise BadInputError(f"--image: {str(path)!r}: {problem}") from problem
-    return found
+    return [path.expanduser() for path in paths]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from toolkit.errors import BadInputError
 from toolkit.generation.complete import Message, Prompt, complete, encode_prompt
 from toolkit.generation.load import Loaded
 from toolkit.generation.options import Sampling
+from toolkit.generation.pictured import encode_pictured
 
 T = TypeVar("T")
 
@@ -41,6 +42,7 @@ class PromptRow:
         arguments: of the chat template (`chat_template_kwargs`), over those of the recipe.
         answers: those that are right; none where it is not to be evaluated.
         choices: among which the model takes one; none where it writes its answer.
+        images: files or contents, in the order of their places in the messages.
     """
 
     place: str
@@ -50,6 +52,7 @@ class PromptRow:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     answers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
+    images: tuple[Path | bytes, ...] = ()
 
 
 def read_rows(path: Path, option: str) -> list[PromptRow]:
@@ -69,7 +72,7 @@ def read_rows(path: Path, option: str) -> list[PromptRow]:
     named = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not named:
         raise BadInputError(f"{option}: {str(path)!r} holds no prompt")
-    make = _plain_row if path.suffix == ".txt" else partial(_json_row, with_answers=option == "--eval")
+    make = _plain_row if path.suffix == ".txt" else partial(_json_row, path.parent, option == "--eval")
     rows = all_right(option, [(place, partial(make, place, line)) for place, line in named])
     if len({bool(row.choices) for row in rows}) > 1:
         other = next(row for row in rows if bool(row.choices) != bool(rows[0].choices))
@@ -109,7 +112,7 @@ def _decoded(line: bytes) -> str:
         raise BadInputError("not UTF-8") from None
 
 
-def _json_row(place: str, line: bytes, with_answers: bool) -> PromptRow:
+def _json_row(folder: Path, with_answers: bool, place: str, line: bytes) -> PromptRow:
     try:
         fields = json.loads(_decoded(line))
     except (ValueError, RecursionError):
@@ -125,12 +128,14 @@ def _json_row(place: str, line: bytes, with_answers: bool) -> PromptRow:
     given, answer = fields[column], fields.get("answer")
     if with_answers and answer is None:
         given, answer = _trained_answer(given, fields)
-    prompt, tools, arguments = _asked(column, given, fields)
+    row = _asked(place, column, given, fields, folder)
     if not with_answers:
-        return PromptRow(place, given, prompt, tools, arguments)
+        return row
     choices = _choices(fields["choices"]) if fields.get("choices") is not None else ()
+    if choices and row.images:
+        raise BadInputError("choices beside images, which are not scored; leave the choices out")
     answers = _right_choices(answer, choices) if choices else _answers(answer)
-    return PromptRow(place, given, prompt, tools, arguments, answers, choices)
+    return replace(row, answers=answers, choices=choices)
 
 
 def _trained_answer(given: Any, fields: dict[str, Any]) -> tuple[Any, Any]:
@@ -150,33 +155,57 @@ def _assistant_text(message: Any) -> Any:
     return message.get("content") if isinstance(message, dict) and message.get("role") == "assistant" else None
 
 
-def _asked(
-    column: str, value: Any, fields: Mapping[str, Any]
-) -> tuple[str | list[Message], list[dict[str, Any]] | None, Mapping[str, Any]]:
-    """A text or messages, checked as training's rows are, the messages' tools, and arguments of the template.
+def row_of(place: str, prompt: str | list[Message]) -> PromptRow:
+    """A prompt as it is; messages with images are checked as those of a file, and paths start from the current folder.
+
+    Raises:
+        BadInputError: an image is missing, or nothing is asked.
+    """
+    from toolkit.data.picture_places import is_picture
+
+    parts = [message.get("content") for message in prompt if isinstance(message, dict)]  # of a text there are none
+    if not any(is_picture(part) for content in parts if isinstance(content, list) for part in content):
+        return PromptRow(place, prompt, prompt)
+    return _asked(place, "messages", prompt, {}, Path())
+
+
+def _asked(place: str, column: str, value: Any, fields: Mapping[str, Any], folder: Path) -> PromptRow:
+    """What a row asks: a text or messages, checked as training's rows are, with what belongs to them.
+
+    Args:
+        folder: of the file, from which paths of images start.
 
     Raises:
         BadInputError: a row to train on would be refused like that.
     """
     from toolkit.data.examples import Conversation
+    from toolkit.data.flags import MEDIA
     from toolkit.data.layouts import Layout
+    from toolkit.data.picture_files import file_or_content
+    from toolkit.data.picture_places import COLUMNS as IMAGES
+    from toolkit.data.picture_places import column_of
     from toolkit.data.problem import RowProblem
     from toolkit.data.template_arguments import COLUMN, arguments_of
 
-    layout = Layout("prompt and completion", {"prompt": column, "completion": "completion", "tools": "tools"})
-    completion = "any" if isinstance(value, str) else [{"role": "assistant", "content": "any"}]
+    names = {"prompt": column, "completion": "completion", "tools": "tools"}
+    layout = Layout("prompt and completion", names, pictures=True)
     try:
+        # Images stand in a user's turn.
+        asked = [{"role": "user", "content": value}] if isinstance(value, str) and column_of(fields) else value
+        completion = "any" if isinstance(asked, str) else [{"role": "assistant", "content": "any"}]
+        row = {column: asked, "completion": completion, "tools": fields.get("tools")}
         arguments = arguments_of(fields.get(COLUMN))
-        example = layout.example({column: value, "completion": completion, "tools": fields.get("tools")})
+        example = layout.example(row | {name: fields[name] for name in (*IMAGES, *MEDIA) if name in fields})
+        if not isinstance(example, Conversation):
+            return PromptRow(place, value, str(value), None, arguments)
+        images = tuple(file_or_content(reference, folder) for reference in example.pictures)
     except RowProblem as problem:
         raise BadInputError(str(problem)) from None
-    if not isinstance(example, Conversation):
-        return str(value), None, arguments
     # Without the answer that was put behind it for the check.
-    asked = example.messages[:-1]
-    if asked[-1]["role"] not in ("user", "tool"):
-        raise BadInputError(f"nothing is asked: the last message is the {asked[-1]['role']}'s, and not the user's")
-    return asked, example.tools, arguments
+    messages = example.messages[:-1]
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise BadInputError(f"nothing is asked: the last message is the {messages[-1]['role']}'s, and not the user's")
+    return PromptRow(place, value, messages, example.tools, arguments, images=images)
 
 
 def _choices(value: Any) -> tuple[str, ...]:
@@ -225,11 +254,17 @@ def _whole(text: str, what: str) -> str:
 
 
 def encode_rows(loaded: Loaded, rows: list[PromptRow], option: str, system: str | None, raw: bool) -> list[Prompt]:
-    """The rows' tokens. Raises BadInputError that names the rows that `encode_prompt` refuses."""
-    attempts = [
-        (row.place, partial(encode_prompt, loaded, row.prompt, system, raw, row.tools, row.arguments)) for row in rows
-    ]
-    return all_right(option, attempts)
+    """The rows' tokens. Raises BadInputError that names the rows that the model cannot be given."""
+    return all_right(option, [(row.place, partial(_encoded, loaded, row, system, raw)) for row in rows])
+
+
+def _encoded(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> Prompt:
+    if not row.images:
+        return encode_prompt(loaded, row.prompt, system, raw, row.tools, row.arguments)
+    if raw:
+        raise BadInputError("an image stands where the chat template says; leave --raw out")
+    assert isinstance(row.prompt, list)
+    return encode_pictured(loaded, row.prompt, row.images, system, row.tools, row.arguments)
 
 
 def completions(loaded: Loaded, prompts: list[Prompt], sampling: Sampling, batch_size: int) -> Iterator[str]:

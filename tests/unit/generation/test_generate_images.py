@@ -1,9 +1,11 @@
-"""`toolkit generate --image`: the answer of transformers' own processor and model."""
+"""`toolkit generate` with images: the answers of transformers' own processor and model."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from support.texts import make_texts
 from support.tiny import save_llama
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from toolkit import evaluate, generate
 from toolkit.errors import BadInputError
 from toolkit.generation.command import run
 from toolkit.generation.options import Options
@@ -42,7 +45,8 @@ def expected(folder: Path, kind: str, numbers: tuple[int, ...]) -> str:
     model = AutoModelForImageTextToText.from_pretrained(folder / kind, dtype=torch.float32).eval()
     written = EYES[kind]["written"] * len(numbers) + ASKED
     text = f"<|im_start|>user\n{written}<|im_end|>\n<|im_start|>assistant\n"
-    inputs = processor(text=[text], images=[[picture(number) for number in numbers]], return_tensors="pt")
+    images = [[picture(number) for number in numbers]] if numbers else None
+    inputs = processor(text=[text], images=images, return_tensors="pt")
     before = inputs["input_ids"].shape[1]
     found = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False)[0, before:]
     ends = processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", processor.tokenizer.eos_token or "<|im_end|>"])
@@ -84,3 +88,66 @@ def test_a_template_that_refuses_is_told(folder: Path, tmp_path: Path) -> None:
     images = (folder / "0.png",)
     with pytest.raises(BadInputError, match="--image: the chat template rejects it: no system text"):
         run(Options(str(tmp_path / "strict"), prompt="a", images=images, system="be brief"))
+
+
+ROWS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+    ({"prompt": ASKED, "images": ["0.png"], "answer": "?"}, (0,)),
+    ({"prompt": ASKED, "answer": "?"}, ()),
+    ({"question": f"<image><image>{ASKED}", "image": ["1.png", "2.png"], "answer": "?"}, (1, 2)),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "image": "2.png"}, {"type": "text", "text": ASKED}]}
+            ],
+            "answer": "?",
+        },
+        (2,),
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_with_images_are_answered_as_by_transformers(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one batch with a row of words alone, evaluated, and from a script."""
+    lines = [json.dumps(row) for row, _ in ROWS]
+    file = folder / f"{kind}.jsonl"
+    file.write_text("\n".join(lines))
+    answers = [expected(folder, kind, numbers) for _, numbers in ROWS]
+    assert len(set(answers)) > 2, "what is shown makes a difference"
+    run(Options(str(folder / kind), file=file, output=folder / "out.jsonl", temperature=0.0, max_new_tokens=6))
+    assert [json.loads(line)["completion"] for line in (folder / "out.jsonl").open()] == answers
+    file.write_text("\n".join(json.dumps(json.loads(line) | {"answer": answers[0]}) for line in lines))
+    found = evaluate(folder / kind, file, max_new_tokens=6)
+    assert found.exact == sum(answer == answers[0] for answer in answers)
+    monkeypatch.chdir(folder)
+    for image in ("1.png", (folder / "1.png").read_bytes()):
+        shown = [{"type": "image", "image": image}, {"type": "text", "text": ASKED}]
+        found_from_script = generate(kind, [[{"role": "user", "content": shown}]], temperature=0.0, max_new_tokens=6)
+        assert found_from_script == [expected(folder, kind, (1,))]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": ASKED, "images": ["9.png"]}, "an image that is missing"),
+        ({"prompt": ASKED, "images": ["../0.png"]}, "leads out of the folder"),
+        ({"prompt": f"<image><image>{ASKED}", "images": ["0.png"]}, "more places for images than the row has images"),
+        ({"prompt": ASKED, "image": "0.png", "choices": ["a", "b"]}, "choices beside images, which are not scored"),
+        ({"prompt": ASKED, "images": ["damaged.png"]}, "an image that is damaged or not one of"),
+        ({"prompt": ASKED, "videos": ["a.mp4"]}, "video"),
+    ],
+)
+def test_rows_whose_images_cannot_be_shown_are_named(folder: Path, row: dict[str, Any], told: str) -> None:
+    (folder / "damaged.png").write_text("no image")
+    file = folder / "bad.jsonl"
+    file.write_text(json.dumps(row | {"answer": "a"}))
+    with pytest.raises(BadInputError, match=f"(?s)rows that cannot be used: 1.*bad.jsonl:1: .*{told}"):
+        run(Options(str(folder / "llava"), evaluation=file))
+
+
+def test_a_model_that_does_not_see_is_given_no_images(folder: Path) -> None:
+    (folder / "one.jsonl").write_text(json.dumps({"prompt": ASKED, "images": ["0.png"], "answer": "a"}))
+    with pytest.raises(BadInputError, match="blind' has no processor of images"):
+        run(Options(str(folder / "blind"), evaluation=folder / "one.jsonl"))
