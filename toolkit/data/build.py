@@ -315,10 +315,10 @@ class Builder:
         # A target ends with one in any case.
         if train is not None and self.objective.spec.predicts_next_tokens:
             warnings += reports.unclosed(self.tokenizer, train.rows, train.kept, self.targets != "all")
-        examples = {}
+        examples, length = {}, self.data.max_length + (self.max_target or 0)
         if train is not None:
-            length = self.data.max_length + (self.max_target or 0)
-            examples = {"examples": reports.examples(self.tokenizer, train.rows, train.kept, length)}
+            found = reports.examples(self.tokenizer, train.rows, train.kept, length, self.pictures)
+            examples = {"examples": found}
         return DataReport(
             max_length=self.data.max_length,
             packing=self.packed,

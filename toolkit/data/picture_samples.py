@@ -57,14 +57,22 @@ class PictureSamples(TextSamples):
             extra = len(ids)
         batch = batch_of(samples, self.max_length + extra, self.packed, self.pad_id)
         batch["lengths"][0] -= extra
-        placeholders = torch.tensor(sorted(self.pictures.token_ids))
-        batch[KINDS_OF_TOKENS] = torch.isin(batch["input_ids"], placeholders).long()
-        batch[COUNTS] = torch.tensor([len(found) for rows in seen for found in rows])
-        by_sample = [[picture for found in rows for picture in found] for rows in seen]
-        batch |= self.pictures.tensors([pictures for pictures in by_sample if pictures])
+        batch = self.with_kinds(batch) | self.shown_tensors(seen)
         if self.source_of is not None:
             batch["sources"] = self._sources(numbers, own, batch["input_ids"])
         return batch
+
+    def with_kinds(self, batch: Batch) -> Batch:
+        """The batch with the kinds of its tokens."""
+        placeholders = torch.tensor(sorted(self.pictures.token_ids))
+        return {**batch, KINDS_OF_TOKENS: torch.isin(batch["input_ids"], placeholders).long()}
+
+    def shown_tensors(self, seen: Sequence[Sequence[Sequence[Image.Image]]]) -> Batch:
+        """What a model is given of the pictures of each document of each sample."""
+        counts = torch.tensor([len(found) for rows in seen for found in rows])
+        by_sample = [[picture for found in rows for picture in found] for rows in seen]
+        shown = [pictures for pictures in by_sample if pictures]
+        return {COUNTS: counts, **(self.pictures.tensors(shown) if shown else {})}
 
     def alone(self, number: int, place: int) -> PictureSamples:
         """One row of a sample, in a sample of its own."""

@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.chat import special_ids
 from toolkit.data.documents import Documents
 from toolkit.data.flags import IN_PARTS
+from toolkit.data.picture_files import preview
+from toolkit.data.pictures import Pictures
 from toolkit.data.samples import Rows
 from toolkit.data.turn_ends import without_end
 from toolkit.errors import counted
@@ -272,17 +274,26 @@ def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any)
     return found
 
 
-def examples(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, cut: int) -> list[dict[str, Any]]:
-    """The first rows of the first sources, decoded, in stretches that are targets or are not.
+def examples(
+    tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, cut: int, pictures: Pictures | None = None
+) -> list[dict[str, Any]]:
+    """The first rows of the first sources, decoded, in stretches that are targets or are not, with small images.
 
     Args:
         cut: tokens to which rows are cut.
+        pictures: reads those of rows; None: they have none.
     """
     source_of = np.searchsorted(rows.starts, kept, side="right")
     # A row of each source before a second row of any: each source has its own layout to look at.
     firsts = [kept[int(np.argmax(source_of == source))] for source in dict.fromkeys(source_of.tolist())]
     chosen = list(dict.fromkeys([*firsts, *kept[:EXAMPLES].tolist()]))[:EXAMPLES]
-    return [_example(tokenizer, rows, int(row), cut) for row in sorted(chosen)]
+    return [_example(tokenizer, rows, row, cut) | _previews(rows, row, pictures) for row in sorted(map(int, chosen))]
+
+
+def _previews(rows: Rows, row: int, pictures: Pictures | None) -> dict[str, Any]:
+    shown = rows.pictures(row) if pictures is not None and rows.have_pictures else []
+    found = [preview(pictures.read(record, root, rows.name(row))) for record, root in shown]  # type: ignore[union-attr]
+    return {"images": found} if found else {}
 
 
 def _example(tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int, cut: int) -> dict[str, Any]:

@@ -339,7 +339,8 @@ def _example(example: Report) -> Report:
     # A sample with a label has no targets among its tokens.
     facts = [f"{format_count(count)} {noun}" for count, noun in counts if count]
     facts += [f"label {example['label']}"] if example.get("label") is not None else []
-    return {"row": example.get("row", ""), "facts": ", ".join(facts), "segments": example.get("segments") or []}
+    shown = {name: example.get(name) or [] for name in ("segments", "images")}
+    return {"row": example.get("row", ""), "facts": ", ".join(facts), **shown}
 
 
 # ---- tables ----

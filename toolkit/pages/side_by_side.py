@@ -13,17 +13,22 @@ LONGEST = 600
 
 @dataclass(frozen=True)
 class SideBySide:
-    """A held-out prompt, what stands behind it in the data, and what the model writes; None: not yet."""
+    """A held-out prompt, what stands behind it in the data, and what the model writes; None: not yet.
+
+    Attributes:
+        images: of the prompt, small, as `data:` URIs.
+    """
 
     prompt: str
     expected: str
     before: str | None = None
     after: str | None = None
+    images: Sequence[str] = ()
 
 
-def prompts_and_answers(samples: Sequence[SideBySide]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Each prompt with what the model writes before and after training and what the data say, each with a title."""
-    return [(_end_of(sample.prompt), _answers(sample)) for sample in samples]
+def prompts_and_answers(samples: Sequence[SideBySide]) -> list[tuple[str, Sequence[str], list[tuple[str, str]]]]:
+    """Each prompt with its images, what the model writes before and after training, and what the data say."""
+    return [(_end_of(sample.prompt), sample.images, _answers(sample)) for sample in samples]
 
 
 def _end_of(prompt: str) -> str:

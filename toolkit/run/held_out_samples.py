@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from PIL import Image
 
 from toolkit import ranks
+from toolkit.data.picture_files import preview
 from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import IGNORED, Batch, PairSamples, SourceTargetSamples, TextSamples, filled_up
 from toolkit.data.tokenizer import pad_id
@@ -33,10 +35,11 @@ PLAIN_PROMPT = 16
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens of a held-out row: what is asked, and what stands behind it, or its target."""
+    """Tokens of a held-out row: what is asked, with its images, and what stands behind it, or its target."""
 
     asked: list[int]
     answer: list[int]
+    images: tuple[Image.Image, ...] = ()
 
 
 def held_out_prompts(run: PreparedRun, count: int) -> list[Prompt]:
@@ -49,17 +52,25 @@ def held_out_prompts(run: PreparedRun, count: int) -> list[Prompt]:
         return []
     found: list[Prompt] = []
     for number in range(len(samples)):
-        if isinstance(samples, PictureSamples) and samples.has_picture(number):
-            continue  # continuing behind an image is not built
         pieces = samples.tokens(number)
+        seen = samples.seen(number) if isinstance(samples, PictureSamples) else [[]] * len(pieces)
         # The completions of a pair follow each other, the chosen one first.
-        for ids, targets in pieces[:: 2 if isinstance(samples, PairSamples) else 1]:
+        step = 2 if isinstance(samples, PairSamples) else 1
+        for (ids, targets), images in zip(pieces[::step], seen[::step], strict=True):
             prompt = _prompt(ids, targets)
-            if len(found) < count and prompt is not None and len(prompt.asked) + NEW_TOKENS <= samples.max_length:
-                found.append(prompt)
+            if prompt is None or len(found) == count or len(prompt.asked) + NEW_TOKENS > samples.max_length:
+                continue
+            if images and _placeholders(samples).intersection(map(int, ids[len(prompt.asked) :])):
+                continue  # an image of a later turn
+            found.append(replace(prompt, images=tuple(images)))
         if len(found) == count:
             break
     return found
+
+
+def _placeholders(samples: object) -> frozenset[int]:
+    """The tokens that stand for images; none if rows have none."""
+    return samples.pictures.token_ids if isinstance(samples, PictureSamples) else frozenset()
 
 
 def _prompt(ids: np.ndarray, targets: np.ndarray) -> Prompt | None:
@@ -87,15 +98,22 @@ def continuations(accelerator: Accelerator, run: PreparedRun, prompts: list[Prom
     if isinstance(run.data.validation, SourceTargetSamples):
         length = min(length, run.data.validation.max_target_length - 1)
     width, padding = max(starts) + length, pad_id(run.tokenizer)
+    samples = run.data.validation
+    shown = samples.shown_tensors([[p.images] for p in prompts]) if isinstance(samples, PictureSamples) else {}
+    never = sorted(_placeholders(samples))  # nothing is there for another image to be seen
     run.model.eval()
     tell = Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts")
     for number in range(length):
         tell(number, length)
         batch = _batch(rows, width, padding)
+        if isinstance(samples, PictureSamples):
+            batch = samples.with_kinds(batch) | shown
         batch = run.objective.on_host(_with_sources(batch, prompts, padding) if begun else batch)
         logits = run.objective.logits(run.model, send_to_device(batch, accelerator.device))
         ends = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
-        chosen = logits[torch.arange(len(rows), device=logits.device), ends].argmax(dim=-1).tolist()
+        last = logits[torch.arange(len(rows), device=logits.device), ends]
+        last[:, never] = -torch.inf
+        chosen = last.argmax(dim=-1).tolist()
         for row, token in zip(rows, chosen, strict=True):
             row.append(token)
     run.model.train()
@@ -152,13 +170,21 @@ def first_samples(
         run.shown.side_by_side = [SideBySide(**sample) for sample in saved]
         return prompts
     before = continuations(accelerator, run, prompts)
-    decode = run.tokenizer.decode
     run.shown.side_by_side = [
-        SideBySide(decode(prompt.asked), _text(run, prompt.answer), text)
+        SideBySide(_asked(run, prompt), _text(run, prompt.answer), text, images=tuple(map(preview, prompt.images)))
         for prompt, text in zip(prompts, before, strict=True)
     ]
     _keep(run, output_dir)
     return prompts
+
+
+def _asked(run: PreparedRun, prompt: Prompt) -> str:
+    """What is asked, as text, in which one token stands for each stretch of an image."""
+    hidden = _placeholders(run.data.validation)
+    before = [None, *prompt.asked]
+    kept = [token for token, last in zip(prompt.asked, before, strict=False) if token != last or token not in hidden]
+    text: str = run.tokenizer.decode(kept)
+    return text
 
 
 def _keep(run: PreparedRun, output_dir: Path) -> None:

@@ -1,0 +1,97 @@
+"""Held-out rows with images: what the run writes behind them is what transformers' processor and model write."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from support.ranks import meet, run_on_ranks
+from support.sights import EYES, picture, save_rows, save_seeing
+from support.texts import make_texts
+from support.tiny import recipe_values
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+KINDS = ("llava", "gemma3", "idefics3")
+TEXTS = [" ".join(text.split()[:4]) for text in make_texts(8, seed=4)]
+COUNTS = [1, 0, 2, 0, 0, 1, 0, 0]
+HELD_OUT = 3
+NEW_TOKENS = 40
+
+
+def runs(folder: Path) -> None:
+    from toolkit import Recipe, finetune
+
+    for kind in KINDS:
+        meet()
+        values = recipe_values(
+            folder / kind, folder / "rows.jsonl", folder / f"{kind}-run", folder / "cache", max_steps=1
+        )
+        values["data"] |= {"max_length": 160, "validation": str(folder / "held_out.jsonl")}
+        values["logging"] = {"held_out_samples": HELD_OUT}
+        values["training"]["micro_batch_size"] = 1
+        finetune(Recipe.from_mapping(values))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("held_out_images")
+    for kind in KINDS:
+        save_seeing(kind, folder / kind, TEXTS)
+    save_rows(folder, TEXTS, COUNTS)
+    rows = (folder / "rows.jsonl").read_text().splitlines()
+    (folder / "held_out.jsonl").write_text("\n".join(rows[:HELD_OUT]))
+    run_on_ranks(runs, 2, folder)
+    return folder
+
+
+def written(folder: Path, kind: str, model: str, number: int) -> str:
+    """Greedily, token by token, without a cache; the token of an image is never chosen."""
+    processor = AutoProcessor.from_pretrained(folder / kind)
+    seeing = AutoModelForImageTextToText.from_pretrained(folder / model, dtype=torch.float32).eval()
+    count, first = COUNTS[number], sum(COUNTS[:number])
+    word = TEXTS[number].split()[0]
+    text = f"<|im_start|>user\n{(EYES[kind]['written'] + word) * count or word}<|im_end|>\n<|im_start|>assistant\n"
+    images = [[picture(first + i) for i in range(count)]] if count else None
+    inputs: dict[str, Any] = dict(processor(text=[text], images=images, return_tensors="pt"))
+    ids, tokenizer = inputs.pop("input_ids"), processor.tokenizer
+    start = ids.shape[1]
+    inputs.pop("attention_mask")
+    kinds = inputs.pop("token_type_ids", None)
+    inputs.pop("mm_token_type_ids", None)
+    for _ in range(NEW_TOKENS):
+        more = {} if kinds is None else {"token_type_ids": torch.nn.functional.pad(kinds, (0, ids.shape[1] - start))}
+        with torch.no_grad():
+            logits = seeing(input_ids=ids, use_cache=False, **inputs, **more).logits[0, -1]
+        logits[[token for token in processor.image_token_ids if token is not None]] = -torch.inf
+        ids = torch.cat([ids, logits.argmax()[None, None]], dim=1)
+    found = ids[0, start:].tolist()
+    end = next((i for i, token in enumerate(found) if token in tokenizer.all_special_ids), len(found))
+    return str(tokenizer.decode(found[:end]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_run_writes_is_what_transformers_writes(kind: str, folder: Path) -> None:
+    samples = json.loads((folder / f"{kind}-run" / "samples.json").read_text())
+    assert len(samples) == HELD_OUT
+    for number, sample in enumerate(samples):
+        assert sample["before"] == written(folder, kind, kind, number)
+        assert sample["after"] == written(folder, kind, f"{kind}-run/export", number)
+        shown = [Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))) for uri in sample["images"]]
+        first = sum(COUNTS[:number])
+        expected = [picture(first + i) for i in range(COUNTS[number])]
+        assert [list(image.convert("RGB").getdata()) for image in shown] == [list(i.getdata()) for i in expected]
+        assert 2 * EYES[kind]["token"] not in sample["prompt"], "one token stands for a stretch"
+
+
+@pytest.mark.parametrize("page", ["report.html", "data_report.html"])
+def test_pages_show_the_images(page: str, folder: Path) -> None:
+    text = (folder / "llava-run" / page).read_text()
+    samples = json.loads((folder / "llava-run" / "samples.json").read_text())
+    assert all(f'<img src="{uri}"' in text for sample in samples for uri in sample["images"])
+    assert text.count("<img") == 3
