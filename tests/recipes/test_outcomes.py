@@ -18,6 +18,7 @@ SCORED = {
     "kto": {"preferences": 0.9, "requests": 0.9},
     "lora": {"skills": 0.95, "requests": 0.9},
     "qlora": {"skills": 0.95, "requests": 0.9},
+    "vision": {"shapes": 0.9},
 }
 """Recipe -> held-out file -> the least share of right answers."""
 

@@ -95,6 +95,7 @@ def _copied(folder: Path) -> list[Path]:
         rows = source.read_text(encoding="utf-8").splitlines(keepends=True)
         (folder / "data").mkdir(exist_ok=True)
         (folder / "data" / source.name).write_text("".join(rows[:NUM_ROWS]), encoding="utf-8")
+    shutil.copytree(RECIPES[0].parent / "data/shapes_tokenizer", folder / "data/shapes_tokenizer")
     return [Path(shutil.copy(path, folder)) for path in RECIPES]
 
 
