@@ -265,9 +265,9 @@ def _trace(found: Plan, row: PlanRow) -> dict[str, Any]:
 
 def _traced(recipe: Recipe, mixed_precision: str, setup: Any) -> dict[str, Any]:
     from toolkit.planning.memory.trace import trace
-    from toolkit.planning.workload import workload_of
+    from toolkit.planning.pictured import workload_on_rows
 
-    workload = workload_of(recipe, mixed_precision)
+    workload = workload_on_rows(recipe, mixed_precision)
     found = trace(
         workload,
         setup.strategy,

@@ -55,7 +55,7 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
     console.print(
         f"{plan.num_parameters:,} parameters{trained}; {plan.ranks} x {hardware.name}, "
         f"{hardware.memory_bytes / GIB:.0f} GiB each; {plan.mixed_precision} precision, "
-        f"samples of {plan.recipe.data.max_length} tokens",
+        f"samples of {plan.recipe.data.max_length} tokens{' with images' if plan.has_images else ''}",
         markup=False,
     )
     rows = plan.rows if every_row else plan.rows[:SHOWN]
@@ -233,6 +233,7 @@ def as_json(plan: Plan, launch: LaunchCommand | None) -> dict[str, Any]:
         "ranks": plan.ranks,
         "hardware": dataclasses.asdict(plan.hardware),
         "mixed_precision": plan.mixed_precision,
+        "images": plan.has_images,
         "rows": [row_as_json(row) for row in plan.rows],
         "asked": row_as_json(plan.asked),
         "uneven_peak": None if plan.uneven_peak is None else plan.uneven_peak.total,

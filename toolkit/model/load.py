@@ -158,6 +158,7 @@ def load_without_weights(
     label_names: list[str] | None = None,
     adapter: AdapterSection | None = None,
     objective: str = "causal_lm",
+    parts: Sequence[str] = (LANGUAGE,),
 ) -> PreTrainedModel:
     """As `load`, of the configuration alone, for who wants to know sizes; it cannot be given weights.
 
@@ -166,7 +167,7 @@ def load_without_weights(
     """
     auto, config, settings, rows = _settings(model, tokenizer, label_names, objective)
     stored = take_quantisation(config, adapter, model.name_or_path or "it")
-    built = _without_weights(auto, config, settings, rows, _field(model))
+    built = _without_weights(auto, config, settings, rows, _field(model), parts)
     if stored is not None:
         quantise_as_stored(built, stored)
     else:

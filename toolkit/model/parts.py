@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from toolkit.errors import BadInputError
 from toolkit.sharding.unused import has_branches
 
 WHOLE = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
@@ -57,6 +58,25 @@ def trained_parts(model: nn.Module) -> tuple[str, ...]:
     """Which parts are trained, in words of `model.train`."""
     found: tuple[str, ...] = getattr(model, _TRAINED, (LANGUAGE,))
     return found
+
+
+def asked_parts(train: Sequence[str] | None, adapted: bool, has_pictures: bool) -> Sequence[str]:
+    """What is trained of a model that reads more than text, in words of `model.train`.
+
+    Args:
+        train: `model.train`.
+        adapted: whether adapters are trained.
+
+    Raises:
+        BadInputError: a part that no row reaches.
+    """
+    if train is None:
+        return (LANGUAGE, PROJECTOR) if has_pictures and not adapted else (LANGUAGE,)
+    if not has_pictures and set(train) != {LANGUAGE}:
+        raise BadInputError(
+            f"model.train: {', '.join(train)}: rows without images reach the language model alone; remove it"
+        )
+    return train
 
 
 def sees(model: nn.Module) -> bool:

@@ -2,18 +2,62 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from glob import glob
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from toolkit.data.build import build
 from toolkit.data.picture_samples import KINDS_OF_TOKENS, PictureSamples
 from toolkit.data.samples import IGNORED, Batch
+from toolkit.data.sources import has_pictures, open_source
+from toolkit.data.tokenizer import load as load_tokenizer
+from toolkit.model.adapters import base_of
 from toolkit.model.fake_tensors import unset_fake_temporarily
-from toolkit.planning.workload import Workload
+from toolkit.model.parts import asked_parts, sees
+from toolkit.planning.workload import Workload, workload_of
+from toolkit.recipe.recipe import Recipe
+
+
+def workload_on_rows(recipe: Recipe, mixed_precision: str) -> Workload:
+    """The workload of a recipe on its own rows, if the model sees, they have images, and they lie on this machine.
+
+    The rows are tokenised as a run does it, which finds that done. Else as `workload_of`.
+
+    Raises:
+        BadInputError: there is no such model.
+    """
+    workload = workload_of(recipe, mixed_precision)
+    if not sees(base_of(workload.model)):
+        return workload
+    samples, asked = _with_images(recipe), recipe.model.train
+    # Of rows that are elsewhere the recipe knows best.
+    shows = samples is not None or (asked is not None and _is_away(recipe))
+    parts = asked_parts(asked, recipe.adapter.kind != "none", shows)
+    workload = workload_of(recipe, mixed_precision, parts)
+    return workload if samples is None else with_pictures(workload, samples)
+
+
+def _is_away(recipe: Recipe) -> bool:
+    """Whether some training rows do not lie on this machine, or are streamed."""
+    return recipe.data.streaming or any(not glob(os.path.expanduser(source.path)) for source in recipe.data.train)
+
+
+def _with_images(recipe: Recipe) -> PictureSamples | None:
+    """The training samples, if rows have images; None if not, or if they are not here."""
+    if not recipe.objective.spec.sees_pictures or _is_away(recipe):
+        return None
+    if not any(has_pictures(open_source(source, "data.train")) for source in recipe.data.train):
+        return None
+    tokens = load_tokenizer(recipe.model, recipe.data, recipe.objective.kind)
+    found = build(recipe.data, tokens, recipe.training.seed, recipe.objective).train
+    return found if isinstance(found, PictureSamples) else None
+
 
 LOOKED_AT = 4096
 """Samples among which those with the most pictures are looked for."""
@@ -32,7 +76,9 @@ def with_pictures(workload: Workload, samples: PictureSamples) -> Workload:
             return _lengthened(samples.batch(numbers), length, samples.pad_id)
 
     length = samples.max_length
-    with_most = replace(workload, batch=lambda size: batch([shown[i % len(shown)] for i in range(size)], length))
+    with_most = replace(
+        workload, batch=lambda size: batch([shown[i % len(shown)] for i in range(size)], length), has_images=True
+    )
     if not blind:
         return with_most
     longer = length + len(smallest)

@@ -114,7 +114,8 @@ class Planner:
         settings = settings_of(self.recipe, setup, self.workload.mixed_precision)
         first = next((unit.name for unit in self.units if unit.trains_float32), None)
         torch_sums, device = autograd_sums_gradients(), self.hardware.device_type
-        return replace(settings, device=device, keeps_float32=first, sums_in_autograd=torch_sums)
+        seen = self.workload.has_images
+        return replace(settings, device=device, keeps_float32=first, sums_in_autograd=torch_sums, has_pictures=seen)
 
     def refusals(self, setup: Setup) -> list[Refusal]:
         """Why a run refuses a setup; empty if it does not."""
@@ -185,7 +186,10 @@ class Planner:
         return 4 * sum(unit.trainable_numel(setup.mesh.shard) for unit in self.units)
 
     def moments(self, setup: Setup) -> list[Memory]:
-        """What a rank holds during a step."""
+        """What a rank holds during a step, whichever of the workload's batches it is of."""
+        return [moment for planner in (self, *self._of_other_batches) for moment in planner._of_own_batch(setup)]
+
+    def _of_own_batch(self, setup: Setup) -> list[Memory]:
         shapes, layout = [*self.teacher_units, *self.units], self.layout(setup)
         found = replay(shapes, self.probe(setup), setup.strategy, layout, setup.accumulation, setup.by_block)
         beside = self._streamed_bytes(setup) if setup.offload else self._average_bytes(setup)
@@ -196,8 +200,7 @@ class Planner:
 
     def peak(self, setup: Setup) -> Memory:
         """The moment in which a rank holds most."""
-        moments = [moment for planner in (self, *self._of_other_batches) for moment in planner.moments(setup)]
-        return max(moments, key=lambda moment: moment.total)
+        return max(self.moments(setup), key=lambda moment: moment.total)
 
     @cached_property
     def _of_other_batches(self) -> list[Planner]:

@@ -12,10 +12,11 @@ from toolkit.model.positions import require_positions
 from toolkit.paths import GIB
 from toolkit.planning.accumulation import settle
 from toolkit.planning.memory.replay import Memory
+from toolkit.planning.pictured import workload_on_rows
 from toolkit.planning.planner import AS_FAST, Planner, PlanRow
 from toolkit.planning.setup import Setup, asked_setup, factors, mesh_of, require_ranks, smaller_setups
 from toolkit.planning.time.hardware import Hardware
-from toolkit.planning.workload import Workload, with_rows_of, workload_of
+from toolkit.planning.workload import Workload, with_rows_of
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.features import Settings
 from toolkit.recipe.recipe import Recipe
@@ -56,6 +57,7 @@ class Plan:
         reason: why this one, or what is missing.
         levers: what makes the recipe as it stands hold less, one change each, the fastest first.
         num_parameters, num_trained: of the model.
+        has_images: whether it is of micro-batches of the recipe's rows with images.
     """
 
     recipe: Recipe
@@ -70,6 +72,7 @@ class Plan:
     levers: tuple[Lever, ...]
     num_parameters: int
     num_trained: int
+    has_images: bool = False
 
 
 def plan(
@@ -99,7 +102,7 @@ def plan(
     """
     require_ranks(ranks, hardware)
     precision = precision_of(recipe, mixed_precision, hardware)
-    planner = Planner(recipe, workload_of(recipe, precision), hardware)
+    planner = Planner(recipe, workload_on_rows(recipe, precision), hardware)
     require_positions(planner.workload.model, recipe.data)
     asked = asked_setup(recipe, ranks, hardware, strategy, offload, shard_size)
     settings = planner.settings(asked)
@@ -128,6 +131,7 @@ def plan(
         levers,
         num_parameters,
         num_trained,
+        planner.workload.has_images,
     )
 
 
@@ -284,8 +288,8 @@ def _other_recipes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callab
 
     if recipe.adapter.kind == "none" and not recipe.objective.spec.has_classes:
         adapted = recipe.model_copy(update={"adapter": AdapterSection(kind="lora")})
-        yield "adapter.kind=lora", with_recipe(adapted, workload_of(adapted, planner.workload.mixed_precision))
+        yield "adapter.kind=lora", with_recipe(adapted, workload_on_rows(adapted, planner.workload.mixed_precision))
     half = recipe.data.max_length // 2
-    if half >= 8:
+    if half >= 8 and not planner.workload.has_images:  # a row with an image is never cut
         shorter = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": half})})
         yield f"data.max_length={half}", with_recipe(shorter, with_rows_of(planner.workload, shorter))

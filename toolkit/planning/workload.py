@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from toolkit.model.attention import attention_of
 from toolkit.model.attention_by_heads import attend_by_heads, require_sequence
 from toolkit.model.document_attention import BY_DOCUMENT
 from toolkit.model.load import SpecialTokens, load_without_weights
+from toolkit.model.parts import LANGUAGE
 from toolkit.model.positions import takes_positions
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.objective import Objective
@@ -53,6 +54,7 @@ class Workload:
         experts: ranks of a group, each with whole experts of its own.
         skew: how many times their even share of tokens a rank's experts get.
         also: batches of other shapes, of which some may hold more.
+        has_images: whether the batches are of rows with images.
     """
 
     model: nn.Module
@@ -67,6 +69,7 @@ class Workload:
     experts: int = 1
     skew: int = 1
     also: tuple[Callable[[int], dict[str, torch.Tensor]], ...] = ()
+    has_images: bool = False
 
     def model_copy(self) -> nn.Module:
         """A model of its own for who hooks into it, in training mode."""
@@ -114,14 +117,18 @@ class PlannedTokenizer:
         return self.size
 
 
-def workload_of(recipe: Recipe, mixed_precision: str) -> Workload:
-    """The workload of a recipe; reads the model's configuration, no weights and no data.
+def workload_of(recipe: Recipe, mixed_precision: str, parts: Sequence[str] | None = None) -> Workload:
+    """The workload of a recipe on rows of words; reads the model's configuration, no weights and no data.
+
+    Args:
+        parts: of a model that reads more than text those that are trained (`model.train`); None: its language model.
 
     Raises:
         BadInputError: where there is no such model.
     """
     labels = _labels(recipe)
-    model = load_without_weights(recipe.model, _tokenizer(recipe), labels, recipe.adapter, recipe.objective.kind)
+    tokens, kind = _tokenizer(recipe), recipe.objective.kind
+    model = load_without_weights(recipe.model, tokens, labels, recipe.adapter, kind, parts or (LANGUAGE,))
     teacher = load_teacher(recipe, None, mixed_precision)
     return workload_of_model(recipe, model, mixed_precision, dict.fromkeys(labels, 1) if labels else None, teacher)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 
@@ -18,13 +17,12 @@ from toolkit.model.adapter_checks import require_mergeable, require_one_type
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import settle_attention
 from toolkit.model.load import load
-from toolkit.model.parts import LANGUAGE, PROJECTOR, sees
+from toolkit.model.parts import asked_parts, sees
 from toolkit.model.quantised import quantised_layers
 from toolkit.objectives.balance import build_balance
 from toolkit.objectives.build import build_objective
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.features import Settings
-from toolkit.recipe.recipe import Recipe
 from toolkit.run.rows import fitting, require_room
 from toolkit.run.sequence_check import share_rows
 from toolkit.run.stages import MetaModel, OpenedRun, TokenisedRows
@@ -77,7 +75,7 @@ def _loaded(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
     """Builds the model. Raises BadInputError if there is none, or if it cannot be trained or exported as asked."""
     recipe, names = opened.recipe, rows.data.label_names
     has_pictures = isinstance(rows.data.train, PictureSamples)
-    parts = trained_of(recipe, has_pictures)
+    parts = asked_parts(recipe.model.train, recipe.adapter.kind != "none", has_pictures)
     model = load(
         recipe.model, rows.tokenizer, recipe.training.seed, names, recipe.adapter, recipe.objective.kind, parts
     )
@@ -89,22 +87,6 @@ def _loaded(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
     quantised = any(quantised_layers(model))
     refuse(replace(Settings.of(recipe), is_quantised=quantised, has_pictures=has_pictures))
     return model
-
-
-def trained_of(recipe: Recipe, has_pictures: bool) -> Sequence[str]:
-    """What is trained of a model that reads more than text, in words of `model.train`.
-
-    Raises:
-        BadInputError: a part that no row reaches.
-    """
-    asked = recipe.model.train
-    if asked is None:
-        return (LANGUAGE, PROJECTOR) if has_pictures and recipe.adapter.kind == "none" else (LANGUAGE,)
-    if not has_pictures and set(asked) != {LANGUAGE}:
-        raise BadInputError(
-            f"model.train: {', '.join(asked)}: rows without images reach the language model alone; remove it"
-        )
-    return asked
 
 
 def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool, has_pictures: bool) -> str:

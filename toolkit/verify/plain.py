@@ -18,6 +18,7 @@ from toolkit.data.build import TokenisedData
 from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import Batch, TextSamples
 from toolkit.model.load import load
+from toolkit.model.parts import asked_parts
 from toolkit.model.routers import find_routers
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.causal_lm import CausalLM
@@ -27,7 +28,6 @@ from toolkit.optim.build import matrices
 from toolkit.optim.schedule import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
-from toolkit.run.model_on_meta import trained_of
 from toolkit.run.packing_check import LeakError, check_leaks
 from toolkit.run.rows import build_windows, fitting, may_pad, require_room, without_packing
 from toolkit.sharding.shards import local_tensor
@@ -44,7 +44,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     tokens = tokenizer.load(recipe.model, recipe.data, kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
     shows = isinstance(data.train, PictureSamples)
-    parts = trained_of(recipe, shows)
+    parts = asked_parts(recipe.model.train, recipe.adapter.kind != "none", shows)
     built = load(recipe.model, tokens, training.seed, adapter=recipe.adapter, objective=kind, parts=parts)
     require_room(built, tokens, recipe)
     data, padded = fitting(recipe, tokens, data, built)
