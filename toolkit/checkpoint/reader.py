@@ -15,7 +15,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from toolkit import ranks
 from toolkit.checkpoint.manifest import METRICS, Manifest
-from toolkit.checkpoint.state import MODEL, described, first_failure, first_impossible, put_back, with_optimizer_state
+from toolkit.checkpoint.state import (
+    MODEL,
+    OPTIMIZER,
+    described,
+    first_failure,
+    first_impossible,
+    put_back,
+    with_optimizer_state,
+)
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 
@@ -94,7 +102,7 @@ def load_tensors(
     Raises:
         BadInputError: if the checkpoint's tensors are not theirs.
     """
-    tensors = with_optimizer_state(model, optimizer, more)
+    tensors = _without_unused(model, optimizer, with_optimizer_state(model, optimizer, more), manifest.tensors)
     # Types and shapes are compared before anything is read, for an error that names the tensor.
     problem = _misfit(manifest.tensors, described(tensors))
     if problem is not None:
@@ -117,6 +125,29 @@ def load_tensors(
     state = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
     # Not strict: tied weights are there once, and of an adapted model only what is trained.
     model.load_state_dict(state, strict=False)
+
+
+def _without_unused(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: dict[str, torch.Tensor],
+    saved: Mapping[str, list[Any]],
+) -> dict[str, torch.Tensor]:
+    """The tensors, without the optimizer's state of parameters that no step had used when the others were saved.
+
+    They had none, as the last layer of LLaVA's tower never has: the optimizer begins with them when a gradient comes.
+    """
+    used = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in saved if name.startswith(OPTIMIZER)}
+    names = {name for name, parameter in model.named_parameters() if parameter in optimizer.state}
+    unused = names - used if used else set()
+    for name, parameter in model.named_parameters():
+        if name in unused:
+            del optimizer.state[parameter]
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not (name.startswith(OPTIMIZER) and name.removeprefix(OPTIMIZER).rpartition(".")[0] in unused)
+    }
 
 
 def _misfit(saved: dict[str, list[Any]], live: dict[str, list[Any]]) -> str | None:

@@ -19,8 +19,8 @@ from toolkit.errors import first_line
 from toolkit.model.adapters import has_adapter, trained_names
 from toolkit.sharding.shards import beside, local_tensor, state_once
 
-MODEL = "model."
-"""Comes before the names of the model's tensors; the optimizer's begin with `optimizer.`, averages with `average.`"""
+MODEL, OPTIMIZER = "model.", "optimizer."
+"""Come before the names of the model's tensors, and of the optimizer's; averages begin with `average.`"""
 
 
 def named_tensors(
@@ -49,7 +49,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> It
     for parameter, kept in optimizer.state.items():
         for key, value in kept.items():
             if isinstance(value, torch.Tensor):
-                yield f"optimizer.{parameters[id(parameter)]}.{key}", value
+                yield f"{OPTIMIZER}{parameters[id(parameter)]}.{key}", value
 
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
