@@ -31,12 +31,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def report_of(folder: Path, kind: str, tmp_path: Path, ranks: str, steps: int, **data: Any) -> Report:
+def report_of(
+    folder: Path, kind: str, tmp_path: Path, ranks: str, steps: int, train_all: bool = False, **data: Any
+) -> Report:
     values = recipe_values(folder / kind, folder / "rows.jsonl", tmp_path / "out", tmp_path / "cache")
     values["data"] |= {"max_length": 128, "shuffle": False, **data}
     values["training"] |= {"micro_batch_size": 2, "gradient_accumulation_steps": 2}
     values["sharding"] = {"activation_checkpointing": 1}
-    if kind == "idefics3":
+    if kind == "idefics3" or train_all:
         values["model"]["train"] = ["language", "projector", "vision"]
     return verify(Recipe.from_mapping(values), folder / f"{ranks}.yaml", steps=steps)
 
@@ -50,8 +52,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_right_run_passes_and_one_that_mixes_up_images_is_told(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = report_of(folder, "llava", tmp_path, "one", steps=3, packing=False)
+    report = report_of(folder, "llava", tmp_path, "one", steps=3, train_all=True, packing=False)
     assert report.verdict == OK, report
+    told = next(row.note for row in report.rows if row.check == "gradients")
+    assert "the model leaves out" in told, "the last layer of the tower"
     right = PictureSamples.batch
 
     def mixed_up(self: PictureSamples, numbers: Any) -> Batch:

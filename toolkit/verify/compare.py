@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -35,7 +35,7 @@ def compare(plain: PlainRun, sharded: ShardedRun, dtype: str) -> list[Row]:
         _series_row("loss", found.losses, expected.losses, loss_tolerance),
         _series_row("gradient norm", found.grad_norms, expected.grad_norms, MIXED_NORM if mixed else FLOAT32_NORM),
         _weights_row(plain, found.weights, mixed, dtype),
-        _gradients_row(found, expected, mixed),
+        _gradients_row(found, expected, mixed, plain.towers),
         _replay_row(sharded.replay, sharded.device),
         plain.packing,
     ]
@@ -139,9 +139,10 @@ def _frozen_row(plain: PlainRun, found: dict[str, torch.Tensor], mixed: bool) ->
     return measured("frozen weights", differences[where], MIXED_FROZEN if mixed else FROZEN, note)
 
 
-def _gradients_row(found: Outcome, expected: Outcome, mixed: bool) -> Row:
+def _gradients_row(found: Outcome, expected: Outcome, mixed: bool, towers: Set[str]) -> Row:
     """Every parameter by itself: a norm over all would hide a router, and AdamW's update the size of a gradient."""
-    missing = found.without_gradient
+    left_out = towers & set(found.without_gradient) & set(expected.without_gradient)
+    missing = [name for name in found.without_gradient if name not in left_out]
     if len(found.losses) == 1 and set(missing) <= set(expected.without_gradient):
         # While B is zero, A has no gradient.
         missing = [name for name in missing if ".lora_A." not in name and ".lora_embedding_B." not in name]
@@ -157,6 +158,8 @@ def _gradients_row(found: Outcome, expected: Outcome, mixed: bool) -> Row:
     }
     where = max(differences, key=lambda name: math.inf if math.isnan(differences[name]) else differences[name])
     note = f"size of each parameter's mean gradient, relative; in {where}"
+    if left_out:
+        note += f"; the model leaves out {listed(sorted(left_out))}, in the plain loop, too"
     return measured("gradients", differences[where], MIXED_SIZE if mixed else FLOAT32_SIZE, note)
 
 

@@ -18,7 +18,7 @@ from toolkit.data.build import TokenisedData
 from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import Batch, TextSamples
 from toolkit.model.load import load
-from toolkit.model.parts import asked_parts
+from toolkit.model.parts import VISION, asked_parts, parts_of
 from toolkit.model.routers import find_routers
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.causal_lm import CausalLM
@@ -137,7 +137,8 @@ def plain_loop(
     outcome = Outcome(losses, norms, weights, without, sizes)
     if routers is not None:
         outcome = replace(outcome, loads=routers.loads, balance=routers.balance)
-    return PlainRun(outcome, set(named), steadiness.found(), sum(rates), packing)
+    towers = frozenset(name for name, part in parts_of(model).items() if part == VISION and name in named)
+    return PlainRun(outcome, set(named), steadiness.found(), sum(rates), packing, towers=towers)
 
 
 def _accumulate(model: nn.Module, plain_loss: PlainLoss, window: list[Batch], routers: PlainRouters | None) -> float:

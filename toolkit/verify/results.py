@@ -74,6 +74,7 @@ class PlainRun:
         reach: the farthest that AdamW can have moved a weight: the sum of the learning rates.
         packing: the row about documents that share a sample.
         padded: why rows are padded although `data.packing` is not set; None where that is not so.
+        towers: names of the trained parameters that see; a tower may leave some out, as LLaVA does its last layer.
     """
 
     outcome: Outcome
@@ -82,6 +83,7 @@ class PlainRun:
     reach: float
     packing: Row
     padded: str | None = None
+    towers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
