@@ -103,6 +103,10 @@ class _MicroBatch:
         self._held.release()
 
 
+RECORDING = "transformers.utils.output_capturing"
+"""Where transformers' hooks are from that record hidden states."""
+
+
 class _Here(threading.local):
     micro_batch: _MicroBatch | None = None
 
@@ -145,6 +149,7 @@ class ByBlock:
             # Before FSDP2's own hook, which gathers; and after its own, which has hooked the outputs.
             unit.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
             unit.register_forward_hook(_leave, with_kwargs=True)
+            _record_last(unit)
 
     def run(
         self,
@@ -249,6 +254,13 @@ class ByBlock:
                     self._states.end_passes([*inside, *self._staying])
                 reduced = inside
         self._states.end_window()
+
+
+def _record_last(unit: Any) -> None:
+    """Has transformers' hooks that record hidden states see what leaves a unit: LLaVA goes on from such a state."""
+    for key, hook in list(unit._forward_hooks.items()):
+        if getattr(hook, "__module__", None) == RECORDING:
+            unit._forward_hooks.move_to_end(key)
 
 
 def _next_unit(batches: list[_MicroBatch]) -> Any:
