@@ -34,7 +34,7 @@ from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
 from toolkit.model.limits import within_limits
 from toolkit.model.on_meta import build_on_meta
-from toolkit.model.parts import LANGUAGE, WHOLE, freeze_untrained, train_parts, writer_class
+from toolkit.model.parts import LANGUAGE, WHOLE, freeze_untrained, sees, train_parts, writer_class
 from toolkit.model.possible import require_possible
 from toolkit.model.quantised import QuantisedWeights
 from toolkit.model.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
@@ -126,7 +126,7 @@ def load(
         fit.folder = _model_folder(model)
         fit.stored = names_in_files(fit.folder)
         take_generation_settings(built, model.name_or_path, model.revision)
-    elif model.tokenizer is not None:
+    elif model.tokenizer is not None and sees(built):  # with the processor, which an export has, too
         fit.folder = _folder(model.tokenizer, None, CARRIED)
     if adapter is not None and adapter.kind == "lora":
         built = add_adapter(built, adapter, model.name_or_path, model.revision)
