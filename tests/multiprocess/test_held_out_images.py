@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from support.ranks import meet, run_on_ranks
-from support.sights import EYES, picture, save_rows, save_seeing
+from support.sights import EYES, picture, save_all
 from support.texts import make_texts
 from support.tiny import recipe_values
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -40,10 +40,7 @@ def runs(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("held_out_images")
-    for kind in KINDS:
-        save_seeing(kind, folder / kind, TEXTS)
-    save_rows(folder, TEXTS, COUNTS)
+    folder = save_all(tmp_path_factory.mktemp("held_out_images"), KINDS, TEXTS, COUNTS)
     rows = (folder / "rows.jsonl").read_text().splitlines()
     (folder / "held_out.jsonl").write_text("\n".join(rows[:HELD_OUT]))
     run_on_ranks(runs, 2, folder)

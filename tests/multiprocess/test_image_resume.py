@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 from support.ranks import meet, run_on_ranks
-from support.sights import save_rows, save_seeing
+from support.sights import save_all
 from support.texts import make_texts
 from support.tiny import recipe_values, unfinish
 
@@ -60,10 +60,7 @@ def told(run: Path) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("image_resume")
-    for kind in KINDS:
-        save_seeing(kind, folder / kind, TEXTS)
-    save_rows(folder, TEXTS, COUNTS)
+    folder = save_all(tmp_path_factory.mktemp("image_resume"), KINDS, TEXTS, COUNTS)
     run_on_ranks(runs, 2, folder)
     return folder
 

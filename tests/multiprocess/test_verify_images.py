@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.sights import save_rows, save_seeing
+from support.sights import save_all
 from support.texts import make_texts
 from support.tiny import recipe_values
 from support.verified import run_in_this_process, save_launches
@@ -23,10 +23,7 @@ COUNTS = [1, 0, 2, 0, 0, 0, 0, 0, 0, 1, 1, 3, 0, 1]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("verify-images")
-    for kind in ("llava", "idefics3"):
-        save_seeing(kind, folder / kind, TEXTS)
-    save_rows(folder, TEXTS, COUNTS)
+    folder = save_all(tmp_path_factory.mktemp("verify-images"), ("llava", "idefics3"), TEXTS, COUNTS)
     save_launches(folder)
     return folder
 

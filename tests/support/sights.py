@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,14 @@ def save_seeing(kind: str, folder: Path, texts: list[str]) -> Path:
         parts["video_processor"] = getattr(video, name)()
     PROCESSOR_MAPPING[type(config)](**parts).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_all(folder: Path, kinds: Sequence[str], texts: list[str], counts: list[int]) -> Path:
+    """The folder, with such a model of each kind, and with rows for them; see `save_rows`."""
+    for kind in kinds:
+        save_seeing(kind, folder / kind, texts)
+    save_rows(folder, texts, counts)
     return folder
 
 

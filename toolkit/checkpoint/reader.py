@@ -137,17 +137,19 @@ def _without_unused(
 
     They had none, as the last layer of LLaVA's tower never has: the optimizer begins with them when a gradient comes.
     """
-    used = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in saved if name.startswith(OPTIMIZER)}
-    names = {name for name, parameter in model.named_parameters() if parameter in optimizer.state}
-    unused = names - used if used else set()
+    used = {_stepped(name) for name in saved} - {None}
+    if not used:
+        return tensors
+    unused = {name for name, parameter in model.named_parameters() if parameter in optimizer.state} - used
     for name, parameter in model.named_parameters():
         if name in unused:
             del optimizer.state[parameter]
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not (name.startswith(OPTIMIZER) and name.removeprefix(OPTIMIZER).rpartition(".")[0] in unused)
-    }
+    return {name: tensor for name, tensor in tensors.items() if _stepped(name) not in unused}
+
+
+def _stepped(name: str) -> str | None:
+    """The parameter whose optimizer state a tensor of a checkpoint is; None if it is something else."""
+    return name.removeprefix(OPTIMIZER).rpartition(".")[0] if name.startswith(OPTIMIZER) else None
 
 
 def _misfit(saved: dict[str, list[Any]], live: dict[str, list[Any]]) -> str | None:

@@ -291,8 +291,9 @@ def examples(
 
 
 def _previews(rows: Rows, row: int, pictures: Pictures | None) -> dict[str, Any]:
-    shown = rows.pictures(row) if pictures is not None and rows.have_pictures else []
-    found = [preview(pictures.read(record, root, rows.name(row))) for record, root in shown]  # type: ignore[union-attr]
+    if pictures is None or not rows.have_pictures:
+        return {}
+    found = [preview(pictures.read(record, root, rows.name(row))) for record, root in rows.pictures(row)]
     return {"images": found} if found else {}
 
 

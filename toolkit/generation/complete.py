@@ -111,9 +111,14 @@ def _written(
             raise BadInputError("chat_template_kwargs have no effect on plain text; remove them")
         return prompt, True
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    return templated(loaded.tokenizer, messages, tools, arguments), False
+    return templated(loaded.tokenizer, after_system(messages, system), tools, arguments), False
+
+
+def after_system(messages: list[Message], system: str | None) -> list[Message]:
+    """The messages behind a system text, if there is one and they have none of their own."""
+    if system is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, is_plain: bool) -> list[int]:
@@ -177,9 +182,8 @@ def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[
         batches.setdefault((_room(loaded, prompt, sampling), place), []).append(number)
     texts = [""] * len(prompts)
     for (room, _), numbers in batches.items():
-        show = prompts[numbers[0]].shown
         rows = [prompts[number].ids for number in numbers]
-        completions = _generate(loaded, rows, room, sampling, shown=NOTHING if show is None else show())
+        completions = _generate(loaded, rows, room, sampling, shown=prompts[numbers[0]].shown)
         for number, ids in zip(numbers, completions, strict=True):
             texts[number] = _continuation(loaded.tokenizer, prompts[number].context, ids)
     return texts
@@ -189,8 +193,7 @@ def stream(loaded: Loaded, prompt: Prompt, sampling: Sampling, write: Callable[[
     """The completion of one prompt, which `write` is given piece by piece as it comes."""
     pieces = _Pieces(loaded, prompt, write)
     room = _room(loaded, prompt, sampling)
-    shown = NOTHING if prompt.shown is None else prompt.shown()
-    ids = _generate(loaded, [prompt.ids], room, sampling, pieces, shown)[0]
+    ids = _generate(loaded, [prompt.ids], room, sampling, pieces, prompt.shown)[0]
     return _continuation(loaded.tokenizer, prompt.context, ids)
 
 
@@ -247,7 +250,7 @@ def _generate(
     room: int,
     sampling: Sampling,
     streamer: _Pieces | None = None,
-    shown: Mapping[str, torch.Tensor] = NOTHING,
+    shown: Callable[[], Mapping[str, torch.Tensor]] | None = None,
 ) -> list[list[int]]:
     """At most `room` tokens for each row, up to the first that ends a text and without it."""
     width = max(map(len, rows))
@@ -256,7 +259,7 @@ def _generate(
     with _told():
         found = loaded.model.generate(
             **_filled(loaded, rows, width),
-            **{name: _given(loaded, tensor) for name, tensor in shown.items()},
+            **({} if shown is None else {name: _given(loaded, tensor) for name, tensor in shown().items()}),
             max_new_tokens=room,
             eos_token_id=sorted(loaded.stops) or None,
             streamer=streamer,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BadInputError
-from toolkit.generation.complete import Message, Prompt, fitting, templated
+from toolkit.generation.complete import Message, Prompt, after_system, fitting, templated
 from toolkit.generation.load import Loaded
 from toolkit.paths import user_cache
 
@@ -27,7 +27,7 @@ def asked_of(text: str, images: int) -> list[Message]:
 
 def encode_pictured(
     loaded: Loaded,
-    messages: Sequence[Message],
+    messages: list[Message],
     images: Sequence[Path | bytes],
     system: str | None = None,
     tools: list[dict[str, Any]] | None = None,
@@ -55,9 +55,7 @@ def encode_pictured(
         )
     if loaded.tokenizer.chat_template is None:
         raise BadInputError(f"the tokenizer of {loaded.name!r} has no chat template, which says where images stand")
-    if system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    with_places = [{**message, PICTURED: pictures.token} for message in messages]
+    with_places = [{**message, PICTURED: pictures.token} for message in after_system(messages, system)]
     written = templated(loaded.tokenizer, with_places, tools, arguments or {})
     if written.count(pictures.token) != len(images):
         raise BadInputError(

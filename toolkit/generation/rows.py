@@ -163,8 +163,9 @@ def row_of(place: str, prompt: str | list[Message]) -> PromptRow:
     """
     from toolkit.data.picture_places import is_picture
 
-    parts = [message.get("content") for message in prompt if isinstance(message, dict)]  # of a text there are none
-    if not any(is_picture(part) for content in parts if isinstance(content, list) for part in content):
+    messages = prompt if isinstance(prompt, list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    if not any(is_picture(part) for content in contents if isinstance(content, list) for part in content):
         return PromptRow(place, prompt, prompt)
     return _asked(place, "messages", prompt, {}, Path())
 

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from toolkit.errors import BadInputError
+from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.unused import has_branches
 
 WHOLE = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
@@ -60,18 +61,15 @@ def trained_parts(model: nn.Module) -> tuple[str, ...]:
     return found
 
 
-def asked_parts(train: Sequence[str] | None, adapted: bool, has_pictures: bool) -> Sequence[str]:
+def asked_parts(model: ModelSection, adapter: AdapterSection, has_pictures: bool) -> Sequence[str]:
     """What is trained of a model that reads more than text, in words of `model.train`.
-
-    Args:
-        train: `model.train`.
-        adapted: whether adapters are trained.
 
     Raises:
         BadInputError: a part that no row reaches.
     """
+    train = model.train
     if train is None:
-        return (LANGUAGE, PROJECTOR) if has_pictures and not adapted else (LANGUAGE,)
+        return (LANGUAGE, PROJECTOR) if has_pictures and adapter.kind == "none" else (LANGUAGE,)
     if not has_pictures and set(train) != {LANGUAGE}:
         raise BadInputError(
             f"model.train: {', '.join(train)}: rows without images reach the language model alone; remove it"

@@ -40,7 +40,8 @@ class Fit:
         unused: names of what the files hold and the model has no place for.
         zero: names of matrices that hold nothing but zeros; on every rank.
         fingerprint: of the files of a base that adapters are trained on; see `fingerprint_of`.
-        stored, folder: names of the tensors in its files, and where these are; None: there are none.
+        stored: names of the tensors in its files; None: there are none.
+        folder: where its files are, or without any those of its processor; None: there are none.
     """
 
     all_drawn: bool = False

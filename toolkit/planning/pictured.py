@@ -19,7 +19,7 @@ from toolkit.data.sources import has_pictures, open_source
 from toolkit.data.tokenizer import load as load_tokenizer
 from toolkit.model.adapters import base_of
 from toolkit.model.fake_tensors import unset_fake_temporarily
-from toolkit.model.parts import asked_parts, sees
+from toolkit.model.parts import LANGUAGE, asked_parts, sees
 from toolkit.planning.workload import Workload, workload_of
 from toolkit.recipe.recipe import Recipe
 
@@ -35,11 +35,12 @@ def workload_on_rows(recipe: Recipe, mixed_precision: str) -> Workload:
     workload = workload_of(recipe, mixed_precision)
     if not sees(base_of(workload.model)):
         return workload
-    samples, asked = _with_images(recipe), recipe.model.train
+    samples = _with_images(recipe)
     # Of rows that are elsewhere the recipe knows best.
-    shows = samples is not None or (asked is not None and _is_away(recipe))
-    parts = asked_parts(asked, recipe.adapter.kind != "none", shows)
-    workload = workload_of(recipe, mixed_precision, parts)
+    shows = samples is not None or (recipe.model.train is not None and _is_away(recipe))
+    parts = asked_parts(recipe.model, recipe.adapter, shows)
+    if set(parts) != {LANGUAGE}:
+        workload = workload_of(recipe, mixed_precision, parts)
     return workload if samples is None else with_pictures(workload, samples)
 
 

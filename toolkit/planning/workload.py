@@ -117,18 +117,18 @@ class PlannedTokenizer:
         return self.size
 
 
-def workload_of(recipe: Recipe, mixed_precision: str, parts: Sequence[str] | None = None) -> Workload:
+def workload_of(recipe: Recipe, mixed_precision: str, parts: Sequence[str] = (LANGUAGE,)) -> Workload:
     """The workload of a recipe on rows of words; reads the model's configuration, no weights and no data.
 
     Args:
-        parts: of a model that reads more than text those that are trained (`model.train`); None: its language model.
+        parts: of a model that reads more than text, those that are trained, in words of `model.train`.
 
     Raises:
         BadInputError: where there is no such model.
     """
     labels = _labels(recipe)
     tokens, kind = _tokenizer(recipe), recipe.objective.kind
-    model = load_without_weights(recipe.model, tokens, labels, recipe.adapter, kind, parts or (LANGUAGE,))
+    model = load_without_weights(recipe.model, tokens, labels, recipe.adapter, kind, parts)
     teacher = load_teacher(recipe, None, mixed_precision)
     return workload_of_model(recipe, model, mixed_precision, dict.fromkeys(labels, 1) if labels else None, teacher)
 

@@ -75,7 +75,7 @@ def _loaded(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
     """Builds the model. Raises BadInputError if there is none, or if it cannot be trained or exported as asked."""
     recipe, names = opened.recipe, rows.data.label_names
     has_pictures = isinstance(rows.data.train, PictureSamples)
-    parts = asked_parts(recipe.model.train, recipe.adapter.kind != "none", has_pictures)
+    parts = asked_parts(recipe.model, recipe.adapter, has_pictures)
     model = load(
         recipe.model, rows.tokenizer, recipe.training.seed, names, recipe.adapter, recipe.objective.kind, parts
     )

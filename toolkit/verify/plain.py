@@ -44,7 +44,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     tokens = tokenizer.load(recipe.model, recipe.data, kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
     shows = isinstance(data.train, PictureSamples)
-    parts = asked_parts(recipe.model.train, recipe.adapter.kind != "none", shows)
+    parts = asked_parts(recipe.model, recipe.adapter, shows)
     built = load(recipe.model, tokens, training.seed, adapter=recipe.adapter, objective=kind, parts=parts)
     require_room(built, tokens, recipe)
     data, padded = fitting(recipe, tokens, data, built)
