@@ -45,7 +45,7 @@ from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import add_adapter, has_adapter, quantise, write_adapter
 from toolkit.model.file_names import FileNames
-from toolkit.model.load import auto_class, take_generation_settings
+from toolkit.model.load import PROCESSORS, auto_class, take_generation_settings
 from toolkit.optim.ema import AVERAGE
 from toolkit.paths import GIB, is_store
 from toolkit.recipe.schema import AdapterSection, ExportSection
@@ -90,6 +90,7 @@ def export_checkpoint(
         if has_adapter(model):
             write_adapter(model, tensors, unfinished, manifest.base)
             tokenizer.save_pretrained(unfinished)
+            carry_over(run / MODEL_FILES, unfinished, [PROCESSORS])
             difference = None
         else:
             names = FileNames(model, _stored_names(run / MODEL_FILES / STORED_NAMES))

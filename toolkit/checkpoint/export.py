@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from toolkit import ranks
+from toolkit.data.pictures import limits_of
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import ExportError, counted, first_line
 from toolkit.model.adapters import (
@@ -39,7 +40,7 @@ from toolkit.model.adapters import (
     write_adapter,
 )
 from toolkit.model.file_names import FileNames
-from toolkit.model.load import CARRIED, auto_class, load_stored
+from toolkit.model.load import CARRIED, PROCESSORS, auto_class, load_stored
 from toolkit.model.quantised import dequantised, quantise_loaded
 from toolkit.model.values import some
 from toolkit.model.weights import fit_of, names_in_files
@@ -91,6 +92,8 @@ def export(
             carry_over(fit_of(inner).folder, unfinished)
         else:
             tokenizer.save_pretrained(unfinished)
+            carry_over(fit_of(inner).folder, unfinished, [PROCESSORS])
+        limits_of(tokenizer).write(unfinished)
         let_others_read(unfinished)
         if folder.exists():  # of the same run, cut off after its export or taken further
             shutil.rmtree(folder)
@@ -172,9 +175,13 @@ def file_names(model: nn.Module) -> FileNames:
     return FileNames(base_of(model), fit_of(model).stored)
 
 
-def carry_over(base: Path | None, folder: Path) -> None:
-    """Copies what belongs to the base and holds of its export, too: how it reads pictures or sound, and its licence."""
-    for pattern in CARRIED if base is not None else ():
+def carry_over(base: Path | None, folder: Path, patterns: Sequence[str] = CARRIED) -> None:
+    """Copies what belongs to the base and holds of its export, too: how it reads pictures or sound, and its licence.
+
+    Args:
+        patterns: of the names of files.
+    """
+    for pattern in patterns if base is not None else ():
         for path in sorted(base.glob(pattern)):  # type: ignore[union-attr]
             if path.is_file() and not (folder / path.name).exists():
                 shutil.copyfile(path, folder / path.name)

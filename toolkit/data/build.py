@@ -19,6 +19,7 @@ from toolkit.data.files import local_path, paths_of
 from toolkit.data.layouts import is_written_by_template, recognise
 from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
 from toolkit.data.picture_samples import PictureSamples
+from toolkit.data.picture_settings import require_built, require_effect
 from toolkit.data.pictures import Pictures
 from toolkit.data.report import DataReport, Found, SplitReport
 from toolkit.data.samples import (
@@ -144,6 +145,7 @@ class Builder:
         names = short_names(paths_of(self.data))
         train = self._tokenised([] if self.data.streaming else self.data.train, "data.train", names)
         validation = self._tokenised(self.data.validation or [], "data.validation", names)
+        require_effect(self.data, (named for part in (train, validation) for named in part))
         fields = self.data.model_dump(
             include={
                 "validation_fraction",
@@ -220,13 +222,7 @@ class Builder:
         """
         if not self.objective.spec.sees_pictures or self.pictures is None or not has_pictures(source):
             return None
-        asked = {
-            "data.targets": self.data.targets in ("all", "each_turn") and self.data.targets,
-            "data.long_rows": self.data.long_rows in ("truncate", "split") and self.data.long_rows,
-        }
-        for field, value in asked.items():
-            if value:
-                raise DataError(f"{field}: {value} is not built for rows with images ({source.name}); remove it")
+        require_built(self.data, source.name)
         return self.pictures
 
     def _encoder(self, source: Source, layout: str) -> Encoder:

@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 from toolkit.data.cache import digest
 from toolkit.data.flags import Span
 from toolkit.data.picture_files import content_of, decoded, file_or_content
+from toolkit.data.pixel_limits import CONFIGURATIONS, NO_LIMITS, PixelLimits
 from toolkit.data.problem import RowProblem
 from toolkit.errors import BadInputError, DataError, in_words
 
@@ -32,9 +33,6 @@ PREFIX = "picture/"
 
 SMALLEST = (56, 56)
 """Width and height of the picture that stands in a micro-batch without one (pixels); the processor resizes it."""
-
-CONFIGURATIONS = ("preprocessor_config.json", "processor_config.json")
-"""Files that say that a checkpoint has a processor of pictures, and how it works."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,21 @@ class Expanded:
 _SOURCE = "pictures_of"
 
 
-def set_source(tokenizer: PreTrainedTokenizerBase, name: str | None, revision: str | None) -> None:
-    """Notes which model the tokenizer is of, for `Pictures.of`; None: one with random weights, which sees nothing."""
-    setattr(tokenizer, _SOURCE, None if name is None else (name, revision))
+def set_source(
+    tokenizer: PreTrainedTokenizerBase, name: str | None, revision: str | None, limits: PixelLimits = NO_LIMITS
+) -> None:
+    """Notes which model the tokenizer is of, for `Pictures.of`.
+
+    Args:
+        name: of the model; None: one with random weights, which sees nothing.
+        limits: that the recipe sets.
+    """
+    setattr(tokenizer, _SOURCE, None if name is None else (name, revision, limits))
+
+
+def limits_of(tokenizer: PreTrainedTokenizerBase) -> PixelLimits:
+    """What `set_source` was given."""
+    return NO_LIMITS if (source := getattr(tokenizer, _SOURCE, None)) is None else source[2]
 
 
 @dataclass(frozen=True)
@@ -68,12 +78,14 @@ class Pictures:
         revision: of a model on the hub.
         store: folder of the cache in which pictures that rows hold themselves are kept.
         identity: tells its processor from others.
+        limits: of the number of pixels that an image is scaled to.
     """
 
     name: str
     revision: str | None
     store: Path
     identity: str
+    limits: PixelLimits = NO_LIMITS
     _sizes: dict[tuple[int, int], str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -81,7 +93,7 @@ class Pictures:
         """Those of the tokenizer's model; None if it has no processor of pictures."""
         if (source := getattr(tokenizer, _SOURCE, None)) is None:
             return None
-        name, revision = source
+        name, revision, limits = source
         found = [
             cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
             for file in CONFIGURATIONS
@@ -89,11 +101,12 @@ class Pictures:
         contents = [Path(path).read_text(encoding="utf-8") for path in found if path is not None]
         if not any('"image_processor' in content for content in contents):
             return None
-        return cls(name, revision, cache / "pictures", digest("processor", contents))
+        known_by = [contents, [limits.smallest, limits.largest]] if limits else contents
+        return cls(name, revision, cache / "pictures", digest("processor", known_by), limits)
 
     @cached_property
     def processor(self) -> Any:
-        """transformers' processor. Raises BadInputError if it cannot be loaded."""
+        """transformers' processor. Raises BadInputError if it cannot be loaded, or cannot keep to the limits."""
         try:
             # Never code from the hub: a processor of one's own would need model.trust_remote_code here, too.
             processor = AutoProcessor.from_pretrained(self.name, revision=self.revision)
@@ -112,6 +125,8 @@ class Pictures:
                 f"data.train has images, and the processor of {self.name!r} ({type(processor).__name__}) names no "
                 "token that stands for one, so that none can be placed; name another model, or remove the images"
             )
+        if self.limits:
+            self.limits.apply(processor, self.name)
         return processor
 
     @property

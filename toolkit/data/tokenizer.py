@@ -20,6 +20,7 @@ from toolkit.data.examples import texts_of
 from toolkit.data.layer_limit import require_safe_stored
 from toolkit.data.layouts import recognise
 from toolkit.data.pictures import set_source
+from toolkit.data.pixel_limits import PixelLimits
 from toolkit.data.problem import RowProblem
 from toolkit.data.readers import read
 from toolkit.data.sources import identify_rows, open_source
@@ -48,7 +49,8 @@ def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -
     use_template(tokenizer, data.chat_template)
     set_defaults(tokenizer, data.template_arguments)
     set_date(tokenizer, data.template_date)
-    set_source(tokenizer, model.name_or_path or model.tokenizer, model.revision)
+    limits = PixelLimits(data.min_pixels, data.max_pixels)
+    set_source(tokenizer, model.name_or_path or model.tokenizer, model.revision, limits)
     if model.add_tokens is not None:
         # False: beside the tokenizer's own additional tokens, which would be replaced otherwise.
         tokenizer.add_special_tokens({"additional_special_tokens": list(model.add_tokens)}, False)

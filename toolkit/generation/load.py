@@ -198,7 +198,8 @@ def _tokenizer(place: Place, base: Place) -> PreTrainedTokenizerBase:
     chosen = place if own or not place.is_adapter else base
     from transformers import AutoTokenizer
 
-    from toolkit.data.pictures import CONFIGURATIONS, set_source
+    from toolkit.data.pictures import set_source
+    from toolkit.data.pixel_limits import CONFIGURATIONS
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(

@@ -62,7 +62,10 @@ from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.apply import KeepsMasters
 from toolkit.terminal import Pass, Terminal
 
-CARRIED = ("*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+PROCESSORS = "*processor_config.json"
+"""Files of a base that say how images and sound are read."""
+
+CARRIED = (PROCESSORS, "LICENSE*", "NOTICE*", "USE_POLICY*")
 """Files of a base that neither weights, configuration nor tokenizer make; an export has them, too."""
 
 

@@ -246,6 +246,13 @@ class DataSection(Section):
     image_root: str | None = Field(
         None, min_length=1, description="Look for images that rows name in this folder; null: that of the rows."
     )
+    min_pixels: PositiveInt | None = Field(
+        None,
+        description="Enlarge images to at least N pixels (width times height); null: the processor's limit.",
+    )
+    max_pixels: PositiveInt | None = Field(
+        None, description="Shrink images to at most N pixels (width times height); null: the processor's limit."
+    )
     streaming: bool = Field(
         False, description="Read rows while training, for data larger than the disk. Every rank reads all of it."
     )
@@ -278,6 +285,10 @@ class DataSection(Section):
         if self.targets == "each_turn" and self.long_rows in ("truncate", "split"):
             raise contradiction(
                 f"data.long_rows {self.long_rows} is not possible with data.targets each_turn; allowed: error, drop"
+            )
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise contradiction(
+                f"data.min_pixels ({self.min_pixels}) is more than data.max_pixels ({self.max_pixels}); exchange them"
             )
         self._check_weights()
         self._check_streaming()

@@ -26,6 +26,7 @@ from toolkit.checkpoint.manifest import latest
 from toolkit.checkpoint.reader import same_run
 from toolkit.checkpoint.resume import Resumption, set_aside
 from toolkit.checkpoint.store import StorePath
+from toolkit.data.pictures import limits_of
 from toolkit.data.report import DataReport
 from toolkit.data.template_date import date_of
 from toolkit.errors import BadInputError
@@ -247,5 +248,6 @@ def write_beginning(
     fit = fit_of(inner)
     write_configuration(base_of(inner), tokens, output_dir / MODEL_FILES, getattr(torch, recipe.model.dtype))
     carry_over(fit.folder, output_dir / MODEL_FILES)
+    limits_of(tokens).write(output_dir / MODEL_FILES)
     stored = None if fit.stored is None else sorted(fit.stored)
     (output_dir / MODEL_FILES / STORED_NAMES).write_text(json.dumps(stored), encoding="utf-8")

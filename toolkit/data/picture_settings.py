@@ -1,0 +1,39 @@
+"""Settings of a recipe that rows with images do not take, and settings that only they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from toolkit.data.pixel_limits import PixelLimits
+from toolkit.errors import DataError
+from toolkit.recipe.schema import DataSection
+
+
+def require_built(data: DataSection, source: str) -> None:
+    """Raises DataError if the recipe asks for what is not built for rows with images.
+
+    Args:
+        source: name of the source that has some.
+    """
+    asked = {
+        "data.targets": data.targets in ("all", "each_turn") and data.targets,
+        "data.long_rows": data.long_rows in ("truncate", "split") and data.long_rows,
+    }
+    for field, value in asked.items():
+        if value:
+            raise DataError(f"{field}: {value} is not built for rows with images ({source}); remove it")
+
+
+def require_effect(data: DataSection, sources: Iterable[Mapping[str, Any]]) -> None:
+    """Raises DataError if the recipe limits pixels, and no row has an image that the model is shown.
+
+    Args:
+        sources: what is known of each source; one with images has `roots`.
+    """
+    limits = PixelLimits(data.min_pixels, data.max_pixels)
+    if limits and not any("roots" in source for source in sources):
+        raise DataError(
+            f"{limits.fields} has no effect: the model reads no image of the rows (of conversations that are not "
+            "streamed, for a model with an image processor); remove it"
+        )
