@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from toolkit.data import picture_places
 from toolkit.data.problem import RowProblem
 from toolkit.data.template_arguments import NO_ARGUMENTS
-from toolkit.data.templates import rendered, within_bounds
+from toolkit.data.templates import rendered
 from toolkit.data.thoughts import for_template
 from toolkit.errors import first_line
 
@@ -253,14 +253,13 @@ def _generation_spans(row: ConversationText) -> list[Span] | None:
     # As apply_chat_template does it, which gives the mask by tokens only: without the keys that are None.
     messages = [{key: value for key, value in message.items() if value is not None} for message in row.messages]
     messages = picture_places.for_template(for_template(messages, template), template)
-    with within_bounds(row.tokenizer, len(messages)):
-        texts, spans = render_jinja_template(
-            conversations=[messages],
-            tools=row.tools,
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **{**row.tokenizer.special_tokens_map, **row.arguments},
-        )
+    texts, spans = render_jinja_template(
+        conversations=[messages],
+        tools=row.tools,
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **{**row.tokenizer.special_tokens_map, **row.arguments},
+    )
     return _joined(spans[0]) if texts == [row.text] else None
 
 

@@ -20,13 +20,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from toolkit.data.cache import digest
-from toolkit.data.encode import EACH_TURN, Document, Encoder, batches, notes_in
+from toolkit.data.encode import EACH_TURN, Encoder, batches, notes_in
 from toolkit.data.layouts import Layout
 from toolkit.data.pictures import parse
 from toolkit.data.problem import RowProblem
-from toolkit.data.readers import Row, Shard, read
+from toolkit.data.readers import Shard, read
 from toolkit.data.sources import Source
-from toolkit.data.templates import SlowTemplateError
 from toolkit.errors import DataError
 from toolkit.objectives.specs.registry import SPECS
 
@@ -236,14 +235,12 @@ def read_documents(cache: Path, named: Named, weight: float | None) -> Documents
 def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> Iterator[dict[str, Any]]:
     named_root = encoder.picture_root
     for number, shard in shards:
-        before = 0
         if encoder.pictures is not None:
             encoder = replace(encoder, picture_root=picture_root(shard, named_root))
         try:
             for batch in batches(read(shard), BATCH_ROWS):
-                for document in _named_if_slow(shard, before, encoder, batch, layout):
+                for document in encoder.documents(batch, layout):
                     yield {**document, "shard": number}
-                before += len(batch)
         except DataError as error:
             [document] = encoder.documents([RowProblem(f"{_FATAL}{error}")], layout)
             yield {**document, "shard": number}
@@ -253,15 +250,3 @@ def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> 
 def picture_root(shard: Shard, named: Path | None) -> Path:
     """The folder that paths of pictures start from: the one that the recipe names, or that of the rows."""
     return named if named is not None else Path(shard.path).expanduser().resolve().parent
-
-
-def _named_if_slow(shard: Shard, before: int, encoder: Encoder, batch: list[Row], layout: Layout) -> list[Document]:
-    """Documents of a batch, which has `before` rows of its shard before it. Raises DataError that names a slow row."""
-    try:
-        return encoder.documents(batch, layout)
-    except SlowTemplateError as error:
-        row = before + error.row + 1
-        # Where a large file of lines is cut, nobody has counted the lines before.
-        is_cut = shard.kind == "lines" and shard.start > 0
-        place = f"row {row} after byte {shard.start} of {shard.path}" if is_cut else f"{shard.path}:{shard.start + row}"
-        raise DataError(f"data.chat_template: {place}: {error}") from error

@@ -34,7 +34,6 @@ from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row
 from toolkit.data.stops import NextTurn
 from toolkit.data.template_arguments import note_of, require_taken
-from toolkit.data.templates import SlowTemplateError
 from toolkit.data.thoughts import left_out
 from toolkit.data.turns import (
     GREETING,
@@ -110,11 +109,7 @@ class Encoder:
     picture_root: Path | None = None
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
-        """A document for each row; one without tokens, but with the reason, where a row cannot be used.
-
-        Raises:
-            SlowTemplateError: with the row's index.
-        """
+        """A document for each row; one without tokens, but with the reason, where a row cannot be used."""
         examples = [_attempt(layout.example, row) for row in rows]
         documents = self._guarded(examples)
         for document, row, example in zip(documents, rows, examples, strict=True):
@@ -149,13 +144,6 @@ class Encoder:
         if form == "judged":
             return self._judged(examples)
         return self._encoded(examples)
-
-    def _prepare_row(self, row: int, example: Example | RowProblem) -> _Prepared | _Turns | RowProblem:
-        try:
-            return example if isinstance(example, RowProblem) else self._prepare(example)
-        except SlowTemplateError as error:
-            error.row = row
-            raise
 
     def _prepare(self, example: Example) -> _Prepared | _Turns | RowProblem:
         if isinstance(example, Conversation):
@@ -285,7 +273,7 @@ class Encoder:
         return [{**document, "label": label} for document, label in zip(documents, good, strict=True)]
 
     def _encoded(self, examples: list[Example | RowProblem]) -> list[Document]:
-        prepared = [self._prepare_row(row, example) for row, example in enumerate(examples)]
+        prepared = [item if isinstance(item, RowProblem) else self._prepare(item) for item in examples]
         prepared = [_attempt(self._encode_turns, item) if isinstance(item, _Turns) else item for item in prepared]
         encoded = iter(self._encode([item for item in prepared if isinstance(item, _Prepared)]))
         documents = [

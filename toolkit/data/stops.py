@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -86,10 +85,13 @@ def _behind_answer(tokenizer: PreTrainedTokenizerBase, *following: Message) -> s
     """What the chat template writes behind an assistant's words; None if it does not take a plain conversation."""
     words = "Seven"
     messages = [{"role": "user", "content": "What is three plus four?"}, {"role": "assistant", "content": words}]
-    with suppress(Exception):  # a template is a program, and may refuse a conversation in any way
+    try:
         _, found, behind = rendered(tokenizer, [*messages, *following]).rpartition(words)
-        return behind if found else None
-    return None
+    except DataError:  # it comes to no end
+        raise
+    except Exception:  # a template is a program, and may refuse a conversation in any way
+        return None
+    return behind if found else None
 
 
 def _ends_behind(tokenizer: PreTrainedTokenizerBase, behind: str | None) -> frozenset[int]:

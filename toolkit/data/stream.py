@@ -27,7 +27,6 @@ from toolkit.data.report import ROWS_NAMED, DataReport, Found, SplitReport
 from toolkit.data.samples import Batch, TextSamples, batch_of
 from toolkit.data.selection import LONG_SHARE, TOO_LONG, cut, nothing_within, too_many_dropped, too_many_long
 from toolkit.data.sources import Source, named_rows
-from toolkit.data.templates import SlowTemplateError
 from toolkit.errors import DataError
 
 WINDOW_SAMPLES = 256
@@ -222,10 +221,7 @@ class Stream:
         # A source at a time, because each has its own layout; then back into the order of the draw.
         for number in sorted({number for number, _, _ in drawn}):
             mine = [i for i, (drawn_from, _, _) in enumerate(drawn) if drawn_from == number]
-            try:
-                documents = self.encoder.documents([drawn[i][2] for i in mine], self.sources[number][1])
-            except SlowTemplateError as error:
-                raise DataError(f"data.chat_template: {drawn[mine[error.row]][1]}: {error}") from error
+            documents = self.encoder.documents([drawn[i][2] for i in mine], self.sources[number][1])
             for i, document in zip(mine, documents, strict=True):
                 found[i] = {**document, "row": drawn[i][1], "source": number}
         return [found[i] for i in range(len(drawn))]

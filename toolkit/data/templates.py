@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data import picture_places
-from toolkit.data.sandbox import LONGEST, TooLargeError, use_in_transformers
+from toolkit.data import picture_places, template_trial
 from toolkit.data.template_arguments import NO_ARGUMENTS
 from toolkit.data.template_date import date_of, with_date
+from toolkit.data.template_trial import LONGEST, NUM_MESSAGES
 from toolkit.data.thoughts import for_template
-from toolkit.data.time_limit import TimeLimitError, time_limit
 from toolkit.errors import BadInputError, DataError
 from toolkit.paths import GIB
 
-RENDER_SECONDS = 30.0
-"""Time limit of one rendering, which takes milliseconds: a template can loop for years."""
+TRIAL_SECONDS = 10
+"""CPU time of a trial, which takes milliseconds: a template can loop for years."""
 
-MORE_BYTES = 4 * GIB
-"""By which the process may grow in a rendering, as far as that is seen: every half second."""
+TRIAL_BYTES = GIB
+"""Memory of a trial."""
+
+PATIENCE_SECONDS = 300.0
+"""For a process that gets no CPU time, on a machine that is overloaded or whose disk does not answer."""
 
 _CALLS = r"""
 {%- macro write_calls(message) %}
@@ -117,39 +122,6 @@ def use_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
     tokenizer.chat_template = TEMPLATES[name]
 
 
-class SlowTemplateError(DataError):
-    """A chat template that does not come to an end, or makes what no memory holds.
-
-    Attributes:
-        row: index of the conversation among those that were rendered together.
-    """
-
-    row = 0
-
-
-@contextmanager
-def within_bounds(tokenizer: PreTrainedTokenizerBase, num_messages: int) -> Iterator[None]:
-    """The tokenizer's chat template writes a conversation inside.
-
-    Raises:
-        SlowTemplateError: it takes longer than `RENDER_SECONDS`, or makes something larger than `LONGEST`.
-    """
-    use_in_transformers()
-    try:
-        with time_limit(RENDER_SECONDS, MORE_BYTES):
-            yield
-        return
-    except TimeLimitError:
-        why = f"takes longer than {RENDER_SECONDS:g} s or more than {MORE_BYTES / GIB:g} GiB"
-    except TooLargeError:
-        why = f"makes a text of more than {LONGEST / 1e6:.0f} million characters, or a number of 20,000 digits,"
-    raise SlowTemplateError(
-        f"the chat template of {tokenizer.name_or_path!r} {why} for a conversation of {num_messages} messages: it "
-        "loops or grows without end, or nearly; correct the template, or set data.chat_template to "
-        f"{' or '.join(sorted(TEMPLATES))}"
-    )
-
-
 def rendered(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict[str, Any]],
@@ -163,13 +135,61 @@ def rendered(
         arguments: of the template, such as `enable_thinking`.
 
     Raises:
-        SlowTemplateError: see `within_bounds`; and whatever the template raises.
+        DataError: the template comes to no end; see `require_bounded`. And whatever the template raises.
     """
     template, day = tokenizer.get_chat_template(tools=tools), date_of(tokenizer)
+    require_bounded(tokenizer, template)
     messages = picture_places.for_template(for_template(messages, template), template)
     dated = template if day is None else with_date(template, day)
-    with within_bounds(tokenizer, len(messages)):
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=dated, tokenize=False, add_generation_prompt=prompt, **arguments
-        )
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=dated, tokenize=False, add_generation_prompt=prompt, **arguments
+    )
     return str(text)
+
+
+_found: dict[str, str | None] = dict.fromkeys(TEMPLATES.values())
+"""Template -> what is wrong with it. Ours are not tried."""
+
+
+def require_bounded(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Tries a chat template that came with a model, once in a process, before anything renders it.
+
+    Raises:
+        DataError: it takes longer than `TRIAL_SECONDS`, more than `TRIAL_BYTES`, or writes a text that no
+            conversation has.
+    """
+    if template not in _found:
+        _found[template] = _tried(template, {name: str(text) for name, text in tokenizer.special_tokens_map.items()})
+    if (why := _found[template]) is not None:
+        raise DataError(
+            f"data.chat_template: the chat template of {tokenizer.name_or_path!r} {why} for a conversation of "
+            f"{NUM_MESSAGES} messages: it loops or grows without end, or nearly; correct the template, or set "
+            f"data.chat_template to {' or '.join(sorted(TEMPLATES))}"
+        )
+
+
+def _tried(template: str, special_tokens: dict[str, str]) -> str | None:
+    """What is wrong with a template, which a process of its own renders (`template_trial.py`)."""
+    job = {
+        "template": template,
+        "special_tokens": special_tokens,
+        "seconds": TRIAL_SECONDS,
+        "bytes": TRIAL_BYTES,
+    }
+    # -S leaves out `site`, whose work for all installed packages can take longer than jinja2; the paths are ours.
+    command = [sys.executable, "-S", "-P", template_trial.__file__]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(  # noqa: S603
+            command, input=json.dumps(job), capture_output=True, text=True, env=environment, timeout=PATIENCE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"takes longer than {PATIENCE_SECONDS:g} s"
+    if done.returncode > 0:
+        raise RuntimeError(f"a chat template could not be tried: {done.stderr}")
+    if done.returncode < 0:  # by a signal, with which the system ends what takes too long
+        return f"takes longer than {TRIAL_SECONDS} s"
+    return {
+        template_trial.TOO_MUCH_MEMORY: f"takes more than {TRIAL_BYTES / GIB:g} GiB",
+        template_trial.TOO_LONG: f"makes a text of more than {LONGEST / 1e6:.0f} million characters",
+    }.get(done.stdout.strip())

@@ -139,12 +139,12 @@ def templated(
     """What the chat template writes, up to where the answer begins. Raises BadInputError if it refuses."""
     from toolkit.data.problem import RowProblem
     from toolkit.data.template_arguments import require_taken
-    from toolkit.data.templates import SlowTemplateError, rendered
+    from toolkit.data.templates import rendered
 
     try:
         require_taken(arguments, tokenizer.get_chat_template(tools=tools))
         return rendered(tokenizer, messages, tools, prompt=True, arguments=arguments)
-    except SlowTemplateError:
+    except BadInputError:  # it comes to no end
         raise
     except RowProblem as problem:
         raise BadInputError(str(problem)) from None

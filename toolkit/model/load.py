@@ -32,7 +32,6 @@ from toolkit.data.layer_limit import require_few_layers, require_safe_stored
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
-from toolkit.model.limits import within_limits
 from toolkit.model.on_meta import build_on_meta
 from toolkit.model.parts import LANGUAGE, WHOLE, freeze_untrained, sees, train_parts, writer_class
 from toolkit.model.possible import require_possible
@@ -242,8 +241,8 @@ def _without_weights(
         return built
 
     # Computed buffers, such as rotary frequencies, are in no file: they need their values now.
-    with within_limits(config, field, _where(field)):
-        built = build_on_meta(build)
+    require_few_layers(config.to_dict(), field, _where(field))
+    built = build_on_meta(build)
     # `init_empty_weights` puts a new parameter in each place, which parts those that were tied.
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
