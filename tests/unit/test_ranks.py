@@ -26,7 +26,6 @@ STARTERS = {
     "checkpoint/writer.py": "on_this_device",
     "checkpoint/upload.py": "on_this_device",
     "data/ahead.py": "on_this_device",
-    "data/time_limit.py": "_look",  # looks at the clock; knows no torch
     "sharding/offload/worker.py": "set_device",  # told its device, which need not be the current one
     "run/notebook.py": "_receive",  # reads a pipe and shows what comes; touches no tensor
     "supervise/lease.py": "_beat",  # writes a file; knows no torch
