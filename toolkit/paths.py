@@ -19,8 +19,8 @@ BASE_FILE = "base.json"
 """Of an exported adapter: the fingerprint of its base, and how it was quantised."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 """Endings that may follow a data suffix; files are decompressed while they are read."""
-STORES = ("s3", "gs", "memory", "file")
-"""Protocols of the stores that checkpoints are copied to; memory is that of one process."""
+STORES = ("s3", "gs", "file")
+"""Protocols of the stores that checkpoints are copied to."""
 
 
 def user_cache() -> Path:

@@ -369,7 +369,7 @@ class AdapterSection(Section):
         return self
 
 
-OFFLOAD_DETAILS = ("offload_executor", "device_state_gib", "offload_threads")
+OFFLOAD_DETAILS = ("offload_executor", "device_state_gib")
 """Fields of the sharding section that say how state is offloaded."""
 
 
@@ -435,11 +435,6 @@ class ShardingSection(Section):
         None,
         description="Keep this much optimizer state of the first units on each device (GiB). auto: as much as the "
         "first two steps leave free. null: none.",
-    )
-    offload_threads: PositiveInt | None = Field(
-        None,
-        description="Update the offloaded state with N threads; null: the rank's share of the cores, less two, or half "
-        "of it on CPU ranks.",
     )
 
     @model_validator(mode="before")
@@ -633,7 +628,7 @@ class CheckpointSection(Section):
     to: str | None = Field(
         None,
         description="Keep the checkpoints in this folder of a store, copied while training continues: "
-        "s3://bucket/runs/first, gs://, memory:// or file://. The ranks then need no shared disk. null: keep them in "
+        "s3://bucket/runs/first, gs:// or file://. The ranks then need no shared disk. null: keep them in "
         "training.output_dir.",
     )
     time_limit_minutes: PositiveFloat | None = Field(

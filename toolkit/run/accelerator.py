@@ -69,7 +69,6 @@ def offload_of(recipe: Recipe) -> OffloadSettings:
     return OffloadSettings(
         executor=section.offload_executor or "auto",
         device_state_gib=section.device_state_gib if section.device_state_gib is not None else 0.0,
-        threads=section.offload_threads,
         # Clipping needs the norm of all gradients before the first parameter is stepped.
         during_backward=recipe.training.max_grad_norm is None,
     )

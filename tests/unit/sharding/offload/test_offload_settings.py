@@ -53,11 +53,11 @@ def test_an_unknown_suffix_is_told() -> None:
 
 def test_details_without_offload_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
-    recipe = Recipe.load("quickstart", ["sharding.offload_threads=2"])
-    with pytest.raises(BadInputError, match=r"sharding.offload_threads has no effect without offload"):
+    recipe = Recipe.load("quickstart", ["sharding.offload_executor=cpu_torch"])
+    with pytest.raises(BadInputError, match=r"sharding.offload_executor has no effect without offload"):
         build_plugins(recipe)
     monkeypatch.setenv(STRATEGY_VARIABLE, "zero3+offload")
-    assert offload_of(recipe) == OffloadSettings(threads=2)
+    assert offload_of(recipe) == OffloadSettings(executor="cpu_torch")
     with pytest.raises(BadInputError, match=r"sharding.device_state_gib has no effect without offload"):
         Recipe.load("quickstart", ["sharding.offload=none", "sharding.device_state_gib=auto"])
 
