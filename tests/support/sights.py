@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.utils import is_torchvision_available
 
 from support.tiny import VOCAB_SIZE
 from support.tiny_multimodal import FAMILIES
@@ -123,9 +125,39 @@ EYES["glm4v"] = {
     "video": ("glm4v", "Glm4vVideoProcessor"),
     "token": "<|image|>",
 }
+EYES["gemma4"] = {
+    "tokens": ("<boi>", "<eoi>", "<image>", "<boa>", "<eoa>", "<audio>", "<|video|>"),
+    "named": {
+        "boi_token": "<boi>",
+        "eoi_token": "<eoi>",
+        "image_token": "<image>",
+        "boa_token": "<boa>",
+        "eoa_token": "<eoa>",
+        "audio_token": "<audio>",
+    },
+    "written": "<image>",
+    "image": ("gemma4", "Gemma4ImageProcessor", {"max_soft_tokens": 70, "patch_size": 14}),
+    "processor": {"image_seq_length": 70},
+    "sound": ("gemma4", "Gemma4AudioFeatureExtractor"),
+    "video": ("gemma4", "Gemma4VideoProcessor"),
+    "token": "<image>",
+}
+EYES["smolvlm"] = {
+    **EYES["idefics3"],
+    "tokens": (*IDEFICS_TOKENS, "<video>"),
+    "image": ("smolvlm", "SmolVLMImageProcessor", EYES["idefics3"]["image"][2]),
+    "video": ("smolvlm", "SmolVLMVideoProcessor"),
+}
 """Type -> its processor. Without torchvision those of Qwen, Pixtral and others cannot be loaded."""
 
 WITHOUT_TORCHVISION = ("llava", "gemma3", "idefics3")
+
+
+def can_be_read(kind: str) -> bool:
+    """Whether the packages that the family's processor needs are installed; the extra `vision` brings them."""
+    if kind == "smolvlm" and find_spec("num2words") is None:
+        return False
+    return kind in WITHOUT_TORCHVISION or is_torchvision_available()
 
 
 def tokenizer_of(kind: str, texts: list[str]) -> PreTrainedTokenizerFast:
@@ -169,6 +201,10 @@ def save_seeing(kind: str, folder: Path, texts: list[str]) -> Path:
         module, name = eyes["video"]
         video = importlib.import_module(f"transformers.models.{module}.video_processing_{module}")
         parts["video_processor"] = getattr(video, name)()
+    if "sound" in eyes:
+        module, name = eyes["sound"]
+        sound = importlib.import_module(f"transformers.models.{module}.feature_extraction_{module}")
+        parts["feature_extractor"] = getattr(sound, name)()
     PROCESSOR_MAPPING[type(config)](**parts).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -26,7 +26,7 @@ from toolkit.data.flags import Span
 from toolkit.data.picture_files import content_of, decoded, file_or_content
 from toolkit.data.pixel_limits import CONFIGURATIONS, NO_LIMITS, PixelLimits
 from toolkit.data.problem import RowProblem
-from toolkit.errors import BadInputError, DataError, in_words
+from toolkit.errors import BadInputError, DataError, first_line, in_words
 
 PREFIX = "picture/"
 """Begins the names of the processor's tensors in a batch."""
@@ -140,9 +140,17 @@ class Pictures:
         return frozenset(int(token) for token in self.processor.image_token_ids if token is not None)
 
     def expansion(self, picture: Image.Image) -> str:
-        """What stands for a picture in the text that is tokenised. It depends on the picture's size alone."""
+        """What stands for a picture in the text that is tokenised. It depends on the picture's size alone.
+
+        Raises:
+            RowProblem: the processor takes no picture of this size.
+        """
         if picture.size not in self._sizes:
-            found = self.processor(text=[self.token], images=[[picture]], return_text_replacement_offsets=True)
+            processor = self.processor
+            try:
+                found = processor(text=[self.token], images=[[picture]], return_text_replacement_offsets=True)
+            except Exception as error:  # of the model's own code: Qwen's refuses what is 200 times as wide as high
+                raise RowProblem(f"an image that the model's processor does not take: {first_line(error)}") from error
             ((replaced,),) = found["text_replacement_offsets"]
             self._sizes[picture.size] = str(replaced["replacement"])
         return self._sizes[picture.size]

@@ -133,3 +133,18 @@ def test_a_run_with_limits_is_that_of_a_processor_that_has_them(adapter: str, tm
 def run(values: dict[str, Any]) -> list[float]:
     result = finetune(Recipe.from_mapping(values))
     return [record["loss"] for record in result.metrics if record["split"] == "train"]
+
+
+@pytest.mark.skipif(not is_torchvision_available(), reason="needs torchvision")
+def test_an_image_that_the_processor_refuses_is_a_bad_row(tmp_path: Path) -> None:
+    texts = [" ".join(text.split()[:6]) for text in make_texts(40, seed=4)]
+    save_seeing("qwen2_5_vl", tmp_path / "model", texts)
+    rows = save_rows(tmp_path, texts, [1] * 40)
+    Image.new("RGB", (900, 4)).save(tmp_path / "shown" / "7.png")
+    values = recipe_values(tmp_path / "model", rows, tmp_path / "run", tmp_path / "cache", max_steps=1)
+    values["data"]["max_length"] = 128
+    run(values)
+    report = json.loads((tmp_path / "run" / "data_report.json").read_text())
+    ((reason, count),) = report["train"]["dropped"].items()
+    assert "does not take: absolute aspect ratio must be smaller than 200" in reason
+    assert count == {"count": 1, "rows": ["rows.jsonl:8"]}
