@@ -359,7 +359,7 @@ def measure_memory(_ends: Ends, _rounds: int) -> Iterator[dict[str, Any]]:
     from toolkit.planning.memory.replay import replay
     from toolkit.planning.memory.state_bytes import MemoryLayout
     from toolkit.planning.memory.trace import trace
-    from toolkit.planning.memory.units import unit_shapes
+    from toolkit.planning.memory.unit_shapes import unit_shapes
     from toolkit.sharding import Checkpointing
     from toolkit.sharding.strategy import STRATEGIES, MeshShape
 

@@ -14,7 +14,7 @@ from support.tiny import llama
 from support.traffic import Traffic
 from torch import nn
 
-from toolkit.planning.memory.units import unit_shapes
+from toolkit.planning.memory.unit_shapes import unit_shapes
 from toolkit.planning.time.traffic import traffic
 from toolkit.sharding import plan_units
 from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy, mesh_shape, with_node

@@ -22,7 +22,7 @@ from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import Memory, replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.units import unit_shapes
+from toolkit.planning.memory.unit_shapes import unit_shapes
 from toolkit.planning.workload import Workload
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.fsdp import autograd_sums_gradients

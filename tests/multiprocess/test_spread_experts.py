@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
 from toolkit.model.adapters import add_adapter
-from toolkit.planning.memory.units import unit_shapes
+from toolkit.planning.memory.unit_shapes import unit_shapes
 from toolkit.planning.time.traffic import traffic
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding import expert_parallel, plan_units

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.planning.memory.units import ParameterShape, UnitShape
+from toolkit.planning.memory.unit_shapes import ParameterShape, UnitShape
 from toolkit.planning.time.roofline import Operator, Work, record
 from toolkit.planning.time.speed import ModelSegment
 from toolkit.sharding.unit_plan import UnitKind

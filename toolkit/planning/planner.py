@@ -14,7 +14,7 @@ from toolkit.paths import CHECKPOINT_FILE_BYTES, GIB
 from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import Memory, replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
-from toolkit.planning.memory.units import ParameterShape, UnitShape, teacher_shapes, unit_shapes
+from toolkit.planning.memory.unit_shapes import ParameterShape, UnitShape, teacher_shapes, unit_shapes
 from toolkit.planning.setup import Setup, settings_of
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.time.speed import ModelSegment, StepTime, step_time

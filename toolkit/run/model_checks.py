@@ -20,7 +20,7 @@ from toolkit.run.quantised_check import check_quantised
 from toolkit.run.rows import may_pad, without_packing
 from toolkit.run.sequence_check import check_parts, part_of
 from toolkit.run.stages import CheckedModel, MetaModel, OpenedRun, PackingCheck, ShardedModel
-from toolkit.run.teacher import check_teacher
+from toolkit.run.teacher_setup import check_teacher
 from toolkit.terminal import Pass, Terminal
 
 

@@ -26,7 +26,7 @@ from toolkit.recipe.features import Settings
 from toolkit.run.rows import fitting, require_room
 from toolkit.run.sequence_check import share_rows
 from toolkit.run.stages import MetaModel, OpenedRun, TokenisedRows
-from toolkit.run.teacher import asked_teacher
+from toolkit.run.teacher_setup import asked_teacher
 
 
 def read_rows(opened: OpenedRun, resumed: Manifest | None = None) -> TokenisedRows:

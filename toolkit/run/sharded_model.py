@@ -18,7 +18,7 @@ from toolkit.optim.build import build_optimizer
 from toolkit.planning.check import Planned, plan_run
 from toolkit.run.accelerator import checkpointing_of, compilation_of
 from toolkit.run.stages import MetaModel, OpenedRun, ShardedModel
-from toolkit.run.teacher import place_teacher
+from toolkit.run.teacher_setup import place_teacher
 from toolkit.sharding.apply import prepare_blocks
 from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
 from toolkit.sharding.chunks import CHUNK_TOKENS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from toolkit.planning.memory.probe import ProbeEvent
-from toolkit.planning.memory.units import UnitShape
+from toolkit.planning.memory.unit_shapes import UnitShape
 
 HEAD = ("forward of the head", "loss", "backward of the loss", "backward of the head")
 """Moments in which what is live beyond the blocks' activations belongs to the logits."""

@@ -26,7 +26,7 @@ from toolkit.objectives.teacher import teacher_units
 from toolkit.planning.memory.block_dedup import Aside, signature
 from toolkit.planning.memory.fake import Ledger, autocast, cuda_dropout, give_parameters, host_copies, tree_map_only
 from toolkit.planning.memory.known import known_batch
-from toolkit.planning.memory.units import head_unit
+from toolkit.planning.memory.unit_shapes import head_unit
 from toolkit.planning.time.roofline import Operator, Work, record
 from toolkit.planning.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, precision_policies

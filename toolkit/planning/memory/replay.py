@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from toolkit.planning.memory.by_block import window
 from toolkit.planning.memory.phases import HEAD, level_before_head, moment_names
 from toolkit.planning.memory.probe import Probe, ProbeEvent
 from toolkit.planning.memory.state_bytes import HeldUnit, MemoryLayout, held_unit, optimizer_bytes, rounded
-from toolkit.planning.memory.units import UnitShape
+from toolkit.planning.memory.unit_shapes import UnitShape
+from toolkit.planning.memory.waiting_batches import window
 from toolkit.sharding.fsdp import frees_gather_before_copying
 from toolkit.sharding.offload.capture import MAX_IN_FLIGHT
 from toolkit.sharding.strategy import Strategy

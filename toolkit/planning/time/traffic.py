@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from toolkit.planning.memory.units import UnitShape
+from toolkit.planning.memory.unit_shapes import UnitShape
 from toolkit.sharding.strategy import MeshShape, Strategy
 from toolkit.sharding.unit_plan import UnitKind
 

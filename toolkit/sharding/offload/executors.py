@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from toolkit.sharding.offload.chunks import ALIGNMENT, chunks_of
 from toolkit.sharding.offload.kernel import AdamWKernel, Segment
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit
 from toolkit.sharding.offload.settings import counts_steps, hyper_parameters
+from toolkit.sharding.offload.unit_chunks import ALIGNMENT, chunks_of
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.units import unit_shapes
+from toolkit.planning.memory.unit_shapes import unit_shapes
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import asked_setup
 from toolkit.planning.table import plan

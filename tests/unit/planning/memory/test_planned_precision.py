@@ -13,7 +13,7 @@ from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout, held_unit, rounded
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.units import unit_shapes
+from toolkit.planning.memory.unit_shapes import unit_shapes
 from toolkit.planning.workload import Workload
 from toolkit.sharding import plan_units
 from toolkit.sharding.fsdp import autograd_sums_gradients

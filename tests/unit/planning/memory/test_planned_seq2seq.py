@@ -10,7 +10,7 @@ from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.units import unit_shapes
+from toolkit.planning.memory.unit_shapes import unit_shapes
 from toolkit.planning.workload import Workload, workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing

@@ -17,7 +17,7 @@ from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.units import teacher_shapes, unit_shapes
+from toolkit.planning.memory.unit_shapes import teacher_shapes, unit_shapes
 from toolkit.planning.time.traffic import traffic, with_teacher
 from toolkit.planning.workload import Workload
 from toolkit.recipe.schema import AdapterSection

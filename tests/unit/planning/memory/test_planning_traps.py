@@ -27,7 +27,7 @@ from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout, optimizer_bytes
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.units import unit_shapes
+from toolkit.planning.memory.unit_shapes import unit_shapes
 from toolkit.planning.planner import OPTIMIZER_BYTES
 from toolkit.planning.workload import UNMASKED, Workload
 from toolkit.recipe.schema import OptimizerSection

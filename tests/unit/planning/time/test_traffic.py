@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.fake_llama import unit
 
-from toolkit.planning.memory.units import ParameterShape, UnitShape
+from toolkit.planning.memory.unit_shapes import ParameterShape, UnitShape
 from toolkit.planning.time.traffic import HostExecutor, OffloadPlan, traffic
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 

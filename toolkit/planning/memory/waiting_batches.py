@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from toolkit.planning.memory.probe import Probe
-from toolkit.planning.memory.units import UnitShape
+from toolkit.planning.memory.unit_shapes import UnitShape
 
 
 def window(units: Sequence[UnitShape], probe: Probe, num_batches: int) -> Probe:
