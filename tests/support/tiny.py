@@ -58,6 +58,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
     },
+    "ctrl": {"dff": 24},  # by default 8192 ReLUs, of which some are within rounding of zero
     "dbrx": {
         "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
@@ -85,6 +86,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
         "d_head": 8,
         "d_inner": 24,
     },
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 32, "mamba_d_state": 16, "mamba_chunk_size": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": _MAMBA,
@@ -107,6 +109,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
     "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
     "whisper": _SIDES,
     "xlnet": {"d_head": 8, "d_inner": 24},
+    "youtu": {"pad_token_id": None},  # its row of padding is set to zero on every load, which is refused
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 4,

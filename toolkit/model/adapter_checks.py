@@ -8,7 +8,9 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.errors import BadInputError
+from toolkit.model.adapter_names import names_in_file
 from toolkit.model.adapters import base_name, base_of, has_adapter, trained_names
+from toolkit.model.expert_adapters import as_peft_has_them
 from toolkit.model.values import some
 from toolkit.recipe.schema import ExportSection
 
@@ -33,6 +35,18 @@ def require_mergeable(model: nn.Module) -> None:
             "export.merge: the input embeddings are trained whole and the head, which shares their weights, is not; "
             "name both in adapter.modules_to_save, for example [embed_tokens, lm_head]"
         )
+
+
+def require_readable(model: nn.Module, export: ExportSection) -> None:
+    """Raises BadInputError where peft would not read all of an adapter's tensors again."""
+    if not has_adapter(model) or not export.enabled or export.merge:
+        return
+    from peft import get_peft_model_state_dict
+
+    trained = trained_names(model)
+    own = ((name, parameter.data) for name, parameter in model.named_parameters() if name in trained)
+    whole = {name: tensor for name, tensor in as_peft_has_them(model, own) if tensor is not None}
+    names_in_file(model, get_peft_model_state_dict(model, state_dict=whole, save_embedding_layers=False))
 
 
 def require_one_type(model: nn.Module, dtype: str, mixed_precision: str) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import BadInputError, first_line
+from toolkit.model.adapter_names import NAME, PREFIX, names_in_file
 from toolkit.model.expert_adapters import as_peft_has_them, hold_by_expert
 from toolkit.model.parts import untrained_modules
 from toolkit.model.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
@@ -39,12 +40,6 @@ from toolkit.sharding.shards import Rows, state_once
 
 if TYPE_CHECKING:
     import peft
-
-PREFIX = "base_model.model."
-"""What peft puts before the names of the model's parameters."""
-
-NAME = "default"
-"""peft's name of the adapter."""
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -335,7 +330,8 @@ def write_adapter(
         return
     # peft's default, auto, may ask the hub for the base's configuration.
     state = get_peft_model_state_dict(model, state_dict=whole, save_embedding_layers=False)
-    named = {name: tensor.contiguous() for name, tensor in state.items()}
+    names = names_in_file(model, state)
+    named = {names[name]: tensor.contiguous() for name, tensor in state.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     _write_base(model, base, folder)
     config = model.peft_config[NAME]

@@ -33,6 +33,7 @@ from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
 from toolkit.model.on_meta import build_on_meta
+from toolkit.model.padding_rows import require_lasting_rows
 from toolkit.model.parts import LANGUAGE, WHOLE, freeze_untrained, sees, train_parts, writer_class
 from toolkit.model.possible import require_possible
 from toolkit.model.quantised import QuantisedWeights
@@ -246,6 +247,7 @@ def _without_weights(
     # `init_empty_weights` puts a new parameter in each place, which parts those that were tied.
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
+    require_lasting_rows(built, field, _where(field))
     train_parts(built, parts)
     freeze_untrained(built)
     return built

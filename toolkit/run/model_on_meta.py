@@ -13,7 +13,7 @@ from toolkit.data import build, tokenizer
 from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.template_date import set_date, today, writes_date
 from toolkit.errors import BadInputError
-from toolkit.model.adapter_checks import require_mergeable, require_one_type
+from toolkit.model.adapter_checks import require_mergeable, require_one_type, require_readable
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import settle_attention
 from toolkit.model.load import load
@@ -82,6 +82,7 @@ def _loaded(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
     if recipe.model.train is not None and not sees(base_of(model)):
         raise BadInputError("model.train has no effect: the model reads text alone; remove it")
     require_one_type(model, recipe.model.dtype, opened.accelerator.mixed_precision)
+    require_readable(model, recipe.export)
     if recipe.export.merge:
         require_mergeable(model)
     quantised = any(quantised_layers(model))

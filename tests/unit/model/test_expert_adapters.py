@@ -34,6 +34,12 @@ ADAPTED = {
     "gpt_oss": ATTENTION | {f"mlp.{name}" for name in EXPERTS},
     "granitemoe": ATTENTION | {f"block_sparse_moe.{name}" for name in EXPERTS},
     "llama4_text": ATTENTION | {f"feed_forward.{name}" for name in EXPERTS} | mlp("feed_forward.shared_expert"),
+    # peft would not find its shared experts again under the names that the model has.
+    "laguna": ATTENTION
+    | {"self_attn.g_proj"}
+    | {f"mlp.{name}" for name in EXPERTS}
+    | mlp("mlp.shared_experts")
+    | mlp("mlp"),
     "phimoe": ATTENTION | {f"mlp.{name}" for name in EXPERTS},
     "jetmoe": {"self_attention.kv_proj"}
     | {f"{path}.{name}_linear" for path in ("mlp", "self_attention.experts") for name in ("input", "output")},
