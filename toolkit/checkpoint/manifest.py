@@ -78,6 +78,8 @@ class Manifest:
         trainer: counters.
         scaler: state of fp16's gradient scaler; None without.
         eval_loss: of the last evaluation; None if there was none.
+        merit: of that evaluation by `training.best_by`, the larger the better; None if there was none, and in
+            checkpoints of before, whose loss says it.
         base: fingerprint of the files of the base, if training goes on to need it: its weights are frozen, or it is
             the reference. None if not, and in checkpoints of before there was a reference here.
         teacher: fingerprint of the files of the model that is learned from; None if there is none.
@@ -105,6 +107,7 @@ class Manifest:
     teacher: str | None = None
     non_finite: str | None = None
     loads: tuple[int, list[list[float]]] | None = None
+    merit: float | None = None
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     format: int = FORMAT

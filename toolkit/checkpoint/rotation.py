@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.checkpoint.manifest import Checkpoint
+from toolkit.checkpoint.manifest import Checkpoint, Manifest
 from toolkit.recipe.schema import CheckpointSection
 
 
@@ -19,7 +19,13 @@ def superseded(found: list[Checkpoint], settings: CheckpointSection) -> list[Che
     if settings.keep_every is not None:
         kept |= {checkpoint.step for checkpoint in whole if checkpoint.step % settings.keep_every == 0}
     if settings.keep_best:
-        losses = {c.step: c.manifest.eval_loss for c in whole if c.manifest is not None}
-        known = {step: loss for step, loss in losses.items() if loss is not None}
-        kept |= {min(known, key=known.__getitem__)} if known else set()
+        merits = {c.step: _merit(c.manifest) for c in whole if c.manifest is not None}
+        known = {step: merit for step, merit in merits.items() if merit is not None}
+        kept |= {max(known, key=known.__getitem__)} if known else set()
     return [checkpoint for checkpoint in whole if checkpoint.step not in kept] + broken[:-1]
+
+
+def _merit(manifest: Manifest) -> float | None:
+    if manifest.merit is not None or manifest.eval_loss is None:
+        return manifest.merit
+    return -manifest.eval_loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from toolkit.errors import BadInputError, StoppedError, ToolkitError, first_line
 from toolkit.model.adapters import base_fingerprint
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.training.durable_writes import PATIENCE_SECONDS
+from toolkit.training.early_stopping import merit_of
 from toolkit.training.extension import Extension
 from toolkit.training.heartbeat import Heartbeat
 from toolkit.training.metrics import Metrics
@@ -132,7 +134,8 @@ class RunCheckpoints(Extension):
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         scaler = self._accelerator.scaler
         step = trainer.global_step
-        losses = [r["loss"] for r in self._metrics.records if r["split"] == "eval" and r["step"] == step]
+        evals = [r for r in self._metrics.records if r["split"] == "eval" and r["step"] == step]
+        merit = merit_of(evals[-1], self._identity.recipe["training"]["best_by"]) if evals else -math.inf
         samples = trainer.windows.samples_at(trainer.global_step)
         manifest = Manifest(
             step=trainer.global_step,
@@ -148,7 +151,8 @@ class RunCheckpoints(Extension):
             stream=trainer.windows.state_at(samples),
             trainer=asdict(trainer.counters),
             scaler=scaler.state_dict() if scaler is not None else None,
-            eval_loss=losses[-1] if losses else None,
+            eval_loss=evals[-1]["loss"] if evals else None,
+            merit=merit if math.isfinite(merit) else None,
             non_finite=_non_finite_step(trainer),
             **_merged(extension.state() for extension in trainer.extensions),
             date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),

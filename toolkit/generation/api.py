@@ -35,7 +35,8 @@ def generate(source: str | Path, prompts: str | list[str] | list[list[Message]],
     rows = [row_of(f"prompt {number}", prompt) for number, prompt in enumerate(texts, 1)]
     with load_for(chosen) as loaded:
         encoded = encode_rows(loaded, rows, "prompts", chosen.system, chosen.raw)
-        found = list(completions(loaded, encoded, chosen.sampling, chosen.batch_size or BATCH_SIZE))
+        size = chosen.batch_size or BATCH_SIZE
+        found = [completion.text for completion in completions(loaded, encoded, chosen.sampling, size)]
     return found[0] if isinstance(prompts, str) else found
 
 
@@ -52,6 +53,6 @@ def evaluate(source: str | Path, file: str | Path, **options: object) -> Evaluat
         BadInputError: a model, a file or an option that cannot be used.
     """
     chosen = Options(str(source), evaluation=Path(file), **options)  # type: ignore[arg-type]
-    rows = read_rows(Path(file), "--eval")
+    rows = read_rows(Path(file), "--eval", with_answers=True)
     with load_for(chosen) as loaded:
         return evaluated(loaded, chosen, rows)

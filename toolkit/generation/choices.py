@@ -45,11 +45,12 @@ def log_probabilities(loaded: Loaded, rows: list[list[Continued]], batch_size: i
     for choices in rows:
         scores: list[float] = []
         for start in range(0, len(choices), batch_size):
-            scores += _scored(loaded, choices[start : start + batch_size])
+            scores += scored(loaded, choices[start : start + batch_size])
         yield scores
 
 
-def _scored(loaded: Loaded, choices: Sequence[Continued]) -> list[float]:
+def scored(loaded: Loaded, choices: Sequence[Continued]) -> list[float]:
+    """The log-probability (nats) of each choice behind its prompt, in one forward."""
     import torch
 
     width = max(len(ids) for ids, _ in choices)

@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,8 +18,8 @@ from rich.progress import track
 
 from toolkit.errors import BadInputError
 from toolkit.generation.choices import encode_choices, log_probabilities
-from toolkit.generation.complete import Message, encode_prompt, stream
-from toolkit.generation.evaluation import Comparison, Evaluation, choose, evaluate, summary
+from toolkit.generation.complete import Completion, Message, encode_prompt, stream
+from toolkit.generation.evaluation import Evaluation, choose, comparison_of, evaluate, summary
 from toolkit.generation.load import Loaded, find_model, load_model
 from toolkit.generation.options import Options, Sampling, encodable
 from toolkit.generation.pictured import asked_of, encode_pictured, require_images
@@ -43,7 +42,7 @@ def run(options: Options) -> None:
     place = find_model(options.source)
     path = options.file or options.evaluation
     # Before the model: a bad row or image is told in a moment, and loading takes much longer.
-    rows = [] if path is None else read_rows(path, _mode(options))
+    rows = [] if path is None else read_rows(path, _mode(options), options.evaluation is not None)
     images = require_images(options.images)
     if place.on_hub:
         _tell(f"{place.name}: a hub model, which is downloaded the first time")
@@ -91,8 +90,8 @@ def _answer_prompt(loaded: Loaded, options: Options, text: str, images: Sequence
 
 
 def _answer_rows(loaded: Loaded, options: Options, rows: list[PromptRow], write: Callable[[str], None]) -> None:
-    for row, text in zip(rows, _completions(loaded, options, rows), strict=True):
-        write(json.dumps({"prompt": row.given, "completion": text}, ensure_ascii=False))
+    for row, found in zip(rows, _completions(loaded, options, rows), strict=True):
+        write(json.dumps({"prompt": row.given, "completion": found.text}, ensure_ascii=False))
 
 
 def _evaluate_rows(loaded: Loaded, options: Options, rows: list[PromptRow], write: Callable[[str], None]) -> None:
@@ -103,7 +102,8 @@ def _evaluate_rows(loaded: Loaded, options: Options, rows: list[PromptRow], writ
 def evaluated(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Evaluation:
     """How many of the rows the model answers right. Raises BadInputError for rows that it cannot be given."""
     if not rows[0].choices:
-        return evaluate(rows, _completions(loaded, options, rows), comparison_of(options, rows))
+        comparison = comparison_of(rows, options.strict, options.extract, options.numeric)
+        return evaluate(rows, _completions(loaded, options, rows), comparison)
     for option, given in (("--strict", options.strict), ("--extract", options.extract), ("--numeric", options.numeric)):
         if given:
             raise BadInputError(f"{option} has no effect on rows with choices, of which one is taken; leave it out")
@@ -112,17 +112,7 @@ def evaluated(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Evalua
     return choose(rows, _with_bar(scores, len(rows), options))
 
 
-def comparison_of(options: Options, rows: list[PromptRow]) -> Comparison:
-    """What is compared. Raises BadInputError that names rows whose answers have no number where one is asked for."""
-    comparison = Comparison(options.strict, re.compile(options.extract) if options.extract else None, options.numeric)
-    lacking = [row.place for row in rows if None in map(comparison.of_answer, row.answers)]
-    if lacking:
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        raise BadInputError(f"--numeric: the answer of {lacking[0]}{more} holds no number; leave --numeric out")
-    return comparison
-
-
-def _completions(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Iterable[str]:
+def _completions(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Iterable[Completion]:
     """Of the rows, with a bar on the terminal where nothing else is written to it."""
     prompts = encode_rows(loaded, rows, _mode(options), options.system, options.raw)
     size = options.batch_size or BATCH_SIZE

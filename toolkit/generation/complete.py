@@ -33,6 +33,20 @@ HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
+class Completion:
+    """What a model wrote.
+
+    Attributes:
+        num_tokens: without the one that ends the text.
+        stopped: whether a token ended the text; else it was cut at the most tokens that it might have.
+    """
+
+    text: str
+    num_tokens: int
+    stopped: bool
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A prompt as tokens.
 
@@ -169,31 +183,32 @@ def fitting(loaded: Loaded, ids: list[int]) -> list[int]:
     return ids
 
 
-def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[str]:
+def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[Completion]:
     """A completion of each prompt, in one batch; those near the model's last position, and with images, in others."""
     batches: dict[tuple[int, int], list[int]] = {}
     # RWKV, which sees padding, also mixes rows of one length up.
     texts_alone = [prompt.ids for prompt in prompts if prompt.shown is None]
-    apart = len(texts_alone) > 1 and _sees_padding(loaded, texts_alone[0])
+    apart = len(texts_alone) > 1 and sees_padding(loaded, texts_alone[0])
     # `max_new_tokens` is one number for a batch, so that prompts with another room go into another.
     for number, prompt in enumerate(prompts):
         # From 1 on, so that no prompt of its own shares the batch of the others.
         place = number + 1 if apart or prompt.shown is not None else 0
         batches.setdefault((_room(loaded, prompt, sampling), place), []).append(number)
-    texts = [""] * len(prompts)
+    written: dict[int, Completion] = {}
     for (room, _), numbers in batches.items():
         rows = [prompts[number].ids for number in numbers]
-        completions = _generate(loaded, rows, room, sampling, shown=prompts[numbers[0]].shown)
-        for number, ids in zip(numbers, completions, strict=True):
-            texts[number] = _continuation(loaded.tokenizer, prompts[number].context, ids)
-    return texts
+        found = _generate(loaded, rows, room, sampling, shown=prompts[numbers[0]].shown)
+        for number, (ids, stopped) in zip(numbers, found, strict=True):
+            text = _continuation(loaded.tokenizer, prompts[number].context, ids)
+            written[number] = Completion(text, len(ids), stopped)
+    return [written[number] for number in range(len(prompts))]
 
 
 def stream(loaded: Loaded, prompt: Prompt, sampling: Sampling, write: Callable[[str], object]) -> str:
     """The completion of one prompt, which `write` is given piece by piece as it comes."""
     pieces = _Pieces(loaded, prompt, write)
     room = _room(loaded, prompt, sampling)
-    ids = _generate(loaded, [prompt.ids], room, sampling, pieces, prompt.shown)[0]
+    ids, _ = _generate(loaded, [prompt.ids], room, sampling, pieces, prompt.shown)[0]
     return _continuation(loaded.tokenizer, prompt.context, ids)
 
 
@@ -205,7 +220,7 @@ def _room(loaded: Loaded, prompt: Prompt, sampling: Sampling) -> int:
     return int(min(free, sampling.max_new_tokens))
 
 
-def _sees_padding(loaded: Loaded, ids: list[int]) -> bool:
+def sees_padding(loaded: Loaded, ids: list[int]) -> bool:
     """Whether padding beside a prompt changes what the model writes, as in RWKV, which knows no attention mask.
 
     Found by trying, once for a model: its signature does not tell, as it may take a mask and ignore it.
@@ -216,7 +231,7 @@ def _sees_padding(loaded: Loaded, ids: list[int]) -> bool:
         row, found = ids[:PROBED], []
         for width in (len(row), len(row) + PROBED):
             inputs = _filled(loaded, [row], width)
-            with _told():
+            with _told(loaded):
                 out = loaded.model.generate(
                     **inputs, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True
                 )
@@ -251,18 +266,19 @@ def _generate(
     sampling: Sampling,
     streamer: _Pieces | None = None,
     shown: Callable[[], Mapping[str, torch.Tensor]] | None = None,
-) -> list[list[int]]:
-    """At most `room` tokens for each row, up to the first that ends a text and without it."""
+) -> list[tuple[list[int], bool]]:
+    """At most `room` tokens for each row, up to the first that ends a text and without it, and whether there is one."""
     width = max(map(len, rows))
     # top_k 0: transformers' default of 50 would cut the choice a second time.
     drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-    with _told():
+    with _told(loaded):
         found = loaded.model.generate(
             **_filled(loaded, rows, width),
             **({} if shown is None else {name: _given(loaded, tensor) for name, tensor in shown().items()}),
             max_new_tokens=room,
             eos_token_id=sorted(loaded.stops) or None,
             streamer=streamer,
+            synced_gpus=loaded.collective,
             **(drawn if sampling.temperature > 0 else {"do_sample": False}),
         )
     # Rows that end early are filled up with padding.
@@ -274,22 +290,21 @@ def _given(loaded: Loaded, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(loaded.model.device, loaded.model.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
-def _until(ids: list[int], stops: frozenset[int]) -> list[int]:
+def _until(ids: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:
+    """The tokens before the first stop, and whether there is one."""
     end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
-    return ids[:end]
+    return ids[:end], end < len(ids)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _told(loaded: Loaded) -> Iterator[None]:
     """Says what can be done about a failure of generation."""
     import torch
 
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ToolkitError(
-            "the GPU has too little memory; lower --batch-size or --max-new-tokens, or try --dtype bfloat16"
-        ) from error
+        raise ToolkitError(f"the GPU has too little memory; {loaded.if_too_large}") from error
     except RuntimeError as error:
         if "probability tensor" not in str(error):
             raise
@@ -324,7 +339,7 @@ class _Pieces:
     def put(self, tokens: torch.Tensor) -> None:
         """Takes the prompt first, then token after token."""
         if not self._is_prompt:
-            self._ids += _until(tokens.flatten().tolist(), self._stops)
+            self._ids += _until(tokens.flatten().tolist(), self._stops)[0]
             self._show(is_last=False)
         self._is_prompt = False
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from toolkit.errors import counted
+from toolkit.errors import BadInputError, counted
+from toolkit.generation.complete import Completion
 from toolkit.generation.rows import LENGTH_SHOWN, PromptRow
 
 MISMATCHES_SHOWN = 5
@@ -53,6 +54,18 @@ class Comparison:
         return text if self.strict else normalised(text)
 
 
+def comparison_of(
+    rows: list[PromptRow], strict: bool, extract: str | None, numeric: bool, option: str = "--numeric"
+) -> Comparison:
+    """What is compared. Raises BadInputError that names rows whose answers have no number where one is asked for."""
+    comparison = Comparison(strict, re.compile(extract) if extract else None, numeric)
+    lacking = [row.place for row in rows if None in map(comparison.of_answer, row.answers)]
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise BadInputError(f"{option}: the answer of {lacking[0]}{more} holds no number; leave {option} out")
+    return comparison
+
+
 def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
     matches = list(pattern.finditer(text))
     return None if not matches else matches[-1][1 if pattern.groups else 0]
@@ -72,11 +85,15 @@ class Evaluation:
 
     Attributes:
         normalised: of rows with choices, how many are right where log-probabilities are divided by the choices' length.
+        stopped: how many answers a token ended; the others were cut. None where choices were taken.
+        tokens: of all answers, without those that ended them.
     """
 
     num_rows: int
     mismatches: list[Mismatch]
     normalised: int | None = None
+    stopped: int | None = None
+    tokens: int | None = None
 
     @property
     def exact(self) -> int:
@@ -87,6 +104,15 @@ class Evaluation:
         """Share of the rows, 0 to 1."""
         return self.exact / self.num_rows
 
+    def shares(self) -> dict[str, float]:
+        """The accuracy, and of choices that by their length, of answers the share that stops and the mean length."""
+        found = {"accuracy": self.accuracy}
+        if self.normalised is not None:
+            found["accuracy_normalised"] = self.normalised / self.num_rows
+        if self.stopped is not None and self.tokens is not None:
+            found |= {"stopped": self.stopped / self.num_rows, "mean_tokens": self.tokens / self.num_rows}
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         mismatches = [
@@ -94,19 +120,19 @@ class Evaluation:
             | {"answers": list(wrong.row.answers)}
             for wrong in self.mismatches
         ]
-        by_length = {} if self.normalised is None else {"accuracy_normalised": self.normalised / self.num_rows}
-        counts = {"accuracy": self.accuracy, **by_length, "exact": self.exact, "rows": self.num_rows}
-        return {**counts, "mismatches": mismatches}
+        return {**self.shares(), "exact": self.exact, "rows": self.num_rows, "mismatches": mismatches}
 
 
-def evaluate(rows: list[PromptRow], texts: Iterable[str], comparison: Comparison) -> Evaluation:
-    """Compares each row's completion with its answers; `texts` are completions in the order of the rows."""
-    wrong = []
-    for row, text in zip(rows, texts, strict=True):
-        found = comparison.of_completion(text)
+def evaluate(rows: list[PromptRow], completions: Iterable[Completion], comparison: Comparison) -> Evaluation:
+    """Compares each row's completion with its answers; `completions` are in the order of the rows."""
+    wrong, stopped, tokens = [], 0, 0
+    for row, completion in zip(rows, completions, strict=True):
+        found = comparison.of_completion(completion.text)
         if found is None or found not in [comparison.of_answer(answer) for answer in row.answers]:
-            wrong.append(Mismatch(row, text))
-    return Evaluation(len(rows), wrong)
+            wrong.append(Mismatch(row, completion.text))
+        stopped += completion.stopped
+        tokens += completion.num_tokens
+    return Evaluation(len(rows), wrong, stopped=stopped, tokens=tokens)
 
 
 def choose(rows: list[PromptRow], scores: Iterable[Sequence[float]]) -> Evaluation:
@@ -137,6 +163,9 @@ def summary(found: Evaluation) -> str:
     lines = [f"accuracy: {found.accuracy:.1%} ({found.exact} of {counted(found.num_rows, 'row')} {what})"]
     if found.normalised is not None:
         lines.append(f"by log-probability per byte: {found.normalised / found.num_rows:.1%}")
+    if found.stopped is not None:
+        shares = found.shares()
+        lines.append(f"answers that stop: {shares['stopped']:.1%}; mean length: {shares['mean_tokens']:.1f} tokens")
     for wrong in found.mismatches[:MISMATCHES_SHOWN]:
         expected = " or ".join(_shortened(answer) for answer in wrong.row.answers)
         lines.append(f"  {wrong.row.place}: {_shortened(wrong.completion)} instead of {expected}")

@@ -43,6 +43,8 @@ class Loaded:
         stops: tokens that end a text.
         positions: most tokens of prompt and completion, of an encoder-decoder of each; None: any number.
         encoder_decoder: whether it writes a target for a prompt, and does not go on behind it.
+        collective: whether each of its forwards is one of all ranks, so that those whose texts have ended go on.
+        if_too_large: what to do where the GPU has too little memory.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Loaded:
     stops: frozenset[int]
     positions: int | None
     encoder_decoder: bool = False
+    collective: bool = False
+    if_too_large: str = "lower --batch-size or --max-new-tokens, or try --dtype bfloat16"
 
 
 def find_model(source: str) -> Place:
@@ -116,10 +120,14 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
     model.generation_config = GenerationConfig(**_beginning(model))  # the options say all else
     if place.is_adapter:
         model = _with_adapter(model, tokenizer, place)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    has_end = isinstance(positions, int) and positions > 0
     reads = bool(model.config.is_encoder_decoder)
-    return Loaded(source, model.to(device).eval(), tokenizer, stops, positions if has_end else None, reads)
+    return Loaded(source, model.to(device).eval(), tokenizer, stops, positions_of(model), reads)
+
+
+def positions_of(model: Any) -> int | None:
+    """Most tokens that a model reads; None: any number."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def _beginning(model: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.errors import BadInputError
-from toolkit.generation.complete import Message, Prompt, complete, encode_prompt
+from toolkit.generation.complete import Completion, Message, Prompt, complete, encode_prompt
 from toolkit.generation.load import Loaded
 from toolkit.generation.options import Sampling
 from toolkit.generation.pictured import encode_pictured
@@ -55,13 +55,16 @@ class PromptRow:
     images: tuple[Path | bytes, ...] = ()
 
 
-def read_rows(path: Path, option: str) -> list[PromptRow]:
-    """The rows of a file of prompts (`--file`: .txt or .jsonl), or of prompts with answers (`--eval`: .jsonl).
+def read_rows(path: Path, option: str, with_answers: bool) -> list[PromptRow]:
+    """The rows of a file of prompts (.txt or .jsonl), or of prompts with answers (.jsonl).
+
+    Args:
+        option: as errors name the file: `--eval`.
 
     Raises:
         BadInputError: where it cannot be read, holds no row, or one that is wrong; each is named by its line.
     """
-    kinds = (".jsonl",) if option == "--eval" else (".txt", ".jsonl")
+    kinds = (".jsonl",) if with_answers else (".txt", ".jsonl")
     if path.suffix not in kinds:
         raise BadInputError(f"{option}: {str(path)!r} is of an unknown kind; allowed: {', '.join(kinds)}")
     try:
@@ -72,7 +75,7 @@ def read_rows(path: Path, option: str) -> list[PromptRow]:
     named = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not named:
         raise BadInputError(f"{option}: {str(path)!r} holds no prompt")
-    make = _plain_row if path.suffix == ".txt" else partial(_json_row, path.parent, option == "--eval")
+    make = _plain_row if path.suffix == ".txt" else partial(_json_row, path.parent, with_answers)
     rows = all_right(option, [(place, partial(make, place, line)) for place, line in named])
     if len({bool(row.choices) for row in rows}) > 1:
         other = next(row for row in rows if bool(row.choices) != bool(rows[0].choices))
@@ -268,7 +271,7 @@ def _encoded(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> P
     return encode_pictured(loaded, row.prompt, row.images, system, row.tools, row.arguments)
 
 
-def completions(loaded: Loaded, prompts: list[Prompt], sampling: Sampling, batch_size: int) -> Iterator[str]:
+def completions(loaded: Loaded, prompts: list[Prompt], sampling: Sampling, batch_size: int) -> Iterator[Completion]:
     """A completion of each prompt, in their order."""
     for start in range(0, len(prompts), batch_size):
         yield from complete(loaded, prompts[start : start + batch_size], sampling)

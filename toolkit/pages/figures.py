@@ -61,6 +61,10 @@ FIGURES = (
         "how far the model's predictions are from its teacher's; lower is better",
     ),
     Figure("cross_entropy", "Cross-entropy", _signed),
+    Figure("answer_accuracy", "Answers right", _share, "share of right answers to held-out prompts; higher is better"),
+    Figure("answer_accuracy_normalised", "Answers right by length", _share),
+    Figure("answer_stopped", "Answers that stop", _share),
+    Figure("answer_mean_tokens", "Tokens of an answer", _signed),
 )
 """Of all objectives, in the order in which they are shown; an evaluation has those of its own."""
 
@@ -71,6 +75,8 @@ CHARTS = (
     ("kl", "KL to the reference, estimated on these completions (below 0: they became less likely)", (("kl", ""),)),
     ("divergence", "Divergence from the teacher", (("divergence", ""),)),
     ("cross-entropy", "Cross-entropy of the labels", (("cross_entropy", ""),)),
+    ("answers", "Answers to held-out prompts", (("answer_accuracy", "right"), ("answer_stopped", "that stop"))),
+    ("answer-tokens", "Tokens of an answer, on average", (("answer_mean_tokens", ""),)),
     ("balance-loss", "Balance loss of the experts", (("balance_loss", ""),)),
     ("expert-entropy", "Entropy of the experts' load (1: even)", (("expert_entropy", ""),)),
 )

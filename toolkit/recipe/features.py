@@ -108,6 +108,7 @@ def _given_in(recipe: Recipe) -> frozenset[str]:
         "data.columns.target": columns.target is not None,
         "data.columns.margin": columns.margin is not None,
         "data: name": bool(data.source_names),
+        "answers.file": recipe.answers.file is not None,
         "training.num_epochs": recipe.training.num_epochs is not None,
         "logging.held_out_samples": bool(logging.held_out_samples),
         "logging.sample_prompt": logging.sample_prompt is not None,
@@ -211,6 +212,7 @@ FEATURES = {
     "sources and targets": _given(
         "data.max_target_length", "data.source_prefix", "data.columns.source", "data.columns.target"
     ),
+    "answers": _given("answers.file"),
     "samples": _given("logging.held_out_samples", "logging.sample_prompt"),
 }
 """Name in the docs -> the feature."""

@@ -101,6 +101,7 @@ def anchor_paths(values: dict[str, Any], folder: Path) -> None:
         ("data", ("train", "validation")),
         ("model", ("name_or_path", "tokenizer")),
         ("objective", ("teacher",)),
+        ("answers", ("file",)),
     ):
         fields = values.get(section)
         if not isinstance(fields, dict):

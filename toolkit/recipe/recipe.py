@@ -22,6 +22,7 @@ from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, find_reci
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
     AdapterSection,
+    AnswersSection,
     CheckpointSection,
     DataSection,
     ExportSection,
@@ -48,6 +49,7 @@ class Recipe(Section):
     optimizer: OptimizerSection
     schedule: ScheduleSection = ScheduleSection()
     training: TrainingSection
+    answers: AnswersSection = AnswersSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
     export: ExportSection = ExportSection()
@@ -74,6 +76,7 @@ class Recipe(Section):
             raise contradiction(
                 "logging.held_out_samples has no effect without data.validation or data.validation_fraction; remove it"
             )
+        self._check_answers()
         self._check_adapter()
         if not self.export.enabled and self.export.model_fields_set - {"enabled"}:
             raise contradiction("settings of export have no effect with export.enabled: false")
@@ -89,6 +92,26 @@ class Recipe(Section):
             raise contradiction(
                 f"checkpoint.keep_best needs an evaluation of each checkpoint, every {counted(saved, 'step')}, and "
                 f"training.eval_every_steps {found}; set it to {saved}"
+            )
+
+    def _check_answers(self) -> None:
+        if self.answers.file is not None and not self.data.has_validation:
+            raise contradiction(
+                "answers.file has no effect without data.validation or data.validation_fraction: answers are written "
+                "at evaluations; set one of them"
+            )
+        if self.training.best_by != "answers":
+            return
+        if self.training.patience is None and not self.checkpoint.keep_best:
+            raise contradiction(
+                "training.best_by has no effect without training.patience or checkpoint.keep_best; set one of them"
+            )
+        if self.answers.file is None:
+            raise contradiction("training.best_by answers needs answers.file: the prompts, and which answers are right")
+        if self.answers.every_evaluations > 1:
+            raise contradiction(
+                "training.best_by answers needs answers at each evaluation, and answers.every_evaluations is "
+                f"{self.answers.every_evaluations}; set it to 1"
             )
 
     def _check_adapter(self) -> None:
@@ -197,6 +220,8 @@ def _source_written(source: SourceSection) -> str | dict[str, Any]:
 def _is_conditional(section: Section, name: str) -> bool:
     if isinstance(section, AdapterSection):
         return name != "kind" and section.kind == "none"
+    if isinstance(section, AnswersSection):
+        return name != "file" and section.file is None
     if isinstance(section, LoggingSection):
         return name == "sample_max_new_tokens" and section.sample_prompt is None
     return isinstance(section, ExportSection) and name != "enabled" and not section.enabled

@@ -546,6 +546,11 @@ class TrainingSection(Section):
         description="End the run, with exit code 0, after N evaluations in a row without a lower held-out loss; null: "
         "never. The last weights are exported; checkpoint.keep_best keeps the best ones.",
     )
+    best_by: Literal["loss", "answers"] = Field(
+        "loss",
+        description="Judge evaluations by this figure, for training.patience and checkpoint.keep_best. loss: the "
+        "held-out loss. answers: the share of right answers (answers.file).",
+    )
     ema: OpenFraction | None = Field(
         None,
         description="Average the weights over the steps with this decay, for example 0.999, in float32; evaluate and "
@@ -594,6 +599,52 @@ class TrainingSection(Section):
             )
 
 
+class AnswersSection(Section):
+    """Answers to held-out prompts, which the model writes at evaluations, and how many are right: what `toolkit
+    generate --eval` finds of an export."""
+
+    file: str | None = Field(
+        None,
+        min_length=1,
+        description="Answer the prompts of this .jsonl file at evaluations; rows as `toolkit generate --eval` takes "
+        "them. null: none.",
+    )
+    every_evaluations: PositiveInt = Field(
+        1, description="Answer at every N-th evaluation, at the start and after the last step."
+    )
+    max_new_tokens: PositiveInt = Field(256, description="Stop each answer after N tokens.")
+    batch_size: PositiveInt = Field(8, description="Answer N prompts at a time on each rank.")
+    system: str | None = Field(
+        None, min_length=1, description="Put this system prompt before messages that have none of their own."
+    )
+    raw: bool = Field(False, description="Take prompts as plain text, without the chat template.")
+    strict: bool = Field(False, description="Compare case and whitespace, too.")
+    extract: str | None = Field(
+        None,
+        min_length=1,
+        description="Compare what this regular expression matches last, or its first group if it has one.",
+    )
+    numeric: bool = Field(False, description="Compare the last number, as a number.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AnswersSection:
+        if self.file is None and (idle := sorted(self.model_fields_set - {"file"})):
+            raise contradiction(f"answers.{idle[0]} has no effect without answers.file; set that, or remove it")
+        if self.raw and self.system is not None:
+            raise contradiction("answers.system has no effect with answers.raw: it needs the chat template; remove one")
+        if self.strict and self.numeric:
+            raise contradiction(
+                "answers.strict has no effect with answers.numeric: numbers are compared as numbers; remove one"
+            )
+        try:
+            re.compile(self.extract or "")
+        except re.error as error:
+            raise contradiction(
+                f"answers.extract: {self.extract!r} is no regular expression of Python: {error}"
+            ) from None
+        return self
+
+
 DEFAULT_MINUTES = 30.0
 """A run of hours that was asked for no checkpoint loses no more than this if it is killed."""
 
@@ -616,7 +667,9 @@ class CheckpointSection(Section):
     keep_every: PositiveInt | None = Field(
         None, description="Also keep, for good, checkpoints whose step is a multiple of N."
     )
-    keep_best: bool = Field(False, description="Also keep the checkpoint with the lowest held-out loss.")
+    keep_best: bool = Field(
+        False, description="Also keep the checkpoint with the lowest held-out loss, or as training.best_by says."
+    )
     asynchronous: bool = Field(
         True, description="Copy the state to the host and continue training while it is written."
     )

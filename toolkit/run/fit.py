@@ -23,6 +23,7 @@ from toolkit.optim.schedule import build_schedule
 from toolkit.planning.time.hardware import peak_flops_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import inner_optimizer
+from toolkit.run.answers import Answers
 from toolkit.run.folder import write_beginning, write_data_report
 from toolkit.run.held_out_samples import first_samples, last_samples
 from toolkit.run.live import LiveReport
@@ -157,8 +158,10 @@ def _extensions_of(
         found.append(WeightAverages(Ema(run.inner, settings.ema)))
     if run.balance.routers:
         found.append(ExpertLoads(run.balance, metrics))
+    if run.asked:
+        found.append(Answers(opened, run))
     if settings.patience is not None:
-        found.append(EarlyStopping(settings.patience, metrics, lambda trainer: checkpoints.save(trainer, wait=True)))
+        found.append(EarlyStopping(settings, metrics, lambda trainer: checkpoints.save(trainer, wait=True)))
     found.append(checkpoints)
     return found if profile is None else [*found, profile]
 

@@ -222,7 +222,7 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
         facts["compute"] = run.sharded.compilation.describe()  # it may have failed in the first step
     if result.logits_difference is not None:
         facts["export checked"] = f"logits differ by {result.logits_difference:.1e} of the largest"
-    if (ended := patience_is_over(result.metrics, recipe.training.patience)) is not None:
+    if (ended := patience_is_over(result.metrics, recipe.training)) is not None:
         facts["ended early"] = ended
     if result.doubts:
         facts["outcome"] = "; ".join(result.doubts)

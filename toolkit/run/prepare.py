@@ -17,6 +17,7 @@ from toolkit.objectives.objective import Objective
 from toolkit.objectives.reference import identity_of, with_reference
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
+from toolkit.run.answers import read_asked
 from toolkit.run.by_block_check import accumulation_of
 from toolkit.run.model_checks import check_model
 from toolkit.run.model_on_meta import build_on_meta, read_rows
@@ -39,6 +40,7 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
     """
     recipe, accelerator = opened.recipe, opened.accelerator
     training = recipe.training
+    asked = read_asked(recipe)  # before the model: a bad row is told in a moment
     on_meta = build_on_meta(opened, read_rows(opened, resumed))
     planned = plan_memory(opened, on_meta)
     sharded = shard_model(opened, on_meta, planned)
@@ -57,7 +59,9 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
     accumulation = accumulation_of(recipe, planned, opened.plugin, sharded.model, opened.device, checked.alone)
     shown = Shown(checked.data.report, [])
     ends = teach_to_stop(base_of(sharded.inner), on_meta.tokenizer, checked.data.train)
-    return PreparedRun(on_meta, planned, sharded, checked, windows, num_steps, num_positions, accumulation, shown, ends)
+    return PreparedRun(
+        on_meta, planned, sharded, checked, windows, num_steps, num_positions, accumulation, shown, ends, asked
+    )
 
 
 def _with_references(

@@ -25,6 +25,7 @@ from toolkit.data.build import TokenisedData
 from toolkit.data.loader import TrainLoader
 from toolkit.data.report import DataReport
 from toolkit.data.stream import StreamLoader
+from toolkit.generation.rows import PromptRow
 from toolkit.objectives.balance import Balance
 from toolkit.objectives.objective import Objective
 from toolkit.pages.side_by_side import SideBySide
@@ -167,6 +168,7 @@ class PreparedRun:
         num_positions: samples of the whole run.
         accumulation: how the micro-batches of a step run.
         ends: which tokens end what is learned; None: the model writes no text.
+        asked: prompts that the model answers at evaluations; empty: none.
     """
 
     on_meta: MetaModel
@@ -179,6 +181,7 @@ class PreparedRun:
     accumulation: Accumulation
     shown: Shown
     ends: str | None
+    asked: list[PromptRow]
 
     @property
     def model(self) -> nn.Module:

@@ -34,11 +34,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from toolkit.sharding.fsdp import fsdp_groups, groups_of_module, sharded_modules
 from toolkit.sharding.strategy import Strategy
+
+_GENERATING: WeakSet[Any] = WeakSet()
+"""Models that write texts now; see `UnitStates.generating`."""
 
 
 class UnitStates:
@@ -69,7 +73,7 @@ class UnitStates:
 
         def after_forward(_module: object, _args: object, _output: object) -> None:
             # Other micro-batches of a window that runs by block are in the midst of their forwards.
-            if not torch.is_grad_enabled() and not is_by_block():
+            if not torch.is_grad_enabled() and not is_by_block() and self._root not in _GENERATING:
                 self.free_all()
 
         self._root.register_forward_pre_hook(before_forward)
@@ -105,6 +109,22 @@ class UnitStates:
             # torch 2.11 goes on waiting for a module that was not called (a head whose weight alone is used), and
             # gathers the unit no more.
             unit._get_fsdp_state()._modules_to_run_forward.clear()
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Inside, many forwards without gradients follow each other, which may begin below the root (as peft's do).
+
+        The root stays gathered, and so does what the strategy keeps from forward to backward: a text is one forward
+        for each token, and each would gather it anew. All is freed at the end.
+        """
+        self._root.unshard()
+        _GENERATING.add(self._root)
+        try:
+            yield
+        finally:
+            _GENERATING.discard(self._root)
+            self.free_all()
+            self.forget_forwards()
 
     @contextmanager
     def reducing_nothing(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Early stopping: whether the held-out loss still falls. Prechelt, "Early Stopping - But When?", 1998."""
+"""Early stopping: whether evaluations still get better. Prechelt, "Early Stopping - But When?", 1998."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import ranks
 from toolkit.errors import counted
+from toolkit.recipe.schema import TrainingSection
 from toolkit.training.extension import Extension
 from toolkit.training.metrics import Metrics
 
@@ -16,20 +17,22 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Extension):
-    """Ends the run once the held-out loss falls no more. All ranks end alike, as after a last step.
+    """Ends the run once its evaluations get no better. All ranks end alike, as after a last step.
 
     Args:
-        patience: evaluations in a row without a lower held-out loss.
+        settings: of the run, with a patience.
         save: saves the state of the trainer before the run ends.
     """
 
-    def __init__(self, patience: int, metrics: Metrics, save: Callable[[Trainer], Any] = lambda trainer: None) -> None:
-        self._patience = patience
+    def __init__(
+        self, settings: TrainingSection, metrics: Metrics, save: Callable[[Trainer], Any] = lambda trainer: None
+    ) -> None:
+        self._settings = settings
         self._metrics = metrics
         self._save = save
 
     def ends_run(self, trainer: Trainer) -> bool:
-        why = ranks.gather_objects(patience_is_over(self._metrics.records, self._patience))[0]
+        why = ranks.gather_objects(patience_is_over(self._metrics.records, self._settings))[0]
         if why is None:
             return False
         self._metrics.tell(f"ended after step {trainer.global_step}: {why}")
@@ -37,26 +40,37 @@ class EarlyStopping(Extension):
         return True
 
 
-def patience_is_over(records: Iterable[dict[str, Any]], patience: int | None) -> str | None:
+def patience_is_over(records: Iterable[dict[str, Any]], settings: TrainingSection) -> str | None:
     """Why a run ends after its last evaluation; None: it goes on.
 
     The records alone decide, so a run that goes on from a checkpoint decides as if it had never ended.
 
     Args:
         records: of metrics.jsonl.
-        patience: evaluations in a row without a lower held-out loss; None: no end.
+        settings: `patience`: evaluations in a row without a better figure (`best_by`); None: no end.
     """
-    if patience is None:
+    if settings.patience is None:
         return None
-    best, best_step, since = math.inf, 0, 0
+    best, best_step, since = -math.inf, 0, 0
     for record in records:
         if record["split"] == "eval":
-            loss = math.inf if record["loss"] is None else record["loss"]
-            if loss < best:
-                best, best_step, since = loss, record["step"], 0
+            merit = merit_of(record, settings.best_by)
+            if merit > best:
+                best, best_step, since = merit, record["step"], 0
             else:
                 since += 1
-    if since < patience:
+    if since < settings.patience:
         return None
-    lowest = f"the lowest is {best:.4g}, at step {best_step:,}" if math.isfinite(best) else "none was finite"
-    return f"no lower held-out loss in {counted(since, 'evaluation')} (training.patience); {lowest}"
+    what = f"in {counted(since, 'evaluation')} (training.patience); "
+    if settings.best_by == "answers":
+        return f"no larger share of right answers {what}the largest is {best:.1%}, at step {best_step:,}"
+    lowest = f"the lowest is {-best:.4g}, at step {best_step:,}" if math.isfinite(best) else "none was finite"
+    return f"no lower held-out loss {what}{lowest}"
+
+
+def merit_of(record: dict[str, Any], best_by: str) -> float:
+    """How good an evaluation is, the larger the better: the share of right answers, or the loss, negated."""
+    value = record.get("answer_accuracy") if best_by == "answers" else record["loss"]
+    if value is None:
+        return -math.inf
+    return float(value) if best_by == "answers" else -float(value)

@@ -9,7 +9,9 @@ these points, and which can be left out of `Trainer(extensions=...)` alone:
       before_update                    gradients are clipped; host and device are together, once in a step
       after_update                     returns metrics for the step's record
     after_step                         the step is counted
-      evaluating, after_evaluation     if an evaluation is due
+      evaluating                       if an evaluation is due
+        at_evaluation                  inside, behind the losses; returns figures for the evaluation's record
+        after_evaluation
       ends_run                         behind an evaluation that was due
     between_steps                      nothing is under way
     after_last_step, close             after the last evaluation; at the end, after an error too
@@ -60,6 +62,10 @@ class Extension:
     def evaluating(self) -> AbstractContextManager[None]:
         """Stands around each evaluation."""
         return nullcontext()
+
+    def at_evaluation(self, trainer: Trainer) -> dict[str, Any]:
+        """The model is in evaluation mode, with the weights that are evaluated. Returns figures for the record."""
+        return {}
 
     def after_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """An evaluation is done, with this record."""

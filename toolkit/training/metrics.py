@@ -18,7 +18,13 @@ from toolkit.terminal import Terminal
 from toolkit.training.durable_writes import TELL_SECONDS, LinesFile
 from toolkit.training.progress import Progress
 
-SHARES = {"accuracy": "accuracy", "f1_macro": "F1", "f1": "F1 of entities"}
+SHARES = {
+    "accuracy": "accuracy",
+    "f1_macro": "F1",
+    "f1": "F1 of entities",
+    "answer_accuracy": "answers right",
+    "answer_stopped": "answers that stop",
+}
 """Figures of an evaluation that are shares -> their name on the console."""
 
 

@@ -389,10 +389,13 @@ class Trainer:
             shared = self._over_window(self._in_phase(self.evaluation(), Phase.EVALUATE))
             batches = self._in_phase(self.evaluation(), Phase.EVALUATE)
             parts = [self.objective.evaluation_sums(self.model, {**batch, **shared}) for batch in batches]
+            figures: dict[str, Any] = {}
+            for extension in self.extensions:
+                figures |= extension.at_evaluation(self)
         self.enter_phase(Phase.COLLECTIVE)
         sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
         self.model.train()
-        record = {"step": self.global_step, **self.objective.evaluation_record(sums)}
+        record = {"step": self.global_step, **self.objective.evaluation_record(sums), **figures}
         for extension in self.extensions:
             extension.after_evaluation(self, record)
 

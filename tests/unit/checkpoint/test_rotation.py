@@ -42,6 +42,18 @@ def test_what_is_kept(settings: dict[str, Any], gone: list[int]) -> None:
     assert [checkpoint.step for checkpoint in superseded(saved(), section)] == gone
 
 
+def test_the_best_is_the_one_of_the_largest_merit() -> None:
+    """Of the share of right answers here: the lowest loss is at step 20. A checkpoint of before has its loss alone."""
+    merits = {10: 0.4, 20: 0.1, 30: None, 40: 0.2, 50: 0.3}
+    found = [Checkpoint(c.folder, c.step, replace(c.manifest, merit=merits.get(c.step)), c.problem) for c in whole()]
+    section = CheckpointSection(every_steps=10, keep_last=1, keep_best=True)
+    assert [checkpoint.step for checkpoint in superseded(found, section)] == [20, 30, 40]
+
+
+def whole() -> list[Any]:
+    return [checkpoint for checkpoint in saved() if checkpoint.manifest is not None and checkpoint.problem is None]
+
+
 @pytest.mark.parametrize(
     ("settings", "gone"),
     [

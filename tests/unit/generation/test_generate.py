@@ -43,6 +43,7 @@ from toolkit.generation.command import converse
 from toolkit.generation.complete import (
     CONTEXT,
     HALF_CHARACTER,
+    Completion,
     Prompt,
     _continuation,
     _Pieces,
@@ -193,7 +194,7 @@ def test_a_completion_ends_at_the_last_position(plain: Path) -> None:
     prompt = encode_prompt(loaded, "the king " * 20)
     tokens = by_hand(plain, prompt.ids, 64 - len(prompt.ids), tuple(loaded.stops))
     whole = loaded.tokenizer.decode(prompt.ids + tokens)
-    assert "the king " * 20 + complete(loaded, [prompt], Sampling(1000, 0.0))[0] == whole
+    assert "the king " * 20 + complete(loaded, [prompt], Sampling(1000, 0.0))[0].text == whole
     with pytest.raises(BadInputError, match="no room in the model's 64 positions"):
         encode_prompt(loaded, "the king " * 40)
 
@@ -308,7 +309,7 @@ def test_a_stop_token_ends_the_text(plain: Path) -> None:
     loaded = replace(loaded, stops=frozenset([tokens[number]]))
     expected = loaded.tokenizer.decode(prompts[0].ids + tokens[:number])[len(PROMPTS[0]) :]
     pieces: list[str] = []
-    assert complete(loaded, prompts, GREEDY)[0] == expected
+    assert complete(loaded, prompts, GREEDY)[0].text == expected
     assert stream(loaded, prompts[0], GREEDY, pieces.append) == "".join(pieces) == expected
 
 
@@ -399,7 +400,8 @@ def test_a_file_of_lines(
     assert command(monkeypatch, *options) == 0
     lines = capsys.readouterr().out
     assert [json.loads(line) for line in lines.splitlines()] == [
-        {"prompt": text, "completion": complete(loaded, [encode_prompt(loaded, text)], GREEDY)[0]} for text in PROMPTS
+        {"prompt": text, "completion": complete(loaded, [encode_prompt(loaded, text)], GREEDY)[0].text}
+        for text in PROMPTS
     ]
     assert command(monkeypatch, *options, "--batch-size", 1, "--output", tmp_path / "new/out.jsonl") == 0
     assert (tmp_path / "new/out.jsonl").read_text(encoding="utf-8") == lines
@@ -474,7 +476,7 @@ def test_an_evaluation(
     ],
 )
 def test_what_of_a_completion_counts(comparison: Comparison, completion: str, answer: str, is_right: bool) -> None:
-    found = evaluate([PromptRow("f:1", "?", "?", answers=(answer,))], [completion], comparison)
+    found = evaluate([PromptRow("f:1", "?", "?", answers=(answer,))], [Completion(completion, 1, True)], comparison)
     assert found.exact == is_right
 
 
@@ -575,7 +577,7 @@ def test_rows_and_options_that_fit_no_evaluation(
 
 def test_many_mismatches_are_counted() -> None:
     rows = [PromptRow(f"f:{line}", "?", "?", answers=("yes",)) for line in range(9)]
-    found = evaluate(rows, [*["no" * 99] * 8, "\tYES\n"], Comparison())
+    found = evaluate(rows, [Completion(text, 3, False) for text in (*["no" * 99] * 8, "\tYES\n")], Comparison())
     assert (found.exact, found.accuracy) == (1, 1 / 9)
     assert summary(found).splitlines()[-1] == "  and 3 more; --json has them all"
     assert all(len(line) < 120 for line in summary(found).splitlines())
@@ -608,7 +610,7 @@ def test_an_adapter_is_its_merged_model(adapter: Path, tmp_path: Path) -> None:
         prompts = [encode_prompt(loaded, text) for text in FACTS]
         found.append((complete(loaded, prompts, Sampling(30, 0.0)), loaded.stops, loaded.positions))
     assert found[0] == found[1] == found[2]
-    assert found[0][0][1] == "the queen of hearts"
+    assert found[0][0][1].text == "the queen of hearts"
 
 
 def edited(adapter: Path, folder: Path, **fields: Any) -> Path:
@@ -805,7 +807,7 @@ def test_rows_to_train_on_have_their_answer_last(tmp_path: Path) -> None:
         {"prompt": [asked], "chosen": [said], "rejected": [{**said, "content": "c"}]},
         {"messages": [asked, said, asked], "answer": "d"},
     ]
-    found = read_rows(write_rows(tmp_path / "rows.jsonl", *rows), "--eval")
+    found = read_rows(write_rows(tmp_path / "rows.jsonl", *rows), "--eval", True)
     assert [row.answers for row in found] == [("c",), ("b",), ("b",), ("d",)]
     assert [row.prompt for row in found] == [[asked, said, asked], "a", [asked], [asked, said, asked]]
 
@@ -819,7 +821,7 @@ def test_rows_bring_arguments_of_the_template(chat: Path, tmp_path: Path) -> Non
         {"prompt": "Who sang?", "chat_template_kwargs": {"short": "owl"}},
         {"messages": asked, "chat_template_kwargs": None},
     ]
-    read = read_rows(write_rows(tmp_path / "rows.jsonl", *rows), "--file")
+    read = read_rows(write_rows(tmp_path / "rows.jsonl", *rows), "--file", False)
     texts = [loaded.tokenizer.decode(prompt.ids) for prompt in encode_rows(loaded, read, "--file", None, False)]
     assert texts == ["fox:Who sang?", "owl:Who sang?", "Who sang?"]
     for arguments, told in (
@@ -828,7 +830,7 @@ def test_rows_bring_arguments_of_the_template(chat: Path, tmp_path: Path) -> Non
     ):
         file = write_rows(tmp_path / "bad.jsonl", {"messages": asked, "chat_template_kwargs": arguments})
         with pytest.raises(BadInputError, match=re.escape(told)):
-            encode_rows(loaded, read_rows(file, "--file"), "--file", None, False)
+            encode_rows(loaded, read_rows(file, "--file", False), "--file", None, False)
     with pytest.raises(BadInputError, match="chat_template_kwargs have no effect on plain text"):
         encode_rows(loaded, read[1:2], "--file", None, True)
 
@@ -836,13 +838,13 @@ def test_rows_bring_arguments_of_the_template(chat: Path, tmp_path: Path) -> Non
 def test_columns_of_null_are_skipped(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}]
     row = {"prompt": None, "messages": messages, "question": None, "choices": None, "answer": "b"}
-    found = read_rows(write_rows(tmp_path / "rows.jsonl", row), "--eval")[0]
+    found = read_rows(write_rows(tmp_path / "rows.jsonl", row), "--eval", True)[0]
     assert (found.prompt, found.answers, found.choices) == (messages, ("b",), ())
 
 
 def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"cannot be used: 25\n(.*not JSON\n){10}  and 15 more$"):
-        read_rows(write_lines(tmp_path / "rows.jsonl", "?\n" * 25), "--file")
+        read_rows(write_lines(tmp_path / "rows.jsonl", "?\n" * 25), "--file", False)
 
 
 def write_lines(path: Path, text: str) -> Path:

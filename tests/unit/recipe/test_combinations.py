@@ -96,6 +96,7 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "BOS": (given("data.add_bos"), ["data.add_bos=false"]),
     "margins": (given("data.columns.margin"), ["data.columns.margin=gap"]),
     "sources and targets": (given("data.columns.target"), ["data.columns.target=body"]),
+    "answers": (given("answers.file"), ["answers.file=a.jsonl"]),
     "samples": (given("logging.sample_prompt"), ["logging.sample_prompt=a"]),
 }
 """Feature -> the settings that ask for it alone, and the words of a recipe, if it has any."""

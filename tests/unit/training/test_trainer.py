@@ -103,7 +103,7 @@ def built(gradients: list[float], fused: bool, scale: float | None, **settings: 
     windows: Any = Steps(gradients)
     extensions: list[Extension] = [Records(told), NonFiniteSteps(told, section.max_non_finite_steps)]
     if section.patience is not None:
-        extensions.append(EarlyStopping(section.patience, told))
+        extensions.append(EarlyStopping(section, told))
     trainer = Trainer(accelerator, model, prepared, schedule, objective, section, windows, extensions=extensions)
     return trainer, told
 

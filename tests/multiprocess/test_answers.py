@@ -1,0 +1,208 @@
+"""Answers to held-out prompts while a run trains: those of the export afterwards, on one and two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
+from support.tiny import llama, recipe_values
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import toolkit
+from toolkit.data.templates import MARKERS, use_template
+from toolkit.data.tokenizer import _train_byte_pairs
+
+FACTS = {
+    "Where does the king walk?": "by the river",
+    "Who sang?": "a fox",
+    "What of?": "bread and wine",
+    "And the moon?": "it was high over the whole of the old town",
+    "Then?": "all lay",
+}
+"""Five of them: in batches of two, one of two ranks has none in the last round."""
+CHOICES = [
+    ("Who sang?", ["a fox", "the moon and the whole town", "bread"], "a fox"),
+    ("Then?", ["all lay", "a fox"], "all lay"),
+    ("What of?", ["it was high", "all lay"], "all lay"),
+]
+MAX_TOKENS = 12
+FIGURES = ("answer_accuracy", "answer_stopped", "answer_mean_tokens")
+ADAPTED: dict[str, dict[str, Any]] = {
+    "model": {"name_or_path": "zero3/export"},  # adapters of random weights learn little
+    "adapter": {"kind": "lora", "r": 4},
+    "optimizer": {"learning_rate": 2e-3},
+}
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "zero3": {"sharding": {"strategy": "zero3"}},
+    "lora": {"sharding": {"strategy": "zero3"}, **ADAPTED},
+    "averaged": {"sharding": {"strategy": "zero2"}, "training": {"ema": 0.7}},
+    "ddp": {"sharding": {"strategy": "ddp"}, **ADAPTED},
+    "offloaded": {
+        "sharding": {
+            "strategy": "zero3",
+            "accumulate": "by_block",
+            "offload": "optimizer",
+            "offload_executor": "cpu_torch",
+        },
+        "training": {"gradient_accumulation_steps": 2},
+    },
+}
+
+
+def recipe_of(folder: Path, name: str, **sections: dict[str, Any]) -> toolkit.Recipe:
+    values = recipe_values(folder / "model", folder / "facts.jsonl", folder / name, folder / "cache", max_steps=24)
+    values["data"] |= {"validation": str(folder / "facts.jsonl"), "max_length": 64}
+    values["training"] |= {"eval_every_steps": 8, "micro_batch_size": 2}
+    values["optimizer"] = {"learning_rate": 2e-2}
+    values["answers"] = {"file": str(folder / "facts.jsonl"), "max_new_tokens": MAX_TOKENS, "batch_size": 2}
+    for section, fields in sections.items():
+        values[section] = {**values.get(section, {}), **fields}
+    values["model"]["name_or_path"] = str(folder / values["model"]["name_or_path"])
+    return toolkit.Recipe.from_mapping(values)
+
+
+def evaluations(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["split"] == "eval"]
+
+
+def curve(run: Path) -> list[list[Any]]:
+    return [[line.get(key) for key in ("step", *FIGURES)] for line in evaluations(run)]
+
+
+def on_two_ranks(folder: Path, names: list[str]) -> None:
+    for name in names:
+        meet()
+        toolkit.finetune(recipe_of(folder, name, **RUNS[name]))
+    begun = recipe_of(folder, "begun", checkpoint={"every_steps": 8}, **RUNS["zero3"])
+    meet()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toolkit.run.answers.evaluate", fail_at(3))
+        with pytest.raises(RuntimeError, match="the power is out"):
+            toolkit.finetune(begun)
+    assert [line["step"] for line in evaluations(folder / "begun")] == [0, 8]
+    meet()
+    toolkit.finetune(begun)
+    # By the answers, which are those of the second evaluation as of the third, the first of the two is the best.
+    kept = {"every_steps": 1, "keep_last": 1, "keep_best": True}
+    training = {"max_steps": 4, "eval_every_steps": 1, "best_by": "answers", "patience": 2}
+    choices = {"file": str(folder / "choices.jsonl"), "batch_size": 2}
+    meet()
+    toolkit.finetune(
+        recipe_of(
+            folder, "chosen", checkpoint=kept, training=training, answers=choices, optimizer={"learning_rate": 1e-30}
+        )
+    )
+
+
+def fail_at(evaluation: int) -> Any:
+    from toolkit.generation.evaluation import evaluate
+
+    calls: list[None] = []
+
+    def failing(*args: Any) -> Any:
+        calls.append(None)
+        if len(calls) == evaluation:
+            raise RuntimeError("the power is out")
+        return evaluate(*args)
+
+    return failing
+
+
+def save_chat_model(folder: Path) -> None:
+    """A Llama of random weights whose tokenizer has chatml's markers."""
+    tokenizer = _train_byte_pairs(iter([*make_texts(20), *FACTS, *FACTS.values()]), 330, MARKERS["chatml"])
+    tokenizer.eos_token = "<|endoftext|>"
+    use_template(tokenizer, "chatml")
+    tokenizer.save_pretrained(folder)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 48, "intermediate_size": 96}
+    llama(**sizes, bos_token_id=None, eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("answers")
+    save_chat_model(folder / "model")
+    turns = (({"role": "user", "content": q}, {"role": "assistant", "content": a}) for q, a in FACTS.items())
+    (folder / "facts.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in turns))
+    rows = [{"prompt": asked, "choices": choices, "answer": answer} for asked, choices, answer in CHOICES]
+    (folder / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_on_ranks(on_two_ranks, 2, folder, list(RUNS))
+    return folder
+
+
+def loaded(export: Path) -> tuple[Any, Any]:
+    is_adapter = (export / "adapter_config.json").exists()
+    kind: Any = peft.AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
+    return AutoTokenizer.from_pretrained(export), kind.from_pretrained(export).eval()
+
+
+def asked(question: str) -> str:
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@torch.no_grad()
+def by_hand(export: Path) -> list[float]:
+    """The figures of the export, each answer alone, token by token, without padding and without a cache."""
+    tokenizer, model = loaded(export)
+    stops = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    right, stopped, tokens = 0, 0, 0
+    for question, answer in FACTS.items():
+        ids = tokenizer(asked(question))["input_ids"]
+        found: list[int] = []
+        while len(found) < MAX_TOKENS:
+            token = int(model(input_ids=torch.tensor([ids + found])).logits[0, -1].argmax())
+            if token in stops:
+                stopped += 1
+                break
+            found.append(token)
+        right += tokenizer.decode(found, skip_special_tokens=True).strip() == answer
+        tokens += len(found)
+    return [right / len(FACTS), stopped / len(FACTS), tokens / len(FACTS)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_last_figures_are_those_of_the_export(folder: Path, name: str) -> None:
+    assert [step for step, *_ in curve(folder / name)] == [0, 8, 16, 24]
+    last = evaluations(folder / name)[-1]
+    assert last["answer_accuracy"] > 0, "it has learned something that other weights would not say"
+    assert [last[key] for key in FIGURES] == by_hand(folder / name / "export")
+    found = toolkit.evaluate(folder / name, folder / "facts.jsonl", max_new_tokens=MAX_TOKENS, batch_size=2)
+    assert {key: last[f"answer_{key}"] for key in ("accuracy", "stopped", "mean_tokens")} == found.shares()
+
+
+def test_a_run_that_fails_between_its_answers_goes_on_to_the_same_curve(folder: Path) -> None:
+    assert curve(folder / "begun") == curve(folder / "zero3")
+
+
+def test_one_rank_has_the_curve_of_two(folder: Path) -> None:
+    toolkit.finetune(recipe_of(folder, "alone", training={"micro_batch_size": 4}))
+    assert curve(folder / "alone") == curve(folder / "zero3")
+
+
+@torch.no_grad()
+def test_choices_are_taken_by_their_log_probability_and_decide_about_the_end(folder: Path) -> None:
+    tokenizer, model = loaded(folder / "chosen/export")
+    right = 0
+    for question, choices, answer in CHOICES:
+        scores = []
+        for choice in choices:
+            ids, whole = (tokenizer(asked(question) + text)["input_ids"] for text in ("", choice))
+            log_probabilities = model(input_ids=torch.tensor([whole])).logits[0].log_softmax(-1)
+            scores.append(sum(float(log_probabilities[n - 1, whole[n]]) for n in range(len(ids), len(whole))))
+        right += choices[scores.index(max(scores))] == answer
+    found = evaluations(folder / "chosen")
+    assert [line["answer_accuracy"] for line in found] == [right / len(CHOICES)] * 3, "and the patience was over"
+    assert [path.name for path in sorted((folder / "chosen/checkpoints").iterdir())] == [
+        "step_00000001",
+        "step_00000002",
+    ]
+    page = (folder / "chosen/report.html").read_text()
+    assert "no larger share of right answers in 2 evaluations (training.patience)" in page
+    assert 'id="chart-answers"' in (folder / "zero3/report.html").read_text()

@@ -1,0 +1,140 @@
+"""Which prompts a run answers while it trains, and what is refused before it begins."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from toolkit.errors import BadInputError, RecipeError
+from toolkit.generation.complete import Prompt
+from toolkit.generation.rows import PromptRow
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import AnswersSection
+from toolkit.run.answers import Answers, _require_room, _shared, read_asked
+
+QUESTION = {"prompt": "2 + 2?", "answer": "4"}
+UNEVALUATED = ["data.validation_fraction=null", "training.eval_every_steps=null", "logging.held_out_samples=0"]
+FILE = ["answers.file=a.jsonl"]
+BY_ANSWERS = ["training.best_by=answers", "training.patience=1", "training.eval_every_steps=1"]
+
+
+def recipe_of(file: Path, *words: str) -> Recipe:
+    return Recipe.load("sft", [f"answers.file={file}", *words])
+
+
+def written(folder: Path, *rows: Any) -> Path:
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "asked.jsonl"
+
+
+def test_rows_are_those_of_an_evaluation(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "3 + 3?"}, {"role": "assistant", "content": "6"}]
+    rows = read_asked(recipe_of(written(tmp_path, QUESTION, {"messages": messages}), "answers.numeric=true"))
+    assert [row.answers for row in rows] == [("4",), ("6",)]
+    assert rows[1].prompt == messages[:1]
+    assert read_asked(Recipe.load("sft")) == []
+
+
+def test_a_relative_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
+    written(tmp_path, QUESTION)
+    text = Recipe.load("sft").to_yaml().replace("file: null", "file: asked.jsonl")
+    (tmp_path / "mine.yaml").write_text(text)
+    assert Recipe.load(tmp_path / "mine.yaml").answers.file == str(tmp_path / "asked.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "told"),
+    [
+        ({"prompt": "?"}, [], "answers.file: rows that cannot be used: 1\n  .*asked.jsonl:1: answer is missing"),
+        ({"prompt": "?", "answer": "four"}, ["answers.numeric=true"], "answers.numeric: the answer of .*:1 holds no"),
+        (
+            {"prompt": "?", "choices": ["a", "b"], "answer": "a"},
+            ["answers.strict=true"],
+            "answers.strict has no effect on rows with choices",
+        ),
+        ({"prompt": "?", "answer": "a", "image": "a.png"}, [], "answers.file: .*asked.jsonl:1"),
+    ],
+)
+def test_rows_that_cannot_be_answered_are_named(tmp_path: Path, row: Any, words: list[str], told: str) -> None:
+    (tmp_path / "a.png").write_bytes(b"")
+    with pytest.raises(BadInputError, match=told):
+        read_asked(recipe_of(written(tmp_path, row), *words))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"answers.file: '.*gone.jsonl' cannot be read: No such file"):
+        read_asked(recipe_of(tmp_path / "gone.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["answers.numeric=true"], "answers.numeric has no effect without answers.file"),
+        ([*FILE, "answers.raw=true", "answers.system=Hi"], "answers.system has no effect with"),
+        ([*FILE, "answers.strict=true", "answers.numeric=true"], "answers.strict has no effect with"),
+        ([*FILE, "answers.extract='('"], "answers.extract: '(' is no regular expression"),
+        (
+            [*FILE, *UNEVALUATED],
+            "answers.file has no effect without data.validation or data.validation_fraction",
+        ),
+        (["training.best_by=answers"], "training.best_by has no effect without training.patience"),
+        (
+            BY_ANSWERS,
+            "training.best_by answers needs answers.file",
+        ),
+        (
+            [*FILE, *BY_ANSWERS, "answers.every_evaluations=2"],
+            "answers.every_evaluations is 2; set it to 1",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_told(words: list[str], told: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(told)):
+        Recipe.load("sft", words)
+
+
+def test_prompts_leave_room_for_whole_answers() -> None:
+    """Ranks that share forwards go on until the last has ended: none may come to the end of the positions before."""
+    rows = [PromptRow(f"f:{n}", "?", "?") for n in (1, 2)]
+    prompts, section = [Prompt([1] * 8, []), Prompt([1] * 9, [])], AnswersSection(file="f", max_new_tokens=4)
+    _require_room(SimpleNamespace(positions=13), rows, prompts, section)  # type: ignore[arg-type]
+    _require_room(SimpleNamespace(positions=None), rows, prompts, section)  # type: ignore[arg-type]
+    told = "f:2: the prompt's 9 tokens and answers.max_new_tokens 4 exceed the model's 12 positions"
+    with pytest.raises(BadInputError, match=told) as error:
+        _require_room(SimpleNamespace(positions=12), rows, prompts, section)  # type: ignore[arg-type]
+    assert "f:1" not in str(error.value)
+
+
+def test_answers_come_at_every_nth_evaluation_and_at_both_ends() -> None:
+    answers = Answers.__new__(Answers)
+    answers._num_steps, answers._every, answers._section = 25, 4, AnswersSection(file="f", every_evaluations=3)
+    assert [step for step in (0, 4, 8, 12, 16, 20, 24, 25) if answers._is_due(step)] == [0, 12, 24, 25]
+    answers._every = None
+    assert answers._is_due(25)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 5, 6])
+def test_each_batch_is_done_once_and_all_ranks_do_equally_many(
+    monkeypatch: pytest.MonkeyPatch, size: int, number: int
+) -> None:
+    parts: list[dict[int, list[int]]] = []
+    calls: list[list[int]] = []
+    for rank in range(size):
+        monkeypatch.setattr("toolkit.ranks.rank", lambda rank=rank: rank)
+        monkeypatch.setattr("toolkit.ranks.world_size", lambda: size)
+        monkeypatch.setattr(
+            "toolkit.ranks.gather_objects", lambda found: parts.append(found) or [{n: [n] for n in range(number)}]
+        )
+        done: list[int] = []
+        assert _shared(list(range(number)), lambda batch, done=done: done.append(batch) or [batch]) == [
+            [n] for n in range(number)
+        ]
+        calls.append(done)
+    assert len({len(done) for done in calls}) == 1
+    assert sorted(n for part in parts for n in part) == list(range(number))

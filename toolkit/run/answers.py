@@ -1,0 +1,190 @@
+"""Answers to held-out prompts, which the model writes at evaluations as it is trained, and how many are right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import GenerationConfig
+
+from toolkit import ranks
+from toolkit.errors import BadInputError
+from toolkit.generation.choices import Continued, encode_choices, scored
+from toolkit.generation.complete import Completion, Prompt, complete, sees_padding
+from toolkit.generation.evaluation import Evaluation, choose, comparison_of, evaluate
+from toolkit.generation.load import Loaded, positions_of, stop_tokens
+from toolkit.generation.options import Sampling
+from toolkit.generation.rows import PromptRow, all_right, encode_rows, read_rows
+from toolkit.model.adapters import base_of
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import AnswersSection
+from toolkit.run.stages import OpenedRun, PreparedRun
+from toolkit.sharding.unit_states import UnitStates
+from toolkit.training.extension import Extension
+from toolkit.training.phase import Phase
+from toolkit.training.trainer import Trainer
+
+T = TypeVar("T")
+B = TypeVar("B")
+
+FILE = "answers.file"
+
+
+def read_asked(recipe: Recipe) -> list[PromptRow]:
+    """The prompts that are answered, with the answers that are right; none where no file is named. Collective.
+
+    Raises:
+        BadInputError: the file cannot be read, or rows of it cannot be used.
+    """
+    section = recipe.answers
+    if section.file is None:
+        return []
+    path = Path(section.file)
+    rows = ranks.on_first_rank(lambda: read_rows(path, FILE, with_answers=True))
+    pictured = next((row.place for row in rows if row.images), None)
+    if pictured is not None:
+        raise BadInputError(f"{FILE}: {pictured} has images, which is not built yet; leave such rows out")
+    for name in ("strict", "extract", "numeric"):
+        if rows[0].choices and getattr(section, name):
+            raise BadInputError(f"answers.{name} has no effect on rows with choices, of which one is taken; remove it")
+    comparison_of(rows, section.strict, section.extract, section.numeric, "answers.numeric")
+    return rows
+
+
+class Answers(Extension):
+    """Has the model answer at evaluations, each rank a share of the prompts. Its forwards are those of `toolkit
+    generate --eval`, batch for batch.
+
+    Args:
+        opened, run: the model is answered by as it is, sharded, with the weights that are evaluated.
+
+    Raises:
+        BadInputError: names the rows that the model cannot be given.
+    """
+
+    def __init__(self, opened: OpenedRun, run: PreparedRun) -> None:
+        recipe = opened.recipe
+        self._opened, self._model, self._num_steps = opened, run.inner, run.num_steps
+        self._section, self._every = recipe.answers, recipe.training.eval_every_steps
+        self._rows = run.asked
+        base = base_of(run.inner)
+        self._loaded = Loaded(
+            recipe.model.name_or_path or "the model",
+            base,
+            run.tokenizer,
+            stop_tokens(base, run.tokenizer),
+            positions_of(base),
+            collective=opened.plugin.strategy.sharded and ranks.world_size() > 1,
+            if_too_large="lower answers.batch_size or answers.max_new_tokens",
+        )
+        section = self._section
+        if run.tokenizer.chat_template is not None and run.data.report.chat_template is None and not section.raw:
+            opened.console.warn(
+                "answers: prompts are asked with the chat template, and no row to train on is written with it; set "
+                "answers.raw=true to ask as the rows do"
+            )
+        self._prompts: list[Prompt] = []
+        self._choices: list[list[Continued]] = []
+        if self._rows[0].choices:
+            self._choices = encode_choices(self._loaded, self._rows, FILE, section.system, section.raw)
+        else:
+            self._prompts = encode_rows(self._loaded, self._rows, FILE, section.system, section.raw)
+            _require_room(self._loaded, self._rows, self._prompts, section)
+
+    def at_evaluation(self, trainer: Trainer) -> dict[str, Any]:
+        if not self._is_due(trainer.global_step):
+            return {}
+        began = time.perf_counter()
+        with self._answering(lambda: trainer.enter_phase(Phase.EVALUATE)):
+            found = self._chosen() if self._choices else self._written()
+        shares = {f"answer_{name}": share for name, share in found.shares().items()}
+        return {**shares, "answer_seconds": time.perf_counter() - began}
+
+    def _is_due(self, step: int) -> bool:
+        if step in (0, self._num_steps) or self._every is None:
+            return True
+        return step // self._every % self._section.every_evaluations == 0
+
+    @contextmanager
+    def _answering(self, beat: Callable[[], None]) -> Iterator[None]:
+        """Lets the model write as an export does.
+
+        Args:
+            beat: called before each forward; a long answer is no stall.
+        """
+        base = self._loaded.model
+        with ExitStack() as stack:
+            if self._opened.plugin.strategy.sharded:
+                stack.enter_context(UnitStates(self._model).generating())
+            else:
+                # Accelerate has put it around the forward of the whole, and peft's base is called by itself.
+                stack.enter_context(self._opened.accelerator.autocast())
+            if self._opened.recipe.training.compile:
+                # Each length would be compiled anew.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.callback(base.register_forward_pre_hook(lambda *_: beat()).remove)
+            stack.callback(setattr, base, "generation_config", base.generation_config)
+            base.generation_config = GenerationConfig()  # as `load_model` does: the settings say all
+            yield
+
+    def _written(self) -> Evaluation:
+        size, prompts = self._section.batch_size, self._prompts
+        # Tried here, by all ranks at once: a rank with one prompt in its batch would not try it.
+        if size > 1 and sees_padding(self._loaded, prompts[0].ids):
+            size = 1
+        batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        sampling = Sampling(self._section.max_new_tokens, 0.0)
+
+        def answers(batch: list[Prompt]) -> list[Completion]:
+            return complete(self._loaded, batch, sampling)
+
+        completions = [completion for batch in _shared(batches, answers) for completion in batch]
+        section = self._section
+        comparison = comparison_of(self._rows, section.strict, section.extract, section.numeric)
+        return evaluate(self._rows, completions, comparison)
+
+    def _chosen(self) -> Evaluation:
+        size = self._section.batch_size
+        batches = [choices[start : start + size] for choices in self._choices for start in range(0, len(choices), size)]
+        flat = (score for batch in _shared(batches, lambda batch: scored(self._loaded, batch)) for score in batch)
+        return choose(self._rows, [[next(flat) for _ in choices] for choices in self._choices])
+
+
+def _shared(batches: list[B], work: Callable[[B], list[T]]) -> list[list[T]]:
+    """What `work` makes of each batch, in their order, on every rank; each rank does its share. Collective."""
+    found: dict[int, list[T]] = {}
+    for first in range(0, len(batches), ranks.world_size()):
+        number = first + ranks.rank()
+        # In each round all ranks go through the same units; who has no batch left does the last one, too.
+        done = work(batches[min(number, len(batches) - 1)])
+        if number < len(batches):
+            found[number] = done
+    of_all: dict[int, list[T]] = {}
+    for of_rank in ranks.gather_objects(found):
+        of_all |= of_rank
+    return [of_all[number] for number in range(len(batches))]
+
+
+def _require_room(loaded: Loaded, rows: list[PromptRow], prompts: list[Prompt], section: AnswersSection) -> None:
+    """Raises BadInputError that names prompts behind which the model has no positions for a whole answer.
+
+    Ranks that share forwards go on together, so none may have to end its answers before the others.
+    """
+    if loaded.positions is None:
+        return
+    room = loaded.positions - section.max_new_tokens
+
+    def check(prompt: Prompt) -> Prompt:
+        if len(prompt.ids) > room:
+            raise BadInputError(
+                f"the prompt's {len(prompt.ids)} tokens and answers.max_new_tokens {section.max_new_tokens} exceed the "
+                f"model's {loaded.positions} positions; lower that, or shorten the prompt"
+            )
+        return prompt
+
+    all_right(FILE, [(row.place, partial(check, prompt)) for row, prompt in zip(rows, prompts, strict=True)])
