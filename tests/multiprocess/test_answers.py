@@ -177,6 +177,11 @@ def test_the_last_figures_are_those_of_the_export(folder: Path, name: str) -> No
     assert {key: last[f"answer_{key}"] for key in ("accuracy", "stopped", "mean_tokens")} == found.shares()
 
 
+def test_averaged_weights_answer_where_they_are_evaluated(folder: Path) -> None:
+    """The last weights themselves are those of the run without averages: ZeRO 2 and 3 train alike."""
+    assert curve(folder / "averaged") != curve(folder / "zero3")
+
+
 def test_a_run_that_fails_between_its_answers_goes_on_to_the_same_curve(folder: Path) -> None:
     assert curve(folder / "begun") == curve(folder / "zero3")
 
