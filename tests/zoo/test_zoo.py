@@ -23,6 +23,7 @@ QUICK = [
     ("lora", "mamba"),  # layers that peft forbids
     ("lora", "jamba"),
     ("plain", "llama"),
+    ("shared_rows", "ctrl"),  # scales in place what is embedded
     ("checkpointing", "llama4_text"),  # its router tells logits alone, and the experts are found from them
 ]
 """Feature and type."""

@@ -18,6 +18,7 @@ from toolkit.model.adapters import base_of
 from toolkit.model.attention import is_flash, known_packing
 from toolkit.model.fake_tensors import has_values
 from toolkit.model.positions import first_position, takes_positions
+from toolkit.model.recurrent import kernels_take_documents
 from toolkit.model.sight import Sight
 from toolkit.objectives.find_head import find_head_loss
 from toolkit.objectives.fused_linear_cross_entropy import HeadLoss, numbers_of_targets
@@ -52,8 +53,9 @@ class CausalLM(Objective):
                 "see each other; set data.packing=false"
             )
         self._first_position = first_position(base_of(model))
-        # Its kernels tell documents apart in a single row only; in several they would leak.
-        self._in_one_row = packed and is_flash(model)
+        self._has_states = packed and kernels_take_documents(model)
+        # These kernels tell documents apart in a single row only; in several they would leak.
+        self._in_one_row = self._has_states or (packed and is_flash(model))
         self._takes_bounds = self._in_one_row and _takes_anything(base_of(model))
         self.head_loss = find_head_loss(model)
         self._sight = Sight(model)
@@ -83,10 +85,7 @@ class CausalLM(Objective):
         positions = batch.get("whole_positions", batch["position_ids"])
         known["shared"] = self._packed and bool((self._in_rows(positions).diff(dim=1) != 1).any())
         if self._takes_bounds:
-            # Where each document begins, and at the end where the last one ends: flash attention's cu_seq_lens.
-            begins = (positions.flatten() == 0).nonzero().flatten()
-            known["bounds"] = F.pad(begins, (0, 1), value=positions.numel()).int()
-            known["longest"] = int(known["bounds"].diff().max())
+            known |= bounds_of(positions)
         return known
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -111,9 +110,13 @@ class CausalLM(Objective):
             inputs["position_ids"] = inputs["position_ids"] + self._first_position
         if "position_ids" in inputs:
             inputs["position_ids"] = self._sight.positions(inputs["position_ids"])
+        if self._has_states and "position_ids" in batch and "bounds" not in batch and has_values(batch["input_ids"]):
+            batch = {**batch, **bounds_of(batch["position_ids"])}  # flash attention finds them by itself
         if "bounds" in batch and self._takes_bounds:  # a teacher may not, where its student does
             inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch["bounds"])
             inputs |= dict.fromkeys(("max_length_q", "max_length_k"), batch["longest"])
+            if self._has_states:
+                inputs["seq_idx"] = (self._in_rows(batch["position_ids"]) == 0).cumsum(dim=1).int() - 1
         return {**inputs, **self._sight.inputs(batch, self._in_one_row), "use_cache": False}
 
     def targets(self, batch: Batch) -> torch.Tensor:
@@ -219,6 +222,17 @@ class CausalLM(Objective):
         perplexity = math.exp(loss) if loss < 700 else math.inf
         by_source = self._losses_by_source(sums[2:]) if len(sums) > 2 else {}
         return {"loss": loss, "target_tokens": int(sums[1]), "perplexity": perplexity, **by_source}
+
+
+def bounds_of(positions: torch.Tensor) -> dict[str, Any]:
+    """Where each document begins and the last one ends, flash attention's cu_seq_lens, and the longest one's tokens.
+
+    Args:
+        positions: (B, T), 0 where a document begins.
+    """
+    begins = (positions.flatten() == 0).nonzero().flatten()
+    bounds = F.pad(begins, (0, 1), value=positions.numel()).int()
+    return {"bounds": bounds, "longest": int(bounds.diff().max())}
 
 
 def rows_of(batch: Batch) -> ExitStack:

@@ -159,7 +159,7 @@ def _with_gradient(
 
     def begin_here(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         embedded.append(output.detach().requires_grad_())
-        return embedded[0]
+        return embedded[0].clone()  # which a model may scale in place, as CTRL
 
     embeddings: Any = base_of(inner).get_input_embeddings()
     handle = embeddings.register_forward_hook(begin_here)
