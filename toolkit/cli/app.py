@@ -22,6 +22,7 @@ from toolkit.cli.generate import generate
 from toolkit.cli.init import init
 from toolkit.cli.plan import plan
 from toolkit.cli.recipes import recipes_app
+from toolkit.cli.reproduce import reproduce
 from toolkit.cli.status import status
 from toolkit.cli.train import train
 from toolkit.cli.validate import validate
@@ -29,7 +30,7 @@ from toolkit.cli.verify import verify
 from toolkit.errors import ToolkitError
 
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
-for command in (init, train, status, plan, data, validate, verify, generate, checkpoints, export, doctor):
+for command in (init, train, status, plan, data, validate, verify, generate, checkpoints, export, reproduce, doctor):
     app.command()(command)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(configs_app, name="configs")

@@ -74,8 +74,7 @@ def train(
     print(_starting(cpu or gpus), file=sys.stderr, flush=True)
     name, overrides = split_arguments(arguments, recipe)
     options = launcher_options(loaded, gpus, cpu, strategy, config)
-    script = shown_path(shipped_folder("recipes") / "finetune.py")
-    words = [*options, script, name, *overrides, *(["--dry-run"] if dry_run else [])]
+    words = [*options, shown_script(), name, *overrides, *(["--dry-run"] if dry_run else [])]
     command = f"{f'{ON_CPU}=true ' if cpu is not None else ''}accelerate launch {shlex.join(words)}"
     print(command, file=sys.stderr, flush=True)
     if cpu is not None:
@@ -84,11 +83,16 @@ def train(
 
     folder = Path(loaded.training.output_dir).expanduser()
     stores = [loaded.checkpoint.to] if loaded.checkpoint.to is not None else []
-    with _ranks_on_stderr() if as_json else nullcontext():
+    with ranks_on_stderr() if as_json else nullcontext():
         code = with_retries(lambda: run_launcher(words, folder, *stores), retries, lambda: _saved_step(folder, *stores))
     if as_json:
         print(json.dumps({"command": command, "exit_code": code, **({} if dry_run else _outcome(folder))}, indent=1))
     raise typer.Exit(code)
+
+
+def shown_script() -> str:
+    """The script that ranks run, as a command line names it."""
+    return shown_path(shipped_folder("recipes") / "finetune.py")
 
 
 def _starting(processes: int | None) -> str:
@@ -110,7 +114,7 @@ def _require_inputs(recipe: Recipe) -> None:
 
 
 @contextmanager
-def _ranks_on_stderr() -> Iterator[None]:
+def ranks_on_stderr() -> Iterator[None]:
     """While entered, what is started writes its stdout to stderr: stdout is for the JSON alone."""
     sys.stdout.flush()
     stdout = os.dup(1)

@@ -141,6 +141,7 @@ def load(
         with Pass(Terminal(quiet=ranks.rank() != 0), "giving the model its weights"):
             materialize(built, weights, keep_master)
         fit.zero = values.zero()
+        fit.origin = fit.fingerprint or fingerprint(model)
 
     built.materialize_weights = materialize_weights
     return built

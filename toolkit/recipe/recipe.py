@@ -144,12 +144,34 @@ class Recipe(Section):
             BadInputError: where there is no such recipe.
         """
         path = find_recipe(name_or_path)
-        values = read_yaml(path)
-        origins = dict.fromkeys(dotted(values), str(path))
-        anchor_paths(values, path.parent)
+        return cls._loaded(read_yaml(path), path.parent, str(path), overrides)
+
+    @classmethod
+    def from_yaml(cls, text: str, folder: Path, origin: str, overrides: Iterable[str] = ()) -> Recipe:
+        """Reads a recipe from text.
+
+        Args:
+            folder: from which relative files in it start.
+            origin: names the text in errors.
+            overrides: as `load` takes them.
+
+        Raises:
+            RecipeError: with every wrong field, or if the text is no mapping.
+        """
+        values = yaml.safe_load(text)
+        if not isinstance(values, dict):
+            raise RecipeError(origin, ["it holds no sections"])
+        return cls._loaded(values, folder, origin, overrides)
+
+    @classmethod
+    def _loaded(
+        cls, values: dict[str, Any], folder: Path, origin: str, overrides: Iterable[str] | Mapping[str, Any]
+    ) -> Recipe:
+        origins = dict.fromkeys(dotted(values), origin)
+        anchor_paths(values, folder)
         problems = apply_overrides(values, overrides, origins)
         notes = replace_rivals(values, origins)
-        recipe = cls._checked(values, str(path), problems)
+        recipe = cls._checked(values, origin, problems)
         if recipe.sharding.accumulate == "by_block" and values["sharding"].get("activation_checkpointing") != 1:
             origins["sharding.activation_checkpointing"] = "implied by sharding.accumulate"
         recipe._origins.update(origins)

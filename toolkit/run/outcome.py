@@ -37,6 +37,7 @@ from toolkit.paths import GIB
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.finished import write_finished
 from toolkit.run.loss_warnings import Guess, doubts_of
+from toolkit.run.origin import origin_of
 from toolkit.run.own_command import own_command
 from toolkit.run.stages import OpenedRun, PreparedRun
 from toolkit.sharding.apply import PRECISIONS
@@ -180,6 +181,7 @@ def write_pages(
     if result.export_dir is not None:
         report, versions = summary.data_report, summary.versions
         write_card(result.export_dir, opened.recipe, summary.facts, result.metrics, report, versions)
+        origin_of(opened, run, versions).write(result.export_dir)
     write_report(result.output_dir / REPORT, summary)
     write_finished(result.output_dir, result.export_dir)
 

@@ -210,7 +210,7 @@ def test_configs_are_listed_and_copied(tmp_path: Path) -> None:
 
 
 def test_with_json_what_ranks_print_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    with train._ranks_on_stderr():
+    with train.ranks_on_stderr():
         subprocess.run(["echo", "run: outputs/mine"], check=True)
     subprocess.run(["echo", "{}"], check=True)
     told = capfd.readouterr()

@@ -1,0 +1,118 @@
+"""`toolkit reproduce`: train an export once more, and compare the weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.arguments import AsJson, CpuOption, GpusOption
+from toolkit.cli.train import ON_CPU, launcher_options, ranks_on_stderr, shown_script
+from toolkit.errors import BadInputError
+from toolkit.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from toolkit.run.origin import Origin
+
+NOT_AGAIN = ("export.push_to_hub=null", "export.hub_private=true", "logging.trackers=[]")
+"""What a run did beside its training, and is not done twice."""
+
+
+def reproduce(
+    export: Annotated[Path, typer.Argument(help="An export, or the folder of its run.")],
+    values: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="section.key=value",
+            help="Where models and rows lie here, if the run's own folder is not beside the export.",
+            show_default=False,
+        ),
+    ] = None,
+    to: Annotated[Path, typer.Option(help="New folder of the run that trains it once more.")] = ...,  # type: ignore[assignment]
+    gpus: GpusOption = None,
+    cpu: CpuOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train an export once more with the recipe, rows and models that it names, and compare the weights.
+
+    It is trained on as many processes as before, on the same kind of device. Rows or models that have changed are
+    refused before anything is trained. On one machine with the same versions the weights are equal bit for bit.
+
+    Exit codes: 0 equal bit for bit, 1 different, 2 bad input, and those of `toolkit train`.
+    """
+    from toolkit.run.origin import Origin
+    from toolkit.run.reproduction import difference, require_same_inputs
+
+    folder = export / "export" if (export / "export").is_dir() else export
+    if to.exists():
+        raise BadInputError(f"--to: {str(to)!r} exists; name a new folder")
+    origin = Origin.read(folder)
+    recipe = _recipe_of(origin, folder, to, list(values or []))
+    if gpus is None and cpu is None:
+        gpus, cpu = (None, origin.ranks) if origin.device == "cpu" else (origin.ranks, None)
+    options = launcher_options(recipe, gpus, cpu, origin.strategy, None)
+    require_same_inputs(origin, recipe)
+    code = _train(recipe, options, cpu is not None, to, as_json)
+    if code:
+        raise typer.Exit(code)
+    found, again = difference(folder, to / "export"), Origin.read(to / "export")
+    changed = _changes(origin, again)
+    if as_json:
+        print(json.dumps({**asdict(found), "export": str(to / "export"), "changed": changed}, indent=1))
+    else:
+        _tell(found.tensors, found.different, found.largest, found.where, changed)
+    if found.different:
+        raise typer.Exit(1)
+
+
+def _recipe_of(origin: Origin, folder: Path, to: Path, values: list[str]) -> Recipe:
+    """The recipe of the run, with a new folder; from the run's own folder if the export lies in it."""
+    from toolkit.pages.card import recipe_for_readers
+
+    fixed = [f"training.output_dir={to}", f"training.mixed_precision={origin.precision}", *NOT_AGAIN, *values]
+    own, name = folder.parent / "recipe.yaml", str(folder / "training.json")
+    if own.is_file() and recipe_for_readers(Recipe.load(own)) == origin.recipe:
+        found = Recipe.load(own, fixed)
+    else:
+        found = Recipe.from_yaml(origin.recipe, Path.cwd(), name, fixed)
+    # Once more, as the paths in `values` are relative to this folder, and the recipe is handed on in another one.
+    return Recipe.from_yaml(found.to_yaml(), Path.cwd(), name)
+
+
+def _train(recipe: Recipe, options: list[str], on_cpu: bool, to: Path, as_json: bool) -> int:
+    from contextlib import nullcontext
+
+    from toolkit.cli.launcher import run_launcher
+
+    if on_cpu:
+        os.environ[ON_CPU] = "true"
+    with tempfile.TemporaryDirectory() as place, ranks_on_stderr() if as_json else nullcontext():
+        file = Path(place, "recipe.yaml")
+        file.write_text(recipe.to_yaml(), encoding="utf-8")
+        return run_launcher([*options, shown_script(), str(file)], to)
+
+
+def _changes(origin: Origin, again: Origin) -> dict[str, list[str]]:
+    """What is different in the two runs, beside their weights: what -> before, now."""
+    pairs = {
+        "ranks": (str(origin.ranks), str(again.ranks)),
+        "device": (origin.device, again.device),
+        **{name: (told, again.versions.get(name, "")) for name, told in origin.versions.items()},
+    }
+    return {what: [before, now] for what, (before, now) in pairs.items() if before != now}
+
+
+def _tell(tensors: int, different: int, largest: float, where: str, changed: dict[str, list[str]]) -> None:
+    if not different:
+        print(f"reproduced: all {tensors:,} tensors are equal bit for bit")
+    else:
+        print(
+            f"different: {different:,} of {tensors:,} tensors, by at most {largest:.1e} of the largest value ({where})"
+        )
+    for what, (before, now) in changed.items():
+        print(f"  {what}: {before} before, {now} now")

@@ -1,0 +1,80 @@
+"""Where an export came from, as a file in it: enough to train it again, and to say what is different now."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import BadInputError
+from toolkit.model.weights import fit_of
+from toolkit.pages.card import recipe_for_readers
+from toolkit.run.stages import OpenedRun, PreparedRun
+
+ORIGIN = "training.json"
+"""In an export. Of folders and files it tells the names alone, as the model card does."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run was made of.
+
+    Attributes:
+        recipe: resolved, as YAML for readers.
+        ranks: number of processes.
+        device: cpu or cuda.
+        strategy: of sharding, as `toolkit train --strategy` takes it.
+        precision: of Accelerate: no, bf16 or fp16.
+        data: fingerprint of the rows, the tokenizer and how samples are made of them.
+        content: of a stream's files; None if there is none.
+        base: fingerprint of the weights that training began with; None if they were drawn.
+        teacher: fingerprint of the model that was learned from; None if there was none.
+        versions: of packages, and the machine.
+    """
+
+    recipe: str
+    ranks: int
+    device: str
+    strategy: str
+    precision: str
+    data: str
+    content: str | None
+    base: str | None
+    teacher: str | None
+    versions: dict[str, str]
+
+    def write(self, export: Path) -> None:
+        """Writes it into an export."""
+        (export / ORIGIN).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, export: Path) -> Origin:
+        """That of an export. Raises BadInputError if it has none, or a damaged one."""
+        path = export / ORIGIN
+        try:
+            found: Any = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{field.name: found[field.name] for field in fields(cls)})
+        except FileNotFoundError:
+            raise BadInputError(
+                f"{str(export)!r} has no {ORIGIN}, which a run writes into its export; name the export of a run that "
+                "this version trained (what `toolkit export` makes of a checkpoint has none)"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BadInputError(f"{str(path)!r} is damaged ({type(error).__name__}); name another export") from error
+
+
+def origin_of(opened: OpenedRun, run: PreparedRun, versions: dict[str, str]) -> Origin:
+    """That of the run's export."""
+    return Origin(
+        recipe_for_readers(opened.recipe),
+        opened.accelerator.num_processes,
+        opened.device.type,
+        opened.plugin.text,
+        opened.accelerator.mixed_precision,
+        run.data.fingerprint,
+        run.data.content,
+        fit_of(run.inner).origin,
+        run.teacher_fingerprint,
+        versions,
+    )

@@ -1,0 +1,104 @@
+"""An export trained again: whether rows and models are those of its run, and how far apart the weights are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from toolkit.data import build, tokenizer
+from toolkit.errors import BadInputError
+from toolkit.model.load import fingerprint
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import ModelSection
+from toolkit.run.origin import Origin
+
+
+def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
+    """Raises BadInputError if the models or the rows are not those of the origin, and names them.
+
+    The rows are tokenised for that; the run finds them in the cache.
+    """
+    for field, name, recorded in (
+        ("model.name_or_path", recipe.model.name_or_path, origin.base),
+        ("objective.teacher", recipe.objective.teacher, origin.teacher),
+    ):
+        if name is None or recorded is None:
+            continue
+        if fingerprint(ModelSection(name_or_path=name, revision=_revision(recipe, field))) != recorded:
+            raise BadInputError(
+                f"{field}: the weights of {name!r} are not those that the export was trained from; name the folder "
+                f"that has them: {field}=..."
+            )
+    tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
+    found = build.build(recipe.data, tokens, recipe.training.seed, recipe.objective)
+    if (found.fingerprint, found.content) != (origin.data, origin.content):
+        names = ", ".join(source.path for source in [*recipe.data.train, *(recipe.data.validation or [])])
+        raise BadInputError(
+            f"data.train: the rows of {names}, or their tokenizer, are not those that the export was trained on; "
+            "name the files that are: data.train=..."
+        )
+
+
+def _revision(recipe: Recipe, field: str) -> str | None:
+    return recipe.model.revision if field == "model.name_or_path" else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between the weights of two exports.
+
+    Attributes:
+        tensors: number of them.
+        different: number of those that are not equal bit for bit.
+        largest: largest difference of two values as a share of their tensor's largest value; infinite if names,
+            shapes or types differ.
+        where: the tensor that has it; "" if all are equal.
+    """
+
+    tensors: int
+    different: int
+    largest: float
+    where: str
+
+
+def difference(one: Path, other: Path) -> Difference:
+    """Compares the weights of two exports, one tensor at a time."""
+    firsts, seconds = _places(one), _places(other)
+    if unlike := sorted(firsts.keys() ^ seconds.keys()):
+        return Difference(len(firsts), len(unlike), math.inf, unlike[0])
+    different, largest, where = 0, 0.0, ""
+    for name, path in sorted(firsts.items()):
+        first, second = _tensor(path, name), _tensor(seconds[name], name)
+        share = _share(first, second)
+        different += share > 0
+        if share > largest:
+            largest, where = share, name
+    return Difference(len(firsts), different, largest, where)
+
+
+def _share(first: torch.Tensor, second: torch.Tensor) -> float:
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return math.inf
+    if torch.equal(first, second):
+        return 0.0
+    first, second = first.double(), second.double()
+    share = ((first - second).abs().max() / first.abs().max().clamp(min=torch.finfo(torch.float64).tiny)).item()
+    return share if share > 0 else math.inf  # not a number
+
+
+def _places(export: Path) -> dict[str, Path]:
+    """Tensor -> the file that holds it."""
+    found: dict[str, Path] = {}
+    for path in sorted(export.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
+
+
+def _tensor(path: Path, name: str) -> torch.Tensor:
+    with safe_open(path, "pt") as file:
+        return torch.as_tensor(file.get_tensor(name))
