@@ -43,14 +43,15 @@ class Targets:
 def stacked_experts(model: PreTrainedModel) -> list[str]:
     """Names of the parameters that hold one matrix for each expert."""
     counts = _expert_counts(model.config.to_dict())
-    return [
-        name
+    stacks = {
+        name: parameter.shape[0] in counts
         for name, parameter in model.named_parameters()
-        if parameter.ndim == 3
-        and parameter.shape[0] in counts
         # A convolution's kernel has three dimensions, too.
-        and not type(_owner(model, name)).__module__.startswith("torch.nn")
-    ]
+        if parameter.ndim == 3 and not type(_owner(model, name)).__module__.startswith("torch.nn")
+    }
+    # One of LongCat's two stacks has rows for its experts without weights, too.
+    owners = {name.rpartition(".")[0] for name, is_counted in stacks.items() if is_counted}
+    return [name for name in stacks if name.rpartition(".")[0] in owners]
 
 
 def _expert_counts(config: dict[str, Any]) -> set[int]:
@@ -158,7 +159,10 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _is_router(path: str) -> bool:
-    return any(word.rpartition("_")[2] in ROUTERS and not word.startswith("output_") for word in path.split(".")[-2:])
+    *_, holder, own = ("", *path.split("."))
+    # A gate of another kind may hold layers, as Kimi Linear's `forget_gate`; `shared_expert_gate` is one itself.
+    is_held = holder in ROUTERS or holder.endswith("_router")
+    return is_held or (own.rpartition("_")[2] in ROUTERS and not own.startswith("output_"))
 
 
 def _misread(model: PreTrainedModel, paths: list[str]) -> set[str]:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from toolkit.errors import BadInputError
 from toolkit.model.adapter_checks import require_mergeable
 from toolkit.model.adapters import adapter_fact, add_adapter, merged, state_in_layers, write_adapter
+from toolkit.model.targets import stacked_experts, targets_beside_experts
 from toolkit.recipe.schema import AdapterSection
 
 ATTENTION = {f"self_attn.{letter}_proj" for letter in "qkvo"}
@@ -70,6 +71,19 @@ def within_block(name: str) -> str:
 
 
 IDS = torch.arange(3, 19)[None]
+
+
+def test_a_gate_that_forgets_is_no_router_and_stacks_of_unequal_lengths_are_experts() -> None:
+    with torch.device("meta"):
+        kimi, longcat = build("kimi_linear"), build("longcat_flash")
+    targets = targets_beside_experts(kimi, stacked_experts(kimi))
+    adapted = {within_block(name) for name in (*targets.modules, *targets.parameters)}
+    assert adapted >= {"self_attn.forget_gate.f_a_proj", "self_attn.forget_gate.f_b_proj", "mlp.experts.gate_up_proj"}
+    assert "mlp.gate" not in adapted
+    config = longcat.config
+    shapes = {name.rpartition(".")[2]: len(longcat.get_parameter(name)) for name in stacked_experts(longcat)}
+    both = config.n_routed_experts + config.zero_expert_num
+    assert shapes == {"gate_up_proj": both, "down_proj": config.n_routed_experts}
 
 
 @pytest.mark.parametrize("family", list(ADAPTED))
