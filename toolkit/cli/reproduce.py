@@ -19,7 +19,7 @@ from toolkit.recipe.recipe import Recipe
 if TYPE_CHECKING:
     from toolkit.run.origin import Origin
 
-NOT_AGAIN = ("export.push_to_hub=null", "export.hub_private=true", "logging.trackers=[]")
+NOT_AGAIN = ("export.push_to_hub=null", "export.hub_private=true", "logging.trackers=[]", "checkpoint.to=null")
 """What a run did beside its training, and is not done twice."""
 
 

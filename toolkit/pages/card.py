@@ -156,8 +156,12 @@ def recipe_for_readers(recipe: Recipe) -> str:
         ("model", "tokenizer"),
         ("objective", "teacher"),
         ("data", "cache_dir"),
+        ("data", "image_root"),
+        ("answers", "file"),
+        ("checkpoint", "to"),
     ):
-        values[section][key] = _names(values[section].get(key))
+        if section in values:
+            values[section][key] = _names(values[section].get(key))
     values["training"]["output_dir"] = Path(values["training"]["output_dir"]).name
     values["checkpoint"]["resume"] = _names(values["checkpoint"]["resume"])
     values = _without_nulls(values)

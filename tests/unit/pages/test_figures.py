@@ -171,3 +171,25 @@ def test_named_sources_have_a_figure_and_a_curve_each() -> None:
         "loss-of-chat": [("in training", [2.5]), ("held out", [3.0, 2.0])],
         "loss-of-code": [("held out", [1.0, 1.0])],
     }
+
+
+def test_a_recipe_for_readers_tells_no_folder_of_this_machine() -> None:
+    place = "/home/me/work"
+    values = {
+        "model": {"name_or_path": f"{place}/llama", "tokenizer": f"{place}/tokenizer"},
+        "data": {
+            "train": [{"path": f"{place}/rows.jsonl"}, f"{place}/more.jsonl"],
+            "validation": f"{place}/held_out.jsonl",
+            "max_length": 64,
+            "cache_dir": f"{place}/cache",
+            "image_root": f"{place}/images",
+        },
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {"output_dir": f"{place}/out", "max_steps": 1, "eval_every_steps": 1},
+        "answers": {"file": f"{place}/asked.jsonl"},
+        "checkpoint": {"to": f"file://{place}/runs", "resume": f"{place}/old"},
+    }
+    told = recipe_for_readers(Recipe.from_mapping(values))
+    assert place not in told
+    for name in ("llama", "rows.jsonl", "more.jsonl", "held_out.jsonl", "images", "asked.jsonl", "runs", "old"):
+        assert name in told
