@@ -46,7 +46,9 @@ def writer_class(config: PretrainedConfig) -> Any:
 LANGUAGE, PROJECTOR, VISION = "language", "projector", "vision"
 """Words of `model.train`: the language model with embeddings and head; what maps what is seen to it; the towers."""
 
-_PROJECTOR = re.compile(r"(^|\.)(\w*projector|connector|merger|deepstack_merger_list|aligner|embed_vision)(\.|$)")
+_PROJECTOR = re.compile(
+    r"(^|\.)(\w*projector|visual_projection|connector|merger|deepstack_merger_list|aligner|embed_vision)(\.|$)"
+)
 _TRAINED = "trained_parts"
 
 
@@ -94,6 +96,7 @@ def parts_of(model: nn.Module) -> dict[str, str]:
         return {}
     language: list[Any] = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
     reached = {id(parameter) for module in language if module is not None for parameter in module.parameters()}
+    reached -= {id(parameter) for module in _towers_within(language[0]) for parameter in module.parameters()}
 
     def part_of(name: str, parameter: nn.Parameter) -> str:
         if id(parameter) in reached:
@@ -101,6 +104,24 @@ def parts_of(model: nn.Module) -> dict[str, str]:
         return PROJECTOR if _PROJECTOR.search(name) else VISION
 
     return {name: part_of(name, parameter) for name, parameter in model.named_parameters()}
+
+
+def _towers_within(decoder: nn.Module) -> list[nn.Module]:
+    """Children of a decoder that hold a model with a configuration of another kind, and projectors beside them.
+
+    What GIT and Phi-4 call their decoder has the towers in it.
+    """
+    config: Any = getattr(decoder, "config", None)
+    if config is None:
+        return []
+    own = (type(config), type(config.get_text_config()))
+    towers = [
+        child
+        for child in decoder.children()
+        if any(isinstance(inner, PreTrainedModel) and type(inner.config) not in own for inner in child.modules())
+    ]
+    beside = [child for name, child in decoder.named_children() if _PROJECTOR.search(name)]
+    return towers + beside if towers else []
 
 
 def freeze_untrained(model: nn.Module) -> None:
