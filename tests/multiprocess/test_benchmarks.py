@@ -192,6 +192,15 @@ def test_the_benchmark_of_mfu_without_datasets(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_rows(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    [record] = run(["benchmarks/rows.py", "--rows", "60", "--rounds", "1"], tmp_path / "rows.jsonl")
+    # Both pack the same tokens by the same algorithm.
+    assert record["samples"]["toolkit"] == record["samples"]["trl"] > 1
+    assert record["cpu_seconds"]["ours"] > 0 < record["cpu_seconds"]["theirs"]
+
+
+@pytest.mark.slow
 def test_the_benchmark_of_starting(tmp_path: Path, modules: None) -> None:
     import startup
 

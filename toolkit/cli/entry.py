@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -12,9 +13,16 @@ INTERRUPTED = 128 + signal.SIGINT
 def main() -> None:
     """The `toolkit` command; see `toolkit.cli.app.main`."""
     end_at_interrupts()
+    _tell_first(sys.argv[1:])
     from toolkit.cli.app import main as command
 
     command()
+
+
+def _tell_first(arguments: list[str]) -> None:
+    """Says at once that `toolkit train` has begun: the imports behind the next word take seconds on a busy machine."""
+    if arguments[:1] == ["train"] and not {"-h", "--help"}.intersection(arguments):
+        print("reading the recipe ...", file=sys.stderr, flush=True)
 
 
 def finetune(arguments: list[str]) -> int:

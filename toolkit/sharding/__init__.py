@@ -1,11 +1,35 @@
-"""The sharding backend: strategy, units, and what Accelerate sees of them."""
+"""The sharding backend: strategy, units, and what Accelerate sees of them.
 
-from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
-from toolkit.sharding.compiling import Compilation, compile_blocks
-from toolkit.sharding.memory import MemoryReport, memory_report
-from toolkit.sharding.offload import OffloadSettings
-from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
-from toolkit.sharding.units import plan_units
+Names are loaded on first use: a launcher that reads a strategy or a config imports no torch for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
+    from toolkit.sharding.compiling import Compilation, compile_blocks
+    from toolkit.sharding.memory import MemoryReport, memory_report
+    from toolkit.sharding.offload import OffloadSettings
+    from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
+    from toolkit.sharding.units import plan_units
+
+_HOMES = {
+    "Checkpointing": "checkpointing",
+    "Compilation": "compiling",
+    "MemoryReport": "memory",
+    "OffloadSettings": "offload",
+    "ShardingMesh": "plugin",
+    "ShardingPlugin": "plugin",
+    "checkpoint_blocks": "checkpointing",
+    "compile_blocks": "compiling",
+    "memory_report": "memory",
+    "plan_units": "units",
+    "sharding_kwargs": "plugin",
+}
+"""Name -> its module in this package."""
 
 __all__ = [
     "Checkpointing",
@@ -20,3 +44,13 @@ __all__ = [
     "plan_units",
     "sharding_kwargs",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,7 +9,9 @@ from typing import Any
 import yaml
 
 from toolkit.errors import BadInputError, first_line
-from toolkit.sharding.apply import PRECISIONS
+
+PRECISIONS = ("no", "bf16", "fp16")
+"""Allowed values of `mixed_precision`. Their types are in `apply.py`, which imports torch; a launcher needs none."""
 
 
 @dataclass(frozen=True)

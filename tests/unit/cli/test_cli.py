@@ -172,6 +172,23 @@ def test_the_first_word_comes_before_torch_is_imported(command: str, rank: str, 
     assert "torch" in failed.stderr.splitlines()[-1], "it fails where torch is imported"
     first = failed.stderr.splitlines()[0]
     assert first == told if told else not first.startswith("started")
+    if command.startswith("app"):  # the launcher has read the config, and needs no torch for it
+        assert failed.stderr.splitlines()[1].startswith("ACCELERATE_USE_CPU=true accelerate launch --config_file")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("'train', 'quickstart'", "reading the recipe ...\n"), ("'train', '--help'", ""), ("'recipes'", "")],
+)
+def test_training_says_a_word_before_it_imports_anything(words: str, told: str) -> None:
+    code = (
+        "import sys; from toolkit.cli import entry; before = set(sys.modules); import atexit\n"
+        "class Stop:\n"
+        "    def find_spec(self, *_): sys.exit(7)\n"
+        f"sys.argv = ['toolkit', {words}]; sys.meta_path.insert(0, Stop()); entry.main()"
+    )
+    ended = run(sys.executable, "-c", code)
+    assert (ended.returncode, ended.stderr) == (7, told)
 
 
 def test_plan_takes_ranks_on_the_cpu_as_train_does(monkeypatch: pytest.MonkeyPatch) -> None:
