@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NotRequired, TypedDict
@@ -59,9 +58,6 @@ PICTURED = datasets.Features({**FEATURES, "pictures": datasets.List(datasets.Val
 
 BATCH_ROWS = 64
 """Rows that are tokenised in one call."""
-
-TABLE_ROWS = 1024
-"""Documents that are written in one call."""
 
 
 class Named(TypedDict):
@@ -161,16 +157,15 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
     (datasets.enable_progress_bars if sys.stderr.isatty() else datasets.disable_progress_bars)()
     processes = min(num_proc, len(source.shards))
     with _spawned() if processes > 1 else nullcontext():
-        builder = _Writer(
-            cache_dir=str(work),
-            # Otherwise `datasets` hashes the configuration, the tokenizer included.
-            config_id=digest(str(folder)),
+        made = datasets.Dataset.from_generator(
+            partial(_rows, layout=layout, encoder=encoder),
             features=_features(encoder),
-            shards=list(enumerate(source.shards)),
-            rows=partial(_rows, layout=layout, encoder=encoder),
+            cache_dir=str(work),
+            gen_kwargs={"shards": list(enumerate(source.shards))},
+            num_proc=processes if processes > 1 else None,
+            # Otherwise `datasets` hashes the generator with all its arguments, the tokenizer included.
+            fingerprint=digest(str(folder)),
         )
-        builder.download_and_prepare(num_proc=processes if processes > 1 else None)
-        made = builder.as_dataset(split="train")
     datasets.disable_progress_bars()
     fatal = [text for text in made.data.column("problem").unique().to_pylist() if (text or "").startswith(_FATAL)]
     if fatal:
@@ -178,43 +173,13 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
     for number, file in enumerate(made.cache_files):
         shutil.move(file["filename"], folder / f"rows-{number:05d}.arrow")
     # Its files are mapped: it lets go of them before their folder is removed.
-    del made, builder
+    del made
     shutil.rmtree(work)
     facts = {
         "layout": layout.kind,
         "label_names": list(layout.label_names),
     }
     (folder / "source.json").write_text(json.dumps(facts), encoding="utf-8")
-
-
-@dataclass
-class _Writing(datasets.BuilderConfig):  # type: ignore[misc]  # `datasets` has no types
-    """What `_Writer` writes: the documents that `rows` makes of numbered `shards`."""
-
-    features: datasets.Features = field(default_factory=datasets.Features)
-    shards: list[tuple[int, Shard]] = field(default_factory=list)
-    rows: Callable[..., Iterator[dict[str, Any]]] = iter
-
-
-class _Writer(datasets.ArrowBasedBuilder):  # type: ignore[misc]
-    """Has `datasets` write documents in tables, on several processes. Row by row, it checks every token in Python."""
-
-    BUILDER_CONFIG_CLASS = _Writing
-    config: _Writing
-
-    def _info(self) -> datasets.DatasetInfo:
-        return datasets.DatasetInfo(features=self.config.features)
-
-    def _split_generators(self, _: Any) -> list[datasets.SplitGenerator]:
-        return [datasets.SplitGenerator(name="train", gen_kwargs={"shards": self.config.shards})]
-
-    def _generate_tables(self, shards: list[tuple[int, Shard]]) -> Iterator[tuple[int, pa.Table]]:
-        schema = self.config.features.arrow_schema
-        documents = self.config.rows(shards=shards)
-        for number in count():
-            if not (table := list(islice(documents, TABLE_ROWS))):
-                return
-            yield number, pa.Table.from_pydict({name: [row[name] for row in table] for name in schema.names}, schema)
 
 
 def _features(encoder: Encoder) -> datasets.Features:
