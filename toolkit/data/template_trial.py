@@ -8,7 +8,6 @@ imports jinja2 alone, which takes a tenth of a second; importing transformers wo
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from collections.abc import Iterator
 from datetime import datetime
@@ -18,6 +17,11 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+try:
+    import resource
+except ImportError:  # Windows has none; who started the trial ends it after some minutes
+    resource = None  # type: ignore[assignment]
 
 LONGEST = 2**24
 """Characters of a text: 16 times as many as a conversation of a million tokens has words."""
@@ -126,9 +130,10 @@ def trial(template: str, special_tokens: dict[str, str]) -> str | None:
 def main() -> None:
     """Prints what the template takes too much of. Its job: `template`, `special_tokens`, `seconds`, `bytes`."""
     job = json.load(sys.stdin)
-    limit(resource.RLIMIT_CORE, 0)  # a process that the limit ends leaves no file
-    limit(resource.RLIMIT_CPU, job["seconds"])
-    limit(resource.RLIMIT_DATA, job["bytes"])
+    if resource is not None:
+        limit(resource.RLIMIT_CORE, 0)  # a process that the limit ends leaves no file
+        limit(resource.RLIMIT_CPU, job["seconds"])
+        limit(resource.RLIMIT_DATA, job["bytes"])
     print(trial(job["template"], job["special_tokens"]) or "")
 
 

@@ -17,7 +17,7 @@ from toolkit.data.template_arguments import NO_ARGUMENTS
 from toolkit.data.template_date import date_of, with_date
 from toolkit.data.template_trial import LONGEST, NUM_MESSAGES
 from toolkit.data.thoughts import for_template
-from toolkit.errors import BadInputError, DataError
+from toolkit.errors import BadInputError, DataError, ToolkitError
 from toolkit.paths import GIB
 
 TRIAL_SECONDS = 10
@@ -186,7 +186,7 @@ def _tried(template: str, special_tokens: dict[str, str]) -> str | None:
     except subprocess.TimeoutExpired:
         return f"takes longer than {PATIENCE_SECONDS:g} s"
     if done.returncode > 0:
-        raise RuntimeError(f"a chat template could not be tried: {done.stderr}")
+        raise ToolkitError(f"a chat template could not be tried in a process of its own: {done.stderr.strip()[-300:]}")
     if done.returncode < 0:  # by a signal, with which the system ends what takes too long
         return f"takes longer than {TRIAL_SECONDS} s"
     return {

@@ -95,6 +95,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
+GONE = (("sharding", "offload_threads"),)
+"""Fields of earlier versions, which wrote them into the recipe of every run, mostly as null."""
+
+
+def drop_gone(values: dict[str, Any]) -> None:
+    """Leaves out fields that are gone, if they ask for nothing: the recipe of an earlier run still starts it."""
+    for section, key in GONE:
+        fields = values.get(section)
+        if isinstance(fields, dict) and fields.get(key, 0) is None:
+            del fields[key]
+
+
 def anchor_paths(values: dict[str, Any], folder: Path) -> None:
     """Relative files named inside a recipe are relative to the recipe, wherever it is started from."""
     for section, keys in (

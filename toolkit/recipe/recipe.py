@@ -18,7 +18,7 @@ from toolkit.errors import RecipeError, counted
 from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.features import Settings
-from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, find_recipe, read_yaml, replace_rivals
+from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, drop_gone, find_recipe, read_yaml, replace_rivals
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
     AdapterSection,
@@ -167,6 +167,7 @@ class Recipe(Section):
     def _loaded(
         cls, values: dict[str, Any], folder: Path, origin: str, overrides: Iterable[str] | Mapping[str, Any]
     ) -> Recipe:
+        drop_gone(values)
         origins = dict.fromkeys(dotted(values), origin)
         anchor_paths(values, folder)
         problems = apply_overrides(values, overrides, origins)
