@@ -35,6 +35,10 @@ Extract = Annotated[
     ),
 ]
 Numeric = Annotated[bool, typer.Option("--numeric", help="With --eval: compare the last number, as a number.")]
+Structured = Annotated[
+    bool,
+    typer.Option("--structured", help="With --eval: compare as JSON; order of keys and whitespace do not count."),
+]
 TopP = Annotated[
     float | None,
     typer.Option(help="Sample from the most likely tokens that together have this probability.", show_default="0.95"),
@@ -63,6 +67,7 @@ def generate(
     strict: Annotated[bool, typer.Option("--strict", help="With --eval: compare case and whitespace, too.")] = False,
     extract: Extract = None,
     numeric: Numeric = False,
+    structured: Structured = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --eval: print JSON.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Stop each answer after this many tokens.")] = 256,
     temperature: Annotated[
@@ -91,6 +96,7 @@ def generate(
         strict=strict,
         extract=extract,
         numeric=numeric,
+        structured=structured,
         as_json=as_json,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

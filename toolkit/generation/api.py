@@ -46,8 +46,8 @@ def evaluate(source: str | Path, file: str | Path, **options: object) -> Evaluat
     Args:
         source: as `generate` takes it.
         file: rows with a prompt and an `answer`, and perhaps `choices`.
-        options: `strict`, `extract`, `numeric`, `raw`, `system`, `max_new_tokens`, `batch_size`, `dtype`, `device`, as
-            the command's options of these names.
+        options: `strict`, `extract`, `numeric`, `structured`, `raw`, `system`, `max_new_tokens`, `batch_size`, `dtype`,
+            `device`, as the command's options of these names.
 
     Raises:
         BadInputError: a model, a file or an option that cannot be used.

@@ -19,7 +19,7 @@ from rich.progress import track
 from toolkit.errors import BadInputError
 from toolkit.generation.choices import encode_choices, log_probabilities
 from toolkit.generation.complete import Completion, Message, encode_prompt, stream
-from toolkit.generation.evaluation import Evaluation, choose, comparison_of, evaluate, summary
+from toolkit.generation.evaluation import COMPARES, Evaluation, choose, comparison_of, evaluate, summary
 from toolkit.generation.load import Loaded, find_model, load_model
 from toolkit.generation.options import Options, Sampling, encodable
 from toolkit.generation.pictured import asked_of, encode_pictured, require_images
@@ -102,11 +102,10 @@ def _evaluate_rows(loaded: Loaded, options: Options, rows: list[PromptRow], writ
 def evaluated(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Evaluation:
     """How many of the rows the model answers right. Raises BadInputError for rows that it cannot be given."""
     if not rows[0].choices:
-        comparison = comparison_of(rows, options.strict, options.extract, options.numeric)
-        return evaluate(rows, _completions(loaded, options, rows), comparison)
-    for option, given in (("--strict", options.strict), ("--extract", options.extract), ("--numeric", options.numeric)):
-        if given:
-            raise BadInputError(f"{option} has no effect on rows with choices, of which one is taken; leave it out")
+        return evaluate(rows, _completions(loaded, options, rows), comparison_of(rows, options))
+    for name in COMPARES:
+        if getattr(options, name):
+            raise BadInputError(f"--{name} has no effect on rows with choices, of which one is taken; leave it out")
     encoded = encode_choices(loaded, rows, _mode(options), options.system, options.raw)
     scores = log_probabilities(loaded, encoded, options.batch_size or BATCH_SIZE)
     return choose(rows, _with_bar(scores, len(rows), options))

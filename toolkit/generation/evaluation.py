@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 from toolkit.errors import BadInputError, counted
 from toolkit.generation.complete import Completion
@@ -31,11 +32,13 @@ class Comparison:
         strict: texts as they are; else without regard to case, and to whitespace but between words.
         extract: what it matches last counts, of that its first group if it has one; None: the whole text.
         numeric: the last number in it counts, as a number.
+        structured: it counts as JSON: the order of keys, whitespace, and how a number is written do not matter.
     """
 
     strict: bool = False
     extract: re.Pattern[str] | None = None
     numeric: bool = False
+    structured: bool = False
 
     def of_completion(self, text: str) -> Any:
         """What counts in a completion; None where it has nothing of the kind, which equals no answer."""
@@ -51,19 +54,67 @@ class Comparison:
         if self.numeric:
             found = NUMBER.findall(text)
             return Decimal(found[-1].replace(",", "")) if found else None
+        if self.structured:
+            return _of_json(text)
         return text if self.strict else normalised(text)
 
 
-def comparison_of(
-    rows: list[PromptRow], strict: bool, extract: str | None, numeric: bool, option: str = "--numeric"
-) -> Comparison:
-    """What is compared. Raises BadInputError that names rows whose answers have no number where one is asked for."""
-    comparison = Comparison(strict, re.compile(extract) if extract else None, numeric)
+COMPARES = ("strict", "extract", "numeric", "structured")
+"""Settings of how completions are compared, which choices are not."""
+
+
+class Compares(Protocol):
+    """Settings of a comparison: options of the command, or fields of a recipe."""
+
+    @property
+    def strict(self) -> bool: ...
+    @property
+    def extract(self) -> str | None: ...
+    @property
+    def numeric(self) -> bool: ...
+    @property
+    def structured(self) -> bool: ...
+
+
+def comparison_of(rows: list[PromptRow], how: Compares, prefix: str = "--") -> Comparison:
+    """What is compared.
+
+    Args:
+        prefix: of the settings' names, for errors.
+
+    Raises:
+        BadInputError: names rows whose answers have no number, or are no JSON, if that is asked for.
+    """
+    pattern = re.compile(how.extract) if how.extract else None
+    comparison = Comparison(how.strict, pattern, how.numeric, how.structured)
     lacking = [row.place for row in rows if None in map(comparison.of_answer, row.answers)]
     if lacking:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        raise BadInputError(f"{option}: the answer of {lacking[0]}{more} holds no number; leave {option} out")
+        name, lacks = ("numeric", "holds no number") if how.numeric else ("structured", "is no JSON")
+        raise BadInputError(f"{prefix}{name}: the answer of {lacking[0]}{more} {lacks}; leave {prefix}{name} out")
     return comparison
+
+
+def _of_json(text: str) -> Any:
+    """A value that equals that of every other text of the same JSON; None if the text is none."""
+    try:
+        found = json.loads(text, parse_int=Decimal, parse_float=Decimal, parse_constant=_refused)
+        return _tagged(found)
+    except (ValueError, ArithmeticError, RecursionError):
+        return None
+
+
+def _refused(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _tagged(value: Any) -> Any:
+    """With its kind: Python takes true for 1, and a list of pairs could be an object."""
+    if isinstance(value, dict):
+        return "object", {key: _tagged(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return "array", [_tagged(each) for each in value]
+    return type(value).__name__, value
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> str | None:

@@ -18,6 +18,7 @@ BELONGS_TO = {
     "--strict": ("--eval",),
     "--extract": ("--eval",),
     "--numeric": ("--eval",),
+    "--structured": ("--eval",),
     "--json": ("--eval",),
     "--image": ("--prompt",),
 }
@@ -28,6 +29,8 @@ CONTRADICTIONS = {
     ("--raw", "--system"): "a system text needs the chat template",
     ("--raw", "--image"): "an image stands where the chat template says",
     ("--strict", "--numeric"): "numbers are compared as numbers",
+    ("--strict", "--structured"): "values of JSON are compared",
+    ("--numeric", "--structured"): "values of JSON are compared",
     ("--temperature", "--eval"): "an evaluation takes the most likely token",
     ("--top-p", "--eval"): "an evaluation takes the most likely token",
     ("--seed", "--eval"): "an evaluation takes the most likely token",
@@ -56,6 +59,7 @@ class Options:
     strict: bool = False
     extract: str | None = None
     numeric: bool = False
+    structured: bool = False
     as_json: bool = False
     max_new_tokens: int = 256
     temperature: float | None = None
@@ -96,6 +100,7 @@ class Options:
             "--strict": self.strict or None,
             "--extract": self.extract,
             "--numeric": self.numeric or None,
+            "--structured": self.structured or None,
             "--json": self.as_json or None,
             "--temperature": self.temperature,
             "--top-p": self.top_p,

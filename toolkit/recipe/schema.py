@@ -625,6 +625,7 @@ class AnswersSection(Section):
         description="Compare what this regular expression matches last, or its first group if it has one.",
     )
     numeric: bool = Field(False, description="Compare the last number, as a number.")
+    structured: bool = Field(False, description="Compare as JSON; order of keys and whitespace do not count.")
 
     @model_validator(mode="after")
     def _consistent(self) -> AnswersSection:
@@ -635,6 +636,10 @@ class AnswersSection(Section):
         if self.strict and self.numeric:
             raise contradiction(
                 "answers.strict has no effect with answers.numeric: numbers are compared as numbers; remove one"
+            )
+        if self.structured and (other := "strict" if self.strict else "numeric" if self.numeric else None):
+            raise contradiction(
+                f"answers.{other} has no effect with answers.structured: values of JSON are compared; remove one"
             )
         try:
             re.compile(self.extract or "")

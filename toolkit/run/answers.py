@@ -16,7 +16,7 @@ from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.generation.choices import Continued, encode_choices, scored
 from toolkit.generation.complete import Completion, Prompt, complete, sees_padding
-from toolkit.generation.evaluation import Evaluation, choose, comparison_of, evaluate
+from toolkit.generation.evaluation import COMPARES, Evaluation, choose, comparison_of, evaluate
 from toolkit.generation.load import Loaded, positions_of, stop_tokens
 from toolkit.generation.options import Sampling
 from toolkit.generation.rows import PromptRow, all_right, encode_rows, read_rows
@@ -49,10 +49,10 @@ def read_asked(recipe: Recipe) -> list[PromptRow]:
     pictured = next((row.place for row in rows if row.images), None)
     if pictured is not None:
         raise BadInputError(f"{FILE}: {pictured} has images, which is not built yet; leave such rows out")
-    for name in ("strict", "extract", "numeric"):
+    for name in COMPARES:
         if rows[0].choices and getattr(section, name):
             raise BadInputError(f"answers.{name} has no effect on rows with choices, of which one is taken; remove it")
-    comparison_of(rows, section.strict, section.extract, section.numeric, "answers.numeric")
+    comparison_of(rows, section, "answers.")
     return rows
 
 
@@ -144,9 +144,7 @@ class Answers(Extension):
             return complete(self._loaded, batch, sampling)
 
         completions = [completion for batch in _shared(batches, answers) for completion in batch]
-        section = self._section
-        comparison = comparison_of(self._rows, section.strict, section.extract, section.numeric)
-        return evaluate(self._rows, completions, comparison)
+        return evaluate(self._rows, completions, comparison_of(self._rows, self._section))
 
     def _chosen(self) -> Evaluation:
         size = self._section.batch_size

@@ -53,6 +53,11 @@ def test_a_relative_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
         ({"prompt": "?"}, [], "answers.file: rows that cannot be used: 1\n  .*asked.jsonl:1: answer is missing"),
         ({"prompt": "?", "answer": "four"}, ["answers.numeric=true"], "answers.numeric: the answer of .*:1 holds no"),
         (
+            {"prompt": "?", "answer": "a"},
+            ["answers.structured=true"],
+            "answers.structured: the answer of .*:1 is no JSON",
+        ),
+        (
             {"prompt": "?", "choices": ["a", "b"], "answer": "a"},
             ["answers.strict=true"],
             "answers.strict has no effect on rows with choices",
@@ -75,6 +80,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["answers.numeric=true"], "answers.numeric has no effect without answers.file"),
+        ([*FILE, "answers.numeric=true", "answers.structured=true"], "answers.numeric has no effect with"),
         ([*FILE, "answers.raw=true", "answers.system=Hi"], "answers.system has no effect with"),
         ([*FILE, "answers.strict=true", "answers.numeric=true"], "answers.strict has no effect with"),
         ([*FILE, "answers.extract='('"], "answers.extract: '(' is no regular expression"),
