@@ -173,7 +173,8 @@ def test_bad_input_under_toolkit_train(tmp_path: Path, cache: Path) -> None:
     out = f"training.output_dir={tmp_path / 'run'}"
     done = start(["toolkit", "train", "quickstart", "data.columns.text=nothing", out, "--cpu", "2"], cache)
     assert done.returncode == 2, done.stderr
-    launched, *rest = [line for line in done.stderr.splitlines() if "torch" not in line]
+    reading, launched, *rest = [line for line in done.stderr.splitlines() if "torch" not in line]
+    assert reading == "reading the recipe ..."
     assert launched.startswith("ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/cpu_2.yaml")
     assert rest == ["error: data.train: 'plays.jsonl' has no column 'nothing' (data.columns.text); it has text, title"]
 

@@ -33,7 +33,7 @@ PRELOADED = [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 ]
-DEFAULT_SECONDS = 240.0
+DEFAULT_SECONDS = 900.0
 
 _context = multiprocessing.get_context("forkserver")
 
