@@ -77,7 +77,7 @@ def test_two_machines_are_one_run(tmp_path: Path, recipe: Path) -> None:
             for host, command in zip(hosts or [None, None], commands, strict=True)
         ]
         try:
-            outputs = [machine.communicate(timeout=120)[0] for machine in machines]
+            outputs = [machine.communicate(timeout=600)[0] for machine in machines]
         finally:
             for machine in machines:
                 machine.kill()

@@ -59,7 +59,7 @@ def test_no_process_is_forked_for_tokenising(tmp_path: Path, byte_pairs: Any, mo
 def test_a_script_without_a_guard_can_tokenise_in_several_processes(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["runs", "tokenised"], done.stderr
 
 
