@@ -12,16 +12,13 @@ turns (see turns.py). It needs the extra `vision`, and trl.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import peers
@@ -135,50 +132,29 @@ def write_recipe(folder: Path) -> None:
 
 
 def by_trl(gate: peers.Gate, job: peers.Job, _rank: int) -> None:
-    """SFTTrainer as it comes, but in float32, in order, without activation checkpointing, and with the tower frozen."""
+    """See `peers.train_by_trl`; with the tower frozen."""
+    import trl  # noqa: F401
     from datasets import Dataset, Sequence
     from datasets import Image as Pixels
-    from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from transformers import AutoModelForImageTextToText, AutoProcessor
 
     gate.imported()
-    seen, folder = {"targets": 0}, Path(job.folder)
-
-    class AtTheGate(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = not gate()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if "loss" in logs:
-                gate.saw(float(logs["loss"]), seen["targets"])
-                seen["targets"] = 0
-                control.should_training_stop = not gate()
-
-    def count(_module: Any, _args: Any, given: dict[str, Any]) -> None:
-        seen["targets"] += peers.targets_of(given["labels"])
-
+    folder = Path(job.folder)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
     for row in rows:
         row["images"] = [str(folder / name) for name in row["images"]]
-    settings = SFTConfig(
-        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False,
-        per_device_train_batch_size=job.batch, max_steps=10**6, learning_rate=peers.ADAMW["lr"], weight_decay=0.0,
-        lr_scheduler_type="constant", max_grad_norm=peers.MAX_NORM, optim="adamw_torch_fused",
-        train_sampling_strategy="sequential", logging_steps=1, report_to="none", save_strategy="no",
-        disable_tqdm=True, dataloader_pin_memory=False, ddp_find_unused_parameters=True, max_length=None,
-    )  # fmt: skip
     model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("visual" not in name or "merger" in name)
-    trainer = SFTTrainer(
-        model=model,
-        args=settings,
-        train_dataset=Dataset.from_list(rows).cast_column("images", Sequence(Pixels())),
-        processing_class=AutoProcessor.from_pretrained(folder / "model"),
-        callbacks=[AtTheGate()],
+    peers.train_by_trl(
+        gate,
+        job,
+        model,
+        Dataset.from_list(rows).cast_column("images", Sequence(Pixels())),
+        AutoProcessor.from_pretrained(folder / "model"),
+        ddp_find_unused_parameters=True,
+        max_length=None,
     )
-    model.register_forward_pre_hook(count, with_kwargs=True)
-    trainer.train()
 
 
 VARIANTS: dict[str, Callable[[peers.Gate, peers.Job, int], None]] = {
@@ -190,13 +166,7 @@ VARIANTS: dict[str, Callable[[peers.Gate, peers.Job, int], None]] = {
 
 def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str, job: peers.Job) -> None:
     """One rank of one variant."""
-    try:
-        turns.join(rank, ranks, meeting)
-        with contextlib.redirect_stdout(sys.stderr):  # stdout holds the results
-            VARIANTS[variant](peers.Gate(pipe, job.steps), job, rank)
-    except BaseException as error:
-        traceback.print_exc()
-        pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    peers.work_at(VARIANTS[variant], pipe, rank, ranks, meeting, job)
 
 
 def main() -> None:

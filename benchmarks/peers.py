@@ -316,49 +316,64 @@ def write_recipe(job: Job) -> None:
 
 
 def by_trl(packing: bool) -> Callable[[Gate, Job, int], None]:
-    """SFTTrainer as it comes, but in float32, in order, and without activation checkpointing."""
+    """See `train_by_trl`."""
 
     def train(gate: Gate, job: Job, rank: int) -> None:
+        import trl  # noqa: F401
         from datasets import Dataset
-        from transformers import AutoTokenizer, TrainerCallback
-        from trl import SFTConfig, SFTTrainer
+        from transformers import AutoTokenizer
 
         gate.imported()
-        seen = {"targets": 0}
-
-        class AtTheGate(TrainerCallback):  # type: ignore[misc]
-            def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                control.should_training_stop = not gate()
-
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-                if "loss" in logs:  # the last thing that a step does
-                    gate.saw(float(logs["loss"]), seen["targets"])
-                    seen["targets"] = 0
-                    control.should_training_stop = not gate()
-
-        def count(_module: Any, _args: Any, given: dict[str, Any]) -> None:
-            seen["targets"] += targets_of(given["labels"])
-
-        settings = SFTConfig(
-            output_dir=str(Path(job.folder, "trl")), use_cpu=True, bf16=False, gradient_checkpointing=False,
-            per_device_train_batch_size=job.batch, max_steps=10**6, learning_rate=ADAMW["lr"], weight_decay=0.0,
-            lr_scheduler_type="constant", max_grad_norm=MAX_NORM, optim="adamw_torch_fused",
-            train_sampling_strategy="sequential", logging_steps=1, report_to="none", save_strategy="no",
-            disable_tqdm=True, dataloader_pin_memory=False, ddp_find_unused_parameters=False,
-            max_length=job.max_length, packing=packing,
-        )  # fmt: skip
-        model = whole_model(job)
-        trainer = SFTTrainer(
-            model=model,
-            args=settings,
-            train_dataset=Dataset.from_dict({"input_ids": job.rows()}),
-            processing_class=AutoTokenizer.from_pretrained(Path(job.folder, "words")),
-            callbacks=[AtTheGate()],
+        train_by_trl(
+            gate,
+            job,
+            whole_model(job),
+            Dataset.from_dict({"input_ids": job.rows()}),
+            AutoTokenizer.from_pretrained(Path(job.folder, "words")),
+            ddp_find_unused_parameters=False,
+            max_length=job.max_length,
+            packing=packing,
         )
-        model.register_forward_pre_hook(count, with_kwargs=True)
-        trainer.train()
 
     return train
+
+
+def train_by_trl(gate: Gate, job: Job, model: Any, rows: Any, processing_class: Any, **settings: Any) -> None:
+    """Trains a model by SFTTrainer as it comes, but in float32, in order, and without activation checkpointing.
+
+    Args:
+        settings: more of SFTConfig's.
+    """
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    seen = {"targets": 0}
+
+    class AtTheGate(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = not gate()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in logs:  # the last thing that a step does
+                gate.saw(float(logs["loss"]), seen["targets"])
+                seen["targets"] = 0
+                control.should_training_stop = not gate()
+
+    def count(_module: Any, _args: Any, given: dict[str, Any]) -> None:
+        seen["targets"] += targets_of(given["labels"])
+
+    asked = SFTConfig(
+        output_dir=str(Path(job.folder, "trl")), use_cpu=True, bf16=False, gradient_checkpointing=False,
+        per_device_train_batch_size=job.batch, max_steps=10**6, learning_rate=ADAMW["lr"], weight_decay=0.0,
+        lr_scheduler_type="constant", max_grad_norm=MAX_NORM, optim="adamw_torch_fused",
+        train_sampling_strategy="sequential", logging_steps=1, report_to="none", save_strategy="no",
+        disable_tqdm=True, dataloader_pin_memory=False, **settings,
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        model=model, args=asked, train_dataset=rows, processing_class=processing_class, callbacks=[AtTheGate()]
+    )
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    trainer.train()
 
 
 def by_deepspeed(stage: int, offload: bool = False) -> Callable[[Gate, Job, int], None]:
@@ -439,10 +454,17 @@ TARGETS = [
 
 def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str, job: Job) -> None:
     """One rank of one variant."""
+    work_at(VARIANTS[variant], pipe, rank, ranks, meeting, job)
+
+
+def work_at(
+    train: Callable[[Gate, Job, int], None], pipe: Connection, rank: int, ranks: int, meeting: str, job: Job
+) -> None:
+    """One rank, which waits at a gate of its own; an error goes into the pipe."""
     try:
         turns.join(rank, ranks, meeting)
         with contextlib.redirect_stdout(sys.stderr):  # stdout holds the results
-            VARIANTS[variant](Gate(pipe, job.steps), job, rank)
+            train(Gate(pipe, job.steps), job, rank)
     except BaseException as error:
         traceback.print_exc()
         pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")

@@ -11,10 +11,7 @@ the ratios are of CPU time, of all ranks together, and of the slowest rank's clo
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -110,13 +107,7 @@ RATIOS = [
 
 def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str, job: peers.Job) -> None:
     """One rank of one variant."""
-    try:
-        turns.join(rank, ranks, meeting)
-        with contextlib.redirect_stdout(sys.stderr):
-            VARIANTS[variant](peers.Gate(pipe, job.steps), job, rank)
-    except BaseException as error:
-        traceback.print_exc()
-        pipe.send(f"{type(error).__name__}: {error}")
+    peers.work_at(VARIANTS[variant], pipe, rank, ranks, meeting, job)
 
 
 def main() -> None:
