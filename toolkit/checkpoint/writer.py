@@ -280,12 +280,14 @@ def require_same(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         for name in file.keys():  # noqa: SIM118 (no dict)
             live = local_tensor(tensors[name]).cpu()
             read = file.get_tensor(name)
-            if read.shape != live.shape or read.dtype != live.dtype or not _same_bytes(read, live):
+            if not same_bytes(read, live):
                 raise ToolkitError(f"{path.name}: {name} reads back differently from what was written")
 
 
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compares bits: what is not a number equals itself here."""
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compares shapes, types and bits: what is not a number equals itself here."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
     if a.numel() == 0:
         return True
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.arguments import AsJson, CpuOption, GpusOption
+from toolkit.cli.arguments import AsJson
 from toolkit.cli.train import ON_CPU, launcher_options, ranks_on_stderr, shown_script
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
@@ -34,8 +36,16 @@ def reproduce(
         ),
     ] = None,
     to: Annotated[Path, typer.Option(help="New folder of the run that trains it once more.")] = ...,  # type: ignore[assignment]
-    gpus: GpusOption = None,
-    cpu: CpuOption = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Train on this many GPUs. By default as many as before.", show_default=False),
+    ] = None,
+    cpu: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Train on the CPU with this many processes. By default as many as before.", show_default=False
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train an export once more with the recipe, rows and models that it names, and compare the weights.
@@ -45,12 +55,12 @@ def reproduce(
 
     Exit codes: 0 equal bit for bit, 1 different, 2 bad input, and those of `toolkit train`.
     """
-    from toolkit.run.origin import Origin
+    if to.exists():
+        raise BadInputError(f"--to: {str(to)!r} exists; name a new folder")
+    from toolkit.run.origin import Origin  # torch is imported only for options that are right
     from toolkit.run.reproduction import difference, require_same_inputs
 
     folder = export / "export" if (export / "export").is_dir() else export
-    if to.exists():
-        raise BadInputError(f"--to: {str(to)!r} exists; name a new folder")
     origin = Origin.read(folder)
     recipe = _recipe_of(origin, folder, to, list(values or []))
     if gpus is None and cpu is None:
@@ -63,7 +73,9 @@ def reproduce(
     found, again = difference(folder, to / "export"), Origin.read(to / "export")
     changed = _changes(origin, again)
     if as_json:
-        print(json.dumps({**asdict(found), "export": str(to / "export"), "changed": changed}, indent=1))
+        largest = found.largest if math.isfinite(found.largest) else None  # JSON knows no infinity
+        told = {**asdict(found), "largest": largest, "export": str(to / "export"), "changed": changed}
+        print(json.dumps(told, indent=1))
     else:
         _tell(found.tensors, found.different, found.largest, found.where, changed)
     if found.different:
@@ -73,9 +85,10 @@ def reproduce(
 def _recipe_of(origin: Origin, folder: Path, to: Path, values: list[str]) -> Recipe:
     """The recipe of the run, with a new folder; from the run's own folder if the export lies in it."""
     from toolkit.pages.card import recipe_for_readers
+    from toolkit.run.origin import ORIGIN
 
     fixed = [f"training.output_dir={to}", f"training.mixed_precision={origin.precision}", *NOT_AGAIN, *values]
-    own, name = folder.parent / "recipe.yaml", str(folder / "training.json")
+    own, name = folder.parent / "recipe.yaml", str(folder / ORIGIN)
     if own.is_file() and recipe_for_readers(Recipe.load(own)) == origin.recipe:
         found = Recipe.load(own, fixed)
     else:
@@ -85,8 +98,6 @@ def _recipe_of(origin: Origin, folder: Path, to: Path, values: list[str]) -> Rec
 
 
 def _train(recipe: Recipe, options: list[str], on_cpu: bool, to: Path, as_json: bool) -> int:
-    from contextlib import nullcontext
-
     from toolkit.cli.launcher import run_launcher
 
     if on_cpu:

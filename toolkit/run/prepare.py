@@ -12,7 +12,6 @@ from toolkit.data.loader import EpochOrder
 from toolkit.data.samples import JudgedSamples, PairSamples
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
-from toolkit.model.load import fingerprint
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.reference import identity_of, with_reference
 from toolkit.recipe.recipe import Recipe
@@ -85,7 +84,7 @@ def _require_same_reference(inner: Any, recipe: Recipe, resumed: Manifest | None
     Raises:
         BadInputError: the checkpoint to resume from was trained against the weights of other files.
     """
-    inner.fit.fingerprint = inner.fit.fingerprint or fingerprint(recipe.model)
+    inner.fit.fingerprint = inner.fit.origin
     if resumed is not None and resumed.base not in (None, inner.fit.fingerprint):
         raise BadInputError(
             f"checkpoint.resume: the reference of the run up to step {resumed.step} had other weights than "

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from toolkit.checkpoint.writer import same_bytes
 from toolkit.data import build, tokenizer
 from toolkit.errors import BadInputError
 from toolkit.model.load import fingerprint
+from toolkit.objectives.teacher import teacher_section
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import ModelSection
 from toolkit.run.origin import Origin
 
 
@@ -22,16 +23,14 @@ def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
 
     The rows are tokenised for that; the run finds them in the cache.
     """
-    for field, name, recorded in (
-        ("model.name_or_path", recipe.model.name_or_path, origin.base),
-        ("objective.teacher", recipe.objective.teacher, origin.teacher),
-    ):
-        if name is None or recorded is None:
-            continue
-        if fingerprint(ModelSection(name_or_path=name, revision=_revision(recipe, field))) != recorded:
+    models = [("model.name_or_path", recipe.model, origin.base)]
+    if recipe.objective.teacher is not None:
+        models.append(("objective.teacher", teacher_section(recipe, origin.precision), origin.teacher))
+    for field, model, recorded in models:
+        if recorded is not None and fingerprint(model) != recorded:
             raise BadInputError(
-                f"{field}: the weights of {name!r} are not those that the export was trained from; name the folder "
-                f"that has them: {field}=..."
+                f"{field}: the weights of {model.name_or_path!r} are not those that the export was trained from; name "
+                f"the folder that has them: {field}=..."
             )
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     found = build.build(recipe.data, tokens, recipe.training.seed, recipe.objective)
@@ -41,10 +40,6 @@ def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
             f"data.train: the rows of {names}, or their tokenizer, are not those that the export was trained on; "
             "name the files that are: data.train=..."
         )
-
-
-def _revision(recipe: Recipe, field: str) -> str | None:
-    return recipe.model.revision if field == "model.name_or_path" else None
 
 
 @dataclass(frozen=True)
@@ -73,21 +68,21 @@ def difference(one: Path, other: Path) -> Difference:
     different, largest, where = 0, 0.0, ""
     for name, path in sorted(firsts.items()):
         first, second = _tensor(path, name), _tensor(seconds[name], name)
-        share = _share(first, second)
-        different += share > 0
-        if share > largest:
+        if same_bytes(first, second):
+            continue
+        different += 1
+        if (share := _share(first, second)) >= largest:
             largest, where = share, name
     return Difference(len(firsts), different, largest, where)
 
 
 def _share(first: torch.Tensor, second: torch.Tensor) -> float:
+    """The largest difference as a share of the largest value of `first`; infinite if they cannot be compared."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return math.inf
-    if torch.equal(first, second):
-        return 0.0
     first, second = first.double(), second.double()
     share = ((first - second).abs().max() / first.abs().max().clamp(min=torch.finfo(torch.float64).tiny)).item()
-    return share if share > 0 else math.inf  # not a number
+    return math.inf if math.isnan(share) else share
 
 
 def _places(export: Path) -> dict[str, Path]:
@@ -101,4 +96,5 @@ def _places(export: Path) -> dict[str, Path]:
 
 def _tensor(path: Path, name: str) -> torch.Tensor:
     with safe_open(path, "pt") as file:
-        return torch.as_tensor(file.get_tensor(name))
+        tensor: torch.Tensor = file.get_tensor(name)
+    return tensor
