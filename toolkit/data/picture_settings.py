@@ -31,7 +31,7 @@ def require_effect(data: DataSection, sources: Iterable[Mapping[str, Any]]) -> N
     Args:
         sources: what is known of each source; one with images has `roots`.
     """
-    limits = PixelLimits(data.min_pixels, data.max_pixels)
+    limits = PixelLimits.of(data)
     if limits and not any("roots" in source for source in sources):
         raise DataError(
             f"{limits.fields} has no effect: the model reads no image of the rows (of conversations that are not "

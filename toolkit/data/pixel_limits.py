@@ -15,6 +15,7 @@ from typing import Any
 from transformers import AutoImageProcessor
 
 from toolkit.errors import BadInputError
+from toolkit.recipe.schema import DataSection
 
 CONFIGURATIONS = ("preprocessor_config.json", "processor_config.json")
 """Files that say that a checkpoint has a processor of images, and how it works."""
@@ -31,6 +32,11 @@ class PixelLimits:
 
     smallest: int | None = None
     largest: int | None = None
+
+    @classmethod
+    def of(cls, data: DataSection) -> PixelLimits:
+        """Those that a recipe sets."""
+        return cls(data.min_pixels, data.max_pixels)
 
     def __bool__(self) -> bool:
         return self.smallest is not None or self.largest is not None

@@ -49,8 +49,7 @@ def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -
     use_template(tokenizer, data.chat_template)
     set_defaults(tokenizer, data.template_arguments)
     set_date(tokenizer, data.template_date)
-    limits = PixelLimits(data.min_pixels, data.max_pixels)
-    set_source(tokenizer, model.name_or_path or model.tokenizer, model.revision, limits)
+    set_source(tokenizer, model.name_or_path or model.tokenizer, model.revision, PixelLimits.of(data))
     if model.add_tokens is not None:
         # False: beside the tokenizer's own additional tokens, which would be replaced otherwise.
         tokenizer.add_special_tokens({"additional_special_tokens": list(model.add_tokens)}, False)

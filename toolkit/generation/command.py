@@ -19,7 +19,7 @@ from rich.progress import track
 from toolkit.errors import BadInputError
 from toolkit.generation.choices import encode_choices, log_probabilities
 from toolkit.generation.complete import Completion, Message, encode_prompt, stream
-from toolkit.generation.evaluation import COMPARES, Evaluation, choose, comparison_of, evaluate, summary
+from toolkit.generation.evaluation import Evaluation, choose, comparison_of, evaluate, require_no_comparison, summary
 from toolkit.generation.load import Loaded, find_model, load_model
 from toolkit.generation.options import Options, Sampling, encodable
 from toolkit.generation.pictured import asked_of, encode_pictured, require_images
@@ -103,9 +103,7 @@ def evaluated(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Evalua
     """How many of the rows the model answers right. Raises BadInputError for rows that it cannot be given."""
     if not rows[0].choices:
         return evaluate(rows, _completions(loaded, options, rows), comparison_of(rows, options))
-    for name in COMPARES:
-        if getattr(options, name):
-            raise BadInputError(f"--{name} has no effect on rows with choices, of which one is taken; leave it out")
+    require_no_comparison(options)
     encoded = encode_choices(loaded, rows, _mode(options), options.system, options.raw)
     scores = log_probabilities(loaded, encoded, options.batch_size or BATCH_SIZE)
     return choose(rows, _with_bar(scores, len(rows), options))

@@ -95,6 +95,15 @@ def comparison_of(rows: list[PromptRow], how: Compares, prefix: str = "--") -> C
     return comparison
 
 
+def require_no_comparison(how: Compares, prefix: str = "--") -> None:
+    """Raises BadInputError if a comparison is asked for; for rows with choices, of which one is taken."""
+    for name in COMPARES:
+        if getattr(how, name):
+            raise BadInputError(
+                f"{prefix}{name} has no effect on rows with choices, of which one is taken; leave it out"
+            )
+
+
 def _of_json(text: str) -> Any:
     """A value that equals that of every other text of the same JSON; None if the text is none."""
     try:

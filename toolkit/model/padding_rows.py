@@ -33,8 +33,8 @@ def require_lasting_rows(model: PreTrainedModel, field: str, where: str) -> None
 @torch.no_grad()
 def _is_kept(model: PreTrainedModel, index: int) -> bool:
     """Whether the type leaves alone a row of embeddings that are marked as loaded."""
-    loaded = nn.Embedding(index + 1, 1, padding_idx=index)
-    nn.init.ones_(loaded.weight)
-    loaded.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    # Made of values, as nothing is to be drawn for it.
+    loaded = nn.Embedding.from_pretrained(torch.ones(index + 1, 1), padding_idx=index)  # type: ignore[no-untyped-call]
+    loaded.weight._is_hf_initialized = True
     model._init_weights(loaded)
     return bool(loaded.weight.all())

@@ -160,8 +160,7 @@ def recipe_for_readers(recipe: Recipe) -> str:
         ("answers", "file"),
         ("checkpoint", "to"),
     ):
-        if section in values:
-            values[section][key] = _names(values[section].get(key))
+        values[section][key] = _names(values[section].get(key))
     values["training"]["output_dir"] = Path(values["training"]["output_dir"]).name
     values["checkpoint"]["resume"] = _names(values["checkpoint"]["resume"])
     values = _without_nulls(values)

@@ -16,7 +16,7 @@ from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.generation.choices import Continued, encode_choices, scored
 from toolkit.generation.complete import Completion, Prompt, complete, sees_padding
-from toolkit.generation.evaluation import COMPARES, Evaluation, choose, comparison_of, evaluate
+from toolkit.generation.evaluation import Evaluation, choose, comparison_of, evaluate, require_no_comparison
 from toolkit.generation.load import Loaded, positions_of, stop_tokens
 from toolkit.generation.options import Sampling
 from toolkit.generation.rows import PromptRow, all_right, encode_rows, read_rows
@@ -49,9 +49,8 @@ def read_asked(recipe: Recipe) -> list[PromptRow]:
     pictured = next((row.place for row in rows if row.images), None)
     if pictured is not None:
         raise BadInputError(f"{FILE}: {pictured} has images, which is not built yet; leave such rows out")
-    for name in COMPARES:
-        if rows[0].choices and getattr(section, name):
-            raise BadInputError(f"answers.{name} has no effect on rows with choices, of which one is taken; remove it")
+    if rows[0].choices:
+        require_no_comparison(section, "answers.")
     comparison_of(rows, section, "answers.")
     return rows
 
@@ -71,7 +70,7 @@ class Answers(Extension):
         recipe = opened.recipe
         self._opened, self._model, self._num_steps = opened, run.inner, run.num_steps
         self._section, self._every = recipe.answers, recipe.training.eval_every_steps
-        self._rows = run.asked
+        self._rows, self._comparison = run.asked, comparison_of(run.asked, recipe.answers)
         base = base_of(run.inner)
         self._loaded = Loaded(
             recipe.model.name_or_path or "the model",
@@ -144,7 +143,7 @@ class Answers(Extension):
             return complete(self._loaded, batch, sampling)
 
         completions = [completion for batch in _shared(batches, answers) for completion in batch]
-        return evaluate(self._rows, completions, comparison_of(self._rows, self._section))
+        return evaluate(self._rows, completions, self._comparison)
 
     def _chosen(self) -> Evaluation:
         size = self._section.batch_size
