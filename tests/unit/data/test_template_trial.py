@@ -75,13 +75,13 @@ LARGE = [
 
 @pytest.mark.parametrize("template", SLOW)
 def test_a_template_that_does_not_end(tokenizer: Any, template: str) -> None:
-    tokenizer.chat_template, started = template, time.monotonic()
+    tokenizer.chat_template, started, children = template, time.monotonic(), set(psutil.Process().children())
     with pytest.raises(DataError, match=r"^data.chat_template: .* takes longer than 1 s for a conversation of") as told:
         templates.rendered(tokenizer, KING)
     assert repr(tokenizer.name_or_path) in str(told.value)
     assert "set data.chat_template to alpaca or chatml" in str(told.value)
     assert time.monotonic() - started < 60
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= children, "the trial has ended with its process"
 
 
 @pytest.mark.parametrize("template", LARGE)
