@@ -17,6 +17,8 @@ CHECKPOINT_FILE_BYTES = GIB
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".tar")
 BASE_FILE = "base.json"
 """Of an exported adapter: the fingerprint of its base, and how it was quantised."""
+ORIGIN = "training.json"
+"""Of an export: what its run was made of."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 """Endings that may follow a data suffix; files are decompressed while they are read."""
 STORES = ("s3", "gs", "file")

@@ -22,7 +22,7 @@ ON_PAGES = [list(group) for _, group in itertools.groupby(PRINTED, lambda comman
 
 
 def train_a_little(folder: Path) -> None:
-    """Leaves `model` and the finished run `outputs/notes`, with checkpoints after steps 2 and 4."""
+    """Leaves `model` and the finished run `outputs/notes`, with checkpoints after steps 2 and 4; and that run again."""
     from toolkit import Recipe, finetune
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -40,6 +40,7 @@ def train_a_little(folder: Path) -> None:
     )
     finetune(recipe)
     shutil.copytree(folder / "outputs/notes/export", folder / "model")
+    shutil.copytree(folder / "outputs/notes", folder / "outputs/second")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import typer
 
 import toolkit
 from toolkit.cli.checkpoints import checkpoints
+from toolkit.cli.compare import compare
 from toolkit.cli.configs import configs_app
 from toolkit.cli.console import prepare_process, print_error, print_interrupt
 from toolkit.cli.data import data
@@ -30,7 +31,21 @@ from toolkit.cli.verify import verify
 from toolkit.errors import ToolkitError
 
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
-for command in (init, train, status, plan, data, validate, verify, generate, checkpoints, export, reproduce, doctor):
+for command in (
+    init,
+    train,
+    status,
+    plan,
+    data,
+    validate,
+    verify,
+    generate,
+    checkpoints,
+    export,
+    reproduce,
+    compare,
+    doctor,
+):
     app.command()(command)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(configs_app, name="configs")

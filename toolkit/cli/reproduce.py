@@ -85,7 +85,7 @@ def reproduce(
 def _recipe_of(origin: Origin, folder: Path, to: Path, values: list[str]) -> Recipe:
     """The recipe of the run, with a new folder; from the run's own folder if the export lies in it."""
     from toolkit.pages.card import recipe_for_readers
-    from toolkit.run.origin import ORIGIN
+    from toolkit.paths import ORIGIN
 
     fixed = [f"training.output_dir={to}", f"training.mixed_precision={origin.precision}", *NOT_AGAIN, *values]
     own, name = folder.parent / "recipe.yaml", str(folder / ORIGIN)

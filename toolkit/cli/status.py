@@ -15,9 +15,6 @@ from toolkit.cli.console import print_table
 from toolkit.errors import BadInputError, ToolkitError, counted
 from toolkit.terminal import format_time
 
-GONE_SECONDS = 60.0
-"""A run whose watching threads have all been silent for so long is gone: each of them runs every few seconds."""
-
 STANDING_SECONDS = 30.0
 """From then on a rank counts as late here; the run itself waits for `training.stall_minutes`."""
 
@@ -28,7 +25,7 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
     Exit code 1 if it is neither.
     """
     from toolkit.run.finished import is_finished
-    from toolkit.supervise.rank_status import COLUMNS, cells, read_statuses, verdict
+    from toolkit.supervise.rank_status import COLUMNS, GONE_SECONDS, cells, read_statuses, verdict
 
     if not run.is_dir():
         raise BadInputError(f"{str(run)!r}: no such folder; name the training.output_dir of a run")
@@ -78,7 +75,7 @@ def _print_result(run: Path) -> None:
 def _gone(run: Path, silent: list[float]) -> str | None:
     """Since when nothing was heard of a run that was killed, which its report is made to say; None: it is not gone."""
     from toolkit.pages.status import mark_ended
-    from toolkit.supervise.rank_status import REPORT
+    from toolkit.supervise.rank_status import GONE_SECONDS, REPORT
 
     if not silent or min(silent) <= GONE_SECONDS:
         return None

@@ -15,12 +15,17 @@ from toolkit.pages.run_metrics import Metrics, column
 
 @dataclass(frozen=True)
 class Figure:
-    """A field of an evaluation: what it is called, how it is written, and what it is in plain words."""
+    """A field of an evaluation: what it is called, how it is written, and what it is in plain words.
+
+    Attributes:
+        better: lower or higher; empty where neither is.
+    """
 
     field: str
     title: str
     written: Callable[[float], str]
     plain: str = ""
+    better: str = ""
 
 
 def format_perplexity(value: float) -> str:
@@ -43,14 +48,15 @@ FIGURES = (
         "perplexity",
         "Perplexity",
         format_perplexity,
-        "among how many equally likely tokens the model wavers; lower is better",
+        "among how many equally likely tokens the model wavers",
+        "lower",
     ),
-    Figure("accuracy", "Accuracy", _share, "share of right answers; higher is better"),
-    Figure("f1_macro", "F1", _share, "rare classes count as much as frequent ones; higher is better"),
-    Figure("f1", "F1 of entities", _share, "entities that are found and right; higher is better"),
-    Figure("precision", "Precision", _share),
-    Figure("recall", "Recall", _share),
-    Figure("margin", "Margin", _signed, "how clearly the chosen answer is preferred; higher is better"),
+    Figure("accuracy", "Accuracy", _share, "share of right answers", "higher"),
+    Figure("f1_macro", "F1", _share, "rare classes count as much as frequent ones", "higher"),
+    Figure("f1", "F1 of entities", _share, "entities that are found and right", "higher"),
+    Figure("precision", "Precision", _share, better="higher"),
+    Figure("recall", "Recall", _share, better="higher"),
+    Figure("margin", "Margin", _signed, "how clearly the chosen answer is preferred", "higher"),
     Figure("chosen_reward", "Chosen reward", _signed),
     Figure("rejected_reward", "Rejected reward", _signed),
     Figure("kl", "KL estimate", _signed),
@@ -58,12 +64,13 @@ FIGURES = (
         "divergence",
         "Divergence from the teacher",
         _signed,
-        "how far the model's predictions are from its teacher's; lower is better",
+        "how far the model's predictions are from its teacher's",
+        "lower",
     ),
-    Figure("cross_entropy", "Cross-entropy", _signed),
-    Figure("answer_accuracy", "Answers right", _share, "share of right answers to held-out prompts; higher is better"),
-    Figure("answer_accuracy_normalised", "Answers right by length", _share),
-    Figure("answer_stopped", "Answers that stop", _share),
+    Figure("cross_entropy", "Cross-entropy", _signed, better="lower"),
+    Figure("answer_accuracy", "Answers right", _share, "share of right answers to held-out prompts", "higher"),
+    Figure("answer_accuracy_normalised", "Answers right by length", _share, better="higher"),
+    Figure("answer_stopped", "Answers that stop", _share, better="higher"),
     Figure("answer_mean_tokens", "Tokens of an answer", _signed),
 )
 """Of all objectives, in the order in which they are shown; an evaluation has those of its own."""
@@ -89,7 +96,7 @@ BY_SOURCE = "loss/"
 
 def figures_of(evals: Metrics) -> list[Figure]:
     """The figures that the evaluations have."""
-    by_source = [Figure(field, f"Loss of {name}", _signed) for field, name in sources_of(evals).items()]
+    by_source = [Figure(field, f"Loss of {name}", _signed, better="lower") for field, name in sources_of(evals).items()]
     return [figure for figure in FIGURES if any(figure.field in line for line in evals)] + by_source
 
 
@@ -108,7 +115,8 @@ def figure_tile(evals: Metrics) -> Tile | None:
     last = {figure.title: finite(column(evals, figure.field))[-1:] for figure in others if "reward" not in figure.field}
     told = [f"{figure.title} {figure.written(*last[figure.title])}" for figure in others if last.get(figure.title)]
     values = [first.written(value) for value in column(evals, first.field)]
-    return Tile(f"tile-{first.field}", first.title, values, first.plain, "; ".join(["on held-out data", *told]))
+    plain = f"{first.plain}; {first.better} is better" if first.plain and first.better else first.plain
+    return Tile(f"tile-{first.field}", first.title, values, plain, "; ".join(["on held-out data", *told]))
 
 
 def figure_charts(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> list[Chart]:

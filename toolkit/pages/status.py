@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import html
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,11 +49,23 @@ def state_of(path: Path) -> str | None:
     """What a report says of its run: a `Status.state`; empty where the run is done; None where there is no report."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            head = file.read(HEAD_CHARACTERS)
+            return state_in(file.read(HEAD_CHARACTERS))
     except OSError:
         return None
-    found = re.search(f'<meta name="{STATE}" content="([^"]*)"', head)
+
+
+def state_in(text: str) -> str:
+    """The same of a report's text."""
+    found = re.search(f'<meta name="{STATE}" content="([^"]*)"', text[:HEAD_CHARACTERS])
     return found[1] if found else ""
+
+
+def told_in(text: str) -> tuple[int | None, str]:
+    """Of an unfinished run's report, the steps of the whole run, and why it ended; None and empty: it says none."""
+    found = _TOLD.search(text)
+    if found is None:
+        return None, ""
+    return int(found["num_steps"].replace(",", "")), html.unescape(found["problem"] or "").strip()
 
 
 def mark_ended(path: Path, state: str, problem: str) -> None:
@@ -105,6 +118,10 @@ def _script() -> str:
     return (TEMPLATES / "status.js").read_text(encoding="utf-8")
 
 
+_TOLD = re.compile(
+    r'<section class="status [^>]*>\s*<strong>[^<]*step [\d,]+ of (?P<num_steps>[\d,]+)[^<]*</strong>'
+    r"(?: <span>(?P<problem>[^<]*)Written )?"
+)
 _HEAD = re.compile(f'<meta name="{STATE}"[^\n]*')
 _NOTE = re.compile(
     r'<section class="status running" id="status" data-step="(?P<step>\d+)" data-steps="(?P<num_steps>\d+)" '

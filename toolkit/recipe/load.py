@@ -70,7 +70,7 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False)
 _Loader.construct_mapping = _unique_mapping  # type: ignore[method-assign, assignment]
 
 
-def _yaml_value(text: str) -> Any:
+def yaml_value(text: str) -> Any:
     """The value of a YAML text. Raises one of `NOT_YAML`."""
     value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
     # Written out once: an alias may stand inside what it stands for, and would be followed for ever.
@@ -80,7 +80,7 @@ def _yaml_value(text: str) -> Any:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = _yaml_value(path.read_text(encoding="utf-8"))
+        values = yaml_value(path.read_text(encoding="utf-8"))
     except NOT_YAML as error:
         raise RecipeError(str(path), [f"not readable as YAML: {error}. {YAML_HINT}"]) from None
     if not isinstance(values, dict):
@@ -164,7 +164,7 @@ def _parsed(texts: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str]]:
             continue
         try:
             # A glob; for YAML it would be an alias, of which one value has none.
-            pairs.append((key, raw if raw.startswith("*") else _yaml_value(raw)))
+            pairs.append((key, raw if raw.startswith("*") else yaml_value(raw)))
         except NOT_YAML as error:
             problems.append(f"override {text!r}: the value is not readable as YAML: {error}. {YAML_HINT}")
     return pairs, problems

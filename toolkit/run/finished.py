@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import sync, write_synced
+from toolkit.checkpoint.manifest import Place, sync, write_synced
 from toolkit.data.cache import digest
 from toolkit.pages.card import CARD
-from toolkit.pages.status import state_of
+from toolkit.pages.status import state_in
 from toolkit.paths import fingerprint_of
 from toolkit.supervise.rank_status import REPORT
 
@@ -29,8 +29,8 @@ def write_finished(output_dir: Path, export_dir: Path | None) -> None:
     sync(output_dir)
 
 
-def is_finished(output_dir: Path) -> bool:
-    """Whether the run of this folder is done.
+def is_finished(output_dir: Place) -> bool:
+    """Whether the run of this folder is done, also of one that was copied into a store.
 
     A run of a version that wrote no statement is done if its report is whole and tells no other state, and its
     export, if any, has the card that is written before that report.
@@ -38,7 +38,7 @@ def is_finished(output_dir: Path) -> bool:
     if _statement(output_dir) is not None:
         return True
     export_dir = output_dir / "export"
-    return _is_last_report(output_dir / REPORT) and (not export_dir.exists() or (export_dir / CARD).is_file())
+    return _is_last_report(output_dir / REPORT) and (not export_dir.exists() or (export_dir / CARD).exists())
 
 
 def changed_export(output_dir: Path) -> str | None:
@@ -57,17 +57,17 @@ def export_identity(export_dir: Path) -> str:
     return digest(sizes, fingerprint_of(export_dir, WEIGHTS))
 
 
-def _statement(output_dir: Path) -> dict[str, Any] | None:
+def _statement(output_dir: Place) -> dict[str, Any] | None:
     try:
-        found = json.loads((output_dir / FINISHED).read_text(encoding="utf-8"))
+        found = json.loads((output_dir / FINISHED).read_bytes())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and "export" in found else None
 
 
-def _is_last_report(path: Path) -> bool:
+def _is_last_report(path: Place) -> bool:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_bytes().decode("utf-8", errors="replace")
     except OSError:
         return False
-    return text.rstrip().endswith("</html>") and state_of(path) == ""
+    return text.rstrip().endswith("</html>") and state_in(text) == ""

@@ -10,15 +10,13 @@ from typing import Any
 from toolkit.errors import BadInputError
 from toolkit.model.weights import fit_of
 from toolkit.pages.card import recipe_for_readers
+from toolkit.paths import ORIGIN
 from toolkit.run.stages import OpenedRun, PreparedRun
-
-ORIGIN = "training.json"
-"""In an export. Of folders and files it tells the names alone, as the model card does."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run was made of.
+    """What a run was made of. Of folders and files it tells the names alone, as the model card does.
 
     Attributes:
         recipe: resolved, as YAML for readers.

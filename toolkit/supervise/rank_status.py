@@ -27,6 +27,9 @@ that the host is gone; a call that lets no other thread run may keep the watchin
 DEAD_SECONDS = 60.0
 """The others end then, if a launcher has not ended them: inside a collective they do not hear its SIGTERM."""
 
+GONE_SECONDS = 60.0
+"""A run whose watching threads have all been silent for so long is gone: each of them runs every few seconds."""
+
 STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger", "D": "waits for a disk", "Z": "dead", "X": "dead"}
 """Process states of Linux that say why a rank does not go on."""
 
