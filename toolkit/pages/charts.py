@@ -23,19 +23,31 @@ MAX_MARKERS = 40
 MAX_TABLE_ROWS = 12
 """Rows of a table of a chart's values or of evaluations; of more, evenly spaced ones with both ends (rows)."""
 
+SMOOTHING = {"light": (100, 1, MAX_POINTS), "middle": (30, 2, MAX_POINTS), "strong": (10, 4, MAX_POINTS // 4)}
+"""Name -> how a curve is averaged: over one in so many of its points to each side, over at least so many, and at about
+how many of them."""
+
+MIDDLE = "middle"
+"""What is drawn where nobody chooses."""
+
 LARGEST_DRAWN = 1e60
 """Values beyond it are drawn there, so that neither a sum nor the margin of an axis overflows."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve; `ys` has NaN where there is a gap. `kind` is line, faint or points."""
+    """One curve; `ys` has NaN where there is a gap. `kind` is line, faint or points.
+
+    Attributes:
+        raw: of a smooth curve, the one that it is made of.
+    """
 
     name: str
     xs: list[int]
     ys: list[float]
     variable: str
     kind: str = "line"
+    raw: Series | None = None
 
 
 @dataclass(frozen=True)
@@ -66,22 +78,27 @@ def drawable(values: list[float]) -> list[float]:
 
 def smoothed(series: Series) -> list[Series]:
     """The curve made faint with a smooth one on top; a short curve as it is."""
-    count = len(series.ys)
-    if count < 10:
+    if len(series.ys) < 10:
         return [series]
-    half = max(2, count // 30)
-    xs, ys = _running_midmean(series.xs, series.ys, half)
     faint = replace(series, name=series.name or "raw", kind="faint")
-    return [faint, replace(series, name=f"smoothed over {2 * half + 1}", xs=xs, ys=ys)]
+    return [faint, midmeans(faint, MIDDLE)]
 
 
-def _running_midmean(xs: list[int], ys: list[float], half: int) -> tuple[list[int], list[float]]:
-    """Centred means over up to `2 * half + 1` values, at about `MAX_POINTS` of the points; gaps stay gaps.
+def midmeans(raw: Series, level: str) -> Series:
+    """The smooth curve of a raw one, by a name of `SMOOTHING`."""
+    one_in, least, points = SMOOTHING[level]
+    half = max(least, len(raw.ys) // one_in)
+    xs, ys = _running_midmean(raw.xs, raw.ys, half, points)
+    return Series(f"smoothed over {2 * half + 1}", xs, ys, raw.variable, raw=raw)
+
+
+def _running_midmean(xs: list[int], ys: list[float], half: int, points: int) -> tuple[list[int], list[float]]:
+    """Centred means over up to `2 * half + 1` values, at about `points` of the points; gaps stay gaps.
 
     Of each window the middle half by size is averaged: as smooth as a mean, and one spike does not lift it.
     The window narrows towards the start, where a loss falls too fast for a wide one to follow.
     """
-    stride = math.ceil(len(xs) / MAX_POINTS)
+    stride = math.ceil(len(xs) / points)
     last = len(ys) - 1
     # The first point of a gap is kept: thinned out, the curve would run across it.
     centres = [index for index in range(len(ys)) if index in (0, last) or index % stride == 0 or _starts_gap(ys, index)]
@@ -100,7 +117,7 @@ def _midmean(ys: list[float], index: int, reach: int) -> float:
     return statistics.fmean(window[cut : len(window) - cut])
 
 
-def _thinned(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
+def thinned(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
     """At most about `MAX_POINTS` of the points: the extremes and the first gap of each bucket."""
     if len(xs) <= MAX_POINTS:
         return xs, ys
@@ -177,7 +194,7 @@ def _draw(chart: Chart, size: tuple[int, int], kind: str) -> Drawing:
 
 
 def _draw_series(axes: Any, series: Series) -> None:
-    xs, ys = _thinned(series.xs, series.ys)
+    xs, ys = thinned(series.xs, series.ys)
     is_faint = series.kind == "faint"
     # Unclipped: a learning rate that ends at zero runs along the lower edge of its axes.
     style = {"color": COLOR_OF[series.variable], "alpha": 0.45 if is_faint else 1, "clip_on": False}

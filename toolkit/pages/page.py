@@ -5,7 +5,9 @@ A page is one file with nothing loaded from outside. Every text is escaped where
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +74,10 @@ class Note:
 
 @dataclass(frozen=True)
 class ChartCard:
-    """A chart in a card: `spoken` is for readers that see no picture, `table` has its values."""
+    """A chart in a card: `spoken` is for readers that see no picture, `table` has its values.
+
+    `data` is what the page's script draws it from, empty on pages without one.
+    """
 
     name: str
     title: str
@@ -81,11 +86,25 @@ class ChartCard:
     drawings: Sequence[Drawing]
     spoken: str
     table: Table
+    data: str = ""
 
 
 def render(template: str, **values: Any) -> str:
     """Fills in a template of `templates/`."""
     return _environment().get_template(template).render(**values)
+
+
+@functools.cache
+def script(name: str) -> str:
+    """A script of `templates/`."""
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def script_policy(*names: str) -> str:
+    """Lets these scripts run on a page, and no other; empty without one."""
+    digests = [hashlib.sha256(script(name).encode()).digest() for name in names]
+    allowed = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
+    return " ".join(["script-src", *allowed]) if allowed else ""
 
 
 def write_page(path: Path, text: str) -> None:

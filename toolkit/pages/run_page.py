@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import counted
-from toolkit.pages.charts import MAX_TABLE_ROWS, Chart, Series, chart_card, drawable, evenly_spaced, smoothed
+from toolkit.pages.charts import MAX_TABLE_ROWS, Chart, Series, drawable, evenly_spaced, smoothed
+from toolkit.pages.curves import SCRIPT, curve_card
 from toolkit.pages.data_page import DATA_PAGE, SUMMARY_FACTS, dropped_table, split_table, window_remark
 from toolkit.pages.experts import expert_loads
 from toolkit.pages.figures import confusion_table, figure_charts, figure_tile, figures_of
@@ -28,10 +29,11 @@ from toolkit.pages.number_text import (
     format_short,
     number,
 )
-from toolkit.pages.page import ChartCard, Note, Table, Tile, render, write_page
+from toolkit.pages.page import ChartCard, Note, Table, Tile, render, script, script_policy, write_page
 from toolkit.pages.run_metrics import Metrics, NonFinite, column, non_finite, split_lines
 from toolkit.pages.side_by_side import SideBySide, prompts_and_answers
-from toolkit.pages.status import Status, script_policy, status_head, status_note
+from toolkit.pages.status import SCRIPT as STATUS_SCRIPT
+from toolkit.pages.status import Status, status_head, status_note
 from toolkit.pages.svg import NARROW_PX, WIDE_PX
 from toolkit.terminal import format_time
 
@@ -80,7 +82,8 @@ def render_report(summary: RunSummary) -> str:
         written="" if summary.written is None else format_time(summary.written),
         status_head="" if status is None else status_head(status),
         status_note="" if status is None else status_note(status),
-        policy="" if status is None else script_policy(),
+        policy=script_policy(*([SCRIPT] if loss_chart else []), *([] if status is None else [STATUS_SCRIPT])),
+        script=script(SCRIPT) if loss_chart else "",
         doubts=Note("doubts", "Look at this run.", "", summary.doubts) if summary.doubts else None,
         non_finite=_non_finite_note(non_finite(train + evals)),
         tiles=_tiles(train, evals, summary.facts),
@@ -259,8 +262,8 @@ def _charts(train: Metrics, evals: Metrics) -> tuple[ChartCard | None, list[Char
     small = [chart for chart in small if chart.values()]
     # Two stand side by side; the last of an odd number would leave a hole beside it.
     wide = [replace(small.pop(), sizes=(WIDE_PX, NARROW_PX))] if len(small) % 2 else []
-    loss = chart_card(loss_chart(train, evals))
-    return loss, [chart_card(chart) for chart in small], [chart_card(chart) for chart in wide]
+    loss = curve_card(loss_chart(train, evals))
+    return loss, [curve_card(chart) for chart in small], [curve_card(chart) for chart in wide]
 
 
 def _step_range(train: Metrics, evals: Metrics) -> tuple[int, int]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import functools
-import hashlib
 import html
 import re
 from contextlib import suppress
@@ -12,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.pages.number_text import format_seconds
-from toolkit.pages.page import TEMPLATES, render, write_page
+from toolkit.pages.page import render, script, write_page
 from toolkit.terminal import format_time
 
 STATE, HEAD_CHARACTERS = "run-state", 2000
 """Name of the field that only the report of an unfinished run has, near its beginning."""
+
+SCRIPT = "status.js"
+"""Says that a page is older than a run that goes on would leave it: a run that was killed cannot say so itself."""
 
 LATE_WRITINGS, LATE_SECONDS = 4, 60
 """A running run's page is late after so many times its interval, and so many seconds more: steps take their time."""
@@ -101,21 +101,8 @@ def status_note(status: Status) -> str:
         left=left,
         late=late,
         written=format_time(status.written),
-        script=_script(),
+        script=script(SCRIPT),
     ).strip()
-
-
-def script_policy() -> str:
-    """Lets the script run that says that a page is older than a run that goes on would leave it, and no other.
-
-    A run that was killed cannot say so itself.
-    """
-    return f"script-src 'sha256-{base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()}'"
-
-
-@functools.cache
-def _script() -> str:
-    return (TEMPLATES / "status.js").read_text(encoding="utf-8")
 
 
 _TOLD = re.compile(

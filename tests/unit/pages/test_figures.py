@@ -106,7 +106,7 @@ def rates(**fields: float) -> list[dict[str, Any]]:
 )
 def test_a_curve_that_lies_on_another_is_left_out(padded: float, keys: list[str]) -> None:
     shown = page(rates(tokens_per_second=100.0, padded_tokens_per_second=padded))
-    head = shown.partition('id="chart-throughput">')[2].partition("<svg")[0]
+    head = shown.partition('id="chart-throughput"')[2].partition("<svg")[0]
     assert re.findall(r"</i>([\w ]+)</li>", head) == keys
 
 

@@ -94,7 +94,7 @@ def page_of(metrics: list[dict[str, Any]], **changes: Any) -> Page:
 
 def chart(html_text: str, name: str) -> str:
     """The HTML of one chart's card."""
-    found = re.search(rf'<section class="card" id="chart-{name}">.*?</section>', html_text, re.DOTALL)
+    found = re.search(rf'<section class="card" id="chart-{name}"[^>]*>.*?</section>', html_text, re.DOTALL)
     assert found is not None
     return found.group()
 
@@ -436,7 +436,7 @@ def test_every_text_is_escaped() -> None:
     page, expected = Page(hostile), Page(benign)
     assert page.elements == expected.elements
     assert page.attributes == expected.attributes
-    assert page.elements["script"] == 0
+    assert page.elements["script"] == 1, "that of the curves"
     assert "".join(page.text_of.values()).count(HOSTILE) == "".join(expected.text_of.values()).count("benign")
     assert page.text_of["sample"].endswith(HOSTILE * 2)
 
@@ -459,7 +459,7 @@ def test_nothing_comes_from_outside(rendered: str) -> None:
     assert re.findall(r"url\((?!#)", rendered) == []
     assert "//" not in rendered
     assert "@import" not in rendered
-    assert page.elements["script"] == page.elements["iframe"] == page.elements["img"] == 0
+    assert page.elements["iframe"] == page.elements["img"] == 0
     assert "default-src 'none'" in rendered
 
 

@@ -1,0 +1,77 @@
+"""What the script of a page draws its curves from, against values written out here."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import accumulate
+from typing import Any
+
+from support.html_page import HOSTILE, Page
+
+from toolkit.pages.charts import Chart, Series, smoothed
+from toolkit.pages.curves import curve_data
+from toolkit.pages.page import TEMPLATES, script
+from toolkit.pages.run_page import RunSummary, render_report
+
+
+def data_of(series: list[Series], **changes: Any) -> dict[str, Any]:
+    settings = {"gaps": [], "x_range": (0, 100), **changes}
+    found: dict[str, Any] = json.loads(curve_data(Chart("loss", "Loss", series, **settings)))
+    return found
+
+
+def points(curve: dict[str, Any]) -> list[tuple[int, float | None]]:
+    return list(zip(accumulate(curve["steps"]), curve["values"], strict=True))
+
+
+def test_a_curve_has_its_own_steps_and_values_and_null_in_gaps() -> None:
+    found = data_of([Series("held out", [3, 5, 9], [1.234567, math.nan, 2e-7], "chart-2", "points")], gaps=[5])
+    (curve,) = found["curves"]
+    assert points(curve) == [(3, 1.2346), (5, None), (9, 2e-7)]
+    assert (curve["name"], curve["color"], curve["kind"], curve["level"]) == ("held out", "chart-2", "points", None)
+    assert (found["gaps"], found["x"], found["log"], found["zero"]) == ([5], [0, 100], False, True)
+
+
+def test_each_smoothing_is_of_the_raw_values() -> None:
+    """200 points: means over 2, 6 and 20 to each side, without a quarter at each end."""
+    ys = [float(number * number % 37) for number in range(200)]
+    found = data_of(smoothed(Series("loss", list(range(200)), ys, "chart-1")))
+    assert [curve["level"] for curve in found["curves"]] == [None, "middle", "light", "strong"]
+    assert dict(points(found["curves"][0])) == dict(enumerate(ys))
+    for curve, half in zip(found["curves"][1:], (6, 2, 20), strict=True):
+        assert curve["name"] == f"smoothed over {2 * half + 1}"
+        window = sorted(ys[100 - half : 100 + half + 1])
+        kept = window[len(window) // 4 : len(window) - len(window) // 4]
+        assert dict(points(curve))[100] == float(f"{sum(kept) / len(kept):.5g}")
+
+
+def test_a_long_run_has_as_many_points_as_are_drawn() -> None:
+    ys = [1.0 + number % 7 for number in range(20_000)]
+    found = data_of(smoothed(Series("loss", list(range(20_000)), ys, "chart-1")))
+    counts = {curve["level"]: len(curve["values"]) for curve in found["curves"]}
+    assert all(780 <= counts[level] <= 850 for level in (None, "middle", "light")), counts
+    assert 190 <= counts["strong"] <= 210
+
+
+def test_without_a_value_there_is_no_data() -> None:
+    assert curve_data(Chart("loss", "Loss", [Series("", [1], [math.nan], "chart-1")], [], (1, 1))) == ""
+
+
+def test_the_names_of_sources_are_data_and_nothing_else() -> None:
+    lines = [{"split": "eval", "step": step, "loss": 1.0, f"loss/{HOSTILE}": 2.0} for step in (0, 1)]
+    text = render_report(RunSummary("t", "", lines, {}, [], {}, {}, None))
+    page = Page(text)
+    assert HOSTILE not in text
+    assert page.elements["script"] == 1
+    titles = [json.loads(value)["title"] for _, name, value in page.attributes if name == "data-curves"]
+    assert f"Loss of {HOSTILE}" in titles
+
+
+def test_the_script_writes_text_alone_and_asks_nobody() -> None:
+    """What it shows comes from users: it must be set as text, never as HTML."""
+    text = script("curves.js")
+    for forbidden in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval", "Function(", "fetch", "//"):
+        assert forbidden not in text, forbidden
+    assert "</" not in text
+    assert (TEMPLATES / "curves.js").stat().st_size < 16_000

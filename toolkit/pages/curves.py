@@ -1,0 +1,58 @@
+"""Curves as data of their page: one script of ours draws them again, with values under the pointer, and nothing comes
+from outside. Without scripts the drawing that is there stays.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+from toolkit.pages.charts import MIDDLE, SMOOTHING, Chart, Series, chart_card, midmeans, thinned
+from toolkit.pages.page import ChartCard
+from toolkit.pages.svg import MARGINS_PX
+
+SCRIPT = "curves.js"
+"""Of every page that has such a card."""
+
+DIGITS = 5
+"""Of a value."""
+
+
+def curve_card(chart: Chart) -> ChartCard:
+    """The card of a chart, with the data for the script."""
+    return replace(chart_card(chart), data=curve_data(chart))
+
+
+def curve_data(chart: Chart) -> str:
+    """JSON that the script draws a chart from; empty where it has no value."""
+    if not chart.values():
+        return ""
+    curves = []
+    for series in chart.series:
+        curves.append(_curve(series, MIDDLE if series.raw else None))
+        if series.raw is not None:
+            curves += [_curve(midmeans(series.raw, level), level) for level in SMOOTHING if level != MIDDLE]
+    data = {
+        "title": chart.title,
+        "margins": MARGINS_PX,
+        "x": chart.x_range,
+        "zero": chart.from_zero,
+        "log": chart.is_logarithmic(),
+        "gaps": chart.gaps,
+        "levels": list(SMOOTHING),
+        "level": MIDDLE,
+        "curves": curves,
+    }
+    return json.dumps(data, separators=(",", ":"))
+
+
+def _curve(series: Series, level: str | None) -> dict[str, Any]:
+    """`steps` are the first step and the distances of the others; gaps are null."""
+    # A smooth one has no extremes to be kept, and few points already.
+    xs, ys = thinned(series.xs, series.ys) if series.raw is None else (series.xs, series.ys)
+    steps = [now - before for before, now in zip([0, *xs], xs, strict=False)]
+    values = [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in ys]
+    kind = {"name": series.name, "color": series.variable, "kind": series.kind, "level": level}
+    return {**kind, "steps": steps, "values": values}
