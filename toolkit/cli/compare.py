@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.cli.arguments import AsJson
 from toolkit.cli.console import print_table
+from toolkit.errors import BadInputError
 from toolkit.terminal import Terminal
+
+if TYPE_CHECKING:
+    from toolkit.pages.compared import ComparedRun
 
 
 def compare(
@@ -17,16 +23,24 @@ def compare(
         list[str],
         typer.Argument(metavar="RUN RUN ...", help="Folders of runs, or their stores (s3://bucket/runs/first)."),
     ],
+    to: Annotated[
+        Path | None,
+        typer.Option(help="Write a page with curves over each other to this new file (.html).", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show two or more runs beside each other: what came of each, and what differs in their recipes and versions.
 
     A run may be under way, unfinished, failed or damaged: what there is of it is shown, and what is missing is said.
     """
+    if to is not None:
+        _require_new(to)
     from toolkit.pages.compared import as_values, difference_table, problem_lines, result_table, setup_table
     from toolkit.run.beside import read_runs
 
     found = read_runs(runs)
+    if to is not None:
+        _write(to, found)
     if as_json:
         print(json.dumps(as_values(found), indent=2, default=str))
         return
@@ -40,3 +54,23 @@ def compare(
         print("\nThe recipes do not differ.")
     for line in problem_lines(found):
         Terminal().warn(line)
+    if to is not None:
+        print(f"\npage: {to}")
+
+
+def _require_new(to: Path) -> None:
+    """Raises BadInputError for a file that is there, or whose name a browser would not take for a page's."""
+    if to.suffix not in (".html", ".htm"):
+        raise BadInputError(f"--to: {str(to)!r} is no name of a page; end it in .html")
+    if to.exists():
+        raise BadInputError(f"--to: {str(to)!r} exists; name a new file, or delete it")
+
+
+def _write(to: Path, runs: Sequence[ComparedRun]) -> None:
+    from toolkit.pages.compare_page import write_comparison
+
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        write_comparison(to, runs)
+    except OSError as error:
+        raise BadInputError(f"--to: {str(to)!r} cannot be written: {error.strerror}; name another file") from error

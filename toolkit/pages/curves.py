@@ -33,7 +33,9 @@ def curve_data(chart: Chart) -> str:
     for series in chart.series:
         curves.append(_curve(series, MIDDLE if series.raw else None))
         if series.raw is not None:
-            curves += [_curve(midmeans(series.raw, level), level) for level in SMOOTHING if level != MIDDLE]
+            others = [(midmeans(series.raw, level), level) for level in SMOOTHING if level != MIDDLE]
+            # Where the raw curve has no name, the smooth one has that of both.
+            curves += [_curve(it if series.raw.name else replace(it, name=series.name), level) for it, level in others]
     data = {
         "title": chart.title,
         "margins": MARGINS_PX,

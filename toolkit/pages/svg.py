@@ -14,7 +14,19 @@ WIDE_PX, NARROW_PX, SMALL_PX = (860, 264), (360, 240), (400, 180)
 MARGINS_PX = (46, 12, 8, 36)
 """Left, right, top, bottom of the plotting area: fixed, so that the axes of all charts line up (CSS pixels)."""
 
-INK = {"#010101": "chart-1", "#020202": "chart-2", "#030303": "muted", "#040404": "grid", "#050505": "warn"}
+INK = {
+    "#010101": "chart-1",
+    "#020202": "chart-2",
+    "#060606": "chart-3",
+    "#070707": "chart-4",
+    "#080808": "chart-5",
+    "#090909": "chart-6",
+    "#0a0a0a": "chart-7",
+    "#0b0b0b": "chart-8",
+    "#030303": "muted",
+    "#040404": "grid",
+    "#050505": "warn",
+}
 """Stand-in colours given to matplotlib, each replaced by the CSS variable of that name in the SVG."""
 
 COLOR_OF = {variable: color for color, variable in INK.items()}

@@ -189,7 +189,7 @@
       rename(card, data, shown);
       /* Without smoothing the raw curve of a nameless pair takes the name of its smooth one. */
       if (bare) shown = shown.map((curve) => curve.name ? curve
-        : { ...curve, name: (data.curves.find((other) => other.level && other.color === curve.color) || curve).name });
+        : { ...curve, name: (data.curves[data.curves.indexOf(curve) + 1] || curve).name });
       for (const box of boxes) {
         const svg = box.parentNode.querySelector("svg");
         readout(svg, box, data, shown, draw(svg, data, shown, state));
