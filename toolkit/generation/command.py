@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -63,18 +64,14 @@ def _mode(options: Options) -> str:
 
 @contextmanager
 def load_for(options: Options) -> Iterator[Loaded]:
-    """The model that the options name, with its generators seeded; the process's own are put back at the end."""
+    """The model that the options name; libraries are quiet as long as it is in use."""
     with _quiet():
         loaded = load_model(options.source, options.dtype, options.device)
         from toolkit.data.stops import turn_ends
 
         if not options.raw and loaded.tokenizer.chat_template is not None and not turn_ends(loaded.tokenizer):
             _tell("the chat template closes no turn with a special token: answers may go on up to --max-new-tokens")
-        import torch
-
-        with torch.random.fork_rng(devices=[loaded.model.device] if loaded.model.device.type == "cuda" else []):
-            torch.manual_seed(options.seed or 0)
-            yield loaded
+        yield loaded
 
 
 def _answer_prompt(loaded: Loaded, options: Options, text: str, images: Sequence[Path]) -> None:
@@ -172,7 +169,8 @@ def _turns(
     except BadInputError as problem:
         _tell(f"{problem}; /reset forgets the conversation")
         return []
-    answer = stream(loaded, prompt, sampling, write)
+    # Each turn draws numbers of its own.
+    answer = stream(loaded, replace(prompt, row=len(messages)), sampling, write)
     write("\n")
     return [messages[-1], {"role": "assistant", "content": answer}]
 

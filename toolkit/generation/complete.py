@@ -53,11 +53,14 @@ class Prompt:
     Attributes:
         context: its last tokens, where the completion goes on in the same text.
         shown: makes what the model is given of the prompt's images, by the names of its arguments; None: it has none.
+        row, k: of its file, and of the row's completions, both from 0: with the seed they say what is drawn.
     """
 
     ids: list[int]
     context: list[int]
     shown: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    row: int = 0
+    k: int = 0
 
 
 def encode_prompt(
@@ -196,8 +199,7 @@ def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[
         batches.setdefault((_room(loaded, prompt, sampling), place), []).append(number)
     written: dict[int, Completion] = {}
     for (room, _), numbers in batches.items():
-        rows = [prompts[number].ids for number in numbers]
-        found = _generate(loaded, rows, room, sampling, shown=prompts[numbers[0]].shown)
+        found = _generate(loaded, [prompts[number] for number in numbers], room, sampling)
         for number, (ids, stopped) in zip(numbers, found, strict=True):
             text = _continuation(loaded.tokenizer, prompts[number].context, ids)
             written[number] = Completion(text, len(ids), stopped)
@@ -208,7 +210,7 @@ def stream(loaded: Loaded, prompt: Prompt, sampling: Sampling, write: Callable[[
     """The completion of one prompt, which `write` is given piece by piece as it comes."""
     pieces = _Pieces(loaded, prompt, write)
     room = _room(loaded, prompt, sampling)
-    ids, _ = _generate(loaded, [prompt.ids], room, sampling, pieces, prompt.shown)[0]
+    ids, _ = _generate(loaded, [prompt], room, sampling, pieces)[0]
     return _continuation(loaded.tokenizer, prompt.context, ids)
 
 
@@ -260,17 +262,20 @@ def _filled(loaded: Loaded, rows: list[list[int]], width: int) -> dict[str, Any]
 
 
 def _generate(
-    loaded: Loaded,
-    rows: list[list[int]],
-    room: int,
-    sampling: Sampling,
-    streamer: _Pieces | None = None,
-    shown: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    loaded: Loaded, prompts: list[Prompt], room: int, sampling: Sampling, streamer: _Pieces | None = None
 ) -> list[tuple[list[int], bool]]:
-    """At most `room` tokens for each row, up to the first that ends a text and without it, and whether there is one."""
+    """At most `room` tokens for each prompt, up to the first that ends a text and without it, and whether there is one.
+
+    A prompt with images is one of its own.
+    """
+    rows, shown = [prompt.ids for prompt in prompts], prompts[0].shown
     width = max(map(len, rows))
-    # top_k 0: transformers' default of 50 would cut the choice a second time.
-    drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    drawn: dict[str, Any] = {}
+    if sampling.temperature > 0:
+        from toolkit.generation.draws import drawing, seed_of
+
+        seeds = [seed_of(sampling.seed, prompt.row, prompt.k) for prompt in prompts]
+        drawn["logits_processor"] = drawing(sampling, seeds, loaded.model.device)
     with _told(loaded):
         found = loaded.model.generate(
             **_filled(loaded, rows, width),
@@ -279,7 +284,8 @@ def _generate(
             eos_token_id=sorted(loaded.stops) or None,
             streamer=streamer,
             synced_gpus=loaded.collective,
-            **(drawn if sampling.temperature > 0 else {"do_sample": False}),
+            do_sample=False,
+            **drawn,
         )
     # Rows that end early are filled up with padding.
     return [_until(row, loaded.stops) for row in found[:, 1 if loaded.encoder_decoder else width :].tolist()]
@@ -298,17 +304,13 @@ def _until(ids: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:
 
 @contextmanager
 def _told(loaded: Loaded) -> Iterator[None]:
-    """Says what can be done about a failure of generation."""
+    """Says what can be done about too little memory."""
     import torch
 
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ToolkitError(f"the GPU has too little memory; {loaded.if_too_large}") from error
-    except RuntimeError as error:
-        if "probability tensor" not in str(error):
-            raise
-        raise ToolkitError("the model's outputs are no finite numbers; try --dtype float32") from error
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

@@ -50,6 +50,11 @@ class Comparison:
         part = text if self.extract is None else _last_match(self.extract, text)
         return self._value(text if part is None else part)
 
+    def accepts(self, completion: str, answers: Iterable[str]) -> bool:
+        """Whether a completion equals one of the answers."""
+        found = self.of_completion(completion)
+        return found is not None and found in [self.of_answer(answer) for answer in answers]
+
     def _value(self, text: str) -> Any:
         if self.numeric:
             found = NUMBER.findall(text)
@@ -187,8 +192,7 @@ def evaluate(rows: list[PromptRow], completions: Iterable[Completion], compariso
     """Compares each row's completion with its answers; `completions` are in the order of the rows."""
     wrong, stopped, tokens = [], 0, 0
     for row, completion in zip(rows, completions, strict=True):
-        found = comparison.of_completion(completion.text)
-        if found is None or found not in [comparison.of_answer(answer) for answer in row.answers]:
+        if not comparison.accepts(completion.text, row.answers):
             wrong.append(Mismatch(row, completion.text))
         stopped += completion.stopped
         tokens += completion.num_tokens

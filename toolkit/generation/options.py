@@ -86,6 +86,7 @@ class Options:
             self.max_new_tokens,
             default.temperature if self.temperature is None else self.temperature,
             default.top_p if self.top_p is None else self.top_p,
+            default.seed if self.seed is None else self.seed,
         )
 
     def _given(self) -> set[str]:
@@ -140,11 +141,13 @@ class Sampling:
         max_new_tokens: most tokens of one completion; fewer where the model's positions end.
         temperature: 0: always the most likely token.
         top_p: drawn from the most likely tokens that together have this probability.
+        seed: of all that is drawn.
     """
 
     max_new_tokens: int = 256
     temperature: float = 0.7
     top_p: float = 0.95
+    seed: int = 0
 
 
 def _mode_problems(given: set[str]) -> Iterator[str]:

@@ -259,7 +259,8 @@ def _whole(text: str, what: str) -> str:
 
 def encode_rows(loaded: Loaded, rows: list[PromptRow], option: str, system: str | None, raw: bool) -> list[Prompt]:
     """The rows' tokens. Raises BadInputError that names the rows that the model cannot be given."""
-    return all_right(option, [(row.place, partial(_encoded, loaded, row, system, raw)) for row in rows])
+    prompts = all_right(option, [(row.place, partial(_encoded, loaded, row, system, raw)) for row in rows])
+    return [replace(prompt, row=number) for number, prompt in enumerate(prompts)]
 
 
 def _encoded(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> Prompt:
