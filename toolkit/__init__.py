@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolkit.checkpoint.consolidate import export_run as export
-    from toolkit.generation.api import evaluate, generate
+    from toolkit.generation.api import evaluate, generate, sample
     from toolkit.planning.table import plan
     from toolkit.recipe.recipe import Recipe
     from toolkit.run.outcome import FinetuneResult
@@ -36,6 +36,7 @@ _HOMES = {
     "finetune": "toolkit.run.run",
     "generate": "toolkit.generation.api",
     "plan": "toolkit.planning.table",
+    "sample": "toolkit.generation.api",
     "sharding_kwargs": "toolkit.sharding.plugin",
 }
 """Name -> its module, and its name there where that is another."""
@@ -51,6 +52,7 @@ __all__ = [
     "finetune",
     "generate",
     "plan",
+    "sample",
     "sharding_kwargs",
 ]
 

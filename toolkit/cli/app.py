@@ -24,6 +24,7 @@ from toolkit.cli.init import init
 from toolkit.cli.plan import plan
 from toolkit.cli.recipes import recipes_app
 from toolkit.cli.reproduce import reproduce
+from toolkit.cli.sample import sample
 from toolkit.cli.status import status
 from toolkit.cli.train import train
 from toolkit.cli.validate import validate
@@ -40,6 +41,7 @@ for command in (
     validate,
     verify,
     generate,
+    sample,
     checkpoints,
     export,
     reproduce,

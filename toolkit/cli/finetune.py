@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 from toolkit.cli.arguments import DEFAULT_RECIPE, split_arguments
 from toolkit.cli.console import prepare_process, print_error, print_failure, print_interrupt
@@ -23,7 +24,8 @@ def finetune_command(arguments: list[str]) -> int:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     prepare_process()
     options = _parser().parse_intermixed_args(arguments)
-    try:
+
+    def run() -> None:
         recipe = Recipe.load(*split_arguments(options.arguments, options.recipe))
         settle_hub(recipe)
         _print_started()
@@ -33,6 +35,14 @@ def finetune_command(arguments: list[str]) -> int:
             rehearse(recipe)
         else:
             finetune(recipe)
+
+    return as_rank(run)
+
+
+def as_rank(action: Callable[[], object]) -> int:
+    """Does what a rank is there for; returns the exit code, or ends the rank where it fails alone."""
+    try:
+        action()
     except RankError as error:
         return _leave(print_error(error))
     except ToolkitError as error:

@@ -156,19 +156,22 @@ def _losses(records: list[dict[str, Any]], split: str) -> list[float]:
 
 
 def launcher_options(
-    recipe: Recipe, gpus: int | None, cpu: int | None, strategy: str | None, config: str | None
+    recipe: Recipe | None, gpus: int | None, cpu: int | None, strategy: str | None, config: str | None
 ) -> list[str]:
     """Options of `accelerate launch`: config file, number of processes, strategy.
+
+    Args:
+        recipe: what is trained; None: nothing is.
 
     Raises BadInputError where they contradict each other or this machine has too few GPUs.
     """
     if gpus is not None and cpu is not None:
         raise BadInputError("--gpus and --cpu exclude each other; leave one of them out")
     if gpus is None and cpu is None and config is None:
-        gpus = _count_gpus() or None
+        gpus = count_gpus() or None
         if gpus is None:
             raise BadInputError(f"{_why_no_gpu()}; --cpu 2 trains on the CPU with two processes")
-    elif gpus is not None and (found := _count_gpus()) < gpus:
+    elif gpus is not None and (found := count_gpus()) < gpus:
         raise BadInputError(f"--gpus {gpus}: this machine has {found}; --cpu {gpus} runs the same ranks on the CPU")
     path = find_config(config or (DEFAULT_CPU_CONFIG if cpu is not None else DEFAULT_GPU_CONFIG))
     machines = _checked(path).get("num_machines", 1)
@@ -181,7 +184,7 @@ def launcher_options(
     processes = cpu if cpu is not None else gpus
     if processes is not None:
         options += ["--num_processes", str(processes)]
-    word = strategy or (recipe.sharding.strategy if config is None else None)
+    word = strategy or (recipe.sharding.strategy if recipe is not None and config is None else None)
     if word is not None:
         from toolkit.sharding.strategy import parse_strategy
 
@@ -211,7 +214,7 @@ def _why_no_gpu() -> str:
     return f"the toolkit does not run on this machine's accelerator ({unused})"
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()

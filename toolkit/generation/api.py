@@ -1,4 +1,4 @@
-"""What `toolkit generate` does, as functions."""
+"""What `toolkit generate` and `toolkit sample` do, as functions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from toolkit.generation.complete import Message
 from toolkit.generation.evaluation import Evaluation
 from toolkit.generation.options import Options
 from toolkit.generation.rows import completions, encode_rows, read_rows, row_of
+from toolkit.generation.sample_options import SampleOptions
+from toolkit.generation.sampled_rows import Sampled
+from toolkit.generation.sampling import sample as sampled
 
 
 @overload
@@ -56,3 +59,21 @@ def evaluate(source: str | Path, file: str | Path, **options: object) -> Evaluat
     rows = read_rows(Path(file), "--eval", with_answers=True)
     with load_for(chosen) as loaded:
         return evaluated(loaded, chosen, rows)
+
+
+def sample(source: str | Path, prompts: str | Path, to: str | Path, **options: object) -> Sampled:
+    """Writes several completions of each prompt of a file, scores them, and makes rows to train on of them.
+
+    On ranks that a launcher has started and that have met, each writes a share.
+
+    Args:
+        source: as `generate` takes it.
+        prompts: rows with a prompt and an `answer`; with `reward` none is needed.
+        to: folder of the files; what an earlier call has left there is gone on with.
+        options: `samples`, `reward`, `strict`, `extract`, `numeric`, `structured`, `raw`, `system`, `max_new_tokens`,
+            `temperature`, `top_p`, `seed`, `batch_size`, `dtype`, `device`, as the command's options of these names.
+
+    Raises:
+        BadInputError: a model, a file or an option that cannot be used, or a folder that was begun with others.
+    """
+    return sampled(SampleOptions(str(source), Path(prompts), Path(to), **options))  # type: ignore[arg-type]

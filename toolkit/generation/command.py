@@ -65,7 +65,7 @@ def _mode(options: Options) -> str:
 @contextmanager
 def load_for(options: Options) -> Iterator[Loaded]:
     """The model that the options name; libraries are quiet as long as it is in use."""
-    with _quiet():
+    with quiet():
         loaded = load_model(options.source, options.dtype, options.device)
         from toolkit.data.stops import turn_ends
 
@@ -226,7 +226,7 @@ def _lines_to(output: Path | None, source: Path | None) -> Iterator[Callable[[st
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps bars and warnings of the libraries from the terminal."""
     from transformers.utils import logging
 

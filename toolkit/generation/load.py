@@ -115,7 +115,7 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
         device = "cuda" if torch.cuda.is_available() else "cpu"
     base = _adapter_base(place) if place.is_adapter else place
     model = _whole_model(base, dtype, _quantisation(place, base) if place.is_adapter else None)
-    tokenizer = _tokenizer(place, base)
+    tokenizer = tokenizer_of(place, base)
     stops = stop_tokens(model, tokenizer)
     model.generation_config = GenerationConfig(**_beginning(model))  # the options say all else
     if place.is_adapter:
@@ -200,7 +200,7 @@ def _require_generative(config: Any, place: Place) -> None:
         raise BadInputError(f"{place.name!r} classifies texts ({architecture}) and generates none; name another model")
 
 
-def _tokenizer(place: Place, base: Place) -> PreTrainedTokenizerBase:
+def tokenizer_of(place: Place, base: Place) -> PreTrainedTokenizerBase:
     """The adapter's own where it has one. Raises BadInputError."""
     own = any((Path(place.name) / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
     chosen = place if own or not place.is_adapter else base

@@ -38,7 +38,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return 3
 
     monkeypatch.setattr(launcher, "run_launcher", note)
-    monkeypatch.setattr(train, "_count_gpus", lambda: 2)
+    monkeypatch.setattr(train, "count_gpus", lambda: 2)
     monkeypatch.setenv(train.ON_CPU, "")
     monkeypatch.chdir(ROOT)
     return found
@@ -106,7 +106,7 @@ def test_bad_input_starts_no_rank(arguments: list[str], message: str, launched: 
 
 
 def test_no_gpu_needs_a_word(launched: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_count_gpus", lambda: 0)
+    monkeypatch.setattr(train, "count_gpus", lambda: 0)
     assert "--cpu 2 trains on the CPU" in str(run("sft").exception)
 
 

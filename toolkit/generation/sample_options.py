@@ -1,0 +1,93 @@
+"""Options of `toolkit sample`, checked together before a library is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.errors import BadInputError
+from toolkit.generation.evaluation import COMPARES
+from toolkit.generation.options import Options
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """The command's options; None: not given.
+
+    Attributes:
+        prompts: file of prompts; with answers, unless a reward model scores.
+        to: folder of what is written.
+        samples: completions of each prompt.
+        reward: folder of a reward model's run or export; None: completions are compared with the rows' answers.
+
+    Raises:
+        BadInputError: where they contradict each other or one is out of range; all problems together.
+    """
+
+    source: str
+    prompts: Path
+    to: Path
+    samples: int = 8
+    reward: str | None = None
+    raw: bool = False
+    system: str | None = None
+    strict: bool = False
+    extract: str | None = None
+    numeric: bool = False
+    structured: bool = False
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    batch_size: int = 8
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        for use in ("writing", "comparing"):
+            try:
+                getattr(self, use)
+            except BadInputError as problem:
+                problems += [line for line in str(problem).splitlines() if line not in problems]
+        if problems:
+            raise BadInputError("\n".join(problems))
+
+    @property
+    def writing(self) -> Options:
+        """How completions are written: as `toolkit generate --file` does it."""
+        return Options(
+            self.source,
+            file=self.prompts,
+            raw=self.raw,
+            system=self.system,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @property
+    def comparing(self) -> Options:
+        """How they are compared with answers: as `toolkit generate --eval` does it."""
+        return Options(
+            self.source,
+            evaluation=self.prompts,
+            **{name: getattr(self, name) for name in (*COMPARES, "max_new_tokens")},
+        )
+
+    def _problems(self) -> Iterator[str]:
+        if self.samples < 1:
+            yield f"--samples: {self.samples} is too small; allowed: 1 or more"
+        if self.temperature == 0 and self.samples > 1:
+            yield (
+                f"--temperature 0 and --samples {self.samples} contradict each other: always the most likely token "
+                "makes all samples alike; raise the temperature, or set --samples 1"
+            )
+        for name in COMPARES if self.reward is not None else ():
+            if getattr(self, name):
+                yield f"--{name} and --reward contradict each other: the reward model scores; leave --{name} out"

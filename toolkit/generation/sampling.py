@@ -1,0 +1,126 @@
+"""What `toolkit sample` does: several completions of each prompt, their scores, and rows to train on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from rich.progress import track
+
+from toolkit import ranks
+from toolkit.errors import BadInputError
+from toolkit.generation.command import load_for
+from toolkit.generation.evaluation import comparison_of
+from toolkit.generation.reward import find_reward_model, reward_model
+from toolkit.generation.rows import PromptRow, completions, encode_rows, read_rows
+from toolkit.generation.sample_options import SampleOptions
+from toolkit.generation.sampled_rows import Asked, Sampled, write_rows
+from toolkit.generation.samples import Sample, append, begin, rows_at_a_time, start_file, write
+from toolkit.terminal import Terminal
+
+T = TypeVar("T")
+
+
+def read_prompts(options: SampleOptions) -> list[PromptRow]:
+    """The rows that are asked, with the answers that are right if completions are compared with them.
+
+    Raises:
+        BadInputError: the file cannot be read, or rows of it cannot be used.
+    """
+    rows = read_rows(options.prompts, "PROMPTS", with_answers=options.reward is None)
+    for row in rows:
+        what = "images" if row.images else "choices" if row.choices else None
+        if what is not None:
+            raise BadInputError(f"PROMPTS: {row.place} has {what}, which is not built yet; leave such rows out")
+    if options.reward is None:
+        comparison_of(rows, options.comparing)
+    else:
+        find_reward_model(options.reward)
+    return rows
+
+
+def sample(options: SampleOptions) -> Sampled:
+    """Samples, scores, and writes the files; goes on where an earlier call ended. Collective.
+
+    Raises:
+        BadInputError: a model, a prompt, a folder or an option that cannot be used.
+        ToolkitError: where the model fails.
+    """
+    rows = ranks.on_first_rank(lambda: read_prompts(options))
+    found, chat_template = ranks.on_first_rank(lambda: begin(options, rows))
+    if len(found) < len(rows) * options.samples:
+        found, chat_template = _go_on(options, rows, found)
+    assert chat_template is not None
+    asked = Asked(chat_template, options.system)
+    scored = _scored(options, rows, found, asked)
+
+    def files() -> Sampled:
+        write(options.to, scored)
+        return write_rows(options.to, rows, scored, asked, options.reward is not None)
+
+    return ranks.on_first_rank(files)
+
+
+def _go_on(options: SampleOptions, rows: list[PromptRow], found: list[Sample]) -> tuple[list[Sample], bool]:
+    """All samples, and whether a chat template writes the prompts; each rank writes a share of those that lack."""
+    with load_for(options.writing) as loaded:
+        prompts = encode_rows(loaded, rows, "PROMPTS", options.system, options.raw)
+        chat_template = not options.raw and loaded.tokenizer.chat_template is not None
+        if not found:
+            ranks.on_first_rank(lambda: start_file(options, chat_template))
+        size, sampling = rows_at_a_time(options), options.writing.sampling
+        first = len(found) // options.samples
+
+        def written(start: int) -> list[Sample]:
+            wanted = [replace(p, k=k) for p in prompts[start : start + size] for k in range(options.samples)]
+            texts = completions(loaded, wanted, sampling, options.batch_size)
+            return [
+                Sample(p.row, p.k, rows[p.row].given, text.text, text.num_tokens, text.stopped)
+                for p, text in zip(wanted, texts, strict=True)
+            ]
+
+        for done in in_rounds(range(first, len(rows), size), written, "sampling"):
+            ranks.on_first_rank(lambda done=done: append(options.to, done))  # type: ignore[misc]
+            found += done
+    return found, chat_template
+
+
+def _scored(options: SampleOptions, rows: list[PromptRow], found: list[Sample], asked: Asked) -> list[Sample]:
+    """The samples with their scores. Collective."""
+    if options.reward is not None:
+        return _rewarded(options, options.reward, rows, found, asked)
+    comparison = comparison_of(rows, options.comparing)
+    return [
+        replace(sample, score=float(comparison.accepts(sample.completion, rows[sample.row].answers)))
+        for sample in found
+    ]
+
+
+def _rewarded(
+    options: SampleOptions, reward: str, rows: list[PromptRow], found: list[Sample], asked: Asked
+) -> list[Sample]:
+    """The samples with their rewards, which each rank finds for a share of them. Collective."""
+    # An empty completion is none that a reward model knows.
+    size, texts = options.batch_size, [sample for sample in found if not sample.is_empty]
+    with reward_model(reward, options.dtype, options.device) as judge:
+
+        def scores(start: int) -> list[float]:
+            batch = texts[start : start + size]
+            read = [asked.row(rows[sample.row], completion=sample.completion) for sample in batch]
+            return judge.rewards(judge.encode(read), size)
+
+        each = (score for done in in_rounds(range(0, len(texts), size), scores, "scoring") for score in done)
+        return [replace(sample, score=None if sample.is_empty else next(each)) for sample in found]
+
+
+def in_rounds(items: Sequence[int], work: Callable[[int], list[T]], what: str) -> Iterator[list[T]]:
+    """What `work` makes of the next items, one for each rank, on every rank and in the items' order. Collective."""
+    size = ranks.world_size()
+    rounds = range(0, len(items), size)
+    hidden = ranks.rank() > 0 or not sys.stderr.isatty()
+    for start in track(rounds, what, console=Terminal(soft_wrap=False), transient=True, disable=hidden):
+        own = start + ranks.rank()
+        of_ranks = ranks.on_every_rank(lambda own=own: work(items[own]) if own < len(items) else [], what)  # type: ignore[misc]
+        yield [each for of_rank in of_ranks for each in of_rank]
