@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--learned", type=int, default=500, help="rows that the model learns at first")
     parser.add_argument("--asked", type=int, default=600, help="requests that each round samples calls for")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=70, help="of the first training")
+    parser.add_argument("--steps", type=int, default=250, help="of the first training")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     lines = (DATA / "requests.jsonl").read_text().splitlines(keepends=True)
