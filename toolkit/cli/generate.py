@@ -9,6 +9,9 @@ import typer
 
 from toolkit.cli.arguments import parse_dtype
 
+Source = Annotated[
+    str, typer.Argument(help="Folder of a run, of an export or of an adapter, or a hub name.", show_default=False)
+]
 Prompt = Annotated[str | None, typer.Option(help="Continue this text.", show_default=False)]
 Image = Annotated[
     list[Path] | None,
@@ -34,6 +37,7 @@ Extract = Annotated[
         show_default=False,
     ),
 ]
+System = Annotated[str | None, typer.Option(help="System prompt for messages that have none.", show_default=False)]
 Numeric = Annotated[bool, typer.Option("--numeric", help="With --eval: compare the last number, as a number.")]
 Structured = Annotated[
     bool,
@@ -51,9 +55,7 @@ Dtype = Annotated[
 
 
 def generate(
-    source: Annotated[
-        str, typer.Argument(help="Folder of a run, of an export or of an adapter, or a hub name.", show_default=False)
-    ],
+    source: Source,
     prompt: Prompt = None,
     chat: Annotated[bool, typer.Option("--chat", help="Hold a conversation; /reset clears it, /quit ends.")] = False,
     image: Image = None,
@@ -61,9 +63,7 @@ def generate(
     evaluation: Evaluation = None,
     output: Output = None,
     raw: Annotated[bool, typer.Option("--raw", help="Take prompts as plain text, without the chat template.")] = False,
-    system: Annotated[
-        str | None, typer.Option(help="System prompt for messages that have none.", show_default=False)
-    ] = None,
+    system: System = None,
     strict: Annotated[bool, typer.Option("--strict", help="With --eval: compare case and whitespace, too.")] = False,
     extract: Extract = None,
     numeric: Numeric = False,

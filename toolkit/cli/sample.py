@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.arguments import AsJson, CpuOption, GpusOption, parse_dtype
-from toolkit.cli.generate import Dtype
+from toolkit.cli.generate import Dtype, Source, System, TopP
 
 Samples = Annotated[int, typer.Option("--samples", "-n", help="Write this many completions of each prompt.")]
 Reward = Annotated[
@@ -32,9 +32,7 @@ Structured = Annotated[
 
 
 def sample(
-    source: Annotated[
-        str, typer.Argument(help="Folder of a run, of an export or of an adapter, or a hub name.", show_default=False)
-    ],
+    source: Source,
     prompts: Annotated[Path, typer.Argument(help="A .txt or .jsonl file of prompts.", show_default=False)],
     to: Annotated[Path, typer.Option(help="Write into this folder, or go on where it stopped.", show_default=False)],
     samples: Samples = 8,
@@ -44,17 +42,10 @@ def sample(
     numeric: Annotated[bool, typer.Option("--numeric", help="Compare the last number, as a number.")] = False,
     structured: Structured = False,
     raw: Annotated[bool, typer.Option("--raw", help="Take prompts as plain text, without the chat template.")] = False,
-    system: Annotated[
-        str | None, typer.Option(help="System prompt for messages that have none.", show_default=False)
-    ] = None,
+    system: System = None,
     max_new_tokens: Annotated[int, typer.Option(help="Stop each completion after this many tokens.")] = 256,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature.", show_default="0.7")] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Sample from the most likely tokens that together have this probability.", show_default="0.95"
-        ),
-    ] = None,
+    top_p: TopP = None,
     seed: Annotated[int | None, typer.Option(help="Sampling seed.", show_default="0")] = None,
     batch_size: Annotated[int, typer.Option(help="Write this many completions at a time.")] = 8,
     dtype: Dtype = "auto",
