@@ -38,9 +38,14 @@ def peft_loop(
     Args:
         settings: arguments of `LoraConfig`.
     """
+    return loop_of(adapted(base, settings), tokenizer_folder, num_steps, eps)
+
+
+def loop_of(model: Any, tokenizer_folder: Path, num_steps: int, eps: float = 1e-8) -> dict[str, Any]:
+    """As `peft_loop`, of a model that has its adapters."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    model = adapted(base, settings).train()
+    model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         [

@@ -83,6 +83,7 @@ class Manifest:
         base: fingerprint of the files of the base, if training goes on to need it: its weights are frozen, or it is
             the reference. None if not, and in checkpoints of before there was a reference here.
         teacher: fingerprint of the files of the model that is learned from; None if there is none.
+        adapter: fingerprint of the adapter that training began with (`adapter.start_from`); None if it was new.
         non_finite: what is not finite in it, in words; None: its weights are, and so was its step.
         loads: of experts, since the last record of them: over how many steps, and their sums; None: there are none.
         tensors: name -> [type, shape of the whole].
@@ -105,6 +106,7 @@ class Manifest:
     content: str | None = None
     base: str | None = None
     teacher: str | None = None
+    adapter: str | None = None
     non_finite: str | None = None
     loads: tuple[int, list[list[float]]] | None = None
     merit: float | None = None

@@ -26,6 +26,7 @@ from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
 from toolkit.errors import BadInputError, StoppedError, ToolkitError, first_line
 from toolkit.model.adapters import base_fingerprint
+from toolkit.model.weights import fit_of
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.training.durable_writes import PATIENCE_SECONDS
 from toolkit.training.early_stopping import merit_of
@@ -148,6 +149,7 @@ class RunCheckpoints(Extension):
             content=self._identity.content,
             base=base_fingerprint(self._model),
             teacher=self._identity.teacher,
+            adapter=fit_of(self._model).adapter,
             stream=trainer.windows.state_at(samples),
             trainer=asdict(trainer.counters),
             scaler=scaler.state_dict() if scaler is not None else None,

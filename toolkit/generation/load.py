@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.paths import BASE_FILE, fingerprint_of, require_folder
+from toolkit.recipe.adapter_file import read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -237,21 +238,7 @@ def _adapter_base(place: Place) -> Place:
 
 
 def _adapter_config(place: Place) -> dict[str, Any]:
-    folder = Path(place.name)
-    if not (folder / "adapter_model.safetensors").is_file():
-        pickled = (
-            " (adapter_model.bin is a pickle, which can run code)" if (folder / "adapter_model.bin").is_file() else ""
-        )
-        raise BadInputError(
-            f"{place.name!r}: adapter_config.json without adapter_model.safetensors{pickled}; save it again"
-        )
-    try:
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadInputError(f"{place.name!r}: adapter_config.json is not JSON: {first_line(error)}") from error
-    if not isinstance(config, dict):
-        raise BadInputError(f"{place.name!r}: adapter_config.json is no object; save the adapter again")
-    return config
+    return read_config(Path(place.name), repr(place.name))
 
 
 def _cached(name: str, revision: str | None, place: Place) -> str:

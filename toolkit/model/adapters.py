@@ -25,6 +25,7 @@ from toolkit.model.adapter_names import NAME, PREFIX, names_in_file
 from toolkit.model.expert_adapters import as_peft_has_them, hold_by_expert
 from toolkit.model.parts import untrained_modules
 from toolkit.model.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
+from toolkit.model.started_adapter import StartedAdapter, started_of
 from toolkit.model.targets import (
     Targets,
     classifier_of,
@@ -48,6 +49,11 @@ def has_adapter(model: nn.Module) -> bool:
     # after which Accelerate starts no ranks from a notebook.
     imported = sys.modules.get("peft")
     return imported is not None and isinstance(model, imported.PeftModel)
+
+
+def has_new_adapter(model: nn.Module) -> bool:
+    """Whether the model with its adapters switched off is the one before its first step."""
+    return has_adapter(model) and started_of(model) is None
 
 
 def base_of(model: Any) -> Any:
@@ -104,8 +110,13 @@ def add_adapter(
 
 
 def _excluded(model: PreTrainedModel, section: AdapterSection) -> list[str] | None:
-    """What no adapter is put on, whatever the targets: with names of layers, the parts that text rows do not reach."""
-    return left_out_of_all_linear(model) if section.target_modules == "all-linear" else untrained_modules(model) or None
+    """What no adapter is put on, whatever the targets: with names of layers, the parts that text rows do not reach.
+
+    Of an adapter that is gone on from, the names may be what peft has made of `all-linear`.
+    """
+    if section.target_modules == "all-linear" or section.start_from is not None:
+        return left_out_of_all_linear(model)
+    return untrained_modules(model) or None
 
 
 def quantise(model: PreTrainedModel, section: AdapterSection | None) -> bool:
@@ -234,7 +245,7 @@ def _matrices(model: peft.PeftModel) -> Iterator[tuple[str, int]]:
 
 
 class AdapterWeights:
-    """Where an adapted model's parameters come from: the base's from its own source, the adapters' from the seed.
+    """Where an adapted model's parameters come from: the base's from its own source, new adapters' from the seed.
 
     A is uniform in +-1 / sqrt(inputs) (kaiming, as peft has it) and B is zero, so that the first forward is
     the base's; each from a generator seeded by its name, so that every rank finds the same rows. DoRA's
@@ -243,16 +254,20 @@ class AdapterWeights:
     Args:
         base: what the model's own parameters are read from.
         model: with its adapters.
+        started: the adapter that is gone on from, whose file has all that is trained; None: the adapters are new.
     """
 
-    def __init__(self, base: Any, model: nn.Module, seed: int) -> None:
+    def __init__(self, base: Any, model: nn.Module, seed: int, started: StartedAdapter | None = None) -> None:
         self._base = base
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._modules = dict(model.named_modules())
         self._seed = seed
+        self._started = started
 
     def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
         """See `toolkit.model.weights.Weights`."""
+        if self._started is not None and name in self._started:
+            return self._started.read(name, like, rows)
         # Of embeddings peft makes A zero and draws B, the other way round than elsewhere.
         if ".lora_B." in name or ".lora_embedding_A." in name:
             return torch.zeros(like.shape)[rows]

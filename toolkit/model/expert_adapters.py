@@ -49,6 +49,11 @@ def hold_by_expert(model: nn.Module, adapter: str) -> None:
             layer.fan_in_fan_out = getattr(layer.get_base_layer(), "is_transposed", False)
 
 
+def by_experts(saved: torch.Tensor, rank: int) -> torch.Tensor:
+    """B of stacked experts as peft saves it, (outputs, rank x experts), as (experts x outputs, rank)."""
+    return saved.reshape(saved.shape[0], rank, -1).permute(2, 0, 1).reshape(-1, rank)
+
+
 def peft_name(name: str) -> str:
     """What peft calls a parameter."""
     return f"{name.removesuffix(LEAF)}weight" if name.endswith(f".{LEAF}") else name

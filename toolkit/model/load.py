@@ -37,6 +37,7 @@ from toolkit.model.padding_rows import require_lasting_rows
 from toolkit.model.parts import LANGUAGE, WHOLE, freeze_untrained, sees, train_parts, writer_class
 from toolkit.model.possible import require_possible
 from toolkit.model.quantised import QuantisedWeights
+from toolkit.model.started_adapter import go_on
 from toolkit.model.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
 from toolkit.model.targets import classifier_of, is_classifier
 from toolkit.model.values import Values
@@ -133,8 +134,12 @@ def load(
         fit.folder = _folder(model.tokenizer, None, CARRIED)
     if adapter is not None and adapter.kind == "lora":
         built = add_adapter(built, adapter, model.name_or_path, model.revision)
-        weights = AdapterWeights(weights, built, seed)
         fit.fingerprint = fingerprint(model)
+        started = go_on(built, adapter)
+        if started is not None:
+            started.require_usable(model, fit.fingerprint)
+            fit.adapter = started.fingerprint()
+        weights = AdapterWeights(weights, built, seed, started)
     built.fit = fit
 
     def materialize_weights(keep_master: KeepsMasters | None = None) -> None:
@@ -177,7 +182,8 @@ def load_without_weights(
     else:
         quantise(built, adapter)
     if adapter is not None and adapter.kind == "lora":
-        return add_adapter(built, adapter, model.name_or_path, model.revision)
+        built = add_adapter(built, adapter, model.name_or_path, model.revision)
+        go_on(built, adapter)
     return built
 
 

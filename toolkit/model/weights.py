@@ -41,6 +41,7 @@ class Fit:
         zero: names of matrices that hold nothing but zeros; on every rank.
         fingerprint: of the files of a base that adapters are trained on; see `fingerprint_of`.
         origin: fingerprint of the files that training began with; None: there are none.
+        adapter: fingerprint of the adapter that training goes on from; None: there is none.
         stored: names of the tensors in its files; None: there are none.
         folder: where its files are, or without any those of its processor; None: there are none.
     """
@@ -48,6 +49,7 @@ class Fit:
     all_drawn: bool = False
     fingerprint: str | None = None
     origin: str | None = None
+    adapter: str | None = None
     stored: frozenset[str] | None = None
     folder: Path | None = None
     drawn: list[str] = field(default_factory=list)

@@ -11,7 +11,7 @@ from torch import nn
 from toolkit.data.cut import counts_here
 from toolkit.data.documents_apart import documents_apart
 from toolkit.data.samples import IGNORED, Batch
-from toolkit.model.adapters import adapters_off, has_adapter
+from toolkit.model.adapters import adapters_off, has_new_adapter
 from toolkit.model.fake_tensors import has_values
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
@@ -63,7 +63,7 @@ class Kto(Objective):
         self.apart = apart
         # One row at a time is packed, too: a prompt with another completion may share its sample.
         self._causal = CausalLM(model, packed=not apart)
-        self._adapted = model if has_adapter(model) else None
+        self._adapted = model if has_new_adapter(model) else None
 
     @classmethod
     def build(cls, of: Ingredients) -> Objective:

@@ -13,7 +13,7 @@ from torch import nn
 from toolkit.data.cut import counts_here
 from toolkit.data.documents_apart import documents_apart
 from toolkit.data.samples import IGNORED, Batch
-from toolkit.model.adapters import adapters_off, has_adapter
+from toolkit.model.adapters import adapters_off, has_new_adapter
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
 from toolkit.objectives.preference_losses import LOSSES, Loss, Pairs
@@ -39,7 +39,7 @@ class Preference(Objective):
         self._settings = settings
         self.apart = apart
         self._causal = CausalLM(model, packed=not apart)
-        self._adapted = model if has_adapter(model) else None
+        self._adapted = model if has_new_adapter(model) else None
 
     @classmethod
     def build(cls, of: Ingredients) -> Objective:

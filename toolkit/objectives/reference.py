@@ -1,5 +1,5 @@
-"""Log-probabilities of the model before its first step, computed once and kept; for preferences and KTO, without
-adapters."""
+"""Log-probabilities of the model before its first step, computed once and kept; for preferences and KTO, but with new
+adapters, which are switched off instead."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from toolkit.data.cut import WHOLE, Part
 from toolkit.data.samples import JudgedSamples, PairSamples
 from toolkit.model.adapters import base_of
 from toolkit.model.load import fingerprint
+from toolkit.model.weights import fit_of
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
 
@@ -122,5 +123,8 @@ def identity_of(recipe: Recipe, model: nn.Module, mixed_precision: str, data: st
         model: without what wraps it.
     """
     told = base_of(model).config.to_json_string(use_diff=False)
-    section = recipe.model
-    return [section.model_dump(), fingerprint(section), told, mixed_precision, data, recipe.training.seed, split]
+    section, start = recipe.model, fit_of(model).adapter
+    # Only if there is one: what has been computed for full models stays known.
+    of_adapter = [] if start is None else [start, recipe.adapter.model_dump(exclude={"start_from", "dropout"})]
+    decided = [section.model_dump(), fingerprint(section), told, mixed_precision, data, recipe.training.seed, split]
+    return [*decided, *of_adapter]

@@ -154,6 +154,7 @@ def recipe_for_readers(recipe: Recipe) -> str:
     for section, key in (
         ("model", "name_or_path"),
         ("model", "tokenizer"),
+        ("adapter", "start_from"),
         ("objective", "teacher"),
         ("data", "cache_dir"),
         ("data", "image_root"),

@@ -112,14 +112,15 @@ def anchor_paths(values: dict[str, Any], folder: Path) -> None:
     for section, keys in (
         ("data", ("train", "validation")),
         ("model", ("name_or_path", "tokenizer")),
+        ("adapter", ("start_from",)),
         ("objective", ("teacher",)),
         ("answers", ("file",)),
     ):
         fields = values.get(section)
         if not isinstance(fields, dict):
             continue
-        for key in keys:
-            source = fields.get(key)
+        for key in fields.keys() & set(keys):  # not others: to mention one may be an error
+            source = fields[key]
             if isinstance(source, list):
                 fields[key] = [_anchored_source(item, folder) for item in source]
             else:

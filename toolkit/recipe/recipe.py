@@ -16,6 +16,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from toolkit.errors import RecipeError, counted
 from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.adapter_file import CONFIG, settled
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.features import Settings
 from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, drop_gone, find_recipe, read_yaml, replace_rivals
@@ -122,6 +123,11 @@ class Recipe(Section):
                 "model.add_tokens: an adapter fits the embeddings of its base, which have no rows for them; "
                 "set export.merge=true, and adapter.modules_to_save to the embeddings and the head"
             )
+        if self.adapter.start_from is not None and self.model.config is not None:
+            raise contradiction(
+                "adapter.start_from needs the base that the adapter was trained on; set model.name_or_path instead of "
+                "model.config"
+            )
         exports_adapter = self.adapter.kind != "none" and self.export.enabled and not self.export.merge
         if exports_adapter and self.model.config is not None:
             raise contradiction(
@@ -172,9 +178,12 @@ class Recipe(Section):
         anchor_paths(values, folder)
         problems = apply_overrides(values, overrides, origins)
         notes = replace_rivals(values, origins)
+        given = set(values.get("adapter") or {})
         recipe = cls._checked(values, origin, problems)
         if recipe.sharding.accumulate == "by_block" and values["sharding"].get("activation_checkpointing") != 1:
             origins["sharding.activation_checkpointing"] = "implied by sharding.accumulate"
+        by_file = set(values.get("adapter") or {}) - given
+        origins.update({f"adapter.{key}": f"{recipe.adapter.start_from}/{CONFIG}" for key in by_file})
         recipe._origins.update(origins)
         recipe._notes.extend(notes)
         return recipe
@@ -186,6 +195,10 @@ class Recipe(Section):
 
     @classmethod
     def _checked(cls, values: dict[str, Any], origin: str, problems: list[str]) -> Recipe:
+        """Fills in what the adapter that the run goes on from decides."""
+        if isinstance(values.get("adapter"), Mapping):
+            values["adapter"], contradictions = settled(values["adapter"])
+            problems = problems + contradictions
         try:
             recipe = cls.model_validate(values)
         except ValidationError as error:

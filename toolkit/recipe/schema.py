@@ -330,6 +330,13 @@ class AdapterSection(Section):
         "none",
         description="Choose what to train. none: every parameter of the model. lora: low-rank adapters, through peft.",
     )
+    start_from: str | None = Field(
+        None,
+        min_length=1,
+        description="Go on from the LoRA adapter in this folder (adapter_config.json, adapter_model.safetensors), ours "
+        "or peft's. It decides r, alpha, target_modules, modules_to_save, use_rslora and use_dora. For objectives with "
+        "a reference, the reference is the base with this adapter.",
+    )
     r: PositiveInt = Field(16, description="Set the rank of the adapters.")
     alpha: PositiveFloat | None = Field(
         None, description="Scale the adapters' product by alpha / r, with rsLoRA by alpha / sqrt(r); null: 2 r."

@@ -29,6 +29,7 @@ class Origin:
         base: fingerprint of the weights that training began with; None if they were drawn.
         teacher: fingerprint of the model that was learned from; None if there was none.
         versions: of packages, and the machine.
+        adapter: fingerprint of the adapter that training went on from; None if there was none.
     """
 
     recipe: str
@@ -41,6 +42,7 @@ class Origin:
     base: str | None
     teacher: str | None
     versions: dict[str, str]
+    adapter: str | None = None
 
     def write(self, export: Path) -> None:
         """Writes it into an export."""
@@ -52,13 +54,15 @@ class Origin:
         path = export / ORIGIN
         try:
             found: Any = json.loads(path.read_text(encoding="utf-8"))
+            # Versions of before could not go on from an adapter.
+            found.setdefault("adapter", None)
             return cls(**{field.name: found[field.name] for field in fields(cls)})
         except FileNotFoundError:
             raise BadInputError(
                 f"{str(export)!r} has no {ORIGIN}, which a run writes into its export; name the export of a run that "
                 "this version trained (what `toolkit export` makes of a checkpoint has none)"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInputError(f"{str(path)!r} is damaged ({type(error).__name__}); name another export") from error
 
 
@@ -75,4 +79,5 @@ def origin_of(opened: OpenedRun, run: PreparedRun, versions: dict[str, str]) -> 
         fit_of(run.inner).origin,
         run.teacher_fingerprint,
         versions,
+        fit_of(run.inner).adapter,
     )

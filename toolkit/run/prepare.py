@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.data.build import TokenisedData
 from toolkit.data.cache import cache_folder
@@ -12,6 +14,7 @@ from toolkit.data.loader import EpochOrder
 from toolkit.data.samples import JudgedSamples, PairSamples
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
+from toolkit.model.weights import fit_of
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.reference import identity_of, with_reference
 from toolkit.recipe.recipe import Recipe
@@ -41,6 +44,7 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
     training = recipe.training
     asked = read_asked(recipe)  # before the model: a bad row is told in a moment
     on_meta = build_on_meta(opened, read_rows(opened, resumed))
+    _require_same_adapter(on_meta.model, recipe, resumed)
     planned = plan_memory(opened, on_meta)
     sharded = shard_model(opened, on_meta, planned)
     checked = check_model(opened, on_meta, planned, sharded)
@@ -61,6 +65,16 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
     return PreparedRun(
         on_meta, planned, sharded, checked, windows, num_steps, num_positions, accumulation, shown, ends, asked
     )
+
+
+def _require_same_adapter(model: nn.Module, recipe: Recipe, resumed: Manifest | None) -> None:
+    """Raises BadInputError if the run to resume went on from another adapter than is in its folder now."""
+    if resumed is not None and resumed.adapter != fit_of(model).adapter:
+        raise BadInputError(
+            f"checkpoint.resume: the run up to step {resumed.step} went on from another adapter than "
+            f"adapter.start_from ({recipe.adapter.start_from!r}) is now; bring that back, or start anew with another "
+            "training.output_dir"
+        )
 
 
 def _with_references(

@@ -14,6 +14,8 @@ from toolkit.data import build, tokenizer
 from toolkit.errors import BadInputError
 from toolkit.model.load import fingerprint
 from toolkit.objectives.teacher import teacher_section
+from toolkit.paths import fingerprint_of
+from toolkit.recipe.adapter_file import WEIGHTS, started_config
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.origin import Origin
 
@@ -31,6 +33,13 @@ def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
             raise BadInputError(
                 f"{field}: the weights of {model.name_or_path!r} are not those that the export was trained from; name "
                 f"the folder that has them: {field}=..."
+            )
+    if recipe.adapter.start_from is not None:
+        started_config(recipe.adapter.start_from)
+        if fingerprint_of(Path(recipe.adapter.start_from).expanduser(), WEIGHTS) != origin.adapter:
+            raise BadInputError(
+                f"adapter.start_from: the adapter in {recipe.adapter.start_from!r} is not the one that the export was "
+                "trained from; name the folder that has it: adapter.start_from=..."
             )
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     found = build.build(recipe.data, tokens, recipe.training.seed, recipe.objective)

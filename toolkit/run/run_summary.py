@@ -8,6 +8,7 @@ from toolkit.errors import counted
 from toolkit.model.adapters import adapter_fact, base_of, has_adapter, trainable_share
 from toolkit.model.parts import untrained_fact
 from toolkit.model.quantised import quantised_fact
+from toolkit.model.started_adapter import start_fact
 from toolkit.objectives.balance import experts_fact
 from toolkit.objectives.teacher import teacher_fact
 from toolkit.optim.schedule import schedule_fact, without_peak
@@ -37,6 +38,8 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
         facts["parts"] = told
     if has_adapter(inner):
         facts["adapters"] = adapter_fact(inner)
+    if (told := start_fact(inner, recipe.adapter)) is not None:
+        facts["start"] = told
     if (told := quantised_fact(inner)) is not None:
         facts["quantised"] = told
     if run.ends is not None:

@@ -273,7 +273,8 @@ def _set_method(draft: Draft, method: Method, model: Model, machine: Machine) ->
         draft.set("objective.loss", method.loss, "The loss that compares the two completions of a pair.")
     if method.adapter:
         draft.set("adapter.kind", "lora", f"Method {method.name} trains {method.about}.")
-        draft.set("adapter.r", 16, "Rank of the adapters; alpha is twice that.")
+        if "adapter.start_from" not in draft.given:  # whose rank stays
+            draft.set("adapter.r", 16, "Rank of the adapters; alpha is twice that.")
         if not machine.is_cpu:
             draft.set("model.dtype", "bfloat16", "The base is frozen, so 16 bits are enough.")
     if method.quantized:

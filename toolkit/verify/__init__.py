@@ -61,7 +61,7 @@ def verify(
     _require_positive("--steps", steps)
     _require_positive("--layers", layers)
     _require_positive("--time-limit", time_limit_seconds)
-    _require_comparable(recipe)
+    _require_comparable(recipe, layers)
     launch = read_launch(accelerate_config, recipe)
     quiet_libraries()
     with TemporaryDirectory(prefix="toolkit-verify-") as name, _undisturbed():
@@ -85,7 +85,7 @@ def verify(
     return Report(facts, compare(plain, sharded, recipe.model.dtype))
 
 
-def _require_comparable(recipe: Recipe) -> None:
+def _require_comparable(recipe: Recipe, layers: int | None) -> None:
     """Raises BadInputError for what the plain side has no loop for."""
     wanted = {
         "objective.kind": (recipe.objective.kind, sorted(PLAIN_LOSSES)),
@@ -99,6 +99,11 @@ def _require_comparable(recipe: Recipe) -> None:
             raise BadInputError(
                 f"optimizer.{field} cannot be verified; the plain loop treats all weights alike: remove it"
             )
+    if layers is not None and recipe.adapter.start_from is not None:
+        raise BadInputError(
+            "--layers: the adapter of adapter.start_from has weights of all blocks; leave --layers out, or remove "
+            "adapter.start_from"
+        )
     if recipe.data.streaming:
         raise BadInputError("data.streaming cannot be verified; set data.streaming=false")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,9 +92,14 @@ def _dequantise_stored(model: nn.Module) -> None:
 
 
 def _adapted(model: PreTrainedModel, recipe: Recipe, built: Any) -> nn.Module:
-    """peft's model, with the first values that docs/adapters.md tells."""
+    """peft's model, with the first values that docs/adapters.md tells, or those that peft reads from a folder."""
     import peft
 
+    if recipe.adapter.start_from is not None:
+        started: nn.Module = peft.PeftModel.from_pretrained(
+            model, Path(recipe.adapter.start_from).expanduser(), is_trainable=True
+        )
+        return started.float()
     section, told = recipe.adapter, built.peft_config["default"]
     config = peft.LoraConfig(
         task_type=recipe.objective.spec.peft_task,

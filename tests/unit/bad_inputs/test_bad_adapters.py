@@ -1,0 +1,161 @@
+"""Adapters to go on from that are broken in one place each: a dry run refuses them with one clear error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from support.refusals import finetune
+from support.tiny import recipe_values, save_llama
+from transformers import AutoModelForCausalLM
+
+TEXTS = ["a king and a queen walked by the river", "the moon was high"]
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+
+Spoil = Callable[[Path], object]
+
+
+def configured(**fields: Any) -> Spoil:
+    """adapter_config.json with other fields; `...` takes one out."""
+
+    def spoil(folder: Path) -> None:
+        values = json.loads((folder / CONFIG).read_text()) | fields
+        (folder / CONFIG).write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+
+    return spoil
+
+
+def changed(edit: Callable[[dict[str, torch.Tensor]], object]) -> Spoil:
+    """The weights, after `edit`."""
+
+    def spoil(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        edit(tensors)
+        save_file(tensors, folder / WEIGHTS)
+
+    return spoil
+
+
+def written(name: str, content: bytes) -> Spoil:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def pickled(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def as_run(folder: Path) -> None:
+    """A run's folder, in which the adapter is the export."""
+    shutil.copytree(folder, folder / "export")
+    (folder / CONFIG).unlink()
+
+
+REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
+    "no folder": (lambda folder: shutil.rmtree(folder), [], "does not exist; name the folder of an adapter"),
+    "no configuration": (lambda folder: (folder / CONFIG).unlink(), [], "holds no adapter (adapter_config.json)"),
+    "a run's folder": (as_run, [], "/export'"),
+    "a pickle": (pickled, [], "adapter_model.bin is a pickle, which can run code"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), [], "adapter_config.json without adapter_model"),
+    "a pointer of Git LFS": (written(WEIGHTS, b"version https://git-lfs"), [], "adapter_model.safetensors cannot be"),
+    "configuration is cut": (written(CONFIG, b'{"r": 3'), [], "adapter_config.json is not JSON"),
+    "configuration is no text": (written(CONFIG, b"\xff\xfe\x00"), [], "adapter_config.json is not JSON"),
+    "configuration is a list": (written(CONFIG, b"[]"), [], "adapter_config.json is no object"),
+    "another kind": (configured(peft_type="IA3"), [], "is of peft_type 'IA3'"),
+    "no kind": (configured(peft_type=...), [], "is of peft_type None"),
+    "biases": (configured(bias="all"), [], 'bias is "all"'),
+    "ranks by pattern": (configured(rank_pattern={"q_proj": 2}), [], 'rank_pattern is {"q_proj": 2}'),
+    "alphas by pattern": (configured(alpha_pattern={"q_proj": 2}), [], 'alpha_pattern is {"q_proj": 2}'),
+    "some layers": (configured(layers_to_transform=[1]), [], "layers_to_transform is [1]"),
+    "layers twice": (configured(layer_replication=[[0, 2]]), [], "layer_replication is [[0, 2]]"),
+    "tokens": (configured(trainable_token_indices=[1]), [], "trainable_token_indices is [1]"),
+    "a base of its own": (configured(init_lora_weights="pissa"), [], 'init_lora_weights is "pissa"'),
+    "a number for a truth": (configured(lora_bias=1), [], "lora_bias is 1"),
+    "a field of a later peft": (configured(twisted=2), [], "twisted is 2"),
+    "rank is text": (configured(r="3"), [], 'r is "3"'),
+    "no rank": (configured(r=...), [], "r is null"),
+    "alpha is 0": (configured(lora_alpha=0), [], "lora_alpha is 0"),
+    "targets are numbers": (configured(target_modules=[1]), [], "target_modules is [1]"),
+    "another rank": (configured(r=4), [], "has the shape [3, 48], and the model needs [4, 48]"),
+    "a tensor is missing": (changed(lambda t: t.pop(B)), [], "lacks weights of base_model.model.model.layers.0"),
+    "a tensor too many": (changed(lambda t: t.update(other=t[B].clone())), [], "has other, which nothing here takes"),
+    "a weight of the base": (
+        changed(lambda t: t.update({"base_model.model.lm_head.weight": t[B].clone()})),
+        [],
+        "has base_model.model.lm_head.weight, which",
+    ),
+    "not a number": (changed(lambda t: t[B].fill_(float("nan"))), [], f"{B} holds values that are not finite"),
+    "of other weights": (written("base.json", b'{"fingerprint": "0", "quantization": null}'), [], "on other weights"),
+    "told no base": (written("base.json", b"{}"), [], "base.json cannot be read"),
+    "rank contradicts": (configured(), ["adapter.r=8"], "adapter.r: 8, but the adapter of adapter.start_from"),
+    "alpha contradicts": (configured(), ["adapter.alpha=8"], "has 5.0; remove adapter.alpha, or set it to 5.0"),
+    "twice the rank contradicts": (configured(), ["adapter.alpha=null"], "adapter.alpha: 6, but"),
+    "rsLoRA contradicts": (configured(), ["adapter.use_rslora=true"], "adapter.use_rslora: true, but"),
+    "DoRA contradicts": (configured(), ["adapter.use_dora=true"], "adapter.use_dora: true, but"),
+    "whole modules contradict": (configured(), ["adapter.modules_to_save=[norm]"], 'modules_to_save: ["norm"], but'),
+    "targets contradict": (
+        configured(),
+        ["adapter.target_modules=[q_proj]"],
+        'target_modules ["v_proj", "q_proj"], the recipe says adapter.target_modules ["q_proj"]',
+    ),
+    "more targets than the adapter has": (configured(), ["adapter.target_modules=all-linear"], "lacks weights of"),
+    "without adapters": (configured(), ["adapter.kind=none"], "adapter.start_from has no effect with adapter.kind"),
+    "a random base": (
+        configured(),
+        ["model.config={model_type: llama}", "model.train_tokenizer_vocab_size=300", "export.merge=true"],
+        "adapter.start_from needs the base",
+    ),
+}
+"""Name -> what is done to a good adapter, overrides, and what the error names."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a good adapter, its base, rows, and a recipe that goes on from it."""
+    place = tmp_path_factory.mktemp("adapters")
+    save_llama(place / "base", TEXTS, tied=False)
+    base = AutoModelForCausalLM.from_pretrained(place / "base")
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"])
+    peft.get_peft_model(base, settings).save_pretrained(place / "good")
+    configured(target_modules=["v_proj", "q_proj"])(place / "good")  # of a set, whose order is any
+    (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 10))
+    values = recipe_values(place / "base", place / "rows.jsonl", place / "out", place / "cache")
+    values["adapter"] = {"kind": "lora", "start_from": "./adapter"}
+    (place / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return place
+
+
+@pytest.fixture
+def folder(place: Path) -> Path:
+    """A copy of the good adapter, where the recipe finds it."""
+    folder = place / "adapter"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(place / "good", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_adapters(name: str, place: Path, folder: Path) -> None:
+    spoil, overrides, named = REFUSED[name]
+    spoil(folder)
+    outcome = finetune(str(place / "recipe.yaml"), *overrides, "--dry-run")
+    assert outcome.problems(named) == [], outcome.told
+
+
+def test_what_the_file_decides_and_what_is_other_now_is_told(place: Path, folder: Path) -> None:
+    arguments = [str(place / "recipe.yaml"), "--dry-run"]
+    told = finetune(*arguments).told
+    assert "start: goes on from the adapter adapter (r 3, alpha 5)\n" in told
+    configured(base_model_name_or_path="somebody/base", lora_dropout=0.1)(folder)
+    told = " ".join(finetune(*arguments).told.split())
+    assert "(r 3, alpha 5); dropout 0, and 0.1 before; its file names the base somebody/base, and this run " in told
+    assert finetune(*arguments, "adapter.r=3", "adapter.target_modules=[q_proj, v_proj]").code == 0, "as the file says"

@@ -1,0 +1,205 @@
+"""The weights of the adapter that a run goes on from (`adapter.start_from`): found, compared with the model, and read.
+
+Each rank reads its own rows, as of the base. `toolkit.recipe.adapter_file` reads the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from toolkit import ranks
+from toolkit.errors import BadInputError, first_line
+from toolkit.model.adapter_names import names_in_file
+from toolkit.model.expert_adapters import as_peft_has_them, by_experts, peft_name
+from toolkit.model.values import some
+from toolkit.paths import BASE_FILE, file_name, fingerprint_of, is_file_source
+from toolkit.recipe.adapter_file import CONFIG, WEIGHTS, started_config
+from toolkit.recipe.schema import AdapterSection, ModelSection
+from toolkit.sharding.shards import Rows
+
+if TYPE_CHECKING:
+    import peft
+
+
+class StartedAdapter:
+    """The tensors of an adapter's file, by the names of the model's parameters.
+
+    Args:
+        model: with adapters, on the meta device.
+
+    Attributes:
+        folder: of the adapter.
+        config: what its adapter_config.json says.
+        other_base: a sentence if its file names another base than the recipe; None: it names that, or nobody looked.
+
+    Raises:
+        BadInputError: an adapter that cannot be trained here, or other modules or shapes than the model's; on every
+            rank. Collective.
+    """
+
+    def __init__(self, model: peft.PeftModel, section: AdapterSection) -> None:
+        assert section.start_from is not None
+        self.folder = Path(section.start_from).expanduser()
+        self._place = f"adapter.start_from: {section.start_from!r}"
+        self.other_base: str | None = None
+        ranks.on_every_rank(lambda: self._look(model, section), "read the adapter")
+
+    def _look(self, model: peft.PeftModel, section: AdapterSection) -> None:
+        self.config = started_config(str(section.start_from))
+        with self._readable():
+            stored = self._stored_shapes()
+        shapes, self._files = _names(model, set(stored))
+        lost = sorted(name for name in self._files if self._files[name] not in stored)
+        odd = sorted(stored.keys() - set(self._files.values()))
+        if lost or odd:
+            what = f"lacks weights of {some(lost)}" if lost else f"has {some(odd)}, which nothing here takes"
+            targets = json.dumps(self.config.get("target_modules"))
+            raise BadInputError(
+                f"{self._place} {what}. Its {CONFIG} says target_modules {targets}, the recipe says "
+                f"adapter.target_modules {json.dumps(section.target_modules)}; remove that, name the base that the "
+                "adapter was trained on in model.name_or_path, or the modules by a pattern of whole paths"
+            )
+        for name, shape in shapes.items():
+            if (found := stored[self._files[name]]) != shape:
+                raise BadInputError(
+                    f"{self._place}: {self._files[name]} has the shape {found}, and the model needs {shape}; name the "
+                    "base that the adapter was trained on in model.name_or_path"
+                )
+
+    def _stored_shapes(self) -> dict[str, list[int]]:
+        with safe_open(self.folder / WEIGHTS, framework="pt") as file:
+            return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+    def require_usable(self, model: ModelSection, base: str | None) -> None:
+        """Looks at the values and at the base; `other_base` is known afterwards. Collective.
+
+        Args:
+            base: fingerprint of the base's files.
+
+        Raises:
+            BadInputError: values that are not finite, or an adapter of other weights, as its own folder says.
+        """
+        ranks.on_first_rank(self._require_finite)
+        known = ranks.on_first_rank(self._known_base)
+        if known is not None and known != base:
+            raise BadInputError(
+                f"{self._place}: the adapter was trained on other weights than those of model.name_or_path "
+                f"({model.name_or_path!r}); name the base that it was trained on, or, where these are meant, remove "
+                f"{BASE_FILE} from its folder"
+            )
+        named = self.config.get("base_model_name_or_path")
+        if known is None and named and not _is_same(str(named), str(model.name_or_path)):
+            here = _short(model.name_or_path)
+            self.other_base = f"its file names the base {_short(named)}, and this run trains on {here}"
+
+    def _require_finite(self) -> None:
+        with self._readable(), safe_open(self.folder / WEIGHTS, framework="pt") as file:
+            for name in self._files.values():
+                if not bool(file.get_tensor(name).isfinite().all()):
+                    raise BadInputError(f"{self._place}: {name} holds values that are not finite; name another adapter")
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise BadInputError(
+                f"{self._place}: {WEIGHTS} cannot be read: {first_line(error)}. A file of about 130 bytes is a Git-LFS "
+                "pointer (run `git lfs pull` there); download a truncated one again"
+            ) from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """See `toolkit.model.weights.Weights`."""
+        with self._readable(), safe_open(self.folder / WEIGHTS, framework="pt") as file:
+            if peft_name(name) == name:
+                read: torch.Tensor = file.get_slice(self._files[name])[rows]
+                return read.float()
+            # (outputs, rank x experts) in the file, (experts x outputs, rank) here.
+            return by_experts(file.get_tensor(self._files[name]), like.shape[1])[rows].float()
+
+    def fingerprint(self) -> str | None:
+        """Tells its weights from those of another adapter. Collective."""
+        return ranks.on_first_rank(lambda: fingerprint_of(self.folder, WEIGHTS))
+
+    def _known_base(self) -> str | None:
+        file = self.folder / BASE_FILE
+        if not file.is_file():  # of another program
+            return None
+        try:
+            found: str | None = json.loads(file.read_text(encoding="utf-8"))["fingerprint"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BadInputError(
+                f"{self._place}: {BASE_FILE} cannot be read: {first_line(error)}; save the adapter again, or remove it"
+            ) from error
+        return found
+
+
+def _is_same(one: str, other: str) -> bool:
+    return one == other or Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+
+
+def _short(base: Any) -> str:
+    return file_name(str(base)) if is_file_source(str(base)) else str(base)
+
+
+def _names(model: peft.PeftModel, stored: set[str]) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Parameter's name -> its shape in an adapter's file, and its name there.
+
+    Args:
+        stored: names in the file. Some types have two, see `toolkit.model.adapter_names`.
+    """
+    from peft import get_peft_model_state_dict
+
+    own: dict[str, torch.Tensor] = {}
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            ((as_peft, tensor),) = as_peft_has_them(model, [(name, parameter.data)])
+            assert tensor is not None
+            own[as_peft], names[id(tensor)] = tensor, name
+    state = get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
+    in_file = {key: key for key in state} if state.keys() <= stored else names_in_file(model, state)
+    shapes = {names[id(tensor)]: list(tensor.shape) for tensor in state.values()}
+    return shapes, {names[id(tensor)]: in_file[key] for key, tensor in state.items()}
+
+
+def go_on(model: Any, section: AdapterSection) -> StartedAdapter | None:
+    """Looks for the adapter that `model` goes on from, and notes it there; None if its adapters are new.
+
+    Raises:
+        BadInputError: as `StartedAdapter`. Collective.
+    """
+    model.started = None if section.start_from is None else StartedAdapter(model, section)
+    return started_of(model)
+
+
+def started_of(model: nn.Module) -> StartedAdapter | None:
+    """The adapter that a model goes on from; None if it has none, or new ones."""
+    found = getattr(model, "started", None)
+    return found if isinstance(found, StartedAdapter) else None
+
+
+def start_fact(model: nn.Module, section: AdapterSection) -> str | None:
+    """Which adapter the run goes on from, in words; None if it begins with new ones. Of folders the last name alone."""
+    started = started_of(model)
+    if started is None:
+        return None
+    folder = started.folder.resolve()
+    name = f"{folder.parent.name}/{folder.name}" if folder.name == "export" else folder.name
+    alpha = section.alpha if section.alpha is not None else 2 * section.r
+    told = f"goes on from the adapter {name} (r {section.r}, alpha {alpha:g})"
+    before = started.config.get("lora_dropout") or 0.0
+    if before != section.dropout:
+        told += f"; dropout {section.dropout:g}, and {before:g} before"
+    return told if started.other_base is None else f"{told}; {started.other_base}"

@@ -1,0 +1,171 @@
+"""The adapter that a run goes on from (`adapter.start_from`): what its adapter_config.json says, and what it may say.
+
+Reads JSON alone. `toolkit.model.started_adapter` reads the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import BadInputError, first_line
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_TAKEN = ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora")
+"""Fields of peft's file that become settings of the recipe."""
+
+_WITHOUT_EFFECT = (
+    "auto_mapping",
+    "base_model_name_or_path",  # compared with the recipe's, once the model is known
+    "exclude_modules",  # what is adapted, the names of the tensors say
+    "fan_in_fan_out",  # peft sets it by the kind of layer
+    "inference_mode",
+    "lora_dropout",  # of training, so it is the recipe's
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",  # of use_qalora
+    "revision",
+    "target_parameters",  # as exclude_modules
+    "task_type",
+)
+"""Fields that do not change what the tensors of an adapter mean, or are compared elsewhere."""
+
+_USUAL: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base's own weights
+    "megatron_core": ("megatron.core",),
+    "runtime_config": ({"ephemeral_gpu_offload": False},),
+}
+"""Fields that every file has, and values of theirs that change nothing."""
+
+_IDLE: tuple[Any, ...] = (None, False, [], {})
+"""Values by which a field asks for nothing, also one of a later peft."""
+
+_CLASSIFIER_HEADS = ("classifier", "score")
+"""What peft itself adds to `modules_to_save` of each classifier, whichever it has."""
+
+
+def read_config(folder: Path, place: str) -> dict[str, Any]:
+    """The adapter_config.json of a folder that has an adapter's weights as safetensors.
+
+    Args:
+        place: names the folder in errors.
+
+    Raises:
+        BadInputError: no weights, pickled ones, or a file that is no JSON object.
+    """
+    if not (folder / WEIGHTS).is_file():
+        pickled = (
+            " (adapter_model.bin is a pickle, which can run code)" if (folder / "adapter_model.bin").is_file() else ""
+        )
+        raise BadInputError(f"{place}: {CONFIG} without {WEIGHTS}{pickled}; save it again")
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(f"{place}: {CONFIG} is not JSON: {first_line(error)}; save the adapter again") from error
+    except OSError as error:
+        raise BadInputError(f"{place}: {CONFIG} cannot be read: {first_line(error)}; save it again") from error
+    if not isinstance(config, dict):
+        raise BadInputError(f"{place}: {CONFIG} is no object; save the adapter again")
+    return config
+
+
+def started_config(start_from: str) -> dict[str, Any]:
+    """That of the adapter to go on from. Raises BadInputError if there is none, or one that cannot be trained here."""
+    place, folder = f"adapter.start_from: {start_from!r}", Path(start_from).expanduser()
+    if not folder.is_dir():
+        raise BadInputError(
+            f"{place} {'is a file' if folder.is_file() else 'does not exist'}; name the folder of an adapter "
+            f"({CONFIG} and {WEIGHTS}). One of the hub is downloaded by `hf download`, which prints its folder"
+        )
+    if not (folder / CONFIG).is_file():
+        has_export = (folder / "export" / CONFIG).is_file()
+        mend = f"name {str(folder / 'export')!r}" if has_export else "name a folder that has"
+        raise BadInputError(f"{place} holds no adapter ({CONFIG}); {mend}")
+    config = read_config(folder, place)
+    if config.get("peft_type") != "LORA":
+        raise BadInputError(f"{place} is of peft_type {config.get('peft_type')!r} in its {CONFIG}; allowed: LORA")
+    known = (*_TAKEN, *_WITHOUT_EFFECT)
+    for field, value in config.items():
+        usual = _USUAL.get(field, ())
+        # By type, too: in Python 0 is False and 1 is True.
+        if field not in known and not any(type(value) is type(one) and value == one for one in (*_IDLE, *usual)):
+            allowed = " or ".join(json.dumps(one) for one in usual) or "none"
+            raise BadInputError(
+                f"{place}: {field} is {json.dumps(value)} in its {CONFIG}, which is not supported; allowed: {allowed}. "
+                "Merge that adapter into its base with peft (merge_and_unload), and name the result in "
+                "model.name_or_path"
+            )
+    return config
+
+
+def started_settings(start_from: str) -> dict[str, Any]:
+    """Settings of the recipe's section `adapter` that the file decides. Raises BadInputError as `started_config`."""
+    config = started_config(start_from)
+    found: dict[str, Any] = {}
+    for field, is_right, what in (
+        ("r", lambda value: type(value) is int and value >= 1, "a whole number of at least 1"),
+        ("lora_alpha", lambda value: type(value) in (int, float) and value > 0, "a number greater than 0"),
+        ("use_rslora", lambda value: type(value) is bool, "true or false"),
+        ("use_dora", lambda value: type(value) is bool, "true or false"),
+        ("modules_to_save", lambda value: value is None or _is_names(value), "null or a list of names"),
+        ("target_modules", lambda value: not value or isinstance(value, str) or _is_names(value), "names or a pattern"),
+    ):
+        # What an old peft did not write was off.
+        value = config.get(field, False if field.startswith("use_") else None)
+        if not is_right(value):
+            raise BadInputError(
+                f"adapter.start_from: {start_from!r}: {field} is {json.dumps(value)} in its {CONFIG}; needs {what}"
+            )
+        found[field.removeprefix("lora_")] = value
+    found["alpha"] = float(found["alpha"])
+    found["modules_to_save"] = _modules_to_save(config)
+    targets = found.pop("target_modules")
+    # With parameters of experts among them the file has no words of ours: the recipe's are compared with the tensors.
+    if targets and not config.get("target_parameters"):
+        found["target_modules"] = targets if isinstance(targets, str) else sorted(targets)
+    return found
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _modules_to_save(config: dict[str, Any]) -> list[str] | None:
+    names = sorted(config.get("modules_to_save") or [])
+    if config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):
+        names = [name for name in names if name not in _CLASSIFIER_HEADS]
+    return names or None
+
+
+def settled(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The section `adapter` with what the file decides, and a line for each setting that contradicts the file.
+
+    Without `start_from`, or where its folder is not here, the section is as it was: who trains finds the folder
+    missing; who reads the recipe of a finished run need not have it.
+    """
+    section = dict(values)
+    place = section.get("start_from")
+    is_adapted = section.get("kind") == "lora"
+    if not is_adapted or not isinstance(place, str) or "\0" in place or not Path(place).expanduser().is_dir():
+        return section, []
+    try:
+        decided = started_settings(place)
+    except BadInputError as error:
+        return section, [str(error)]
+    problems = []
+    for name, value in decided.items():
+        given = section.setdefault(name, value)
+        if name == "alpha" and given is None:
+            given = 2 * decided["r"]
+        # Names in other words may mean the same modules: those are compared with the tensors.
+        if name != "target_modules" and (sorted(given) if _is_names(given) else given) != value:
+            mend = f"remove adapter.{name}, or set it to {json.dumps(value)}"
+            problems.append(
+                f"adapter.{name}: {json.dumps(given, default=str)}, but the adapter of adapter.start_from ({place!r}) "
+                f"has {json.dumps(value)}; {mend}"
+            )
+    return section, problems
