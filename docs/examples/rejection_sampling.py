@@ -3,7 +3,8 @@
     python docs/examples/rejection_sampling.py --output outputs/rounds
 
 It takes about five minutes on two CPU cores. A small model first learns to call tools from few rows, so that about a
-third of its calls are right. Then each round samples calls for requests, keeps one right call of each, and trains on them.
+third of its calls are right. Then each round samples calls for requests, keeps one right call of each, and trains on
+them.
 """
 
 from __future__ import annotations
