@@ -74,8 +74,8 @@ OF_KIND: dict[str, dict[str, Any]] = {
 _PICTURE = "transformers wants a picture, sound or another input beside the text"
 _NO_SIZE = "has no small size that the usual names of fields would give"
 UNTRIED = {
-    **dict.fromkeys(("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "pi0"), _PICTURE),
-    **dict.fromkeys(("pix2struct", "pp_formulanet", "udop", "voxtral_realtime"), _PICTURE),
+    **dict.fromkeys(("blip-2", "idefics", "instructblip", "instructblipvideo", "pi0"), _PICTURE),
+    **dict.fromkeys(("pix2struct", "pp_formulanet", "udop"), _PICTURE),
     **dict.fromkeys(("chameleon", "deepseek_ocr2", "diffusion_gemma", "dots3_note", "emu3", "florence2"), _NO_SIZE),
     **dict.fromkeys(("ernie4_5_vl_moe", "glm5_next", "granite4_vision", "granite_speech", "hunyuan_vl"), _NO_SIZE),
     **dict.fromkeys(("granite_speech_plus", "janus", "kyutai_speech_to_text", "muse_spark", "nemo_speechlm"), _NO_SIZE),
@@ -86,17 +86,18 @@ UNTRIED = {
 }
 """By type, why it is not tried here."""
 
-REFUSED: dict[str, str] = {"paligemma": "the logits of a token depend on later tokens"}
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("blip", "kosmos-2", "voxtral_realtime"), "cannot run on rows of text alone"),
+    "paligemma": "the logits of a token depend on later tokens",
+}
 """By type, a part of what is said."""
 
 
 KNOWN = {
-    "kosmos-2.5": "is off by",
-    "mistral_large4": "no gradient for",
     "molmo2": "mm_token_type_ids",
     "shieldgemma2": "do not match its configuration",
 }
-"""By type, a part of what is wrong with it: adapters of indexers, and others."""
+"""By type, a part of what is wrong with it."""
 
 
 def multimodal_kinds() -> list[str]:

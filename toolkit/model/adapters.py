@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapter_names import NAME, PREFIX, names_in_file
 from toolkit.model.expert_adapters import as_peft_has_them, hold_by_expert
-from toolkit.model.parts import untrained_modules
 from toolkit.model.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
 from toolkit.model.started_adapter import StartedAdapter, started_of
 from toolkit.model.targets import (
@@ -31,6 +30,7 @@ from toolkit.model.targets import (
     classifier_of,
     layers_to_quantise,
     left_out_of_all_linear,
+    never_reached,
     stacked_experts,
     targets_beside_experts,
     targets_of_pattern,
@@ -110,13 +110,13 @@ def add_adapter(
 
 
 def _excluded(model: PreTrainedModel, section: AdapterSection) -> list[str] | None:
-    """What no adapter is put on, whatever the targets: with names of layers, the parts that text rows do not reach.
+    """What no adapter is put on, whatever the targets: with names of layers, those that get no gradient.
 
     Of an adapter that is gone on from, the names may be what peft has made of `all-linear`.
     """
     if section.target_modules == "all-linear" or section.start_from is not None:
         return left_out_of_all_linear(model)
-    return untrained_modules(model) or None
+    return never_reached(model) or None
 
 
 def quantise(model: PreTrainedModel, section: AdapterSection | None) -> bool:

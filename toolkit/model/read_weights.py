@@ -3,6 +3,8 @@
 Mamba multiplies by `self.dt_proj.weight`, the indexers of sparse attention cast to `self.weights_proj.weight.dtype`.
 Whatever stands in the place of such a layer must have its weights, as numbers of the type of compute: a quantised
 layer has bytes. An adapter's product is added by calling the layer, so it is not in the weights that are read.
+
+Some layers are called without gradients: the indexers of sparse attention choose tokens, which nothing is learned from.
 """
 
 from __future__ import annotations
@@ -44,6 +46,26 @@ def read_weights(model: nn.Module, *, numbers: bool = False) -> set[str]:
             else:
                 found |= {other for other in linear if f".{other}".endswith(f".{layer}")}
     return found & linear
+
+
+def without_gradients(model: nn.Module) -> set[str]:
+    """Paths of the linear layers inside modules whose `forward` is decorated to compute without gradients."""
+    linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    kinds: dict[str, Any] = {path: type(module) for path, module in model.named_modules()}
+    frozen = [path for path, kind in kinds.items() if _computes_without_gradients(kind)]
+    return {path for path in linear if any(f"{path}.".startswith(f"{outer}.") for outer in frozen)}
+
+
+@cache
+def _computes_without_gradients(kind: Any) -> bool:
+    if kind.__module__.startswith(("torch.", "peft.")):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    decorators = [each for node in tree.body if isinstance(node, ast.FunctionDef) for each in node.decorator_list]
+    return any(word in ast.unparse(each) for each in decorators for word in ("no_grad", "inference_mode"))
 
 
 @cache

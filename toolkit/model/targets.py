@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from toolkit.model.parts import untrained_modules
 from toolkit.model.quantised import QuantisedLinear
-from toolkit.model.read_weights import read_weights
+from toolkit.model.read_weights import read_weights, without_gradients
 from toolkit.objectives.specs.registry import SPECS
 from toolkit.objectives.specs.spec import ObjectiveSpec
 from toolkit.recipe.schema import AdapterSection
@@ -66,7 +66,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 def targets_beside_experts(model: PreTrainedModel, experts: list[str]) -> Targets:
     """Every linear layer and all experts; no router, no head, no embedding."""
-    without_effect = {*read_weights(model, numbers=True), *untrained_modules(model)}
+    without_effect = {*read_weights(model, numbers=True), *never_reached(model)}
     linear = [path for path in _linear_layers(model) if path not in without_effect]
     misread = _misread(model, linear)
     return Targets(
@@ -122,9 +122,14 @@ def left_out_of_all_linear(model: nn.Module) -> list[str] | None:
     """Names that `all-linear` leaves out, beside the head; None: none.
 
     A classifier's heads, which peft trains in full without knowing all of them. Layers whose weights the model's code
-    takes without calling the layer, where an adapter would have no effect. Layers that text rows do not reach.
+    takes without calling the layer, where an adapter would have no effect. Layers that get no gradient.
     """
-    return [*names_of_heads(model), *sorted(read_weights(model, numbers=True)), *untrained_modules(model)] or None
+    return [*names_of_heads(model), *sorted(read_weights(model, numbers=True)), *never_reached(model)] or None
+
+
+def never_reached(model: nn.Module) -> list[str]:
+    """Paths of the layers that get no gradient: of parts that are not trained, and of indexers."""
+    return [*untrained_modules(model), *sorted(without_gradients(model))]
 
 
 def layers_to_quantise(model: PreTrainedModel, section: AdapterSection) -> tuple[list[str], list[str]]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from toolkit.checkpoint.export import relative_difference
 from toolkit.data.samples import Batch, PairSamples, TextSamples, sample_of, stack
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
 from toolkit.model.parts import untrained
@@ -102,7 +102,7 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
     would be taken of tokens that the model sees.
 
     Raises:
-        BadInputError: if they do.
+        BadInputError: if they do, or if the model wants a picture, sound or another input beside the text.
     """
     config = base_of(inner).config.get_text_config()
     if getattr(config, "is_decoder", True) and not untrained(base_of(inner)):
@@ -112,7 +112,13 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
     ids = torch.arange(1, 17, device=device)[None] % config.vocab_size
     other = ids.clone()
     other[0, -1] = (ids[0, -1] + 1) % config.vocab_size
-    one, two = (objective.logits(model, {"input_ids": each})[0, :-1].float() for each in (ids, other))
+    try:
+        one, two = (objective.logits(model, {"input_ids": each})[0, :-1].float() for each in (ids, other))
+    except (TypeError, ValueError) as error:  # forwards that ask for an argument by name, or for one of several
+        raise BadInputError(
+            f"model.name_or_path: {class_name(base_of(inner))} cannot run on rows of text alone "
+            f"({type(error).__name__}: {first_line(error)}); name a model that reads text without other inputs"
+        ) from error
     model.train(was_training)
     # Zero in a decoder, in 16 bits too: kernels and shapes are the same.
     if relative_difference(two, one) > TOLERANCE[False][0]:

@@ -21,7 +21,8 @@ from toolkit import Recipe, finetune
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import add_adapter, quantise
 from toolkit.model.quantised import _Product, quantise_loaded, quantised_layers
-from toolkit.model.read_weights import read_weights
+from toolkit.model.read_weights import read_weights, without_gradients
+from toolkit.model.targets import left_out_of_all_linear
 from toolkit.recipe.schema import AdapterSection
 from toolkit.run.quantised_check import check_quantised
 
@@ -70,6 +71,18 @@ def test_a_type_alone_is_no_reading_of_numbers() -> None:
     indexer = AutoModelForCausalLM.from_config(tiny_config("deepseek_v32"))
     assert read_weights(indexer)
     assert not read_weights(indexer, numbers=True)
+
+
+def test_all_linear_leaves_out_indexers_which_get_no_gradient() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("deepseek_v32"))
+    model(torch.arange(3, 9)[None], use_cache=False).logits.sum().backward()
+    idle = {
+        path for path, module in model.named_modules() if type(module) is torch.nn.Linear and module.weight.grad is None
+    }
+    assert idle
+    assert all(".indexer." in path for path in idle)
+    assert without_gradients(model) == idle
+    assert idle <= set(left_out_of_all_linear(model) or ())
 
 
 def reads_type(mlp: Any, x: torch.Tensor) -> torch.Tensor:
