@@ -12,10 +12,8 @@ from typing import Any
 from toolkit.errors import counted
 from toolkit.generation.complete import after_system
 from toolkit.generation.rows import PromptRow
-from toolkit.generation.samples import SAMPLES, Sample
+from toolkit.generation.samples import LABELS, PAIRS, SAMPLES, SFT, Sample
 from toolkit.paths import atomic_write
-
-SFT, PAIRS, LABELS = "sft.jsonl", "pairs.jsonl", "labels.jsonl"
 
 
 @dataclass(frozen=True)

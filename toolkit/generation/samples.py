@@ -16,6 +16,7 @@ from toolkit.generation.sample_options import SampleOptions
 from toolkit.paths import atomic_write, clear_interrupted_writes, fingerprint_of
 
 SAMPLES, SETTINGS = "samples.jsonl", "sampling.json"
+SFT, PAIRS, LABELS = "sft.jsonl", "pairs.jsonl", "labels.jsonl"
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,12 @@ def _is_there(folder: Path) -> bool:
         raise BadInputError(
             f"--to: {str(folder)!r} has {there} without {missing}, so nobody knows how it was made; remove it, or name "
             "another folder"
+        )
+    foreign = [name for name in (SFT, PAIRS, LABELS) if not has[SETTINGS] and (folder / name).exists()]
+    if foreign:
+        raise BadInputError(
+            f"--to: {str(folder)!r} has {', '.join(foreign)}, which this command has not written and would replace; "
+            "name another folder"
         )
     return has[SETTINGS]
 

@@ -195,6 +195,13 @@ def test_other_prompts_and_odd_files_are_refused(folder: Path, whole: Path, tmp_
         sampling.sample(SampleOptions(**{**vars(options(folder, whole)), "prompts": prompts}))
 
 
+def test_files_of_others_are_not_replaced(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "sft.jsonl").write_text("mine")
+    with pytest.raises(BadInputError, match=r"has sft.jsonl, which this command has not written and would replace"):
+        sampling.sample(options(folder, tmp_path))
+    assert (tmp_path / "sft.jsonl").read_text() == "mine"
+
+
 def drawn(*scores: float, cut: tuple[int, ...] = ()) -> list[Sample]:
     return [Sample(0, k, "q", f" a{k}", 2, k not in cut, score) for k, score in enumerate(scores)]
 
