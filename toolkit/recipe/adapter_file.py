@@ -82,8 +82,9 @@ def started_config(start_from: str) -> dict[str, Any]:
             f"({CONFIG} and {WEIGHTS}). One of the hub is downloaded by `hf download`, which prints its folder"
         )
     if not (folder / CONFIG).is_file():
-        has_export = (folder / "export" / CONFIG).is_file()
-        mend = f"name {str(folder / 'export')!r}" if has_export else "name a folder that has"
+        mend = "name the export of a run of adapter.kind=lora (with export.merge=true it is a whole model)"
+        if (folder / "export" / CONFIG).is_file():
+            mend = f"name {str(folder / 'export')!r}"
         raise BadInputError(f"{place} holds no adapter ({CONFIG}); {mend}")
     config = read_config(folder, place)
     if config.get("peft_type") != "LORA":
