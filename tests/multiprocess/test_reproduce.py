@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from support import refusals
 from support.launches import clean_environment
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
@@ -21,6 +22,15 @@ from support.tiny import recipe_values, save_llama
 def toolkit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = clean_environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", OMP_NUM_THREADS="1")
     return subprocess.run(["toolkit", *words], cwd=folder, env=environment, text=True, capture_output=True)
+
+
+def told(folder: Path, *words: str) -> str:
+    """What the command says as it refuses its input, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        outcome = refusals.toolkit(*words)
+    assert outcome.code == 2
+    return outcome.told
 
 
 @pytest.fixture(scope="module")
@@ -74,18 +84,16 @@ def test_other_rows_and_another_base_are_refused(folder: Path) -> None:
     rows = folder / "rows.jsonl"
     text = rows.read_text()
     rows.write_text(text.replace("a", "b", 1))
-    done = toolkit(folder, "reproduce", "first", "--to", "never")
-    assert done.returncode == 2
-    assert "data.train: the rows of" in done.stderr
-    assert "rows.jsonl" in done.stderr
+    words = told(folder, "reproduce", "first", "--to", "never")
+    assert "data.train: the rows of" in words
+    assert "rows.jsonl" in words
     rows.write_text(text)
     weights = folder / "model" / "model.safetensors"
     kept = load_file(weights)
     save_file({name: tensor * 1.001 for name, tensor in kept.items()}, weights, {"format": "pt"})
-    done = toolkit(folder, "reproduce", "first", "--to", "never")
+    words = told(folder, "reproduce", "first", "--to", "never")
     save_file(kept, weights, {"format": "pt"})
-    assert done.returncode == 2
-    assert "model.name_or_path: the weights of" in done.stderr
+    assert "model.name_or_path: the weights of" in words
     assert not (folder / "never").exists()
 
 
@@ -97,12 +105,8 @@ def test_no_origin(folder: Path, tmp_path: Path, content: str | None, problem: s
     export.mkdir()
     if content is not None:
         (export / "training.json").write_text(content)
-    done = toolkit(folder, "reproduce", str(export), "--to", "never")
-    assert done.returncode == 2
-    assert problem in done.stderr
+    assert problem in told(folder, "reproduce", str(export), "--to", "never")
 
 
 def test_a_folder_that_exists(folder: Path) -> None:
-    done = toolkit(folder, "reproduce", "first", "--to", "model")
-    assert done.returncode == 2
-    assert "--to: 'model' exists; name a new folder" in done.stderr
+    assert "--to: 'model' exists; name a new folder" in told(folder, "reproduce", "first", "--to", "model")
