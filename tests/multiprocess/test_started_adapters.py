@@ -45,7 +45,7 @@ LORA: dict[str, dict[str, Any]] = {
 RUNS: dict[int, list[tuple[str, str, str, dict[str, Any]]]] = {
     1: [("linear-zero3", "linear", "zero3", {})],
     2: [
-        ("linear-zero3", "linear", "zero3", {}),
+        ("linear-zero3", "linear", "zero3", {"offload": "optimizer", "offload_executor": "cpu_torch"}),
         ("dora-ddp", "dora", "ddp", {}),
         ("experts-zero2", "experts", "zero2", {}),
         ("spread", "experts", "zero3", {"experts": 2}),
