@@ -29,6 +29,8 @@ PROJECTORS = ("multi_modal_projector", "connector", "merger", "embed_vision")
 LANGUAGE = ("language_model", "lm_head", "embed_tokens", "text_model")
 # Linear attention runs over the ends of rows.
 NOT_PACKED = ("qwen3_5",)
+ROUNDING = {"gemma4": 1e-4}
+"""Of weights. The plain loop in float32 is 2e-5 from the same loop in float64; a step is 3e-3."""
 CASES: dict[str, dict[str, Any]] = {
     "packed": {
         "data": {"packing": True},
@@ -164,7 +166,11 @@ def test_a_run_is_the_plain_loop(kind: str, tmp_path: Path) -> None:
         model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / f"{kind}-{case}" / "export")
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(
-                tensor, weights[name], rtol=1e-5, atol=2e-6, msg=lambda m, n=name, c=case: f"{c} {n} {m}"
+                tensor,
+                weights[name],
+                rtol=1e-5,
+                atol=ROUNDING.get(kind, 2e-6),
+                msg=lambda m, n=name, c=case: f"{c} {n} {m}",
             )
         frozen = [name for name in base if "vision" in name or "visual" in name]
         assert frozen
