@@ -94,6 +94,11 @@ def file_name(source: str) -> str:
     return Path(source.partition("?")[0] if is_store(source) else source).name
 
 
+def source_name(source: str) -> str:
+    """The last part of a path or URL, which others may read; a hub name as it is."""
+    return file_name(source) if is_file_source(source) else source
+
+
 def is_hub_name(name: str) -> bool:
     """False for a path of a model's folder, whether or not there is one."""
     return not (name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).expanduser().exists())

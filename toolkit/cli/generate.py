@@ -37,12 +37,14 @@ Extract = Annotated[
         show_default=False,
     ),
 ]
+Raw = Annotated[bool, typer.Option("--raw", help="Take prompts as plain text, without the chat template.")]
 System = Annotated[str | None, typer.Option(help="System prompt for messages that have none.", show_default=False)]
 Numeric = Annotated[bool, typer.Option("--numeric", help="With --eval: compare the last number, as a number.")]
 Structured = Annotated[
     bool,
     typer.Option("--structured", help="With --eval: compare as JSON; order of keys and whitespace do not count."),
 ]
+Seed = Annotated[int | None, typer.Option(help="Sampling seed.", show_default="0")]
 TopP = Annotated[
     float | None,
     typer.Option(help="Sample from the most likely tokens that together have this probability.", show_default="0.95"),
@@ -62,7 +64,7 @@ def generate(
     file: PromptFile = None,
     evaluation: Evaluation = None,
     output: Output = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Take prompts as plain text, without the chat template.")] = False,
+    raw: Raw = False,
     system: System = None,
     strict: Annotated[bool, typer.Option("--strict", help="With --eval: compare case and whitespace, too.")] = False,
     extract: Extract = None,
@@ -75,7 +77,7 @@ def generate(
         typer.Option(help="Sampling temperature. 0: always take the most likely token.", show_default="0.7"),
     ] = None,
     top_p: TopP = None,
-    seed: Annotated[int | None, typer.Option(help="Sampling seed.", show_default="0")] = None,
+    seed: Seed = None,
     batch_size: BatchSize = None,
     dtype: Dtype = "auto",
     device: Annotated[str, typer.Option(help="Run on this device: auto, cpu or cuda.")] = "auto",

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.arguments import AsJson, CpuOption, GpusOption, parse_dtype
-from toolkit.cli.generate import Dtype, Source, System, TopP
+from toolkit.cli.generate import Dtype, Raw, Seed, Source, System, TopP
 
 Samples = Annotated[int, typer.Option("--samples", "-n", help="Write this many completions of each prompt.")]
 Reward = Annotated[
@@ -41,12 +41,12 @@ def sample(
     extract: Extract = None,
     numeric: Annotated[bool, typer.Option("--numeric", help="Compare the last number, as a number.")] = False,
     structured: Structured = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Take prompts as plain text, without the chat template.")] = False,
+    raw: Raw = False,
     system: System = None,
     max_new_tokens: Annotated[int, typer.Option(help="Stop each completion after this many tokens.")] = 256,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature.", show_default="0.7")] = None,
     top_p: TopP = None,
-    seed: Annotated[int | None, typer.Option(help="Sampling seed.", show_default="0")] = None,
+    seed: Seed = None,
     batch_size: Annotated[int, typer.Option(help="Write this many completions at a time.")] = 8,
     dtype: Dtype = "auto",
     gpus: GpusOption = None,

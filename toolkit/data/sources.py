@@ -23,7 +23,7 @@ from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row, Shard, opened, read, unreadable
 from toolkit.data.values import is_absent
 from toolkit.errors import DataError
-from toolkit.paths import COMPRESSIONS, file_name, is_file_source
+from toolkit.paths import COMPRESSIONS, is_file_source, source_name
 from toolkit.recipe.schema import DataSection, SourceSection
 
 LINES = (".jsonl", ".ndjson")
@@ -86,7 +86,7 @@ def open_source(section: SourceSection, field: str, streaming: bool = False) -> 
     else:
         shards, table = _file_shards(section.path, field), None
     names = _label_names(table)
-    name = file_name(section.path) if is_file_source(section.path) else section.path
+    name = source_name(section.path)
     columns = sorted(table.column_names) if table is not None and table.column_names else _columns(shards, field, name)
     paths = short_names(shard.path for shard in shards)
     return Source(name, field, section.weight, shards, columns, names, paths)

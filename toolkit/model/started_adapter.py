@@ -20,7 +20,7 @@ from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapter_names import names_in_file
 from toolkit.model.expert_adapters import as_peft_has_them, by_experts, peft_name
 from toolkit.model.values import some
-from toolkit.paths import BASE_FILE, file_name, fingerprint_of, is_file_source
+from toolkit.paths import BASE_FILE, fingerprint_of, source_name
 from toolkit.recipe.adapter_file import CONFIG, WEIGHTS, started_config
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.shards import Rows
@@ -97,8 +97,8 @@ class StartedAdapter:
             )
         named = self.config.get("base_model_name_or_path")
         if known is None and named and not _is_same(str(named), str(model.name_or_path)):
-            here = _short(model.name_or_path)
-            self.other_base = f"its file names the base {_short(named)}, and this run trains on {here}"
+            here = source_name(str(model.name_or_path))
+            self.other_base = f"its file names the base {source_name(str(named))}, and this run trains on {here}"
 
     def _require_finite(self) -> None:
         with self._readable(), safe_open(self.folder / WEIGHTS, framework="pt") as file:
@@ -147,10 +147,6 @@ class StartedAdapter:
 
 def _is_same(one: str, other: str) -> bool:
     return one == other or Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
-
-
-def _short(base: Any) -> str:
-    return file_name(str(base)) if is_file_source(str(base)) else str(base)
 
 
 def _names(model: peft.PeftModel, stored: set[str]) -> tuple[dict[str, list[int]], dict[str, str]]:

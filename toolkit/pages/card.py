@@ -13,7 +13,7 @@ import yaml
 
 from toolkit.data.template_arguments import OF_ROW
 from toolkit.pages.number_text import format_names
-from toolkit.paths import file_name, is_file_source
+from toolkit.paths import is_file_source, source_name
 from toolkit.recipe.load import read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import harmless
@@ -93,7 +93,7 @@ def _base(recipe: Recipe) -> str | None:
 
 def model_and_data(recipe: Recipe, class_name: str) -> str:
     """Names the model, or its class if it begins with random weights, and the sources of the rows."""
-    names = [file_name(source.path) if is_file_source(source.path) else source.path for source in recipe.data.train]
+    names = [source_name(source.path) for source in recipe.data.train]
     base, data = _base(recipe), format_names(names, len(names), 2)
     return f"{base} fine-tuned on {data}" if base else f"{class_name} trained on {data} from random weights"
 
@@ -183,7 +183,7 @@ def _names(value: Any) -> Any:
         return [_names(item) for item in value]
     if isinstance(value, dict):
         return {**value, "path": _names(value["path"])}
-    return file_name(value) if isinstance(value, str) and is_file_source(value) else value
+    return source_name(value) if isinstance(value, str) else value
 
 
 def _draw_curve(path: Path, metrics: list[dict[str, Any]]) -> None:

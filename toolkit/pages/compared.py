@@ -20,7 +20,7 @@ from toolkit.pages.number_text import (
 )
 from toolkit.pages.page import Table
 from toolkit.pages.run_metrics import Metrics, column, split_lines
-from toolkit.paths import file_name, is_file_source
+from toolkit.paths import source_name
 
 OF_THE_RUN_ITSELF = ("description", "training.output_dir")
 """What names a run, and changes nothing in it."""
@@ -130,7 +130,7 @@ def peak_memory(run: ComparedRun) -> tuple[float, str] | None:
 def model_of(run: ComparedRun) -> str:
     name, kind = run.recipe.get("model.name_or_path"), run.recipe.get("model.config.model_type")
     if isinstance(name, str):
-        return file_name(name) if is_file_source(name) else name
+        return source_name(name)
     return f"{kind}, random weights" if isinstance(kind, str) else ""
 
 
@@ -138,7 +138,7 @@ def data_of(run: ComparedRun) -> str:
     sources = run.recipe.get("data.train")
     listed = sources if isinstance(sources, list) else [sources]
     paths = [str(item.get("path", "")) if isinstance(item, dict) else str(item or "") for item in listed]
-    names = [file_name(path) if is_file_source(path) else path for path in paths if path]
+    names = [source_name(path) for path in paths if path]
     return format_names(names, len(names), SOURCES_SHOWN)
 
 
