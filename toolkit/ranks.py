@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +22,8 @@ T = TypeVar("T")
 PATIENCE = timedelta(days=7)
 """Longest wait for another rank's preparation (tokenising, downloading); a collective's own is minutes."""
 
+MEETING_PORTS = range(20_000, 29_000)
+
 
 def world_size() -> int:
     """Number of ranks; 1 without a process group."""
@@ -34,6 +38,25 @@ def rank() -> int:
 def local_rank() -> int:
     """This process's rank on its host, as the launcher told it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def free_port() -> int:
+    """A port of this host at which nothing listens now, for ranks that meet at it seconds later.
+
+    It lies below those that Linux and others give to connections and to sockets without a port of their own (32,768
+    and above): one of these may be given to another process before rank 0 listens.
+
+    Raises:
+        OSError: none of 100 such ports is free.
+    """
+    for port in random.SystemRandom().sample(MEETING_PORTS, 100):
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"100 of the ports {MEETING_PORTS.start} to {MEETING_PORTS.stop - 1} of 127.0.0.1 are taken")
 
 
 def on_this_device(action: Callable[P, T]) -> Callable[P, T]:

@@ -20,6 +20,7 @@ from support import ranks
 from support.tiny import recipe_values, save_llama
 
 from toolkit.checkpoint.manifest import list_checkpoints
+from toolkit.ranks import free_port
 
 TEXTS = ["a king and a queen walked by the river", "the moon was high"]
 POINTS = ("parts", "data", "forward", "backward", "optimizer", "saving", "export", "memory")
@@ -100,11 +101,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_the_error_of_the_rank_that_fails_is_told(recipe: Path, point: str) -> None:
-    from torch.distributed.elastic.utils.distributed import get_free_port
-
     folder = recipe.parent
     started = time.monotonic()
-    with ranks.started(run_recipe, 2, str(recipe), point, str(folder), str(get_free_port())) as processes:
+    with ranks.started(run_recipe, 2, str(recipe), point, str(folder), str(free_port())) as processes:
         processes[1].join(timeout=60)
         seconds = time.monotonic() - started
         code = processes[1].exitcode

@@ -8,6 +8,8 @@ import threading
 import torch
 from support import ranks
 
+from toolkit.ranks import free_port
+
 THREADS = 12
 FORKS = 20
 
@@ -42,10 +44,10 @@ def forked_ranks() -> list[int]:
     torch.set_num_threads(2)
     torch.ones(100_000).sum()
     codes = []
-    for port in range(FORKS):
+    for _ in range(FORKS):
         pid = os.fork()
         if pid == 0:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + port)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             Accelerator(cpu=True, **sharding_kwargs("zero3"))
             os._exit(1 if compute_in_threads() else 0)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

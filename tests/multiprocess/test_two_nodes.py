@@ -7,7 +7,6 @@ a cable; where not, both run on this host.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,14 +17,10 @@ from support.launches import clean_environment, launch
 from support.tiny import recipe_values, save_llama
 from support.two_hosts import ADDRESSES, two_hosts
 
+from toolkit.ranks import free_port
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def launcher(folder: Path, config: dict[str, object], recipe: Path, name: str) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 from support.ranks import alone, run_on_ranks
+from toolkit.ranks import free_port
 
 OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMP_")
 """What the names of a launcher's environment variables start with."""
@@ -49,7 +50,7 @@ def read_by_the_launcher(config: Path, script: Path) -> tuple[int, dict[str, str
     found: list[tuple[int, dict[str, str]]] = []
 
     def note(settings: Any) -> None:
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": settings.master_port}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         found.append((int(settings.nproc_per_node), {**os.environ, **meeting}))
 
     with (

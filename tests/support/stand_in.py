@@ -27,6 +27,7 @@ from typing import Any
 
 from support import ranks
 from support.two_hosts import ADDRESSES, Host
+from toolkit.ranks import free_port
 
 NUM_RANKS = 2
 SECONDS_TO_END = 5.0
@@ -110,7 +111,7 @@ def attempt(arguments: list[str], log: Path, hosts: list[Host], clock: Path) -> 
         clock: a file with 8 bytes, a double: seconds by which the ranks' clocks are wrong.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        port = _free_port()
+        port = free_port()
         launchers = []
         for number in range(len(hosts) or 1):
             host = hosts[number] if hosts else None
@@ -121,12 +122,6 @@ def attempt(arguments: list[str], log: Path, hosts: list[Host], clock: Path) -> 
             yield found
         finally:
             found.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @ranks.alone

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import random
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -154,3 +156,16 @@ def test_an_export_that_is_checked_on_the_host_takes_all_cores(monkeypatch: pyte
     assert verify(accelerator, model, model, logits_of, {"x": torch.ones(1, 2)}) == 0  # type: ignore[arg-type]
     assert seen == [cores - 2, cores]
     assert torch.get_num_threads() == cores - 2
+
+
+def test_a_free_port_is_none_that_the_system_gives_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", ranks.free_port()))
+        taken = listener.getsockname()[1]
+        assert taken < 32_768
+        order = [taken, taken + 1]
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: order)
+        assert ranks.free_port() == taken + 1
+        order.pop()
+        with pytest.raises(OSError, match="are taken"):
+            ranks.free_port()

@@ -10,7 +10,6 @@ import contextlib
 import io
 import multiprocessing
 import os
-import socket
 import sys
 import threading
 import time
@@ -138,7 +137,7 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
         try:
             # It says that it launches on CUDA devices, where there are none, too.
             with contextlib.redirect_stdout(io.StringIO()):
-                notebook_launcher(as_rank, (), num_processes, use_port=str(_free_port()))
+                notebook_launcher(as_rank, (), num_processes, use_port=str(ranks.free_port()))
         except ChildFailedError as error:
             raise _error_of_rank(*error.get_first_failure()) from None
         except (ValueError, RuntimeError) as error:
@@ -183,10 +182,3 @@ def _error_of_rank(rank: int, failure: Any) -> ToolkitError:
     bad_input: set[type[ToolkitError]] = {BadInputError, *BadInputError.__subclasses__()}
     is_bad_input = kind in {each.__name__ for each in bad_input}
     return BadInputError(text) if is_bad_input else ToolkitError(f"rank {rank}: {said}")
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

@@ -17,6 +17,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from toolkit.errors import BadInputError, first_line
+from toolkit.ranks import free_port
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
 from toolkit.sharding.sequence_parallel import require_groups
@@ -84,8 +85,7 @@ def _shape_of(config: AccelerateConfig, num_processes: int, recipe: Recipe) -> M
 def rank_environments(launch: Launch, folder: Path) -> list[dict[str, str]]:
     """What `accelerate launch` would give each rank, were there one machine with so many processes."""
     config = folder / "accelerate.yaml"
-    # Port 0: whichever is free.
-    one_machine = {"num_machines": 1, "machine_rank": 0, "main_process_port": 0, "rdzv_backend": "static"}
+    one_machine = {"num_machines": 1, "machine_rank": 0, "main_process_port": free_port(), "rdzv_backend": "static"}
     values = {key: value for key, value in launch.values.items() if key != "main_process_ip"} | one_machine
     config.write_text(yaml.safe_dump(values), encoding="utf-8")
     common = _launcher_environment(config, launch)
