@@ -9,9 +9,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
 from support.tiny import llama, recipe_values
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import toolkit
@@ -38,9 +40,11 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "adapter": {"kind": "lora", "r": 4},
     "optimizer": {"learning_rate": 2e-3},
 }
+NF4 = {**ADAPTED, "adapter": {"kind": "lora", "r": 4, "quantize": "nf4", "double_quantization": True}}
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "zero3": {"sharding": {"strategy": "zero3"}},
     "lora": {"sharding": {"strategy": "zero3"}, **ADAPTED},
+    "nf4": {"sharding": {"strategy": "zero3"}, **NF4},
     "averaged": {"sharding": {"strategy": "zero2"}, "training": {"ema": 0.7}},
     "ddp": {"sharding": {"strategy": "ddp"}, **ADAPTED},
     "offloaded": {
@@ -74,6 +78,19 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
 
 def curve(run: Path) -> list[list[Any]]:
     return [[line.get(key) for key in ("step", *FIGURES)] for line in evaluations(run)]
+
+
+ON_FOUR: dict[str, dict[str, dict[str, Any]]] = {
+    "nf4-zero3-4": {"sharding": {"strategy": "zero3"}, **NF4},
+    "nf4-ddp-4": {"sharding": {"strategy": "ddp"}, **NF4},
+}
+"""With rows of two, one of four ranks has no prompt of its own."""
+
+
+def on_four_ranks(folder: Path) -> None:
+    for name, sections in ON_FOUR.items():
+        meet()
+        toolkit.finetune(recipe_of(folder, name, training={"micro_batch_size": 1}, **sections))
 
 
 def on_two_ranks(folder: Path, names: list[str]) -> None:
@@ -138,9 +155,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(export: Path) -> tuple[Any, Any]:
-    is_adapter = (export / "adapter_config.json").exists()
-    kind: Any = peft.AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
-    return AutoTokenizer.from_pretrained(export), kind.from_pretrained(export).eval()
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    if not (export / "adapter_config.json").exists():
+        return tokenizer, AutoModelForCausalLM.from_pretrained(export).eval()
+    base = json.loads((export / "adapter_config.json").read_text())["base_model_name_or_path"]
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if "nf4" in export.parent.name:
+        for path, layer in model.named_modules():
+            if isinstance(layer, nn.Linear) and path != "lm_head":
+                packed, state = quantize_4bit(layer.weight.data, quant_type="nf4", compress_statistics=True)
+                layer.weight.data = dequantize_4bit(packed, state)
+    return tokenizer, peft.PeftModel.from_pretrained(model, export).eval()
 
 
 def asked(question: str) -> str:
@@ -169,6 +194,18 @@ def by_hand(export: Path) -> list[float]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_last_figures_are_those_of_the_export(folder: Path, name: str) -> None:
+    require_figures_of_the_export(folder, name)
+
+
+@pytest.mark.slow
+def test_four_ranks_have_the_figures_of_the_export_of_an_nf4_base(folder: Path) -> None:
+    run_on_ranks(on_four_ranks, 4, folder)
+    for name in ON_FOUR:
+        require_figures_of_the_export(folder, name)
+    assert curve(folder / "nf4-zero3-4") == curve(folder / "nf4-ddp-4") == curve(folder / "nf4")
+
+
+def require_figures_of_the_export(folder: Path, name: str) -> None:
     assert [step for step, *_ in curve(folder / name)] == [0, 8, 16, 24]
     last = evaluations(folder / name)[-1]
     assert last["answer_accuracy"] > 0, "it has learned something that other weights would not say"

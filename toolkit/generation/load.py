@@ -189,8 +189,9 @@ def _whole_model(place: Place, dtype: str, quantisation: dict[str, Any] | None) 
     if missing:
         raise BadInputError(f"{place.name!r}: its files lack {len(missing)} of the weights, for example {missing[0]}")
     for layer in model.modules():
-        # bitsandbytes' kernel for CPUs with AVX-512 fails for other counts ("N must be divisible by block_n").
-        if hasattr(layer, "support_avx512bf16_for_cpu") and layer.out_features % 32:
+        # bitsandbytes' kernel for CPUs with AVX-512 rounds scales and products to bfloat16, where training has float32,
+        # and fails for outputs that are no multiple of 32 or inputs that are none of the block's 64.
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
     return model
 
