@@ -1,1 +1,1 @@
-"""What is minimised, and how it is computed."""
+"""The objectives: the losses that training minimises and how they are computed."""

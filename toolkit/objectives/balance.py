@@ -1,10 +1,11 @@
-"""The losses of routers: balance of the experts' load, and z-loss; over more tokens than one micro-batch of one rank.
+"""Router losses, load balance and z-loss, over more tokens than one micro-batch of one rank.
 
-The balance loss of a layer is E x sum_e f_e P_e (Switch Transformer, arXiv 2101.03961), as transformers computes it:
-E experts, f_e the choices of expert e for each token, P_e the mean of its probability; the loss is the mean over
-layers. f has no gradient, but it is known only after the forward. So the loss is no term of the objective's sum: its
-gradient is added to that of the router's logits in backward, with an f over all ranks (global-batch balance, arXiv
-2501.11873): of the whole step where micro-batches run by block, otherwise of the step's micro-batches so far.
+The balance loss of a layer is E x sum_e f_e P_e (Switch Transformer, arXiv 2101.03961), as transformers computes it.
+E is the number of experts, f_e counts how often expert e is chosen per token, and P_e is the mean of its probability;
+the loss is the mean over layers. f has no gradient, but it is known only after the forward. So the loss is not a term
+of the objective's sum: backward adds its gradient to that of the router's logits, with an f over all ranks
+(global-batch balance, arXiv 2501.11873). f covers the whole step if micro-batches run by block, and otherwise the
+step's micro-batches so far.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from toolkit.sharding.expert_parallel import expert_placement
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """What is added to the objective for the sake of routers.
+    """Coefficients of the router losses that are added to the objective.
 
     Attributes:
         balance: coefficient of the balance loss.
         z: coefficient of the z-loss, the mean square of log sum exp of the logits (ST-MoE, arXiv 2202.08906).
-        bias_rate: moves the bias of experts that got too few or too many tokens (arXiv 2408.15664).
+        bias_rate: step by which the bias of underused and overused experts moves (arXiv 2408.15664).
         own: whether `balance` is the model's own coefficient.
     """
 
@@ -51,7 +52,7 @@ class _MicroBatch:
 
     Attributes:
         real: 1 for tokens, 0 for padding, (tokens,).
-        loads: of each router, the choices for each token over all that is counted, (experts,); known in backward.
+        loads: each router's choices per token, over everything counted, (experts,); known in backward.
     """
 
     def __init__(self, real: torch.Tensor) -> None:
@@ -59,19 +60,19 @@ class _MicroBatch:
         self.loads: dict[int, torch.Tensor] = {}
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     micro_batch: _MicroBatch | None = None
 
 
-_here = _Here()  # micro-batches that run by block are in threads of their own
+_thread_state = _ThreadState()  # micro-batches that run by block are in threads of their own
 
 
 class Balance:
     """Counts the choices of a model's routers, and adds the gradients of their losses.
 
     Args:
-        routers: of the model; without any, nothing happens.
-        has_own: whether the model has a balance loss of its own, which is one of softmax's probabilities.
+        routers: the model's routers; if there are none, nothing happens.
+        has_own: whether the model has a balance loss of its own, which always uses softmax probabilities.
     """
 
     def __init__(self, routers: list[Router], losses: RouterLosses = RouterLosses(), has_own: bool = True) -> None:
@@ -91,8 +92,8 @@ class Balance:
         """Begins a step.
 
         Args:
-            num_tokens: of all its micro-batches on all ranks, without padding.
-            scale: what the gradients of a loss are multiplied by, so that their mean over the ranks is the loss's.
+            num_tokens: tokens of all its micro-batches on all ranks, without padding.
+            scale: factor for the gradients of a loss, so that their mean over the ranks is the loss's gradient.
         """
         self._num_tokens, self._scale = max(1, num_tokens), scale
         self._mine, self._all = {}, {}
@@ -100,19 +101,19 @@ class Balance:
 
     @contextmanager
     def observing(self, batch: Batch) -> Iterator[None]:
-        """Counts in the forward of this micro-batch, in this thread."""
+        """Counts choices during the forward of this micro-batch, in this thread."""
         if not self.routers:
             yield
             return
-        _here.micro_batch = _MicroBatch(_real_tokens(batch))
-        self._waiting.append(_here.micro_batch)
+        _thread_state.micro_batch = _MicroBatch(_real_tokens(batch))
+        self._waiting.append(_thread_state.micro_batch)
         try:
             yield
         finally:
-            _here.micro_batch = None
+            _thread_state.micro_batch = None
 
     def exchange(self) -> None:
-        """Between forward and backward: the loads over all ranks, all layers in one exchange. Collective."""
+        """Sums the loads over all ranks between forward and backward, all layers in one exchange. Collective."""
         if self.losses.balance:
             before = dict(self._all)
             self._exchange()
@@ -137,21 +138,22 @@ class Balance:
         self._mine = {}
 
     def _load(self, number: int) -> torch.Tensor:
-        """Choices of each expert for each token; their sum is the number of experts of a token."""
+        """Returns how often each expert is chosen per token, (experts,); the sum is the experts per token."""
         choices = self._all[number][0]
         return (self._chosen[number] * choices / choices.sum().clamp_min(1)).float()
 
     def loads(self) -> tuple[list[list[float]], float]:
-        """Of the step: each layer's share of choices by expert, and the balance loss. Collective; meets the device.
+        """Returns the step's share of choices by layer and expert, and its balance loss. Collective.
 
-        The loss is the one that is minimised, so of the same loads; without a coefficient, that of the whole step.
+        The host waits for the device. The loss is the one that is minimised, so it uses the same loads; without a
+        coefficient it is the whole step's.
         """
         self._exchange()
         if not self._all:
             return [], 0.0
         sizes = [found.shape[1] for found in self._all.values()]
         minimised = torch.as_tensor(self._minimised, dtype=torch.float64, device=next(iter(self._all.values())).device)
-        # One transfer, so that the device is met once.
+        # One transfer, so that the host waits for the device once.
         rows = iter(torch.cat([*(found.flatten() for found in self._all.values()), minimised.view(1)]).tolist())
         sums = {
             number: [list(islice(rows, size)) for _ in range(2)] for number, size in zip(self._all, sizes, strict=True)
@@ -166,7 +168,7 @@ class Balance:
         return list(shares.values()), total / len(sums) / self._num_tokens
 
     def experts_of_a_token(self, number: int) -> int:
-        """How many experts a router has chosen for each token."""
+        """Returns how many experts a router chooses for each token."""
         return self._chosen[number]
 
     @torch.no_grad()
@@ -181,7 +183,11 @@ class Balance:
                 bias += self.losses.bias_rate * (sums[0].mean() - sums[0]).sign().to(bias.dtype)
 
     def count(self, number: int, output: Any, one: _MicroBatch) -> None:
-        """Adds a router's choices for a micro-batch, and its probabilities."""
+        """Adds a router's choices and probabilities for a micro-batch.
+
+        Raises:
+            RuntimeError: if the router sees another number of tokens than the micro-batch has.
+        """
         logits, chosen = self.routers[number].logits(output), self.routers[number].chosen(output)
         if len(logits) != len(one.real):
             raise RuntimeError(
@@ -198,14 +204,17 @@ class Balance:
         self._mine[number] = sums + self._mine.get(number, 0)
 
     def probabilities(self, number: int, logits: torch.Tensor) -> torch.Tensor:
-        """(tokens, experts): softmax, as models with a balance loss of their own have it, or DeepSeek V3's sigmoid."""
+        """Returns probabilities (tokens, experts) of logits of the same shape.
+
+        Models with a balance loss of their own use softmax; otherwise this is DeepSeek V3's normalised sigmoid.
+        """
         if self._has_own or self.routers[number].bias is None:
             return logits.softmax(dim=-1)
         scores = logits.sigmoid()
         return scores / scores.sum(dim=-1, keepdim=True)
 
     def gradient(self, number: int, logits: torch.Tensor, one: _MicroBatch) -> torch.Tensor:
-        """Of the losses with respect to a router's logits (tokens, experts) for a micro-batch of this rank."""
+        """Returns the gradient of the losses with respect to a router's logits, both (tokens, experts)."""
         with torch.enable_grad():
             wanted = logits.detach().float().requires_grad_()
             each = wanted.new_zeros(len(wanted))
@@ -220,7 +229,7 @@ class Balance:
 
 
 class _Hook:
-    """Sees what a router gives: counts in the forward, and stands ready for the backward."""
+    """Forward hook of a router: counts its choices, and adds the losses' gradient in backward."""
 
     def __init__(self, balance: Balance, number: int) -> None:
         self._balance = balance
@@ -231,7 +240,7 @@ class _Hook:
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return None
-        one = _here.micro_batch  # None where a checkpoint runs a block again, in backward
+        one = _thread_state.micro_batch  # None if a checkpoint runs a block again, in backward
         if one is not None:
             self._balance.count(self._number, output, one)
         logits = self._balance.routers[self._number].logits(output)
@@ -239,8 +248,10 @@ class _Hook:
             return None
         if torch.is_tensor(output):
             return _WithGradient.apply(output, logits, self, one)  # type: ignore[no-untyped-call]
-        # The logits themselves go nowhere in most models: what is made of them inside the router does.
-        carrier = next(i for i in _order(output, self._balance.routers[self._number].index) if _has_graph(output[i]))
+        # In most models nothing uses the logits themselves, only what the router derives from them.
+        carrier = next(
+            i for i in _logits_last(output, self._balance.routers[self._number].index) if _has_graph(output[i])
+        )
         carried = _WithGradient.apply(output[carrier], logits, self, one)  # type: ignore[no-untyped-call]
         return type(output)([*output[:carrier], carried, *output[carrier + 1 :]])
 
@@ -248,8 +259,8 @@ class _Hook:
         return self._balance.gradient(self._number, logits, one)
 
 
-def _order(output: Any, last: int) -> list[int]:
-    """Places of an output, that of the logits last."""
+def _logits_last(output: Any, last: int) -> list[int]:
+    """Returns the positions in an output tuple, that of the logits last."""
     last %= len(output)
     return [i for i in range(len(output)) if i != last] + [last]
 
@@ -259,7 +270,7 @@ def _has_graph(value: Any) -> bool:
 
 
 class _WithGradient(torch.autograd.Function):
-    """A router's output as it is; in backward the gradient of the losses is added to its logits."""
+    """Identity on a router's output; backward adds the gradient of the losses to its logits."""
 
     @staticmethod
     def forward(
@@ -277,7 +288,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 def _real_tokens(batch: Batch) -> torch.Tensor:
-    """(tokens,), in the order of the batch: 1 for a token, 0 for padding."""
+    """Returns 1 for each token and 0 for padding, (tokens,), in the order of the batch."""
     ids = batch["input_ids"]
     if "lengths" not in batch:
         return torch.ones(ids.numel(), device=ids.device)
@@ -286,10 +297,10 @@ def _real_tokens(batch: Batch) -> torch.Tensor:
 
 
 def build_balance(section: ObjectiveSection, model: nn.Module) -> Balance:
-    """What watches the model's routers.
+    """Returns the `Balance` that hooks into the model's routers.
 
     Raises:
-        BadInputError: settings without effect: for routers of a model without experts, for a bias of one without.
+        BadInputError: for settings without effect: the model has no experts, or its routers have no bias.
     """
     routers = find_routers(model)
     asked = {key: getattr(section, key) for key in ("router_aux_coef", "router_z_coef", "router_bias_rate")}
@@ -309,7 +320,7 @@ def build_balance(section: ObjectiveSection, model: nn.Module) -> Balance:
 
 
 def experts_fact(model: nn.Module, balance: Balance, by_block: bool) -> str:
-    """How a run's experts are computed and balanced."""
+    """Describes how a run's experts are computed and balanced."""
     losses, num_routers = balance.losses, len(balance.routers)
     kernel = getattr(getattr(base_of(model), "config", None), "_experts_implementation", None) or "the model's own"
     told = [f"{num_routers} routers, kernel {kernel}"]

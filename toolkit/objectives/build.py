@@ -1,4 +1,4 @@
-"""The objective that a recipe asks for."""
+"""Builds the objective that a recipe names."""
 
 from __future__ import annotations
 
@@ -38,17 +38,19 @@ def build_objective(
     apart: bool = False,
     sources: tuple[str, ...] = (),
 ) -> Objective:
-    """The recipe's objective.
+    """Returns the recipe's objective.
 
     Args:
         packed: whether documents share samples.
-        label_counts: rows, or words, of each class to train on, in the order of the classes; None: no classification.
-        teacher: of a distillation.
+        label_counts: rows, or words, of each class to train on, in the order of the classes. It is None if nothing is
+            classified.
+        teacher: the frozen model of a distillation.
         apart: whether completions that are compared must not share rows; they never do in a model without positions.
-        sources: names of the sources whose losses are told apart.
+        sources: names of the sources whose losses are reported separately.
 
     Raises:
-        BadInputError: a model that cannot be trained so, or class weights of another number than classes.
+        BadInputError: if the model cannot be trained with this objective, or the number of class weights is not the
+            number of classes.
     """
     apart = apart or not takes_positions(model)
     return CLASSES[section.kind].build(Ingredients(section, model, packed, label_counts or {}, teacher, apart, sources))

@@ -28,20 +28,23 @@ from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.sequence_parallel import WholeRows, rows_shared, summed_over_group
 
 HEAD_LOSS_TOLERANCE = {False: 1e-5, True: 1e-2}
-"""By whether compute is in 16 bits: the largest difference from whole logits' loss, as a share of it."""
+"""The largest relative difference from the loss of whole logits, by whether compute is in 16 bits."""
 
 
 class CausalLM(Objective):
     """Next-token cross-entropy. `labels` are aligned with `input_ids`, as transformers has them.
 
-    Its losses come from the head's inputs, without whole logits, where the model allows for that.
+    Its losses come from the head's inputs, without whole logits, if the model allows for that.
 
     Args:
         packed: whether documents share samples.
-        sources: names of the sources whose losses are told apart, by the numbers in a batch's `sources` (B, T).
+        sources: names of the sources whose losses are reported separately; a batch's `sources` (B, T) number them.
 
     Attributes:
-        head_loss: what the losses come from; where that is whole logits, the reason.
+        head_loss: computes the losses from the head's inputs; if whole logits are needed, this is the reason.
+
+    Raises:
+        BadInputError: if samples are packed and the model takes no position_ids.
     """
 
     def __init__(self, model: nn.Module, packed: bool = True, sources: tuple[str, ...] = ()) -> None:
@@ -54,9 +57,9 @@ class CausalLM(Objective):
             )
         self._first_position = first_position(base_of(model))
         self._has_states = packed and kernels_take_documents(model)
-        # These kernels tell documents apart in a single row only; in several they would leak.
+        # These kernels separate documents in a single row only; in several rows documents would see each other.
         self._in_one_row = self._has_states or (packed and is_flash(model))
-        self._takes_bounds = self._in_one_row and _takes_anything(base_of(model))
+        self._takes_bounds = self._in_one_row and _accepts_any_keyword(base_of(model))
         self.head_loss = find_head_loss(model)
         self._sight = Sight(model)
 
@@ -72,10 +75,11 @@ class CausalLM(Objective):
         return int((predictions_of(batch)[0] != IGNORED).sum())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
-        """The batch with what the host would otherwise have to ask the device for, and wait.
+        """Adds to the batch what the host would otherwise have to fetch from the device.
 
-        Which tokens have targets (`counted`), whether documents share rows (`shared`) and, for flash attention, where
-        they begin (`bounds`) and how long they are at most (`longest`): transformers asks for that in every layer.
+        This is which tokens have targets (`counted`), whether documents share rows (`shared`) and, for flash attention,
+        where documents begin (`bounds`) and how long the longest is (`longest`). transformers reads these in every
+        layer.
         """
         if not has_values(batch["input_ids"]):
             return batch
@@ -83,71 +87,74 @@ class CausalLM(Objective):
         if isinstance(self.head_loss, HeadLoss):
             known["counted"] = numbers_of_targets(self.targets(batch))
         positions = batch.get("whole_positions", batch["position_ids"])
-        known["shared"] = self._packed and bool((self._in_rows(positions).diff(dim=1) != 1).any())
+        known["shared"] = self._packed and bool((self._in_model_shape(positions).diff(dim=1) != 1).any())
         if self._takes_bounds:
             known |= bounds_of(positions)
         return known
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """(B, T, V)."""
+        """Returns logits (B, T, V)."""
         with rows_of(batch):
             logits = model(**self.inputs(batch)).logits
         return logits.view(*batch["input_ids"].shape, -1)  # type: ignore[no-any-return]
 
-    def _in_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor (B, T) as the model is given it."""
+    def _in_model_shape(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor (B, T) as the model takes it: (1, B * T) if the kernels need a single row."""
         return tensor.view(1, -1) if self._in_one_row else tensor
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Of the model's forward."""
+        """Returns the arguments of the model's forward; `input_ids` are (B, T), or (1, B * T) in a single row."""
         # No attention mask and no cache: only then do restarting positions keep documents apart. Rows of one document
-        # have the model's own positions, and transformers then does not look at them for others; parts of rows begin
-        # anywhere.
+        # use the model's own positions, in which transformers then looks for no other documents. Parts of rows begin
+        # at any position.
         told = self._packed or "whole_positions" in batch
         names = ("input_ids", "position_ids") if told else ("input_ids",)
-        inputs: dict[str, Any] = {name: self._in_rows(batch[name]) for name in names if name in batch}
+        inputs: dict[str, Any] = {name: self._in_model_shape(batch[name]) for name in names if name in batch}
         if "position_ids" in inputs and self._first_position:
             inputs["position_ids"] = inputs["position_ids"] + self._first_position
         if "position_ids" in inputs:
             inputs["position_ids"] = self._sight.positions(inputs["position_ids"])
         if self._has_states and "position_ids" in batch and "bounds" not in batch and has_values(batch["input_ids"]):
-            batch = {**batch, **bounds_of(batch["position_ids"])}  # flash attention finds them by itself
-        if "bounds" in batch and self._takes_bounds:  # a teacher may not, where its student does
+            batch = {**batch, **bounds_of(batch["position_ids"])}  # flash attention finds the bounds itself
+        if "bounds" in batch and self._takes_bounds:  # a teacher may not take them although its student does
             inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch["bounds"])
             inputs |= dict.fromkeys(("max_length_q", "max_length_k"), batch["longest"])
             if self._has_states:
-                inputs["seq_idx"] = (self._in_rows(batch["position_ids"]) == 0).cumsum(dim=1).int() - 1
+                inputs["seq_idx"] = (self._in_model_shape(batch["position_ids"]) == 0).cumsum(dim=1).int() - 1
         return {**inputs, **self._sight.inputs(batch, self._in_one_row), "use_cache": False}
 
     def targets(self, batch: Batch) -> torch.Tensor:
-        """What each position predicts, (B * T,); `IGNORED` for nothing, as across the documents of a preference."""
+        """Returns what each position predicts, (B * T,), int64.
+
+        It is `IGNORED` at positions without a target, such as the last one of a document.
+        """
         return predictions_of(batch)[0].flatten()
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         if isinstance(self.head_loss, HeadLoss):
             with rows_of(batch):
                 return self.head_loss.summed(model, self.inputs(batch), self.targets(batch), batch.get("counted"))
-        return self._sum_of_logits(model, batch)
+        return self._loss_of_whole_logits(model, batch)
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss, and by named source the sums of losses and then the numbers of targets, (2 S,)."""
+        """Returns the summed loss, 0-dim, and the sums of losses and then the numbers of targets by source, (2 S,)."""
         if "sources" not in batch:
             loss = self.loss_sum(model, batch)
             return loss, loss.new_zeros(2 * len(self._sources))
         losses = self._losses_of_tokens(model, batch)
-        return losses.sum(), self._by_source(losses.detach(), batch).flatten().float()
+        return losses.sum(), self._sums_by_source(losses.detach(), batch).flatten().float()
 
     def _losses_of_tokens(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss of each token, (B * T,), float32; 0 if it has no target."""
+        """Returns the loss of each token, (B * T,), float32; it is 0 without a target."""
         if isinstance(self.head_loss, HeadLoss):
             with rows_of(batch):
                 return self.head_loss.by_token(model, self.inputs(batch), self.targets(batch), batch.get("counted"))
         logits = self.logits(model, batch).float().flatten(0, 1)
         return F.cross_entropy(logits, self.targets(batch), ignore_index=IGNORED, reduction="none")
 
-    def _by_source(self, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Summed losses and numbers of targets of each named source, (2, S), float64."""
-        # The last place takes what is of no named source.
+    def _sums_by_source(self, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Returns the summed losses and the numbers of targets of each named source, (2, S), float64."""
+        # The last column takes tokens of no named source.
         owners = batch["sources"].flatten().remainder(len(self._sources) + 1)
         terms = torch.stack([losses.double(), (self.targets(batch) != IGNORED).double()])
         return terms.new_zeros(2, len(self._sources) + 1).index_add(1, owners, terms)[:, :-1]
@@ -156,19 +163,26 @@ class CausalLM(Objective):
         return self._losses_by_source(means)
 
     def _losses_by_source(self, sums: list[float]) -> dict[str, float]:
-        """The mean loss of each source that has targets, from what `_by_source` gives, whatever both are divided by."""
+        """Returns the mean loss of each source that has targets.
+
+        Args:
+            sums: the rows of `_sums_by_source`, one after the other; both may be divided by the same number.
+        """
         number = len(self._sources)
         pairs = zip(self._sources, sums[:number], sums[number:], strict=True)
         return {f"loss/{name}": loss / targets for name, loss, targets in pairs if targets}
 
-    def _sum_of_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+    def _loss_of_whole_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         logits = self.logits(model, batch)
         return F.cross_entropy(logits.float().flatten(0, 1), self.targets(batch), ignore_index=IGNORED, reduction="sum")
 
     def segment_log_probabilities(
         self, model: nn.Module, batch: Batch, num_segments: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each document of `batch["segments"]`; see `sequence_log_probabilities`."""
+        """Returns the log-probabilities of each document of `batch["segments"]`, (S,), and its target tokens, (S,).
+
+        S is `num_segments`; see `sequence_log_probabilities`.
+        """
         targets, owners = predictions_of(batch)
         assert owners is not None, "preferences have segments"
         if isinstance(self.head_loss, HeadLoss):
@@ -183,17 +197,17 @@ class CausalLM(Objective):
 
     @torch.no_grad()
     def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
-        """Tries the loss on a few tokens, and goes by whole logits where these give another. Every rank calls this.
+        """Tries the loss on a few tokens, and falls back to whole logits if these differ. Every rank calls this.
 
         Returns:
-            How the loss is made, to be told.
+            A description of how the loss is computed, for the run summary.
         """
         if isinstance(self.head_loss, HeadLoss):
             was_training = model.training
             # Without dropout, which would draw another mask for each of the two.
             model.eval()
             batch = self.few_tokens(self.head_loss.vocabulary, device)
-            found, whole = self.loss_sum(model, batch).item(), self._sum_of_logits(model, batch).item()
+            found, whole = self.loss_sum(model, batch).item(), self._loss_of_whole_logits(model, batch).item()
             model.train(was_training)
             # `not <=`, so that a NaN from the head's inputs is a difference too.
             if math.isfinite(whole) and not abs(found - whole) <= HEAD_LOSS_TOLERANCE[in_16_bits] * abs(whole):
@@ -214,7 +228,7 @@ class CausalLM(Objective):
         if "sources" not in batch:
             return torch.stack([self.loss_sum(model, batch).double(), counted])
         losses = self._losses_of_tokens(model, batch)
-        return torch.cat([torch.stack([losses.double().sum(), counted]), self._by_source(losses, batch).flatten()])
+        return torch.cat([torch.stack([losses.double().sum(), counted]), self._sums_by_source(losses, batch).flatten()])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
         loss = sums[0] / max(1.0, sums[1])
@@ -225,10 +239,14 @@ class CausalLM(Objective):
 
 
 def bounds_of(positions: torch.Tensor) -> dict[str, Any]:
-    """Where each document begins and the last one ends, flash attention's cu_seq_lens, and the longest one's tokens.
+    """Returns flash attention's cu_seq_lens and longest document.
 
     Args:
         positions: (B, T), 0 where a document begins.
+
+    Returns:
+        `bounds`, where each of the D documents begins and the last one ends, (D + 1,), int32; and `longest`, the tokens
+        of the longest document.
     """
     begins = (positions.flatten() == 0).nonzero().flatten()
     bounds = F.pad(begins, (0, 1), value=positions.numel()).int()
@@ -236,9 +254,9 @@ def bounds_of(positions: torch.Tensor) -> dict[str, Any]:
 
 
 def rows_of(batch: Batch) -> ExitStack:
-    """What `on_host` has found, and whole rows where a group of ranks shares them."""
+    """Returns a context with what `on_host` found, and with whole rows if a group of ranks shares them."""
     stack = ExitStack()
-    if "shared" in batch:  # the device is asked where `on_host` was not called
+    if "shared" in batch:  # without `on_host` the value comes from the device
         stack.enter_context(known_packing(bool(batch["shared"])))
     if "whole_positions" in batch:
         whole = batch["whole_positions"]
@@ -246,7 +264,7 @@ def rows_of(batch: Batch) -> ExitStack:
     return stack
 
 
-def _takes_anything(model: nn.Module) -> bool:
-    """Whether the model's forward hands unknown arguments on, as transformers' do to their attention."""
+def _accepts_any_keyword(model: nn.Module) -> bool:
+    """Returns whether the model's forward takes any keyword, which transformers' models hand on to their attention."""
     parameters = inspect.signature(model.forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

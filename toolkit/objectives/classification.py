@@ -19,14 +19,14 @@ from toolkit.objectives.scores import any_places, at_places, places_of, scores_o
 from toolkit.objectives.specs.section import ObjectiveSection
 
 CLASSES_SHOWN = 20
-"""Up to so many classes an evaluation's record has the whole confusion matrix."""
+"""The most classes for which an evaluation's record has the whole confusion matrix."""
 
 
 class SequenceClassification(Objective):
     """Cross-entropy of a text's class, (sum over rows of w[y] * CE) / rows.
 
     Args:
-        class_weights: w, one for each class; None: 1.
+        class_weights: w, one for each class. Each is 1 if this is None.
     """
 
     unit = "rows"
@@ -34,7 +34,7 @@ class SequenceClassification(Objective):
     def __init__(self, model: nn.Module, num_classes: int, class_weights: list[float] | None = None) -> None:
         accepted = inspect.signature(base_of(model).forward).parameters
         self._inputs = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in accepted]
-        # Jamba's makes a cache that it cannot use.
+        # Jamba's classifier makes a cache that it cannot use.
         self._settings = {"use_cache": False} if "use_cache" in accepted else {}
         self._pad_id = base_of(model).config.get_text_config().pad_token_id
         self.num_classes = num_classes
@@ -48,13 +48,13 @@ class SequenceClassification(Objective):
         return int((batch["labels"] != IGNORED).sum())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
-        """The batch; of shared rows, with where the last token of each is, as transformers' classifiers have it."""
+        """Adds, if ranks share rows, where the last token of each row is, as transformers' classifiers find it."""
         if "whole_positions" not in batch:
             return batch
         known = {name: value for name, value in batch.items() if name != "whole_ids"}
-        return {**known, **self._lasts(batch), "shared": False}
+        return {**known, **self._last_tokens(batch), "shared": False}
 
-    def _lasts(self, batch: Batch) -> Batch:
+    def _last_tokens(self, batch: Batch) -> Batch:
         ids = batch["whole_ids"]
         if not has_values(ids):
             return any_places(len(ids), batch)
@@ -62,7 +62,7 @@ class SequenceClassification(Objective):
         return places_of(torch.arange(len(ids)), lasts, batch)
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """(B, number of classes)."""
+        """Returns logits (B, C) of C classes."""
         if "whole_positions" in batch:
             if "ends" not in batch:
                 batch = self.on_host(batch)
@@ -81,7 +81,7 @@ class SequenceClassification(Objective):
         return self._loss_sum(self.logits(model, batch), batch["labels"])
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss alone."""
+        """Returns the summed loss, 0-dim, and an empty tensor (0,)."""
         loss = self.loss_sum(model, batch)
         return loss, loss.new_empty(0)
 
@@ -90,20 +90,20 @@ class SequenceClassification(Objective):
         return F.cross_entropy(logits.float(), labels, weight=weights, ignore_index=IGNORED, reduction="sum")
 
     def uniform_guess(self, model: nn.Module, class_weights: object) -> tuple[int, str] | None:
-        # Weights of one's own scale the loss; balanced ones are 1 in the mean over the rows.
+        # Weights that the user sets scale the loss; balanced ones are 1 in the mean over the rows.
         return (self.num_classes, "classes") if class_weights in (None, "balanced") else None
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss, and how many rows of each class (major) were taken for each class."""
+        """Returns the loss and then the confusion matrix, true class first, (1 + C^2,), float64."""
         logits, labels = self.logits(model, batch), batch["labels"]
-        # Added, neither picked nor counted by `bincount`: for both of these the device has to be waited for.
+        # Indexing by a mask and `bincount` would both make the host wait for the device; `index_add_` does not.
         counted = (labels != IGNORED).double()
         pairs = labels.clamp_min(0) * self.num_classes + logits.argmax(dim=-1)
         confusion = counted.new_zeros(self.num_classes**2).index_add_(0, pairs, counted)
         return torch.cat([self._loss_sum(logits, labels).double().view(1), confusion])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
-        """Loss, accuracy, F1 averaged over the classes that occur or are predicted, and `confusion`, as summed."""
+        """Returns the loss, accuracy, F1 averaged over the classes that occur or are predicted, and `confusion`."""
         confusion = torch.tensor(sums[1:], dtype=torch.float64).view(self.num_classes, -1)
         rows, hits = confusion.sum().item(), confusion.diagonal()
         # F1 = 2 TP / (2 TP + FP + FN), and a class's row and column together are 2 TP + FP + FN.
@@ -119,7 +119,11 @@ class SequenceClassification(Objective):
 
 
 def class_weights(section: ObjectiveSection, counts: dict[str, int]) -> list[float] | None:
-    """The weight of each class; None: 1. Raises BadInputError for weights of another number than classes."""
+    """Returns the weight of each class, or None if every class weighs 1.
+
+    Raises:
+        BadInputError: if the number of weights is not the number of classes.
+    """
     weights = section.class_weights
     if weights is None:
         return None

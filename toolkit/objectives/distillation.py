@@ -1,4 +1,4 @@
-"""A teacher's next-token probabilities, learned by a student with the same tokens."""
+"""Distillation: a student learns the next-token probabilities of a teacher with the same tokens."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class Distillation(Objective):
         return self._causal.count_targets(batch)
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
-        """As `CausalLM` does."""
+        """Adds what `CausalLM.on_host` adds."""
         return self._causal.on_host(batch)
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The student's, (B, T, V)."""
+        """Returns the student's logits (B, T, V)."""
         return self._causal.logits(model, batch)
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         targets, counted = self._causal.targets(batch), batch.get("counted")
-        # Before the student's forward: nothing is kept for a backward then but N hidden states.
+        # Before the student's forward, when only N hidden states of the teacher have to be kept.
         hidden = self.teacher.hidden(batch, targets, counted)
         found: list[torch.Tensor] = []
 
@@ -73,15 +73,19 @@ class Distillation(Objective):
 
     @torch.no_grad()
     def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
-        """Compares the loss of a few tokens with that of whole logits; what it comes from. Every rank calls this.
+        """Compares the loss of a few tokens with that of whole logits. Every rank calls this.
 
-        Raises BadInputError where they differ.
+        Returns:
+            A description of how the loss is computed, for the run summary.
+
+        Raises:
+            BadInputError: if the two losses differ.
         """
         was_training = model.training
         model.eval()
         batch = self._causal.few_tokens(min(self._head_loss.vocabulary, self.teacher.head_loss.vocabulary), device)
         found = self.loss_sum(model, batch).item()
-        z, y = (causal.logits(of, batch).flatten(0, 1).float() for causal, of in self._both(model))
+        z, y = (causal.logits(of, batch).flatten(0, 1).float() for causal, of in self._student_and_teacher(model))
         sums = self.divergence.compare(z.clone(), y[:, : z.shape[1]].clone(), self._causal.targets(batch).clamp_min(0))
         counts = self._causal.targets(batch) >= 0
         whole = self.divergence.loss(*(each[counts].sum() for each in sums)).item()
@@ -94,16 +98,16 @@ class Distillation(Objective):
         tokens = chunk_tokens(self._head_loss.vocabulary, ENTRIES)
         return f"from the heads' inputs, logits of {tokens:,} tokens at a time"
 
-    def _both(self, model: nn.Module) -> list[tuple[CausalLM, nn.Module]]:
+    def _student_and_teacher(self, model: nn.Module) -> list[tuple[CausalLM, nn.Module]]:
         return [(self._causal, model), (self.teacher.causal, self.teacher.model)]
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss, the tokens, and `figures`."""
+        """Returns the loss, the number of target tokens, and `figures`, (4,), float64."""
         loss, figures = self.training_sums(model, batch)
         return torch.cat([torch.stack([loss, (self._causal.targets(batch) >= 0).sum()]), figures]).double()
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
-        """Means over the tokens: the loss, the divergence, the labels' cross-entropy; and the latter's perplexity."""
+        """Returns the means of loss, divergence and the labels' cross-entropy, and the perplexity of the latter."""
         tokens = max(1.0, sums[1])
         divergence, cross_entropy = (value / tokens for value in sums[2:])
         record = self._causal.evaluation_record([sums[3], sums[1]])

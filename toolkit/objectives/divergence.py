@@ -1,7 +1,7 @@
-"""How far a student's next-token probabilities are from a teacher's, with the logits of a few tokens at a time.
+"""The divergence of a student's next-token probabilities from a teacher's, with the logits of a few tokens at a time.
 
-As in `head_loss`, a chunk of tokens has its logits, here of both models, and its gradient before the next one. Of the
-teacher there are hidden states alone until then.
+As in `fused_linear_cross_entropy`, each chunk of tokens gets its logits, here of both models, and its gradient before
+the next one. Until then only hidden states of the teacher are held.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from toolkit.objectives.fused_linear_cross_entropy import (
 from toolkit.sharding.chunks import each_alike
 
 ENTRIES = CHUNK_ENTRIES // 2
-"""Student's logits of a chunk: three or four tensors of them are there at a time, where one model has one or two."""
+"""Entries of a chunk's student logits: three or four tensors of this size exist at a time; one model has one or two."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """(1 - r) CE + r T^2 D of each token; D compares the softmax of logits / T, over the vocabulary that both have.
+    """The loss (1 - r) CE + r T^2 D of each token; D compares the softmax of logits / T over the shared vocabulary.
 
     D is KL(teacher || student), KL(student || teacher), or b KL(teacher || M) + (1 - b) KL(student || M) with
     M = b teacher + (1 - b) student (generalised JSD, arXiv 2306.13649, eq. 1); CE is the labels' cross-entropy, at
@@ -47,13 +47,16 @@ class Divergence:
     ratio: float = 0.5
 
     def loss(self, cross_entropies: torch.Tensor, divergences: torch.Tensor) -> torch.Tensor:
-        """Of their sums, or of each token."""
+        """Returns the loss of cross-entropies and divergences of one shape: (n,) by token, or 0-dim sums."""
         return (1 - self.ratio) * cross_entropies + self.ratio * self.temperature**2 * divergences
 
     def compare(self, z: torch.Tensor, y: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cross-entropies and divergences, each (n,), of logits z (n, V) and the teacher's y (n, S), S <= V; float32.
+        """Returns the cross-entropy and the divergence of each token, both (n,), float32.
 
-        z becomes the gradient of `loss` with respect to it, and y is used up.
+        Args:
+            z: the student's logits (n, V), float32; overwritten by the gradient of `loss` with respect to them.
+            y: the teacher's logits (n, S), S <= V, float32; overwritten.
+            targets: (n,), int64.
         """
         shared, t = slice(y.shape[1]), self.temperature
         whole = z.logsumexp(dim=1, keepdim=True)
@@ -63,7 +66,7 @@ class Divergence:
         normaliser = z[:, shared].logsumexp(dim=1, keepdim=True)
         z.sub_(normaliser)
         y.sub_(y.logsumexp(dim=1, keepdim=True))
-        divergences, gradient = self._compared(z[:, shared], y)
+        divergences, gradient = self._divergences_and_gradient(z[:, shared], y)
         if self.ratio < 1:  # the cross-entropy's gradient: its softmax is at temperature 1
             z.mul_(t).add_(t * normaliser - whole).exp_()
             z.scatter_add_(1, targets[:, None], torch.full_like(whole, -1.0))
@@ -74,8 +77,13 @@ class Divergence:
         z[:, shared].add_(gradient, alpha=self.ratio * t)
         return losses.squeeze(1), divergences
 
-    def _compared(self, s: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Divergences (n,) of log-probabilities s and of the teacher's t, and their gradients to s's logits, in t."""
+    def _divergences_and_gradient(self, s: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the divergences (n,), and their gradients (n, S) with respect to the student's logits, stored in t.
+
+        Args:
+            s: the student's log-probabilities (n, S).
+            t: the teacher's (n, S).
+        """
         if self.kind == "forward_kl":
             q = t.exp()
             divergences = t.sub_(s).mul_(q).sum(dim=1)
@@ -98,7 +106,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class TeacherSide:
-    """What a teacher gives for N tokens: hidden states (N, D) and its head, weight (S, D) and bias (S,)."""
+    """A teacher's hidden states (N, D) of N tokens and its head: weight (S, D) and bias (S,)."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -106,13 +114,13 @@ class TeacherSide:
     after: AfterHead
 
     def head(self, vocabulary: int, dtype: torch.dtype) -> Head:
-        """Its rows that a student of so large a vocabulary has, too."""
+        """Returns the head's first `vocabulary` rows, those that the student has too, in type `dtype`."""
         bias = None if self.bias is None else self.bias[:vocabulary].to(dtype)
         return Head(self.weight[:vocabulary].to(dtype), bias, self.after)
 
 
 class _SummedDivergence(torch.autograd.Function):
-    """The summed loss, (1, 1, 1), whose gradients are made in the forward, and the sums of CE and D, (2,)."""
+    """Computes the summed loss, (1, 1, 1), with its gradients in the forward, and the sums of CE and D, (2,)."""
 
     @staticmethod
     def forward(
@@ -137,7 +145,7 @@ class _SummedDivergence(torch.autograd.Function):
             del y  # before the gradient is rounded
             if any(how.wanted):
                 gradients.add(head, rows, hidden[rows], head.to_outputs(z, bounded))
-            del z, bounded  # before the next ones are there
+            del z, bounded  # before the next chunk's are allocated
         ctx.gradients = gradients
         ctx.mark_non_differentiable(sums)
         return divergence.loss(sums[0], sums[1]).view(1, 1, 1), sums
@@ -159,16 +167,16 @@ def summed_divergence(
     divergence: Divergence,
     after: AfterHead,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss of a linear head, (1, 1, 1), and the sums of cross-entropies and divergences, (2,); float32.
+    """Returns the summed loss of a linear head, (1, 1, 1), and the summed cross-entropy and divergence, (2,); float32.
 
-    In autocast's type where that is on.
+    The head runs in autocast's type if autocast is on.
 
     Args:
         hidden: (N, D), of any floating type.
         weight: (V, D).
         bias: (V,).
-        targets: (N,), each from 0 and below V.
-        after: what becomes of the head's outputs.
+        targets: (N,), int64, from 0 and below V.
+        after: what the model does to the head's outputs.
     """
     how = how_of(hidden, weight, bias, after)
     with torch.autocast(hidden.device.type, enabled=False):

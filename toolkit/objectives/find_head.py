@@ -1,4 +1,4 @@
-"""Whether a model's losses can be had from its head's inputs."""
+"""Finds whether a model's losses can be computed from its head's inputs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from toolkit.objectives.fused_linear_cross_entropy import LOGITS_BIAS, AfterHead
 
 
 def find_head_loss(model: nn.Module) -> HeadLoss | str:
-    """The losses of `model` from its head's inputs, or why they can't be had so.
+    """Returns what computes the losses of `model` from its head's inputs, or why that is impossible.
 
-    The model's own forward is run, without its decoder and with made-up outputs of its head, to see what it makes of
-    them; so nothing is computed, and parameters may lie on any device or on none, be sharded, or be fake.
+    This runs the model's own forward without its decoder and with made-up outputs of its head, to see what the model
+    does to them. Nothing is computed with parameters, so they may be on any device, on meta, sharded or fake.
     """
     base = base_of(model)
     try:
@@ -36,14 +36,14 @@ def find_head_loss(model: nn.Module) -> HeadLoss | str:
         return f"the head of {name} is a {type(head).__name__}, not a plain Linear"
     try:
         with unset_fake_temporarily():
-            after = _what_follows(base, head, decoder)
+            after = _find_after_head(base, head, decoder)
     except Exception as error:  # whatever the code of a model raises
         return f"the head of {name} cannot be tried alone ({type(error).__name__}: {first_line(error)})"
     return after if isinstance(after, str) else HeadLoss(base, head, after, hasattr(base, LOGITS_BIAS))
 
 
 class _StandIn(nn.Module):
-    """A module of another forward and without hooks; everything else is the real one's."""
+    """Replaces a module's forward and drops its hooks; everything else comes from the real module."""
 
     def __init__(self, real: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _StandIn(nn.Module):
 
 
 class _OnlyHidden(BaseModelOutputWithPast):  # type: ignore[misc]
-    """A decoder's output of which everything but the hidden states is None."""
+    """A decoder's output with hidden states only; every other attribute is None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -64,9 +64,9 @@ class _OnlyHidden(BaseModelOutputWithPast):  # type: ignore[misc]
 
 
 @torch.no_grad()
-def _what_follows(base: Any, head: Any, decoder: nn.Module) -> AfterHead | str:
-    """What the model makes of its head's outputs, or why this is not what `AfterHead` says."""
-    z = _trial(head.out_features)
+def _find_after_head(base: Any, head: Any, decoder: nn.Module) -> AfterHead | str:
+    """Returns what the model does to its head's outputs, or why `AfterHead` cannot describe it."""
+    z = _probe_logits(head.out_features)
     calls = 0
 
     def forward(_hidden: torch.Tensor) -> torch.Tensor:
@@ -79,24 +79,24 @@ def _what_follows(base: Any, head: Any, decoder: nn.Module) -> AfterHead | str:
     outputs = _OnlyHidden(last_hidden_state=hidden)
     ids = torch.zeros(z.shape[:2], dtype=torch.long, device=hidden.device)
     inputs: dict[str, Any] = {"input_ids": ids}
-    if getattr(base.config, "is_encoder_decoder", False):  # whose encoder has run already
+    if getattr(base.config, "is_encoder_decoder", False):  # stands for an encoder that has run
         inputs = {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden), "decoder_input_ids": ids}
     with ExitStack() as stack:
-        stack.enter_context(_in_place_of(base, decoder, lambda *_args, **_kwargs: outputs))
-        stack.enter_context(_in_place_of(base, head, forward))
-        stack.enter_context(_without_bias(base))
+        stack.enter_context(_forward_replaced(base, decoder, lambda *_args, **_kwargs: outputs))
+        stack.enter_context(_forward_replaced(base, head, forward))
+        stack.enter_context(_logits_bias_zeroed(base))
         found = type(base).forward(base, **inputs, use_cache=False).logits.cpu()
     name = type(base).__name__
     if calls != 1:
         return f"{name} calls its head {calls} times, not once"
-    after = _fitted(z, found) if found.shape == z.shape else None
+    after = _fit_scale_and_cap(z, found) if found.shape == z.shape else None
     if after not in (None, AfterHead()) and hasattr(base, LOGITS_BIAS):
         after = None
     return after or f"{name} does more to its logits than to scale or cap them"
 
 
 @contextmanager
-def _in_place_of(base: nn.Module, module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _forward_replaced(base: nn.Module, module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     path = next(path for path, found in base.named_modules() if found is module)
     parent, name = base.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
     setattr(parent, name, _StandIn(module, forward))
@@ -107,8 +107,8 @@ def _in_place_of(base: nn.Module, module: nn.Module, forward: Callable[..., Any]
 
 
 @contextmanager
-def _without_bias(base: Any) -> Iterator[None]:
-    """Zeros in place of what is added to the logits; `check_head_loss` looks at what it holds."""
+def _logits_bias_zeroed(base: Any) -> Iterator[None]:
+    """Replaces the bias of the logits by zeros; `check_head_loss` covers its values."""
     bias = getattr(base, LOGITS_BIAS, None)
     if bias is None:
         yield
@@ -120,16 +120,16 @@ def _without_bias(base: Any) -> Iterator[None]:
         setattr(base, LOGITS_BIAS, bias)
 
 
-def _trial(vocabulary: int) -> torch.Tensor:
-    """Outputs of a head, (1, 5, V), both signs, from near 0 to what saturates every cap; the first row all 1."""
+def _probe_logits(vocabulary: int) -> torch.Tensor:
+    """Returns made-up outputs of a head, (1, 5, V): ones, then both signs from near 0 to what saturates any cap."""
     draw = torch.Generator().manual_seed(0)
     sizes = torch.tensor([0.01, 1.0, 40.0, 1e6])[:, None]
     rows = sizes * (2 * torch.rand((4, vocabulary), generator=draw) - 1)
     return torch.cat([torch.ones((1, vocabulary)), rows])[None]
 
 
-def _fitted(z: torch.Tensor, found: torch.Tensor) -> AfterHead | None:
-    """The scale and the cap that make `found` of `z`, to float32's precision; None: none do."""
+def _fit_scale_and_cap(z: torch.Tensor, found: torch.Tensor) -> AfterHead | None:
+    """Returns the scale and the cap that turn `z` into `found`, both (1, 5, V), in float32's precision; else None."""
     z, found = z.double(), found.double()
     linear = AfterHead(scale=float(found[0, 0, 0]))
     small, large = z[0, 1].abs().argmax(), z[0, 4].abs().argmax()

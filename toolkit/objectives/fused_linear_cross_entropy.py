@@ -1,11 +1,11 @@
 """Next-token cross-entropy from the head's inputs, with the logits of a few tokens at a time.
 
 Whole logits and what their cross-entropy keeps take 10 to 12 bytes per token and vocabulary entry: 5 to 6 GiB for
-4096 tokens of a vocabulary of 128k. Here a chunk of tokens has its logits, their losses and their gradient before the
-next one (as in Liger, arXiv 2410.10989); what is kept grows with tokens and with the vocabulary, not with both.
+4096 tokens of a vocabulary of 128k. Here each chunk of tokens gets its logits, their losses and their gradient before
+the next one (as in Liger, arXiv 2410.10989); what is kept grows with tokens and with the vocabulary, not with both.
 
-While a loss is computed, the head's forward is one that returns losses in place of logits, and the model's forward
-one that returns these. Both modules are called as ever, so that the hooks of FSDP2, DDP and autocast do their work.
+While a loss is computed, the head's forward is replaced by one that returns losses instead of logits, and the model's
+forward by one that returns these. Both modules are called as usual, so the hooks of FSDP2, DDP and autocast still run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from toolkit.sharding.chunks import each_alike
 CHUNK_ENTRIES = 2**27
 """Logits of a chunk, 512 MiB in float32: with less, a GPU spends its time on adding to the weight's gradient.
 
-Not by device: the memory that planning counts on a CPU has to be a GPU's.
+It is the same on all devices, because planning measures a GPU's memory on a CPU.
 """
 
 MIN_CHUNK_TOKENS = 64
@@ -37,12 +37,12 @@ LOGITS_BIAS = "final_logits_bias"
 """Name of the buffer (1, V) that BART, Marian and their kin add to the head's outputs."""
 
 BLOCK_ENTRIES = 2**24
-"""Entries of the weight's gradient that are there in 16 bits before they are added in float32."""
+"""Entries of the weight's gradient that exist in 16 bits at a time, before they are added in float32."""
 
 
 @dataclass(frozen=True)
 class AfterHead:
-    """What a model makes of its head's output z: scale * z, or cap * tanh(scale * z / cap)."""
+    """What a model does to its head's output z: scale * z, or cap * tanh(scale * z / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -50,7 +50,7 @@ class AfterHead:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """exp(logits - largest) (n, V), their sums (n, 1), and tanh's values (n, V) where there is a cap; float32."""
+    """exp(logits - largest) (n, V), their sums (n, 1), and tanh's values (n, V) if there is a cap; float32."""
 
     exponentials: torch.Tensor
     totals: torch.Tensor
@@ -59,7 +59,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class Head:
-    """A linear head: weight (V, D) and bias (V,) in the type of compute, and what comes after it."""
+    """A linear head: weight (V, D) and bias (V,) in the compute dtype, and what comes after it."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -67,12 +67,12 @@ class Head:
     entries: int | None = None
 
     def chunks(self, num_tokens: int) -> list[slice]:
-        """Tokens whose logits are there at the same time."""
+        """Returns the chunks of tokens whose logits exist at the same time."""
         size = chunk_tokens(self.weight.shape[0], self.entries)
         return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
     def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(n, V), float32, of hidden states (n, D), and tanh's values where there is a cap."""
+        """Returns logits (n, V), float32, of hidden states (n, D), and tanh's values (n, V) if there is a cap."""
         z = F.linear(hidden, self.weight, self.bias).float()
         if self.after.cap is not None:
             bounded = z.mul_(self.after.scale / self.after.cap).tanh_()
@@ -80,17 +80,20 @@ class Head:
         return (z.mul_(self.after.scale) if self.after.scale != 1.0 else z), None
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, _Chunk]:
-        """Losses (n,), float32, of hidden states (n, D) and targets (n,), and what their gradient is made of."""
+        """Returns losses (n,), float32, of hidden states (n, D) and targets (n,), and what `gradient` needs."""
         z, bounded = self.logits(hidden)
-        # So that exp cannot overflow; the loss stays the same.
+        # Subtracting the largest keeps exp from overflowing; the loss stays the same.
         z.sub_(z.amax(dim=1, keepdim=True))
         picked = z.gather(1, targets[:, None])
         totals = z.exp_().sum(dim=1, keepdim=True)
         return (totals.log() - picked).squeeze(1), _Chunk(z, totals, bounded)
 
     def gradient(self, chunk: _Chunk, targets: torch.Tensor, upstream: torch.Tensor | None) -> torch.Tensor:
-        """(n, V), in the type of compute, of the losses, times `upstream` (n,), to z; uses the chunk up."""
-        # In float32 so far: in bfloat16 p - 1 would cancel to 0 for p near 1.
+        """Returns the gradient of the losses times `upstream` (n,) with respect to the head's outputs z.
+
+        It is (n, V), in the compute dtype. The chunk's tensors are overwritten.
+        """
+        # In float32 up to here: in bfloat16 p - 1 would cancel to 0 for p near 1.
         z = chunk.exponentials.div_(chunk.totals)
         z.scatter_add_(1, targets[:, None], torch.full_like(chunk.totals, -1.0))
         if upstream is not None:
@@ -98,7 +101,12 @@ class Head:
         return self.to_outputs(z, chunk.bounded)
 
     def to_outputs(self, z: torch.Tensor, bounded: torch.Tensor | None) -> torch.Tensor:
-        """The gradient to the head's outputs, in the type of compute, of that to the logits z (n, V); uses it up."""
+        """Returns the gradient with respect to the head's outputs, (n, V), in the compute dtype.
+
+        Args:
+            z: the gradient with respect to the logits, (n, V), float32; overwritten.
+            bounded: tanh's values, (n, V), overwritten; None without a cap.
+        """
         if bounded is not None:
             # The derivative of tanh is 1 - tanh^2.
             z.addcmul_(z, bounded.square_(), value=-1.0)
@@ -113,7 +121,10 @@ def chunk_tokens(vocabulary: int, entries: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of hidden states (N, D), weight (V, D), bias (V,); in the type of compute, float32 where chunks are added up."""
+    """Gradients of hidden states (N, D), weight (V, D) and bias (V,), in the compute dtype.
+
+    The weight's is float32 if there are several chunks, the bias's always.
+    """
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
@@ -129,7 +140,7 @@ class Gradients:
         )
 
     def add(self, head: Head, rows: slice, hidden: torch.Tensor, gradient: torch.Tensor) -> None:
-        """A chunk's share: of its hidden states (n, D), from the gradient (n, V) to the head's outputs."""
+        """Adds a chunk's share, from its hidden states (n, D) and the gradient (n, V) of the head's outputs."""
         if self.hidden is not None:
             torch.mm(gradient, head.weight, out=self.hidden[rows])
         if self.weight is not None:
@@ -138,7 +149,7 @@ class Gradients:
             self.bias.add_(gradient.float().sum(dim=0))
 
     def times(self, upstream: torch.Tensor, dtypes: tuple[torch.dtype | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        """Each times `upstream`, in place, and then in its own type."""
+        """Returns each gradient times `upstream` (0-dim), in place, and then cast to its entry of `dtypes`."""
         pairs = zip((self.hidden, self.weight, self.bias), dtypes, strict=True)
         return tuple(None if tensor is None else tensor.mul_(upstream).to(dtype) for tensor, dtype in pairs)
 
@@ -160,7 +171,7 @@ def dtypes_of(*tensors: torch.Tensor | None) -> tuple[torch.dtype | None, ...]:
 
 @dataclass(frozen=True)
 class How:
-    """What comes after the head, the type of compute, and which gradients are wanted: as in `Gradients`."""
+    """How to run a head: what comes after it, the compute dtype, and which of `Gradients` are wanted."""
 
     after: AfterHead
     dtype: torch.dtype
@@ -171,7 +182,7 @@ class How:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The summed loss, (1, 1, 1), whose gradients are made in the forward pass, from the same logits."""
+    """Computes the summed loss, (1, 1, 1), and its gradients in the forward pass, from the same logits."""
 
     @staticmethod
     def forward(
@@ -204,7 +215,10 @@ class _SummedLoss(torch.autograd.Function):
 
 
 class _TokenLosses(torch.autograd.Function):
-    """The loss of each token, (1, N, 1); backward makes the logits again, as only then each one's factor is known."""
+    """Computes the loss of each token, (1, N, 1).
+
+    Backward computes the logits again, as only then the factor of each loss is known.
+    """
 
     @staticmethod
     def forward(
@@ -245,19 +259,21 @@ def summed_loss(
     targets: torch.Tensor,
     after: AfterHead = AfterHead(),
 ) -> torch.Tensor:
-    """The summed cross-entropy of a linear head, (1, 1, 1), float32; in autocast's type where that is on.
+    """Returns the summed cross-entropy of a linear head, (1, 1, 1), float32.
+
+    The head runs in autocast's type if autocast is on.
 
     Args:
         hidden: (N, D), of any floating type.
         weight: (V, D).
         bias: (V,).
-        targets: (N,), each from 0 and below V.
-        after: what becomes of the head's outputs.
+        targets: (N,), int64, from 0 and below V.
+        after: what the model does to the head's outputs.
     """
     if how_of(hidden, weight, bias, after).dtype == torch.float16:
-        # Made before the factor of the loss is known, a gradient may be beyond float16, which no loss scale mends.
+        # A gradient computed before the factor of the loss is known may overflow float16, which no loss scale repairs.
         return token_losses(hidden, weight, bias, targets, after).sum().view(1, 1, 1)
-    return _apply(_SummedLoss, hidden, weight, bias, targets, after)
+    return _apply_without_autocast(_SummedLoss, hidden, weight, bias, targets, after)
 
 
 def token_losses(
@@ -267,8 +283,8 @@ def token_losses(
     targets: torch.Tensor,
     after: AfterHead = AfterHead(),
 ) -> torch.Tensor:
-    """The cross-entropy of each token, (1, N, 1), float32; arguments as of `summed_loss`."""
-    return _apply(_TokenLosses, hidden, weight, bias, targets, after)
+    """Returns the cross-entropy of each token, (1, N, 1), float32; the arguments are those of `summed_loss`."""
+    return _apply_without_autocast(_TokenLosses, hidden, weight, bias, targets, after)
 
 
 def how_of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, after: AfterHead) -> How:
@@ -278,7 +294,7 @@ def how_of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return How(after, dtype, wanted)  # type: ignore[arg-type]
 
 
-def _apply(
+def _apply_without_autocast(
     function: type[torch.autograd.Function],
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -296,10 +312,10 @@ class HeadLoss:
     """Losses of a model whose head is linear and whose logits are the head's outputs, scaled or capped.
 
     Args:
-        base: without what wraps it.
-        head: the module of `base` that makes the logits.
-        after: what `base` makes of the head's outputs.
-        biased: `base` adds its buffer `final_logits_bias` to them, as BART does.
+        base: the model without its wrappers.
+        head: the module of `base` that computes the logits.
+        after: what `base` does to the head's outputs.
+        biased: whether `base` adds its buffer `final_logits_bias` to them, as BART does.
     """
 
     def __init__(self, base: Any, head: Any, after: AfterHead, biased: bool = False) -> None:
@@ -312,7 +328,7 @@ class HeadLoss:
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """(V,), looked up anew: loading and sharding replace tensors."""
+        """The bias (V,), or None; looked up anew, because loading and sharding replace tensors."""
         own: torch.Tensor | None = self.head.bias
         if not self._biased:
             return own
@@ -326,13 +342,13 @@ class HeadLoss:
         targets: torch.Tensor,
         counted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The summed loss, float32, with a graph to the parameters.
+        """Returns the summed loss, 0-dim, float32, with a graph to the parameters.
 
         Args:
             model: the base, or what wraps it.
-            inputs: of the model's forward.
-            targets: what each token predicts, (tokens,) in the order of `inputs`; `IGNORED`: nothing.
-            counted: `numbers_of_targets(targets)` where it is known; to find it, a GPU has to be waited for.
+            inputs: arguments of the model's forward.
+            targets: what each token predicts, (tokens,) in the order of `inputs`; `IGNORED` for no target.
+            counted: `numbers_of_targets(targets)` if it is known; finding it makes the host wait for a GPU.
         """
         return self.run(summed_loss, model, inputs, targets, counted)[0].squeeze()
 
@@ -343,7 +359,7 @@ class HeadLoss:
         targets: torch.Tensor,
         counted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The loss of each token, (tokens,), float32, 0 where there is no target; arguments as of `summed`."""
+        """Returns the loss of each token, (tokens,), float32, 0 without a target; arguments are those of `summed`."""
         each, counted = self.run(token_losses, model, inputs, targets, counted)
         return each.new_zeros(len(targets)).index_copy(0, counted, each.flatten())
 
@@ -355,7 +371,21 @@ class HeadLoss:
         targets: torch.Tensor,
         known: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `function` gives for the tokens with a target, and which these are."""
+        """Runs `function` on the head's inputs of the n tokens with a target.
+
+        Args:
+            function: takes hidden states (n, D), weight, bias, targets (n,) and `AfterHead`.
+            model: the base, or what wraps it.
+            inputs: arguments of the model's forward.
+            targets: (tokens,); `IGNORED` for no target.
+            known: `numbers_of_targets(targets)` if it is known.
+
+        Returns:
+            The result of `function`, and the numbers of these tokens, (n,).
+
+        Raises:
+            RuntimeError: if the head does not run exactly once on all tokens, or `model` is not this objective's model.
+        """
         counted = numbers_of_targets(targets) if known is None else known
         found: list[torch.Tensor] = []
 
@@ -370,11 +400,11 @@ class HeadLoss:
             original(*args, **kwargs)
             if len(found) != 1:
                 raise RuntimeError(f"the head of {type(self._base).__name__} ran {len(found)} times, not once")
-            return found.pop()  # what the hooks of the head have seen, not what the model has made of it
+            return found.pop()  # the output that the head's hooks saw, before the model changed it
 
         original = own_forward(self._base)
         thread = threading.get_ident()
-        # Micro-batches that run by block are in other threads, and their heads' hooks are there at the same time.
+        # Micro-batches that run by block are in other threads, and their hooks are on the same head.
         hook = self.head.register_forward_hook(
             lambda _module, _args, output: found.append(output) if threading.get_ident() == thread else None
         )
@@ -389,7 +419,10 @@ class HeadLoss:
 
 
 def numbers_of_targets(targets: torch.Tensor) -> torch.Tensor:
-    """Numbers of the tokens with a target; of all where nobody can know, in a trace without values."""
+    """Returns the numbers of the tokens with a target, (n,), int64, of targets (tokens,).
+
+    In a trace without values these are all tokens, because the targets are not known.
+    """
     if not has_values(targets):
         return torch.arange(len(targets), device=targets.device)
     return (targets != IGNORED).nonzero().squeeze(1)

@@ -19,23 +19,23 @@ from toolkit.objectives.preference_losses import share_won
 from toolkit.objectives.specs.batches import KL_PREFIX
 
 SUMS = "window_sums"
-"""Where a batch has what `Kto.window_sums` would give."""
+"""Key of a batch's precomputed `Kto.window_sums`."""
 
 
 def signed_distances(log_ratios: torch.Tensor, good: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
-    """beta (r - z0) of good completions, beta (z0 - r) of bad ones, (R,).
+    """Returns beta (r - z0) for good completions and beta (z0 - r) for bad ones, (R,).
 
     Args:
         log_ratios: r = log pi(y|x) - log ref(y|x) (nats), (R,).
         good: (R,), bool.
-        kl: z0, the estimate of KL(pi || ref) (nats).
+        kl: z0, the estimate of KL(pi || ref) (nats), 0-dim.
     """
     distances = beta * (log_ratios - kl)
     return torch.where(good, distances, -distances)
 
 
 class Kto(Objective):
-    """w (1 - sigma(s)), summed over the rows, where s is `signed_distances` (arXiv 2402.01306, eq. 7).
+    """The sum of w (1 - sigma(s)) over the rows, with s = `signed_distances` (arXiv 2402.01306, eq. 7).
 
     z0 is max(0, mean of log pi(y'|x) - log ref(y'|x)) over prompts x with completions y' of other rows, without a
     gradient. The mean is over the rows of the whole optimizer step, on all ranks, or of the whole evaluation.
@@ -61,7 +61,7 @@ class Kto(Objective):
         self._beta = beta
         self._weights = (desirable_weight, undesirable_weight)
         self.apart = apart
-        # One row at a time is packed, too: a prompt with another completion may share its sample.
+        # Packed even with one row per sample: a prompt with a mismatched completion may share it.
         self._causal = CausalLM(model, packed=not apart)
         self._adapted = model if has_new_adapter(model) else None
 
@@ -81,21 +81,21 @@ class Kto(Objective):
         return self._adapted is None
 
     def count_targets(self, batch: Batch) -> int:
-        """Rows; those that only fill up a held-out batch have no labels, and shared ones count on one rank."""
-        return int(_learned(batch).sum())
+        """Returns the number of rows; those that fill up a held-out batch do not count, shared ones on one rank."""
+        return int(_learned_rows(batch).sum())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
-        """As `CausalLM` does, for both completions, and with the rows that are learned (`learned`, (R,))."""
+        """Adds what `CausalLM.on_host` adds, for both completions, and the rows that are learned (`learned`, (R,))."""
         if "good" not in batch:  # prompts to continue
             return self._causal.on_host(batch)
-        own, other = batch, _other(batch)
+        own, other = batch, _mismatched(batch)
         if self.apart:
             own, other = documents_apart(own), documents_apart(other)
         of_other = {f"{KL_PREFIX}{name}": value for name, value in self._causal.on_host(other).items()}
-        return {**self._causal.on_host(own), **of_other, "learned": _learned(batch)}
+        return {**self._causal.on_host(own), **of_other, "learned": _learned_rows(batch)}
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
-        """With the base's log-probabilities and the sums of `window_sums`."""
+        """Returns the batches with the base's log-probabilities, (R, 2), and `window_sums`, (2,)."""
         # For all micro-batches at once: dropout and adapters are switched off for the whole process, not for a thread.
         was_training = model.training
         model.eval()
@@ -108,41 +108,42 @@ class Kto(Objective):
         return [{**batch, SUMS: sums} for batch, sums in zip(batches, found, strict=True)]
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """(B, T, V)."""
+        """Returns logits (B, T, V)."""
         return self._causal.logits(model, batch)
 
     def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
-        """As `CausalLM` does."""
+        """Checks as `CausalLM.check_head_loss` does."""
         return self._causal.check_head_loss(model, device, in_16_bits)
 
     def log_probabilities(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each row's prompt with its own and with the other completion, and their target tokens, each (R, 2)."""
+        """Returns log-probabilities (R, 2) of each row's own and mismatched completion, and their tokens (R, 2)."""
         both = [
-            self._causal.segment_log_probabilities(model, part, len(batch["good"])) for part in (batch, _other(batch))
+            self._causal.segment_log_probabilities(model, part, len(batch["good"]))
+            for part in (batch, _mismatched(batch))
         ]
         sums, counts = (torch.stack(found, dim=1) for found in zip(*both, strict=True))
         return sums, counts
 
     def by_document(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Log-probabilities of the rows' own completions, (R, 1)."""
+        """Returns log-probabilities of the rows' own completions, (R, 1)."""
         return self._causal.segment_log_probabilities(model, batch, len(batch["good"]))[0][:, None]
 
     @torch.no_grad()
     def window_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Log-ratios of the prompts with other completions, and how many they are, (2,)."""
+        """Returns the sum and the number of the log-ratios of prompts with mismatched completions, (2,)."""
         if SUMS in batch:
             return batch[SUMS]
         was_training = model.training
-        # As the reference is: without dropout, by which the two would differ.
+        # The reference has no dropout either; with it the two would differ.
         model.eval()
         log_ratios = self._log_ratios(model, batch, is_other=True)
         model.train(was_training)
-        learned = self._learned(batch)
+        learned = self._learned_rows(batch)
         return torch.stack([log_ratios.masked_fill(~learned, 0.0).sum(), learned.sum()])
 
     def _log_ratios(self, model: nn.Module, batch: Batch, is_other: bool = False) -> torch.Tensor:
-        """log pi(y|x) - log ref(y|x) of each row, (R,), float32, or of its prompt with another row's completion."""
-        part = _other(batch) if is_other else batch
+        """Returns log pi(y|x) - log ref(y|x), (R,), float32, of each row or of its mismatched completion."""
+        part = _mismatched(batch) if is_other else batch
         reference = batch[OF_BASE if OF_BASE in batch else "reference"][:, int(is_other)]
         if self._adapted is not None and OF_BASE not in batch:
             was_training = model.training
@@ -152,15 +153,17 @@ class Kto(Objective):
         return self._causal.segment_log_probabilities(model, part, len(reference))[0] - reference
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        losses, _, figures = self._judged(model, batch)
+        losses, _, figures = self._losses_rewards_figures(model, batch)
         return losses, figures
 
-    def _judged(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The summed loss, rewards (R,) and the sums of `figures`."""
+    def _losses_rewards_figures(
+        self, model: nn.Module, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the summed loss, 0-dim, the rewards (R,) and the sums of `figures`, (3,)."""
         total, count = batch["window"] if "window" in batch else self.window_sums(model, batch)
         kl = (total / count.clamp_min(1)).clamp_min(0.0)
         log_ratios = self._log_ratios(model, batch)
-        learned, good = self._learned(batch), batch["good"]
+        learned, good = self._learned_rows(batch), batch["good"]
         distances = signed_distances(log_ratios, good, kl, self._beta)
         losses = torch.where(good, *self._weights) * (1 - torch.sigmoid(distances))
         found = distances.detach()
@@ -169,19 +172,22 @@ class Kto(Objective):
         sums = figures.masked_fill(~learned, 0.0).sum(dim=1)
         return losses.masked_fill(~learned, 0.0).sum(), self._beta * log_ratios.detach(), sums
 
-    def _learned(self, batch: Batch) -> torch.Tensor:
-        return batch["learned"] if "learned" in batch else _learned(batch)
+    def _learned_rows(self, batch: Batch) -> torch.Tensor:
+        return batch["learned"] if "learned" in batch else _learned_rows(batch)
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss, the rows, `figures`, and of good and of bad completions how many they are and their rewards."""
-        loss, rewards, figures = self._judged(model, batch)
-        learned = self._learned(batch)
+        """Returns sums (9,), float64.
+
+        These are the loss, the rows, `figures`, and the number and summed rewards of good and then of bad completions.
+        """
+        loss, rewards, figures = self._losses_rewards_figures(model, batch)
+        learned = self._learned_rows(batch)
         sides = [learned & batch["good"], learned & ~batch["good"]]
         of_sides = [value for side in sides for value in (side.sum(), rewards.masked_fill(~side, 0.0).sum())]
         return torch.cat([torch.stack([loss, learned.sum()]), figures, torch.stack(of_sides)]).double()
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
-        """Means over the rows: loss, how often a reward is on the right side of z0 and by how much, z0, and rewards."""
+        """Returns means over rows: loss, share and distance of rewards on the right side of z0, z0, and rewards."""
         rows = max(1.0, sums[1])
         figures = {name: value / rows for name, value in zip(self.figures, sums[2:5], strict=True)}
         num_good, good, num_bad, bad = sums[5:]
@@ -189,15 +195,15 @@ class Kto(Objective):
         return {"loss": sums[0] / rows, "rows": int(sums[1]), **figures, **rewards}
 
 
-def _other(batch: Batch) -> Batch:
-    """Of the prompts with completions of other rows."""
+def _mismatched(batch: Batch) -> Batch:
+    """Returns the batch of prompts with completions of other rows."""
     return {name.removeprefix(KL_PREFIX): value for name, value in batch.items() if name.startswith(KL_PREFIX)}
 
 
-def _learned(batch: Batch) -> torch.Tensor:
-    """Which rows are learned and count on this rank, (R,)."""
+def _learned_rows(batch: Batch) -> torch.Tensor:
+    """Returns which rows are learned and count on this rank, (R,), bool."""
     learned = torch.ones_like(batch["good"])
-    if not has_values(batch["labels"]):  # in a trace nobody can know
+    if not has_values(batch["labels"]):  # a trace does not know the labels
         return learned
     learned[:] = False
     if not counts_here(batch):

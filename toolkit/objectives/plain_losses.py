@@ -1,4 +1,4 @@
-"""The losses of `toolkit verify`'s plain side, written out over whole logits; they share no code with the others."""
+"""Reference losses for `toolkit verify`, written out over whole logits; they share no code with the objectives."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.recipe import Recipe
 
 IGNORED = -100
-"""As transformers has it, written out, so that a wrong constant of ours would show."""
+"""transformers' value, written out so that a wrong constant of ours would show."""
 
 
 class PlainLoss(Protocol):
-    """What is minimised, divided by the targets of a step."""
+    """A summed loss that is divided by the targets of a step."""
 
     def num_targets(self, batch: Batch) -> int:
-        """Tokens that are learned."""
+        """Returns the number of tokens that are learned."""
 
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Logits of a micro-batch, (B, T, V)."""
+        """Returns logits of a micro-batch, (B, T, V)."""
 
     def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Over the targets of a micro-batch, with a graph."""
+        """Returns the loss summed over the targets of a micro-batch, 0-dim, with a graph."""
 
 
 class PlainCausal:
@@ -73,7 +73,7 @@ class PlainDistillation(PlainCausal):
         return (1 - self._ratio) * cross_entropy + self._ratio * self._temperature**2 * divergence
 
     def _divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        """Of log-probabilities, (N, V) each."""
+        """Returns the summed divergence, 0-dim, of log-probabilities, (N, V) each."""
         if self._kind == "forward_kl":
             return _kl(teacher, student)
         if self._kind == "reverse_kl":
@@ -88,7 +88,7 @@ def _kl(of: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
 
 
 class PlainSeq2Seq:
-    """Cross-entropy of targets: each row alone, without padding, and the decoder's inputs are transformers' own."""
+    """Cross-entropy of targets: each row runs alone, without padding, and transformers makes the decoder's inputs."""
 
     def num_targets(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum())
@@ -116,11 +116,11 @@ PLAIN_LOSSES: dict[str, Callable[[Recipe, torch.device], PlainLoss]] = {
     "seq2seq": lambda recipe, device: PlainSeq2Seq(),
     "distillation": lambda recipe, device: PlainDistillation(_plain_teacher(recipe, device), recipe.objective),
 }
-"""By `objective.kind`, of the objectives that can be verified."""
+"""Plain loss by `objective.kind`, for the objectives that can be verified."""
 
 
 def _plain_teacher(recipe: Recipe, device: torch.device) -> nn.Module:
-    """The teacher as transformers loads it, in float32."""
+    """Returns the teacher as transformers loads it, cast to float32."""
     section = recipe.objective
     settings: dict[str, Any] = {"dtype": getattr(torch, recipe.model.dtype)}
     if recipe.model.attention != "auto":

@@ -19,7 +19,7 @@ from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWi
 from toolkit.objectives.preference_losses import LOSSES, Loss, Pairs
 
 FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward", "kl")
-"""Figures of preferences in steps and evaluations; the last where there is a reference."""
+"""Metrics of preferences in steps and evaluations; the last one needs a reference."""
 
 
 class Preference(Objective):
@@ -52,47 +52,49 @@ class Preference(Objective):
         return self.loss.needs_reference and self._adapted is None
 
     def count_targets(self, batch: Batch) -> int:
-        """Pairs with something to learn; of rows that ranks share, on the rank of the first part."""
+        """Returns the number of pairs with targets; rows that ranks share count on the rank with the first part."""
         if not counts_here(batch):
             return 0
         # Segments 2 p and 2 p + 1 are the completions of pair p.
         return int(torch.unique(batch["segments"][batch["labels"] != IGNORED] // 2).numel())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
-        """As `CausalLM` does."""
+        """Adds what `CausalLM.on_host` adds."""
         return self._causal.on_host(documents_apart(batch) if self.apart and "segments" in batch else batch)
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """(B, T, V)."""
+        """Returns logits (B, T, V)."""
         return self._causal.logits(model, batch)
 
     def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
-        """As `CausalLM` does."""
+        """Checks as `CausalLM.check_head_loss` does."""
         return self._causal.check_head_loss(model, device, in_16_bits)
 
     def log_probabilities(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the chosen and the rejected completion of each pair, and their target tokens, each (P, 2)."""
+        """Returns log-probabilities of each pair's chosen and rejected completion, (P, 2), and their tokens, (P, 2)."""
         num_segments = 2 * len(batch["reference"])
         sums, counts = self._causal.segment_log_probabilities(model, batch, num_segments)
         return sums.view(-1, 2), counts.view(-1, 2)
 
     def by_document(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Log-probabilities, (P, 2)."""
+        """Returns log-probabilities (P, 2)."""
         return self.log_probabilities(model, batch)[0]
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """Rewards, their margin and accuracy, and KL where there is a reference."""
+        """Rewards, their margin and accuracy, and KL if there is a reference."""
         return FIGURES if self.loss.needs_reference else FIGURES[:-1]
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        losses, figures, counted = self._compared(model, batch)
+        losses, figures, counted = self._losses_and_figures(model, batch)
         # Filled, not multiplied by 0, which would let a NaN through.
         sums = torch.stack([figures[name].masked_fill(~counted, 0.0).sum() for name in self.figures])
         return losses.masked_fill(~counted, 0.0).sum(), sums
 
-    def _compared(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
-        """Losses, figures and which pairs count, each (P,)."""
+    def _losses_and_figures(
+        self, model: nn.Module, batch: Batch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+        """Returns the losses, the figures and which pairs count, each (P,)."""
         reference = self._reference(model, batch)
         sums, counts = self.log_probabilities(model, batch)
         of_reference = () if reference is None else (reference[:, 0], reference[:, 1])
@@ -103,7 +105,7 @@ class Preference(Objective):
         return losses, figures, (counts > 0).all(dim=1) & here
 
     def _reference(self, model: nn.Module, batch: Batch) -> torch.Tensor | None:
-        """Log-probabilities (P, 2); None where the loss needs none."""
+        """Returns the reference's log-probabilities (P, 2), or None if the loss needs none."""
         if not self.loss.needs_reference:
             return None
         if self._adapted is None or OF_BASE in batch:
@@ -112,7 +114,7 @@ class Preference(Objective):
             return self.log_probabilities(model, batch)[0]
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
-        """With the log-probabilities of the base, if they are not known."""
+        """Returns the batches with the log-probabilities of the base, (P, 2), if the loss needs them."""
         if not self.loss.needs_reference or self._adapted is None:
             return batches
         # For all micro-batches at once: adapters are switched off for the whole process, not for a thread.
@@ -129,12 +131,12 @@ class Preference(Objective):
         model.train(was_training)
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        losses, figures, counted = self._compared(model, batch)
+        losses, figures, counted = self._losses_and_figures(model, batch)
         kept = [losses, counted.float(), *(figures[name] for name in self.figures)]
         return torch.stack([values.double().masked_fill(~counted, 0.0).sum() for values in kept])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
-        """Means over the pairs: loss, rewards, their margin, how often it is positive, and KL to the reference."""
+        """Returns means over the pairs: loss, rewards, margin, how often it is positive, and KL to the reference."""
         pairs = max(1.0, sums[1])
         figures = {name: value / pairs for name, value in zip(self.figures, sums[2:], strict=True)}
         return {"loss": sums[0] / pairs, "pairs": int(sums[1]), **figures}

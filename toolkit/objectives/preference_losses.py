@@ -1,8 +1,8 @@
-"""Losses on pairs of completions, one preferred over the other, as functions of log-probabilities; no model.
+"""Losses on pairs of completions, one preferred over the other, as functions of log-probabilities, without a model.
 
 A pair is a prompt with a chosen (w) and a rejected (l) completion. pi is the policy, that is the model in
 training; ref the model it started from; log pi(y|x) the sum of a completion's log-probabilities (nats); |y| its
-number of target tokens; sigma the logistic function. Losses are of one pair each, for the caller to average.
+number of target tokens; sigma the logistic function. Each loss is that of one pair; the caller averages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from toolkit.data.cut import predicted
 from toolkit.errors import BadInputError
 
 CHUNK = 1024
-"""Positions whose logits are float32 at the same time."""
+"""Number of positions whose logits are in float32 at the same time."""
 
 Metrics = dict[str, torch.Tensor]
 
@@ -33,8 +33,11 @@ class Pairs:
         rejected: log pi(y_l|x) (nats).
         chosen_tokens: |y_w|.
         rejected_tokens: |y_l|.
-        reference_chosen: log ref(y_w|x) (nats); None: there is no reference.
-        reference_rejected: log ref(y_l|x) (nats), where the other is.
+        reference_chosen: log ref(y_w|x) (nats), or None without a reference.
+        reference_rejected: log ref(y_l|x) (nats), or None without a reference.
+
+    Raises:
+        ValueError: if shapes differ, or only one completion has a reference.
     """
 
     chosen: torch.Tensor
@@ -52,7 +55,11 @@ class Pairs:
             raise ValueError("a reference has log-probabilities of both the chosen and the rejected completions")
 
     def log_ratios(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """log pi(y|x) - log ref(y|x) of chosen and rejected (nats), float32."""
+        """Returns log pi(y|x) - log ref(y|x) of chosen and rejected (nats), each (P,), float32.
+
+        Raises:
+            ValueError: if there is no reference.
+        """
         if self.reference_chosen is None or self.reference_rejected is None:
             raise ValueError("these pairs have no log-probabilities of a reference model")
         return (
@@ -61,13 +68,13 @@ class Pairs:
         )
 
     def means(self, chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What adds up over the tokens of chosen and rejected, per token; of a completion without targets 0."""
+        """Divides sums over the tokens of chosen and rejected, each (P,), by their target tokens; 0 without targets."""
         return chosen.float() / self.chosen_tokens.clamp_min(1), rejected.float() / self.rejected_tokens.clamp_min(1)
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a loss makes of P pairs: its value and the rewards it implies, each (P,) and float32."""
+    """The loss of P pairs and the rewards that it implies, each (P,) and float32."""
 
     losses: torch.Tensor
     chosen: torch.Tensor
@@ -121,7 +128,7 @@ def orpo(pairs: Pairs, odds_weight: float) -> Terms:
 
 
 def _log_odds(log_probability: torch.Tensor) -> torch.Tensor:
-    """log(p / (1 - p)); of a p that float32 cannot tell from 1 it is that of the greatest it can, without gradient."""
+    """Returns log(p / (1 - p)), (P,), of log p; p is clamped below 1, to float32's resolution, without a gradient."""
     below_zero = log_probability.clamp_max(-torch.finfo(log_probability.dtype).eps)
     return below_zero - torch.log(-torch.expm1(below_zero))
 
@@ -131,10 +138,10 @@ class Loss:
     """A preference loss and what it takes.
 
     Attributes:
-        name: in recipes.
+        name: its name in recipes.
         needs_reference: whether pairs must have a reference's log-probabilities.
-        defaults: the settings that have an effect, and their values where none is given.
-        terms: of pairs and these settings.
+        defaults: the settings that have an effect, and their default values.
+        terms: computes the loss from pairs and these settings.
     """
 
     name: str
@@ -143,7 +150,7 @@ class Loss:
     terms: Callable[..., Terms]
 
     def problems(self, given: Mapping[str, float | None]) -> list[str]:
-        """What is wrong with settings, one line each that begins with the setting's name; None: not given."""
+        """Returns what is wrong with settings that are not None, a line for each, beginning with the setting's name."""
         lines = [self._problem(name, value) for name, value in given.items() if value is not None]
         return [line for line in lines if line is not None]
 
@@ -154,10 +161,10 @@ class Loss:
         return None if fits(value) else f"{name}: must be {wanted}, got {value}"
 
     def settings(self, given: Mapping[str, float | None]) -> dict[str, float]:
-        """Every setting that has an effect, by default where it is not given.
+        """Returns every setting that has an effect, with its default if it is not given.
 
         Raises:
-            BadInputError: a setting out of its range or without effect.
+            BadInputError: if a setting is out of its range or without effect.
         """
         problems = self.problems(given)
         if problems:
@@ -167,26 +174,26 @@ class Loss:
     def __call__(
         self, pairs: Pairs, settings: Mapping[str, float | None] | None = None
     ) -> tuple[torch.Tensor, Metrics]:
-        """Losses (P,), float32, and metrics, each (P,), float32 and without a graph.
+        """Returns losses (P,), float32, and metrics, each (P,), float32 and without a graph.
 
         Metrics:
             chosen_reward, rejected_reward: as the loss defines it.
             margin: the chosen's reward less the rejected's.
             accuracy: 1 if the margin is above 0, 0.5 if it is 0, else 0.
-            kl: where the pairs have a reference, the mean over chosen and rejected of log pi(y|x) - log ref(y|x)
+            kl: if the pairs have a reference, the mean over chosen and rejected of log pi(y|x) - log ref(y|x)
                 (nats per completion). It would estimate KL(pi || ref) on completions drawn from the policy; on
-                these it tells how far the policy has moved, and is below 0 where they became less likely.
+                these it shows how far the policy has moved, and is below 0 if they became less likely.
 
         Raises:
             BadInputError: see `settings`.
-            ValueError: pairs without the reference that the loss needs.
+            ValueError: if pairs lack the reference that the loss needs.
         """
         terms = self.terms(pairs, **self.settings(settings or {}))
         return terms.losses, _metrics(pairs, terms)
 
 
 def share_won(margin: torch.Tensor) -> torch.Tensor:
-    """1 for a margin above 0, 0.5 for a tie, which tells nothing apart, else 0; of any shape, float32."""
+    """Returns 1 for a margin above 0, 0.5 for a tie, else 0, float32, in the margin's shape."""
     return (margin > 0).float() + 0.5 * (margin == 0).float()
 
 
@@ -222,25 +229,28 @@ LOSSES: dict[str, Loss] = {
         Loss("orpo", False, {"odds_weight": 0.1}, orpo),
     )
 }
-"""By the name in recipes."""
+"""Preference losses by their names in recipes."""
 
 
 def sequence_log_probabilities(
     logits: torch.Tensor, labels: torch.Tensor, segments: torch.Tensor, num_segments: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the targets of each document, summed, and how many they are.
+    """Returns the summed log-probabilities of the targets of each document, and their number.
 
-    Memory: float32 logits of `CHUNK` positions at a time, made again for the gradient; what is kept from the
-    forward to the backward pass is `logits` themselves.
+    Only `CHUNK` positions have float32 logits at a time, computed again for the gradient; `logits` themselves are all
+    that is kept from the forward to the backward pass.
 
     Args:
         logits: (B, T, V), of any floating type.
-        labels: (B, T), aligned with the tokens; `IGNORED`: no target.
-        segments: (B, T), the document each token belongs to, from 0 and below `num_segments`; -1: padding.
+        labels: (B, T), aligned with the tokens; `IGNORED` for no target.
+        segments: (B, T), the document each token belongs to, from 0 and below `num_segments`; -1 for padding.
         num_segments: S.
 
     Returns:
-        Sums (S,), nats, float32, and counts (S,), int64; both 0 of a document without targets.
+        Sums (S,), nats, float32, and counts (S,), int64; both are 0 for a document without targets.
+
+    Raises:
+        ValueError: if the shapes do not match.
     """
     if logits.shape[:2] != labels.shape or labels.shape != segments.shape:
         shapes = [tuple(tensor.shape) for tensor in (logits, labels, segments)]
@@ -251,7 +261,7 @@ def sequence_log_probabilities(
 def log_probabilities_by_document(
     logits: torch.Tensor, targets: torch.Tensor, owners: torch.Tensor, num_segments: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `sequence_log_probabilities`, of what `predicted` has made, both (B, T)."""
+    """Returns what `sequence_log_probabilities` does, from targets and owners (B, T) as `predicted` returns them."""
     rows, targets = logits.flatten(0, 1), targets.flatten().clamp_min(0)
     chunks = zip(torch.split(rows, CHUNK), torch.split(targets, CHUNK), strict=True)
     # Without gradient the checkpoint only calls the function.
@@ -264,14 +274,14 @@ def log_probabilities_by_document(
 def summed_by_document(
     each: torch.Tensor, owners: torch.Tensor, num_segments: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums (S,) and counts (S,) of values (N,) by their owners (N,), -1 for nobody's."""
+    """Returns sums (S,) and counts (S,) of values (N,) by their owners (N,); -1 is no document."""
     # Compared and summed, not scattered: atomic additions on a GPU come in another order each time.
     mine = owners == torch.arange(num_segments, device=owners.device)[:, None]  # (S, N)
     return torch.where(mine, each, 0.0).sum(dim=1), mine.sum(dim=1)
 
 
 def _log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(N,), float32, of targets (N,) under logits (N, V)."""
-    # Both of the float32 logits: in bfloat16 the two parts of the gradient, p - 1, would cancel to 0 for p near 1.
+    """Returns log-probabilities (N,), float32, of targets (N,) under logits (N, V)."""
+    # Both terms use float32 logits: in bfloat16 the two parts of the gradient, p - 1, would cancel to 0 for p near 1.
     logits = logits.float()
     return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)

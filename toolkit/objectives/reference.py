@@ -1,5 +1,7 @@
-"""Log-probabilities of the model before its first step, computed once and kept; for preferences and KTO, but with new
-adapters, which are switched off instead."""
+"""Log-probabilities of the model before its first step, computed once and cached, for preferences and KTO.
+
+With new adapters they are not needed: the adapters are switched off instead.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from toolkit.recipe.recipe import Recipe
 FILE = "reference.npy"
 
 KEPT_SECONDS = 15.0
-"""How often what has been computed is written: a run that is cut off loses no more than that."""
+"""Seconds between writes of what has been computed: an interrupted run loses no more than that."""
 
 
 def with_reference(
@@ -44,38 +46,38 @@ def with_reference(
     tell: Callable[[int, int], None] = lambda done, total: None,
     part: Part = WHOLE,
 ) -> PairSamples | JudgedSamples:
-    """The samples with the reference's log-probabilities, (rows, 2), float32. Every rank calls this.
+    """Returns the samples with the reference's log-probabilities, (rows, 2), float32. Every rank calls this.
 
-    What has been computed is kept as it comes, so that a run that is cut off goes on there.
+    Results are cached as they come, so that an interrupted run resumes there.
 
     Args:
         model: prepared, with the weights that it starts from.
-        reached: numbers of the samples that the run comes to; the rows of others are NaN.
-        cache: where they are kept.
-        identity: all that decides them.
-        tell: called with the samples that are done and all that are to do.
-        part: of the rows, which this rank holds.
+        reached: numbers of the samples that the run reaches; the rows of others are NaN.
+        cache: folder of the cache.
+        identity: everything that decides the log-probabilities.
+        tell: called with the number of samples done and their total.
+        part: the part of the rows that this rank holds.
     """
     path = cache / f"reference-{digest(*identity)}" / FILE
-    known = ranks.on_first_rank(lambda: _kept(path, len(samples.rows)))
+    known = ranks.on_first_rank(lambda: _load_cached(path, len(samples.rows)))
     missing = [number for number in reached if np.isnan(known[samples.rows_of(number)]).any()]
     kept_at = time.monotonic()
-    for done in _compute(accelerator, model, objective, samples, missing, micro_batch_size, known, part):
+    for done in _compute_missing(accelerator, model, objective, samples, missing, micro_batch_size, known, part):
         tell(done, len(missing))
         if ranks.rank() == 0 and (done == len(missing) or time.monotonic() - kept_at > KEPT_SECONDS):
-            _keep(path, known)
+            _save_cached(path, known)
             kept_at = time.monotonic()
     return replace(samples, reference=known)
 
 
-def _kept(path: Path, num_rows: int) -> Any:
-    """What is known, (rows, 2); NaN for what is not."""
+def _load_cached(path: Path, num_rows: int) -> Any:
+    """Returns the cached log-probabilities, (rows, 2); NaN for those not yet computed."""
     return np.load(path, allow_pickle=False) if path.exists() else np.full((num_rows, 2), np.nan, dtype=np.float32)
 
 
-def _keep(path: Path, known: Any) -> None:
+def _save_cached(path: Path, known: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own, and whole or not at all: another run may be at the same rows.
+    # Renamed into place under a name of this process: another run may be computing the same rows.
     unfinished = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         np.save(unfinished, known)
@@ -85,7 +87,7 @@ def _keep(path: Path, known: Any) -> None:
 
 
 @torch.no_grad()
-def _compute(
+def _compute_missing(
     accelerator: Accelerator,
     model: nn.Module,
     objective: Objective,
@@ -95,7 +97,7 @@ def _compute(
     known: Any,
     part: Part,
 ) -> Iterator[int]:
-    """Fills `known` on every rank, some samples at a time; yields how many are done."""
+    """Fills `known` (rows, 2) on every rank, some samples at a time; yields how many are done."""
     was_training = model.training
     # The reference is a fixed model: without dropout, whose masks would be kept for the whole run.
     model.eval()
@@ -107,7 +109,7 @@ def _compute(
         batch = send_to_device(objective.on_host(part.of(samples.batch(numbers or [missing[0]]))), accelerator.device)
         sums, _ = objective.log_probabilities(model, batch)
         rows = [row for number in numbers for row in samples.rows_of(number)]
-        # Not more than its rows: a rank that took the first sample for want of its own has sums, and no rows.
+        # No more than its rows: a rank that took the first sample because it had none has sums, but no rows.
         for rows_of_rank, found in ranks.gather_objects((rows, sums.float().cpu().numpy()[: len(rows)])):
             known[rows_of_rank] = found
         yield min(round_start + stride, len(missing))
@@ -115,12 +117,12 @@ def _compute(
 
 
 def identity_of(recipe: Recipe, model: nn.Module, mixed_precision: str, data: str, split: str) -> list[Any]:
-    """All that decides a reference: the model, its weights and configuration, the precision, the rows. Collective.
+    """Returns all that decides a reference: model, weights, configuration, precision and rows. Collective.
 
-    A name of the hub stands for other weights once its branch has moved.
+    It includes the weights' fingerprint, because a hub name stands for other weights once its branch has moved.
 
     Args:
-        model: without what wraps it.
+        model: the model without its wrappers.
     """
     told = base_of(model).config.to_json_string(use_diff=False)
     section, start = recipe.model, fit_of(model).adapter

@@ -1,4 +1,4 @@
-"""Another forward for a module, for a while and for one thread."""
+"""Replaces a module's forward temporarily and for one thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 @dataclass
 class _Replaced:
-    """What a module's forwards are now, thread by thread, and what its own is."""
+    """A module's own forward, and the ones that threads have replaced it by."""
 
     own: Callable[..., Any]
     was_set: bool
@@ -24,22 +24,22 @@ _replaced_now: WeakKeyDictionary[Any, _Replaced] = WeakKeyDictionary()
 
 
 def own_forward(module: Any) -> Callable[..., Any]:
-    """The module's forward, whatever threads have replaced it by."""
+    """Returns the module's own forward, even if threads have replaced it."""
     found = _replaced_now.get(module)
     return module.forward if found is None else found.own
 
 
 @contextmanager
 def replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module with another forward in this thread; its hooks stay.
+    """Replaces the module's forward in this thread; its hooks stay.
 
-    Micro-batches that run by block are in the midst of their forwards at the same time, one at work and the others
-    waiting, and each has a forward of its own.
+    Micro-batches that run by block are all inside their forwards at the same time, one running and the others waiting,
+    and each has a forward of its own.
     """
     found = _replaced_now.get(module)
     if found is None:
         found = _replaced_now[module] = _Replaced(module.forward, "forward" in module.__dict__)
-        module.forward = _by_thread(found)
+        module.forward = _dispatch_by_thread(found)
     thread = threading.get_ident()
     found.by_thread[thread] = forward
     try:
@@ -53,7 +53,7 @@ def replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
                 module.forward = found.own
 
 
-def _by_thread(found: _Replaced) -> Callable[..., Any]:
+def _dispatch_by_thread(found: _Replaced) -> Callable[..., Any]:
     @functools.wraps(found.own)
     def run(*args: Any, **kwargs: Any) -> Any:
         return found.by_thread.get(threading.get_ident(), found.own)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Scores of completions, the chosen one's above the rejected one's (Bradley-Terry)."""
+"""The Bradley-Terry objective: it scores chosen completions above rejected ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toolkit.sharding.fsdp import class_name
 def bradley_terry(
     chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor, center_rewards_coefficient: float = 0.0
 ) -> torch.Tensor:
-    """-log sigma(r_w - r_l - m) + c (r_w + r_l)^2 of P pairs, each tensor (P,).
+    """Returns -log sigma(r_w - r_l - m) + c (r_w + r_l)^2 of P pairs, each tensor (P,).
 
     The first term is the negative log-likelihood of the Bradley-Terry model (arXiv 2203.02155, eq. 1) with the margin
     m of Llama 2 (arXiv 2307.09288, eq. 2); the second keeps rewards around 0 (arXiv 2312.09244, eq. 2).
@@ -35,11 +35,14 @@ def bradley_terry(
 class Reward(Objective):
     """The Bradley-Terry loss, summed over the pairs, on a decoder with a linear head of one score.
 
-    A completion's reward is the score of its last token that is no padding, as transformers' sequence classifiers have
-    it: where texts are padded with the token that ends them, the token before that one.
+    A completion's reward is the score of its last token that is not padding, as in transformers' sequence classifiers.
+    If texts are padded with the token that ends them, it is the token before that one.
 
     Args:
         apart: whether each completion has a row of its own; otherwise those of a pair share one.
+
+    Raises:
+        BadInputError: if the model is not a decoder with a linear head `score`.
     """
 
     unit = "pairs"
@@ -67,30 +70,30 @@ class Reward(Objective):
         return ("accuracy", "margin", "chosen_reward", "rejected_reward")
 
     def count_targets(self, batch: Batch) -> int:
-        """Pairs; those that only fill up a held-out batch have no labels, and shared ones count on one rank."""
-        return int(_learned(batch).sum())
+        """Returns the number of pairs; those that fill up a held-out batch do not count, shared ones on one rank."""
+        return int(_learned_pairs(batch).sum())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
-        """As `CausalLM` does, and with `_places`."""
+        """Adds what `CausalLM.on_host` adds, and `_reward_places`."""
         batch = documents_apart(batch) if self.apart else batch
         known = {name: value for name, value in self._causal.on_host(batch).items() if name != "whole_ids"}
-        return {**known, **self._places(batch)}
+        return {**known, **self._reward_places(batch)}
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Scores of every token, (B, T, 1)."""
+        """Returns the score of every token, (B, T, 1)."""
         return scores_of_tokens(model, lambda: self._causal.logits(model, batch))
 
     def rewards(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Of the chosen and the rejected completion of each pair, (P, 2), float32."""
+        """Returns the rewards of the chosen and the rejected completion of each pair, (P, 2), float32."""
         return at_places(self.logits(model, batch), batch).view(-1, 2)
 
     def by_document(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Rewards, (P, 2)."""
+        """Returns rewards (P, 2)."""
         return self.rewards(model, batch)
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         if "ends" not in batch:
-            batch = {**batch, **self._places(batch)}
+            batch = {**batch, **self._reward_places(batch)}
         chosen, rejected = self.rewards(model, batch).unbind(dim=1)
         losses = bradley_terry(chosen, rejected, batch["margin"], self._coefficient)
         # Filled, not multiplied by 0, which would let a NaN through.
@@ -98,10 +101,10 @@ class Reward(Objective):
         figures = _figures(chosen.detach(), rejected.detach()).masked_fill(others, 0.0)
         return losses.masked_fill(others, 0.0).sum(), figures.sum(dim=1)
 
-    def _places(self, batch: Batch) -> Batch:
-        """Where each completion's reward is, (2 P,), see `places_of`; and the pairs that are learned, (P,), bool."""
+    def _reward_places(self, batch: Batch) -> Batch:
+        """Returns where each completion's reward is, (2 P,), see `places_of`; and the learned pairs, (P,), bool."""
         segments, count = batch["segments"], 2 * len(batch["margin"])
-        learned = {"learned": _learned(batch)}
+        learned = {"learned": _learned_pairs(batch)}
         if not has_values(segments):
             return {**any_places(count, batch), **learned}
         ids, segments = batch.get("whole_ids", batch["input_ids"]).flatten(), segments.flatten()
@@ -114,27 +117,27 @@ class Reward(Objective):
         return {**places_of(lasts // length, lasts % length, batch), **learned}
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss, the pairs, and `figures`."""
+        """Returns the loss, the number of pairs, and `figures`, (6,), float64."""
         loss, figures = self.training_sums(model, batch)
         return torch.cat([torch.stack([loss, batch["learned"].sum()]), figures]).double()
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
-        """Means over the pairs: loss, rewards, their margin, and how often it is positive."""
+        """Returns means over the pairs: loss, rewards, their margin, and how often it is positive."""
         pairs = max(1.0, sums[1])
         figures = {name: value / pairs for name, value in zip(self.figures, sums[2:], strict=True)}
         return {"loss": sums[0] / pairs, "pairs": int(sums[1]), **figures}
 
 
 def _figures(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """`Reward.figures` of each pair, (4, P)."""
+    """Returns `Reward.figures` of each pair, (4, P)."""
     margins = chosen - rejected
     return torch.stack([share_won(margins), margins, chosen, rejected])
 
 
-def _learned(batch: Batch) -> torch.Tensor:
-    """The pairs that are learned, (P,), bool."""
+def _learned_pairs(batch: Batch) -> torch.Tensor:
+    """Returns which pairs are learned, (P,), bool."""
     segments, margin = batch["segments"], batch["margin"]
-    if not has_values(segments):  # in a trace nobody can know
+    if not has_values(segments):  # a trace does not know the labels
         return torch.ones_like(margin, dtype=torch.bool)
     learned = torch.zeros_like(margin, dtype=torch.bool)
     if counts_here(batch):

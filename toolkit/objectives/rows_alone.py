@@ -1,4 +1,4 @@
-"""Rows of a micro-batch one after another, each without padding, for models in which padding changes a row."""
+"""Runs the rows of a micro-batch one by one, without padding, for models in which padding changes a row."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from toolkit.data.samples import Batch
 from toolkit.objectives.objective import Ingredients, Objective
 
 ROWS = "rows_alone"
-"""Where a batch has its rows, each a batch of its own."""
+"""Key of a batch's rows, each a batch of its own."""
 
 OF_TARGETS = ("labels", "decoder_input_ids")
 """Tensors of a seq2seq batch, (B, T), that are as long as the targets; the others are as long as the sources."""
 
 
 class RowsAlone(Objective):
-    """An objective that pads rows, on a model that must not see padding: a forward for each row.
+    """Runs a padding objective on a model that must not see padding, with one forward for each row.
 
     Attributes:
         inner: the objective.
@@ -41,11 +41,11 @@ class RowsAlone(Objective):
         return self.inner.count_targets(batch)
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
-        """The batch with its rows, each as the objective has it."""
+        """Adds the batch's rows, each prepared by the inner objective."""
         return {**batch, ROWS: [self.inner.on_host(row) for row in rows_without_padding(batch)]}
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """(B, C) of rows, or (B, T, C) of tokens, 0 behind each row."""
+        """Returns logits (B, C) of rows, or (B, T, C) of tokens, with 0 behind each row."""
         found = [self.inner.logits(model, row) for row in self._rows(batch)]
         if found[0].dim() == 2:
             return torch.cat(found)
@@ -72,7 +72,7 @@ class RowsAlone(Objective):
         return self.inner.uniform_guess(model, class_weights)
 
     def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str | None:
-        """As the objective does; a few tokens are one row."""
+        """Checks as the inner objective does; a few tokens are one row."""
         return self.inner.check_head_loss(model, device, in_16_bits)
 
     def _rows(self, batch: Any) -> list[Batch]:
@@ -80,9 +80,9 @@ class RowsAlone(Objective):
 
 
 def rows_without_padding(batch: Batch) -> list[Batch]:
-    """Each row of a padded batch, still on the host, as a batch of its own length."""
+    """Returns each row of a padded batch, still on the host, as a batch (1, T) of its own length."""
     found = []
-    # At least a token: a row that only fills up a held-out batch has length 0.
+    # At least one token: a row that only fills up a held-out batch has length 0.
     for number, length in enumerate(batch["lengths"].clamp_min(1).tolist()):
         lengths = dict.fromkeys(batch, length)
         if "target_lengths" in batch:

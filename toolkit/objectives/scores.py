@@ -1,4 +1,4 @@
-"""What a linear head called `score` gives each token, and the last tokens of texts, which several ranks may hold."""
+"""The scores that a linear head `score` gives each token, and the last tokens of texts, which other ranks may hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolkit.sharding.sequence_parallel import summed_over_group
 
 
 def scores_of_tokens(model: nn.Module, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `forward` gives where the model's logits are the scores of every token, (B, T, C)."""
+    """Runs `forward` with a model that returns the scores of every token, (B, T, C), and returns its result."""
     base = base_of(model.module if isinstance(model, DistributedDataParallel) else model)
     original = own_forward(base)
     found: list[torch.Tensor] = []
@@ -27,11 +27,11 @@ def scores_of_tokens(model: nn.Module, forward: Callable[[], torch.Tensor]) -> t
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> SequenceClassifierOutputWithPast:
-        original(*args, **kwargs)  # which keeps the score of each row's last token only
+        original(*args, **kwargs)  # its result has the score of each row's last token only
         return SequenceClassifierOutputWithPast(logits=found.pop())
 
     def keep(_module: Any, _args: Any, scores: torch.Tensor) -> None:
-        if threading.get_ident() == thread:  # and not that of another micro-batch that runs by block
+        if threading.get_ident() == thread:  # other micro-batches that run by block call this too
             found.append(scores)
 
     # Registered last, so that it sees what the hooks of FSDP2 have seen.
@@ -44,14 +44,14 @@ def scores_of_tokens(model: nn.Module, forward: Callable[[], torch.Tensor]) -> t
 
 
 def places_of(rows: torch.Tensor, tokens: torch.Tensor, batch: Batch) -> Batch:
-    """Where tokens of whole rows are among this rank's, still on the host.
+    """Finds tokens of whole rows among this rank's tokens, on the host.
 
     Args:
-        rows: of the micro-batch, (D,).
-        tokens: of the row, (D,).
+        rows: numbers of rows in the micro-batch, (D,).
+        tokens: numbers of tokens in these rows, (D,).
 
     Returns:
-        Numbers of the tokens of a micro-batch (`ends`), and which of them this rank holds (`here`), each (D,).
+        `ends`, numbers of the tokens in the micro-batch, int64, and `here`, whether this rank holds them, each (D,).
     """
     length = batch["input_ids"].shape[1]
     own = tokens - length * int(batch.get("part", 0))
@@ -60,14 +60,18 @@ def places_of(rows: torch.Tensor, tokens: torch.Tensor, batch: Batch) -> Batch:
 
 
 def any_places(count: int, batch: Batch) -> Batch:
-    """As `places_of`, for a trace, in which nobody can know."""
+    """Returns stand-ins for `places_of` in a trace without values, each (count,)."""
     device = batch["input_ids"].device
     ends = torch.zeros(count, dtype=torch.long, device=device)
     return {"ends": ends, "here": torch.ones_like(ends, dtype=torch.bool)}
 
 
 def at_places(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Scores of the tokens that `places_of` has found, (D, C), float32, on every rank that shares their rows."""
+    """Returns the scores of the tokens that `places_of` found, (D, C), float32, on every rank that shares their rows.
+
+    Args:
+        scores: of every token, (B, T, C).
+    """
     # Filled, not multiplied by 0, which would let a NaN through.
     found = scores.flatten(0, 1).index_select(0, batch["ends"]).float().masked_fill(~batch["here"][:, None], 0.0)
     return summed_over_group(found) if "whole_positions" in batch else found

@@ -21,21 +21,21 @@ from toolkit.sharding.fsdp import class_name
 
 
 class Seq2Seq(CausalLM):
-    """Next-token cross-entropy of targets, given their sources; of an encoder-decoder.
+    """Next-token cross-entropy of targets, given their sources, in an encoder-decoder.
 
-    `labels` are the targets, which the decoder is given shifted to the right, by the model's own function.
+    `labels` are the targets; the decoder takes them shifted to the right, by the model's own function.
 
     Raises:
-        BadInputError: a model that cannot shift them, or whose losses would differ from those of single rows.
+        BadInputError: if the model cannot shift them, or its losses would differ from those of single rows.
     """
 
     def __init__(self, model: nn.Module) -> None:
         base = base_of(model)
         _require_exact(base)
         self._sources = ()
-        self._shifted = _shift_of(base)
+        self._shifted = _label_shift_of(base)
         with unset_fake_temporarily():
-            self._padding = _checked(base, self._shifted)
+            self._padding = _checked_padding_token(base, self._shifted)
         self.head_loss = find_head_loss(model)
 
     @classmethod
@@ -46,18 +46,18 @@ class Seq2Seq(CausalLM):
         return int((batch["labels"] != IGNORED).sum())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
-        """The batch with the places of its targets (`counted`), which a GPU would have to be asked for."""
+        """Adds the positions of the batch's targets (`counted`), so that they need not be fetched from a GPU."""
         if not isinstance(self.head_loss, HeadLoss) or not has_values(batch["labels"]):
             return batch
         return {**batch, "counted": numbers_of_targets(self.targets(batch))}
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """(B, T, V)."""
+        """Returns logits (B, T, V)."""
         return model(**self.inputs(batch)).logits  # type: ignore[no-any-return]
 
     def decoder_inputs(self, labels: torch.Tensor) -> torch.Tensor:
-        """(B, T): the labels shifted to the right, behind the token that begins a target."""
-        # A row without a target, as of a rank that has no sample left: mBART looks in it for the last token.
+        """Returns the decoder's inputs (B, T): the labels shifted right, behind the token that begins a target."""
+        # A rank that has no sample left has rows without a target, and mBART looks in them for the last token.
         empty = (labels == IGNORED).all(dim=1, keepdim=True)
         return self._shifted(labels.masked_fill(empty, int(self._padding == 0)))
 
@@ -66,13 +66,13 @@ class Seq2Seq(CausalLM):
         return {
             "input_ids": batch["input_ids"],
             "attention_mask": batch["attention_mask"],
-            # Without a mask: padding is behind a target, where no token of it looks.
+            # The decoder needs no mask: padding is behind a target, and no token of the target sees it.
             "decoder_input_ids": self.decoder_inputs(batch["labels"]) if given is None else given,
             "use_cache": False,
         }
 
     def targets(self, batch: Batch) -> torch.Tensor:
-        """(B * T,)."""
+        """Returns the targets (B * T,)."""
         return batch["labels"].flatten()
 
     def few_tokens(self, vocabulary: int, device: torch.device) -> Batch:
@@ -83,8 +83,8 @@ class Seq2Seq(CausalLM):
 Shift = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _shift_of(base: Any) -> Shift:
-    """The model's own function from labels to the decoder's inputs, both (B, T)."""
+def _label_shift_of(base: Any) -> Shift:
+    """Returns the model's own function from labels to the decoder's inputs, both (B, T)."""
     own = getattr(base, "prepare_decoder_input_ids_from_labels", None)
     if own is not None:
         return own  # type: ignore[no-any-return]
@@ -99,8 +99,8 @@ def _shift_of(base: Any) -> Shift:
     return lambda labels: shift(labels, config.pad_token_id, config.decoder_start_token_id)
 
 
-def _checked(base: Any, shift: Shift) -> int:
-    """The model's padding token, after a look at what it makes of labels."""
+def _checked_padding_token(base: Any, shift: Shift) -> int:
+    """Returns the model's padding token, after checking how the model shifts labels."""
     config, rows = base.config, int(base.get_input_embeddings().weight.shape[0])
     padding = config.pad_token_id
     tokens = [token for token in range(3) if token != padding][:2]
@@ -118,7 +118,7 @@ def _checked(base: Any, shift: Shift) -> int:
 
 
 def _require_exact(base: Any) -> None:
-    """Raises BadInputError where a row's loss would depend on the rows beside it, or ranks would skip other blocks."""
+    """Raises BadInputError if a row's loss would depend on other rows, or ranks would skip different blocks."""
     skipped = {key: getattr(base.config, key, None) for key in ("encoder_layerdrop", "decoder_layerdrop")}
     for key, share in skipped.items():
         if share:

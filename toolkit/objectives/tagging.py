@@ -15,14 +15,14 @@ from toolkit.objectives.objective import Ingredients, Objective
 from toolkit.sharding.sequence_parallel import whole_rows
 
 Entity = tuple[int, int, str]
-"""First word, the one after the last, and kind."""
+"""First word, the word after the last, and kind."""
 
 
 class TokenClassification(SequenceClassification):
-    """Cross-entropy of words' tags, (sum over words of w[y] * CE) / words; a word is judged at its first token.
+    """Cross-entropy of words' tags, (sum over words of w[y] * CE) / words, taken at the first token of each word.
 
-    Evaluation finds precision, recall and F1 of whole entities where the tags are of IOB2 or IOBES (`B-PER`), as
-    seqeval does by default: over all kinds together.
+    If the tags are in IOB2 or IOBES (`B-PER`), evaluation finds precision, recall and F1 of whole entities over all
+    kinds together, as seqeval does by default.
     """
 
     unit = "targets"
@@ -37,14 +37,17 @@ class TokenClassification(SequenceClassification):
         return cls(of.model, list(of.label_counts), class_weights(of.section, of.label_counts))
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """(B, T, number of tags)."""
+        """Returns logits (B, T, C) of C tags."""
         return self._logits(model, batch)
 
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return super()._loss_sum(logits.flatten(0, 1), labels.flatten())
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss, words, words whose tag is right, entities found, entities there are, entities that are right."""
+        """Returns sums (6,), float64.
+
+        These are the loss, the words, the words with the right tag, and the entities that are predicted, true and both.
+        """
         logits, labels = self.logits(model, batch), batch["labels"]
         loss = self._loss_sum(logits, labels).double().cpu()
         tags = logits.argmax(dim=-1)
@@ -64,7 +67,7 @@ class TokenClassification(SequenceClassification):
         return entities(tags) if self._has_entities else set()
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
-        """Loss, accuracy of words, and of entities precision, recall and F1."""
+        """Returns the loss, the accuracy of words, and precision, recall and F1 of entities."""
         loss, words, hits, found, true, right = sums
         record = {"loss": loss / max(1.0, words), "samples": int(words), "accuracy": hits / max(1.0, words)}
         if not self._has_entities:
@@ -74,7 +77,7 @@ class TokenClassification(SequenceClassification):
 
 
 def entities(tags: Sequence[str]) -> set[Entity]:
-    """The entities of a sentence, read as CoNLL's evaluation and seqeval do: an entity may begin with `I-`."""
+    """Returns the entities of a sentence as CoNLL's evaluation and seqeval read them: one may begin with `I-`."""
     found: set[Entity] = set()
     begin, last, kind_before = -1, "O", ""
     for word, tag in enumerate([*tags, "O"]):

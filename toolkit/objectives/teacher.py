@@ -1,4 +1,4 @@
-"""The frozen model that a student learns from: loaded, compared with the student, sharded, and asked."""
+"""Loads and shards the frozen model that a student learns from, compares it with the student, and runs it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import plan_units
 
 DTYPES: dict[str, Literal["bfloat16", "float16"]] = {"bf16": "bfloat16", "fp16": "float16"}
-"""Type in which a teacher is held, by mixed precision: that of compute, as nothing is added to its weights."""
+"""Type of a teacher's weights by mixed precision: the compute dtype, because its weights are never updated."""
 
 
 class Teacher:
@@ -39,7 +39,10 @@ class Teacher:
         packed: whether documents share samples.
 
     Attributes:
-        gathering: makes the block in which the head's weights are whole.
+        gathering: returns the context in which the head's weights are whole.
+
+    Raises:
+        BadInputError: see `require_head_loss`.
     """
 
     def __init__(self, model: nn.Module, packed: bool) -> None:
@@ -54,7 +57,12 @@ class Teacher:
 
     @torch.no_grad()
     def hidden(self, batch: Batch, targets: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
-        """What its head is given for the tokens with a target, (N, D)."""
+        """Returns the inputs of its head for the N tokens with a target, (N, D).
+
+        Args:
+            targets: (tokens,); `IGNORED` for no target.
+            counted: numbers of the tokens with a target, (N,), if they are known.
+        """
         kept: list[torch.Tensor] = []
 
         def keep(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -67,13 +75,17 @@ class Teacher:
 
     @contextmanager
     def side(self, hidden: torch.Tensor) -> Iterator[TeacherSide]:
-        """With its head, gathered meanwhile."""
+        """Yields hidden states (N, D) with the teacher's head, which is gathered meanwhile."""
         with self.gathering():
             yield TeacherSide(hidden, self._head.weight, self.head_loss.bias, self.head_loss.after)
 
 
 def require_head_loss(causal: CausalLM, field: str) -> HeadLoss:
-    """Raises BadInputError for a model whose logits cannot be had from its head's inputs."""
+    """Returns what computes a model's losses from its head's inputs.
+
+    Raises:
+        BadInputError: if they cannot be computed so.
+    """
     if isinstance(causal.head_loss, str):
         raise BadInputError(
             f"{field}: distillation compares logits of a few tokens at a time, and {causal.head_loss}; name another "
@@ -83,7 +95,7 @@ def require_head_loss(causal: CausalLM, field: str) -> HeadLoss:
 
 
 def teacher_section(recipe: Recipe, mixed_precision: str) -> ModelSection:
-    """The teacher as a recipe's model."""
+    """Returns the teacher as the `model` section of a recipe."""
     section = recipe.objective
     return ModelSection(
         name_or_path=section.teacher,
@@ -94,13 +106,13 @@ def teacher_section(recipe: Recipe, mixed_precision: str) -> ModelSection:
 
 
 def load_teacher(recipe: Recipe, tokens: PreTrainedTokenizerBase | None, mixed_precision: str) -> nn.Module | None:
-    """The teacher on the meta device; None for objectives without one.
+    """Returns the teacher on the meta device, or None for objectives without one.
 
     Args:
-        tokens: the student's tokenizer; None: it is not compared, and the teacher cannot be given its weights.
+        tokens: the student's tokenizer. If it is None, it is not compared, and weights cannot be loaded later.
 
     Raises:
-        BadInputError: where there is no such model, or it reads other tokens than the student.
+        BadInputError: if there is no such model, or its tokens differ from the student's.
     """
     if recipe.objective.teacher is None:
         return None
@@ -117,7 +129,11 @@ def load_teacher(recipe: Recipe, tokens: PreTrainedTokenizerBase | None, mixed_p
 
 @contextmanager
 def told_of_teacher() -> Iterator[None]:
-    """Errors of a recipe's model name the field of the teacher instead."""
+    """Makes errors about a recipe's model name the teacher's field instead.
+
+    Raises:
+        BadInputError: the error that was raised inside, with the field's name replaced.
+    """
     try:
         yield
     except BadInputError as error:
@@ -126,14 +142,18 @@ def told_of_teacher() -> Iterator[None]:
 
 
 def require_same_tokens(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
-    """Raises BadInputError, naming the first difference, where a number stands for another token."""
+    """Checks that every token has the same number in both tokenizers.
+
+    Raises:
+        BadInputError: if one differs; it names the first difference.
+    """
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     differing = [(ours.get(token), theirs.get(token), token) for token in ours.keys() | theirs.keys()]
     differing = [found for found in differing if found[0] != found[1]]
     told = None
     if differing:
         mine, its, token = min(differing, key=lambda found: (min(n for n in found[:2] if n is not None), found[2]))
-        told = f"{token!r} is {_number(mine)} of the student's tokenizer and {_number(its)} of the teacher's"
+        told = f"{token!r} is {_token_text(mine)} of the student's tokenizer and {_token_text(its)} of the teacher's"
     for name in ("bos_token", "eos_token", "unk_token"):
         pair = getattr(student, name), getattr(teacher, name)
         if told is None and pair[0] != pair[1]:
@@ -145,12 +165,12 @@ def require_same_tokens(student: PreTrainedTokenizerBase, teacher: PreTrainedTok
         )
 
 
-def _number(number: int | None) -> str:
+def _token_text(number: int | None) -> str:
     return "no token" if number is None else f"token {number}"
 
 
 def teacher_units(model: nn.Module, unit_classes: list[str] | None) -> UnitPlan:
-    """The teacher's units; of the classes that a recipe names those that it has."""
+    """Returns the teacher's units; of the unit classes that a recipe names, only those that the teacher has count."""
     present = {class_name(module) for module in model.modules()}
     return plan_units(model, [name for name in unit_classes or () if name in present] or None)
 
@@ -158,7 +178,7 @@ def teacher_units(model: nn.Module, unit_classes: list[str] | None) -> UnitPlan:
 def shard_teacher(
     model: nn.Module, strategy: Strategy, mesh: DeviceMesh | None, mixed_precision: str, unit_classes: list[str] | None
 ) -> None:
-    """Shards the teacher as the student is, in place; it is gathered unit by unit, as nobody needs it in backward.
+    """Shards the teacher as the student, in place; it is gathered unit by unit, as backward does not need it.
 
     Under ddp it is whole on every rank, and still on the host.
     """
@@ -171,7 +191,7 @@ def shard_teacher(
 
 
 def teacher_fact(recipe: Recipe, model: nn.Module) -> str:
-    """For people; of a folder the name alone."""
+    """Describes the teacher for the run summary; a folder is named without its path."""
     name = str(recipe.objective.teacher)
     shown = name if is_hub_name(name) else Path(name).name
     parameters = list(model.parameters())

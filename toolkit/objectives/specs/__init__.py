@@ -1,1 +1,1 @@
-"""What the other rooms ask an objective before there is a model; imports neither torch nor transformers."""
+"""What other packages ask about an objective before there is a model; imports neither torch nor transformers."""

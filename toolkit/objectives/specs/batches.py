@@ -1,7 +1,7 @@
-"""What a micro-batch holds: names, shapes and types of its tensors. Each objective has a list in its own file.
+"""The names, shapes and types of a micro-batch's tensors. Each objective has a list in its own file.
 
-`toolkit.data.samples` makes these tensors and `toolkit.planning.workload` plans with empty ones; a test holds the data
-to the lists.
+`toolkit.data.samples` makes these tensors and `toolkit.planning.workload` plans with empty ones; a test compares the
+data with the lists.
 
 Dimensions: B samples, T tokens of a sample, U tokens of a target, R rows (pairs, or judged completions) in all samples.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 KL_PREFIX = "kl_"
-"""Begins the names of what a batch of KTO has of prompts with completions of other rows."""
+"""Key prefix of the mismatched (KL) completions in a KTO batch: prompts with completions of other rows."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Field:
 
     Attributes:
         shape: its dimensions by letter, such as `BT`; a digit is a fixed size.
-        dtype: name of torch's type.
-        optional: whether a batch may do without it.
+        dtype: the name of torch's dtype.
+        optional: whether a batch may lack it.
     """
 
     shape: str
@@ -31,7 +31,7 @@ class Field:
     optional: bool = False
 
     def sizes(self, dims: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape in numbers, given the size of each letter."""
+        """Returns the shape in numbers, given the size of each letter."""
         return tuple(int(dim) if dim.isdigit() else dims[dim] for dim in self.shape)
 
 

@@ -24,18 +24,18 @@ class Rate:
 
 @dataclass(frozen=True)
 class Method:
-    """What is trained on which rows.
+    """A way to train: what is trained, on which rows, and at which rates.
 
     Attributes:
-        about: says so in a few words.
+        about: describes it in a few words.
         layouts: the layouts that it learns from.
-        rates: by size, the smallest first.
+        rates: learning rates by size of the model, the smallest first.
         rows_per_step: rows of an optimizer step; not used by pretraining, whose samples are full.
         loss: `objective.loss` of preferences.
         adapter: whether LoRA adapters are trained instead of the model.
         quantized: whether the frozen model under them is held in 4 bits.
         smaller: the method that learns from the same rows in less memory.
-        by_rows: its place among the methods of which the rows choose one if none is named; None: it has to be named.
+        by_rows: its rank among the methods that the rows may choose if none is named, or None if it must be named.
         for_encoder_decoders: whether the rows may choose it for a model with an encoder and a decoder.
     """
 
@@ -53,5 +53,5 @@ class Method:
     for_encoder_decoders: bool = False
 
     def rate(self, num_parameters: int) -> Rate:
-        """The learning rate for a model of this size."""
+        """Returns the learning rate for a model of this size."""
         return next(rate for rate in self.rates if num_parameters <= rate.up_to)

@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """An objective before there is a model. Its losses are in `toolkit.objectives`, made by `build_objective`.
+    """An objective before there is a model. Its losses are in `toolkit.objectives`, and `build_objective` makes them.
 
     Attributes:
         kind: `objective.kind` of a recipe.
-        about: what it minimises, as the recipe's documentation says it.
-        layouts: column layouts of rows that it learns from, in the order in which they are looked for.
+        about: what it minimises, in the words of the recipe's documentation.
+        layouts: column layouts of rows that it learns from, in the order in which they are tried.
         row_form: how these rows become samples and batches, see `toolkit.data.build`.
         batch: the tensors of a micro-batch.
-        pipeline_task: the hub's name of what its models do, for the model card.
+        pipeline_task: the hub's name of its models' task, for the model card.
         settings: fields of `ObjectiveSection` that have an effect.
-        auto_class: transformers' class of the model; None: the one that writes text, by the configuration.
-        peft_task: peft's name of what an adapted model does.
+        auto_class: transformers' class of the model. If it is None, the configuration decides which class writes text.
+        peft_task: peft's name of an adapted model's task.
         head_names: fixed names of the outputs of a new head; empty: the data's classes, or no new head.
         methods: starting values for `toolkit init`.
-        trained_turns: what of a conversation is learned if the objective decides it; None: `data.targets`.
+        trained_turns: the turns of a conversation that are learned, or None if `data.targets` decides.
         has_classes: whether it predicts classes, of texts or of words.
         writes_text: whether its models generate text.
         encoder_decoder: whether a sample is a source and a target, read by an encoder and written by a decoder.
         padded: whether rows are always padded, one to a sample, with the tokenizer's own special tokens.
         may_pad: whether rows may be padded instead of packed if nobody asked for either.
         has_teacher: whether a second, frozen model is loaded.
-        sees_pictures: whether rows may have pictures, for models that see them.
+        sees_pictures: whether rows may have pictures, for models that take them.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class ObjectiveSpec:
 
     @property
     def tells_sources(self) -> bool:
-        """Whether its losses are told by named sources of rows, too."""
+        """Whether its losses are also reported by named sources of rows."""
         return "sources" in self.batch
 
     @property
@@ -79,4 +79,8 @@ class ObjectiveSpec:
         return "margin" in self.batch
 
     def check(self, section: ObjectiveSection) -> None:
-        """Raises a contradiction if settings of the objective's own do not fit each other."""
+        """Checks that the objective's own settings fit each other.
+
+        Raises:
+            PydanticCustomError: if they do not; see `contradiction`.
+        """
