@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMultimodalLM, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    ShieldGemma2ForImageClassification,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -71,11 +77,8 @@ OF_KIND: dict[str, dict[str, Any]] = {
 }
 """What else a type needs, beside `tiny_multimodal.FAMILIES`."""
 
-_PICTURE = "transformers wants a picture, sound or another input beside the text"
 _NO_SIZE = "has no small size that the usual names of fields would give"
 UNTRIED = {
-    **dict.fromkeys(("blip-2", "idefics", "instructblip", "instructblipvideo", "pi0"), _PICTURE),
-    **dict.fromkeys(("pix2struct", "pp_formulanet", "udop"), _PICTURE),
     **dict.fromkeys(("chameleon", "deepseek_ocr2", "diffusion_gemma", "dots3_note", "emu3", "florence2"), _NO_SIZE),
     **dict.fromkeys(("ernie4_5_vl_moe", "glm5_next", "granite4_vision", "granite_speech", "hunyuan_vl"), _NO_SIZE),
     **dict.fromkeys(("granite_speech_plus", "janus", "kyutai_speech_to_text", "muse_spark", "nemo_speechlm"), _NO_SIZE),
@@ -86,18 +89,18 @@ UNTRIED = {
 }
 """By type, why it is not tried here."""
 
+_READS_FIRST = "cannot run on rows of text alone: what it reads first is"
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("blip", "kosmos-2", "voxtral_realtime"), "cannot run on rows of text alone"),
+    **dict.fromkeys(("blip", "blip-2", "instructblip", "instructblipvideo", "kosmos-2", "pi0"), _READS_FIRST),
+    **dict.fromkeys(("pix2struct", "pp_formulanet"), _READS_FIRST),
+    **dict.fromkeys(("idefics", "udop", "voxtral_realtime"), "cannot run on rows of text alone"),
     "paligemma": "the logits of a token depend on later tokens",
+    "shieldgemma2": "ShieldGemma2ForImageClassification in architectures, a class that does not write text",
 }
 """By type, a part of what is said."""
 
-
-KNOWN = {
-    "molmo2": "mm_token_type_ids",
-    "shieldgemma2": "do not match its configuration",
-}
-"""By type, a part of what is wrong with it."""
+_OWN_CLASSES = {"shieldgemma2": ShieldGemma2ForImageClassification}
+"""By type, the class of its files, where transformers' mapping names another one."""
 
 
 def multimodal_kinds() -> list[str]:
@@ -154,7 +157,8 @@ def _joined(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def save_small(kind: str, folder: Path, texts: list[str]) -> None:
     """The model as transformers saves it, whose routers choose clearly, and a tokenizer."""
     torch.manual_seed(0)
-    model = AutoModelForMultimodalLM.from_config(small_config(kind), dtype=torch.float32)
+    make = _OWN_CLASSES[kind]._from_config if kind in _OWN_CLASSES else AutoModelForMultimodalLM.from_config
+    model = make(small_config(kind), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and name.endswith(("gate.weight", "router.weight")):
             nn.init.normal_(parameter)

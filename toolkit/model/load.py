@@ -34,7 +34,16 @@ from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
 from toolkit.model.on_meta import build_on_meta
 from toolkit.model.padding_rows import require_lasting_rows
-from toolkit.model.parts import LANGUAGE, WHOLE, freeze_untrained, sees, train_parts, writer_class
+from toolkit.model.parts import (
+    LANGUAGE,
+    WHOLE,
+    freeze_untrained,
+    require_text,
+    sees,
+    train_parts,
+    writer_class,
+    writer_of,
+)
 from toolkit.model.possible import require_possible
 from toolkit.model.quantised import QuantisedWeights
 from toolkit.model.started_adapter import go_on
@@ -226,7 +235,7 @@ def _settings(
     if label_names is not None:
         _name_labels(config, label_names, tokenizer)
     name = SPECS[objective].auto_class
-    auto = writer_class(config) if name is None else getattr(transformers, name)
+    auto = writer_of(config, _field(model)) if name is None else getattr(transformers, name)
     attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
     dtype = getattr(torch, model.dtype)
     settings = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **attention}
@@ -254,6 +263,7 @@ def _without_weights(
     # `init_empty_weights` puts a new parameter in each place, which parts those that were tied.
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
+    require_text(built, field)
     require_lasting_rows(built, field, _where(field))
     train_parts(built, parts)
     freeze_untrained(built)

@@ -84,6 +84,34 @@ def sees(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel) and writer_class(model.config) is not AutoModelForCausalLM
 
 
+def writer_of(config: PretrainedConfig, field: str) -> Any:
+    """As `writer_class`.
+
+    Args:
+        field: of the recipe, that names the model.
+
+    Raises:
+        BadInputError: the type reads more than text, and its files name a class that does not write any.
+    """
+    auto, named = writer_class(config), (config.architectures or [""])[0]
+    is_whole = any(type(config) in whole._model_mapping for whole in WHOLE)
+    if named and is_whole and auto is AutoModelForCausalLM and type(config) not in auto._model_mapping:
+        raise BadInputError(
+            f"{field}: its config.json names {named} in architectures, a class that does not write text; name a model "
+            "that does"
+        )
+    return auto
+
+
+def require_text(model: PreTrainedModel, field: str) -> None:
+    """Raises BadInputError for a model that reads more than text, and does not begin with its tokens."""
+    if sees(model) and model.main_input_name != "input_ids":
+        raise BadInputError(
+            f"{field}: {type(model).__name__} cannot run on rows of text alone: what it reads first is "
+            f"{model.main_input_name}; name a model that reads text without other inputs"
+        )
+
+
 def untrained(model: nn.Module) -> set[str]:
     """Names of the parameters that are not trained, in a model that reads more than text: of the other parts."""
     trained = trained_parts(model)

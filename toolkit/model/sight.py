@@ -22,9 +22,19 @@ AXES = "positions_of_axes"
 NAMES_OF_KINDS = ("mm_token_type_ids", "token_type_ids")
 """What models call the kinds of tokens."""
 
+WANT_KINDS = ("molmo2",)
+"""Types that want the kinds of tokens while they train, of rows of text too, whose kinds are all zero."""
+
 HIDE_DOCUMENTS = ("qwen2_vl", "qwen2_5_vl", "glm4v")
 """Types that make three axes of positions (B, T), and their mask without them: rows that share a sample see each other.
 Given four rows of positions, they take the first one for the mask."""
+
+
+def kinds_of_text(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Kinds of the tokens of text alone, (B, T) as `ids`, for a model that wants them; of other models nothing."""
+    if getattr(getattr(base_of(model), "config", None), "model_type", None) not in WANT_KINDS:
+        return {}
+    return {NAMES_OF_KINDS[0]: torch.zeros_like(ids)}
 
 
 class Sight:
@@ -42,7 +52,7 @@ class Sight:
         self._rope = getattr(inner, "get_rope_index", None)
         config = getattr(base, "config", None)
         self._hides_documents = getattr(config, "model_type", None) in HIDE_DOCUMENTS
-        self._with_spans = base if sees_in_spans(base) else None
+        self._base, self._has_spans = base, sees_in_spans(base)
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """Adds positions of three axes, if the model wants them: computed on the host, document by document."""
@@ -80,12 +90,13 @@ class Sight:
             in_one_row: the rows of the batch are given as one.
         """
         if COUNTS not in batch:
-            return {}
+            ids = batch["input_ids"]
+            return kinds_of_text(self._base, ids.view(1, -1) if in_one_row else ids)
         found: dict[str, Any] = {name: value for name, value in pictures_in(batch).items() if name in self._takes}
         kinds = batch[KINDS_OF_TOKENS]
         found |= {name: kinds.view(1, -1) if in_one_row else kinds for name in NAMES_OF_KINDS if name in self._takes}
         if AXES in batch:
             found["position_ids"] = batch[AXES].view(4, 1, -1) if in_one_row else batch[AXES]
-        if self._with_spans is not None:
-            found["attention_mask"] = masks_of(self._with_spans, kinds, batch["position_ids"])
+        if self._has_spans:
+            found["attention_mask"] = masks_of(self._base, kinds, batch["position_ids"])
         return found

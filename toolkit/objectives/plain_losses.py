@@ -1,4 +1,4 @@
-"""Reference losses for `toolkit verify`, written out over whole logits; they share no code with the objectives."""
+"""Reference losses for `toolkit verify`, written out over whole logits; they share no formula with the objectives."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from toolkit.data.samples import Batch
+from toolkit.model.sight import kinds_of_text
 from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.recipe import Recipe
 
@@ -41,7 +42,8 @@ class PlainCausal:
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         device = next(model.parameters()).device
         ids, positions = batch["input_ids"].to(device), batch["position_ids"].to(device)
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits  # type: ignore[no-any-return]
+        kinds = kinds_of_text(model, ids)
+        return model(input_ids=ids, position_ids=positions, use_cache=False, **kinds).logits  # type: ignore[no-any-return]
 
     def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         logits = self.forward(model, batch)[:, :-1]

@@ -16,7 +16,7 @@ from toolkit.data.samples import Batch, PairSamples, TextSamples, sample_of, sta
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
-from toolkit.model.parts import untrained
+from toolkit.model.parts import sees
 from toolkit.objectives.objective import Objective
 from toolkit.sharding.fsdp import class_name
 
@@ -105,7 +105,7 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
         BadInputError: if they do, or if the model wants a picture, sound or another input beside the text.
     """
     config = base_of(inner).config.get_text_config()
-    if getattr(config, "is_decoder", True) and not untrained(base_of(inner)):
+    if getattr(config, "is_decoder", True) and not sees(base_of(inner)):
         return  # no encoder can be told from it, or it is set
     was_training = model.training
     model.eval()
@@ -114,7 +114,7 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
     other[0, -1] = (ids[0, -1] + 1) % config.vocab_size
     try:
         one, two = (objective.logits(model, {"input_ids": each})[0, :-1].float() for each in (ids, other))
-    except (TypeError, ValueError) as error:  # forwards that ask for an argument by name, or for one of several
+    except (TypeError, ValueError, AttributeError) as error:  # an argument is missing, one of several, or None
         raise BadInputError(
             f"model.name_or_path: {class_name(base_of(inner))} cannot run on rows of text alone "
             f"({type(error).__name__}: {first_line(error)}); name a model that reads text without other inputs"

@@ -1,0 +1,59 @@
+"""Models that read more than text, and cannot be trained on rows of text alone: refused before a weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.every_multimodal import small_config
+from transformers import AutoModelForMultimodalLM
+
+from toolkit.data.samples import sample_of, stack
+from toolkit.errors import BadInputError
+from toolkit.model.load import NoTokens, load_without_weights
+from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.plain_losses import PlainCausal
+from toolkit.recipe.schema import ModelSection
+from toolkit.run.packing_check import check_causal
+
+FIRST = {"blip": "pixel_values", "pi0": "state", "pix2struct": "flattened_patches", "pp_formulanet": "pixel_values"}
+"""By type, what it reads first."""
+
+
+@pytest.mark.parametrize("kind", list(FIRST))
+def test_a_model_that_begins_with_something_else_is_refused(kind: str, tmp_path: Path) -> None:
+    small_config(kind).save_pretrained(tmp_path)
+    with pytest.raises(BadInputError, match=rf"^model.name_or_path: \w+ cannot .* reads first is {FIRST[kind]};"):
+        load_without_weights(ModelSection(name_or_path=str(tmp_path)), NoTokens())
+
+
+def test_a_class_that_writes_no_text_is_refused_by_its_name(tmp_path: Path) -> None:
+    config = small_config("shieldgemma2")
+    config.architectures = ["ShieldGemma2ForImageClassification"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(BadInputError, match=r"ShieldGemma2ForImageClassification .* does not write text"):
+        load_without_weights(ModelSection(name_or_path=str(tmp_path)), NoTokens())
+
+
+def test_a_model_that_wants_one_of_several_inputs_is_refused() -> None:
+    model = AutoModelForMultimodalLM.from_config(small_config("idefics"))
+    model.config.architectures = [type(model).__name__]
+    with pytest.raises(BadInputError, match=r"cannot run on rows of text alone .*pixel_values"):
+        check_causal(model, model, CausalLM(model, packed=False), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_molmo2_is_told_while_it_trains_that_every_token_is_text(packed: bool) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForMultimodalLM.from_config(small_config("molmo2"), dtype=torch.float32).eval()
+    rows = [list(range(10, 19)), list(range(30, 43))]
+    with torch.no_grad():
+        alone = [model(input_ids=torch.tensor([row]), use_cache=False).logits[0] for row in rows]
+    model.train()
+    samples = [[row] for row in rows] if not packed else [rows]
+    batch = stack([sample_of([(row, [True] * len(row)) for row in each], 24, 0) for each in samples])
+    objective = CausalLM(model, packed=packed)
+    for logits in (objective.logits(model, objective.on_host(batch)), PlainCausal().forward(model, batch)):
+        found = logits[0] if packed else torch.cat([each[: len(row)] for each, row in zip(logits, rows, strict=True)])
+        torch.testing.assert_close(found[:22], torch.cat(alone), rtol=1e-5, atol=1e-6)
