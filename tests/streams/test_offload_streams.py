@@ -115,31 +115,41 @@ MUTATIONS = [
     (
         ALL["accumulation, cpu_torch"],
         Mutation(
-            "capture.Capture._drop",
+            "capture.Capture._drop_rounded",
             "reduce_again_after(self._reduced.modules[0], self._handle.current_stream().record_event())",
         ),
     ),
     # A gradient's copy to the host: after the reduction, before its memory is freed, before the step reads it.
-    (Run(), Mutation("capture.Capture._land", "self._stream.wait_event(self._handle.current_stream().record_event())")),
-    (Run(), Mutation("capture.Capture._land", "unit.leaving = flat")),
-    (Run(), Mutation("capture.Capture._land", "unit.landed = self._stream.record_event()")),
-    (WAYS["dropped gradients"], Mutation("capture.Capture._land", "if unit.leaving is not None:", "if False:")),
+    (
+        Run(),
+        Mutation(
+            "capture.Capture._copy_to_host", "self._stream.wait_event(self._handle.current_stream().record_event())"
+        ),
+    ),
+    (Run(), Mutation("capture.Capture._copy_to_host", "unit.leaving = flat")),
+    (Run(), Mutation("capture.Capture._copy_to_host", "unit.landed = self._stream.record_event()")),
+    (WAYS["dropped gradients"], Mutation("capture.Capture._copy_to_host", "if unit.leaving is not None:", "if False:")),
     (WAYS["untied"], Mutation("capture.wait_for_landing", "unit.landed.synchronize()")),
-    (WAYS["two forwards"], Mutation("capture.Capture._add", "wait_for_landing(unit)")),
+    (WAYS["two forwards"], Mutation("capture.Capture._add_on_host", "wait_for_landing(unit)")),
     (
         WAYS["two forwards"],
-        Mutation("capture.Capture._add", '"cpu", torch.float32', '"cpu", torch.float32, non_blocking=True'),
+        Mutation("capture.Capture._add_on_host", '"cpu", torch.float32', '"cpu", torch.float32, non_blocking=True'),
     ),
-    (Run(), Mutation("engine.OffloadEngine._run", "wait_for_landing(unit)")),
+    (Run(), Mutation("engine.OffloadEngine._step_unit", "wait_for_landing(unit)")),
     # The norm, before the worker reads it.
     (Run(), Mutation("engine._Clip.decide", "self._event.synchronize()")),
     # New weights: after the last reading of the old, before the next.
-    (WAYS["evaluation before the step"], Mutation("engine.OffloadEngine._run", "stream.wait_event(after)")),
-    (Run(), Mutation("engine.OffloadEngine._run", "unit.arrived = stream.record_event()")),
-    (Run(), Mutation("engine.OffloadEngine._wait", "self._handle.current_stream().wait_event(unit.arrived)")),
+    (WAYS["evaluation before the step"], Mutation("engine.OffloadEngine._step_unit", "stream.wait_event(after)")),
+    (Run(), Mutation("engine.OffloadEngine._step_unit", "unit.arrived = stream.record_event()")),
+    (
+        Run(),
+        Mutation("engine.OffloadEngine._wait_for_weights", "self._handle.current_stream().wait_event(unit.arrived)"),
+    ),
     (
         WAYS["checkpoint"],
-        Mutation("engine.OffloadEngine._wait", "while not unit.published.wait(CHECK_SECONDS):", "while False:"),
+        Mutation(
+            "engine.OffloadEngine._wait_for_weights", "while not unit.published.wait(CHECK_SECONDS):", "while False:"
+        ),
     ),
     (Run(), Mutation("engine.before_reading_shards", "module.set_custom_all_gather(_AllGather(wait))")),
     (WAYS["one rank"], Mutation("engine.before_reading_shards", "before_copying_shards(module, wait)")),
@@ -148,10 +158,13 @@ MUTATIONS = [
     (Run(), Mutation("executors.Staging.take", "event.synchronize()")),
     (EXECUTORS["cpu_fused"], Mutation("executors.Staging.take", "event.synchronize()")),
     (Run(), Mutation("executors._Staged.sent", "self._staging.sent(event)")),
-    (Run(), Mutation("engine.OffloadEngine._run", "executor.sent(unit.arrived)")),
-    (DEVICE_STREAM, Mutation("executors.DeviceStream._flats", "self._buffers[self._lane[unit]]", "self._buffers[0]")),
+    (Run(), Mutation("engine.OffloadEngine._step_unit", "executor.sent(unit.arrived)")),
+    (
+        DEVICE_STREAM,
+        Mutation("executors.DeviceStream._lane_buffers", "self._buffers[self._lane[unit]]", "self._buffers[0]"),
+    ),
     # Whoever reads or writes the state from outside.
-    (WAYS["checkpoint"], Mutation("engine.OffloadEngine.flush", "self._wait(unit)")),
+    (WAYS["checkpoint"], Mutation("engine.OffloadEngine.flush", "self._wait_for_weights(unit)")),
     (replace(DEVICE_STREAM, also="save"), Mutation("engine.OffloadEngine.flush", "unit.arrived.synchronize()")),
     (
         WAYS["checkpoint"],
@@ -172,13 +185,15 @@ MUTATIONS = [
     (
         replace(Run(), delay=0.3),
         Mutation(
-            "engine.OffloadEngine._run", "wait_for_landing(unit)\n", "wait_for_landing(unit); unit.published.set()\n"
+            "engine.OffloadEngine._step_unit",
+            "wait_for_landing(unit)\n",
+            "wait_for_landing(unit); unit.published.set()\n",
         ),
     ),
-    (replace(Run(), delay=0.3), Mutation("engine.OffloadEngine._submit", "unit.published.clear()")),
+    (replace(Run(), delay=0.3), Mutation("engine.OffloadEngine._submit_step", "unit.published.clear()")),
     # The end.
-    (WAYS["slow worker"], Mutation("engine._end", "worker.close()")),
-    (Run(), Mutation("engine._end", "handle.synchronize()")),
+    (WAYS["slow worker"], Mutation("engine._free_memory", "worker.close()")),
+    (Run(), Mutation("engine._free_memory", "handle.synchronize()")),
     # Accumulation by block: the caller's stream in each micro-batch's thread, and new weights before its gathers.
     (
         CONTROLS["no offload, by block"],
@@ -187,7 +202,7 @@ MUTATIONS = [
     (CONTROLS["no offload, by block"], Mutation("by_block.ByBlock._forward", "self._states.begin_forwards()")),
     (
         WAYS["by block"],
-        Mutation("engine.OffloadEngine._wait", "self._handle.current_stream().wait_event(unit.arrived)"),
+        Mutation("engine.OffloadEngine._wait_for_weights", "self._handle.current_stream().wait_event(unit.arrived)"),
     ),
     # FSDP2's own: that the checker finds them says that it sees what FSDP2 does.
     (CONTROLS["plain FSDP2"], Mutation("fsdp2.foreach_reduce", "reduce_scatter_stream.wait_stream(current_stream)")),
@@ -205,7 +220,7 @@ ORDERS_NOTHING = {
 """Waits whose removal lets nothing race, and what they are for."""
 
 WAIT = re.compile(
-    r"\.(wait_event|wait_stream|synchronize|wait|wait_for_unshard|flush|_wait|sent)\(\w*|published\.clear\(|^\s*wait_for_landing\("
+    r"\.(wait_event|wait_stream|synchronize|wait|wait_for_unshard|flush|_wait_for_weights|sent)\(\w*|published\.clear\(|^\s*wait_for_landing\("
     r"|\.leaving = (?!None)|\.close\(\)$|reduce_again_after\("
 )
 

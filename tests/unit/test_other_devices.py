@@ -89,10 +89,10 @@ def mps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("mps")
 def test_an_accelerator_that_is_left_idle_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    from toolkit.sharding.plugin import _rehearse_on_cpu
+    from toolkit.sharding.plugin import _use_cpu_without_gpu
 
-    _rehearse_on_cpu()
-    _rehearse_on_cpu()
+    _use_cpu_without_gpu()
+    _use_cpu_without_gpu()
     told = " ".join(capsys.readouterr().err.split())
     assert told.count("The toolkit does not run on this machine's accelerator (mps): training runs on the CPU.") == 1
     assert "`toolkit train --cpu 2`" in told

@@ -1,6 +1,6 @@
-"""The sharding backend: strategy, units, and what Accelerate sees of them.
+"""The sharding backend: strategies, FSDP2 units, and the objects that stock Accelerate sees.
 
-Names are loaded on first use: a launcher that reads a strategy or a config imports no torch for it.
+Names are imported on first use, so that a launcher can read a strategy or a config without importing torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An Accelerate config's file, as far as planning and verifying read it; both name it `--config`."""
+"""Reads the keys of an Accelerate config file that `toolkit plan` and `toolkit verify` need (`--config`)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ PRECISIONS = ("no", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class AccelerateConfig:
-    """Values that have been read, checked as they are asked for: each raises BadInputError if it is not right.
+    """The values of a config file. Each property checks its value when it is read.
 
     Attributes:
-        origin: where they were read, for messages.
+        values: the parsed YAML mapping.
+        origin: the path of the file, for error messages.
     """
 
     values: dict[str, Any]
@@ -27,12 +28,20 @@ class AccelerateConfig:
 
     @property
     def num_processes(self) -> int | None:
-        """None: it does not say."""
-        return self._count("num_processes", self.values.get("num_processes"))
+        """Returns the number of processes, or None if the file does not set it.
+
+        Raises:
+            BadInputError: if it is not a positive integer.
+        """
+        return self._positive_int("num_processes", self.values.get("num_processes"))
 
     @property
     def mixed_precision(self) -> str | None:
-        """None: it does not say."""
+        """Returns one of `PRECISIONS`, or None if the file does not set it.
+
+        Raises:
+            BadInputError: if the value is not one of `PRECISIONS`.
+        """
         found = self.values.get("mixed_precision")
         # YAML reads an unquoted `no` as false.
         word = "no" if found is False else found
@@ -42,28 +51,41 @@ class AccelerateConfig:
 
     @property
     def strategy(self) -> str | None:
-        """The word as it stands; None: it does not say."""
+        """Returns the strategy's word, unchecked, or None if the file does not set it.
+
+        Raises:
+            BadInputError: if `fsdp_config` is not a mapping.
+        """
         word = self._section("fsdp_config").get("fsdp_sharding_strategy")
         return None if word is None else str(word)
 
     @property
     def replicate_size(self) -> int | None:
-        """Groups of ranks that each hold one copy of the model; None: it does not say."""
-        return self._size("replicate")
+        """Returns the number of replicas of the model, or None if the file does not set it.
+
+        Raises:
+            BadInputError: if it is not a positive integer, or `parallelism_config` is not a mapping.
+        """
+        return self._parallelism_size("replicate")
 
     @property
     def shard_size(self) -> int | None:
-        """Ranks among which one copy of the model is sharded; None: it does not say."""
-        return self._size("shard")
+        """Returns the number of ranks that shard one replica, or None if the file does not set it.
+
+        Raises:
+            BadInputError: if it is not a positive integer, or `parallelism_config` is not a mapping.
+        """
+        return self._parallelism_size("shard")
 
     def error(self, problem: str) -> BadInputError:
+        """Returns an error that names the option, the file and the problem."""
         return BadInputError(f"--config: {self.origin}: {problem}")
 
-    def _size(self, axis: str) -> int | None:
+    def _parallelism_size(self, axis: str) -> int | None:
         key = f"parallelism_config_dp_{axis}_size"
-        return self._count(f"parallelism_config.{key}", self._section("parallelism_config").get(key))
+        return self._positive_int(f"parallelism_config.{key}", self._section("parallelism_config").get(key))
 
-    def _count(self, name: str, found: Any) -> int | None:
+    def _positive_int(self, name: str, found: Any) -> int | None:
         if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
             raise self.error(f"{name} is {found!r}; needs a number of at least 1")
         return found
@@ -76,7 +98,11 @@ class AccelerateConfig:
 
 
 def read_accelerate_config(path: Path) -> AccelerateConfig:
-    """Raises BadInputError if there is no file, or where it holds no mapping, or a recipe."""
+    """Reads an Accelerate config from a YAML file.
+
+    Raises:
+        BadInputError: if the file is missing, is not YAML, does not hold a mapping, or is a recipe.
+    """
     if not path.is_file():
         raise BadInputError(f"--config: there is no file {str(path)!r}")
     try:

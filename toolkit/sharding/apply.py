@@ -1,4 +1,4 @@
-"""The only caller of `fully_shard`: a unit plan and a strategy become an FSDP2 model.
+"""Turns a model into an FSDP2 model, given a unit plan and a strategy. The only caller of `fully_shard`.
 
 Reference: torch.distributed.fsdp.fully_shard (FSDP2, per-parameter sharding).
 """
@@ -41,7 +41,12 @@ PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class KeepsMasters(Protocol):
-    """Takes this rank's rows of a trainable parameter, as exactly as they are known, by its first name."""
+    """Stores the master weights of a trainable parameter.
+
+    Args:
+        name: the parameter's first name in the model.
+        rows: this rank's rows of it (its slice along the sharded dimension), not rounded.
+    """
 
     def __call__(self, name: str, rows: torch.Tensor) -> None: ...
 
@@ -49,15 +54,20 @@ class KeepsMasters(Protocol):
 def precision_policies(
     mixed_precision: str, reduce_dtype: torch.dtype | None = torch.float32, casts_inputs: bool = True
 ) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
-    """FSDP2 policies of the units and of the root.
+    """Returns the mixed-precision policies of the units and of the root.
 
-    Compute and all-gather are in the mixed type, reduction is in float32 (a bf16 sum over many ranks
-    loses what small gradients add), and what leaves the model is float32, so that the loss is.
+    Compute and all-gather use the mixed type. Reduction uses float32, because a bf16 sum over many ranks loses the
+    contribution of small gradients. The model's outputs are float32, and so is the loss.
 
     Args:
-        reduce_dtype: None: the type of compute, for one rank, if nothing is summed.
-        casts_inputs: of units; not those of a library's model, whose authors' own casts say what is rounded where:
-            what they make in float32 for the blocks (rotary tables, outputs of routers) stays so.
+        mixed_precision: `no`, `bf16` or `fp16`.
+        reduce_dtype: the type of gradient reduction. None means the compute type, for a single rank that sums nothing.
+        casts_inputs: whether units cast their inputs to the compute type. False for models of a library: their authors
+            cast where they want to, and what they pass to the blocks in float32 (rotary tables, router outputs)
+            stays float32.
+
+    Raises:
+        BadInputError: if `mixed_precision` is unknown.
     """
     if mixed_precision not in PRECISIONS:
         raise BadInputError(f"mixed_precision: found {mixed_precision!r}; allowed: {', '.join(PRECISIONS)}")
@@ -68,10 +78,11 @@ def precision_policies(
 
 
 def groups_of(mesh: DeviceMesh, ranks: int | None) -> DeviceMesh | None:
-    """Groups of so many neighbours, those of a node, among which units are sharded from forward to backward.
+    """Returns the mesh (groups, ranks of a group) over which units stay sharded between forward and backward.
 
     Args:
-        mesh: of all ranks, 1-D.
+        mesh: the 1-D mesh of all ranks.
+        ranks: the neighbouring ranks in a group, usually those of a node. None returns None.
     """
     return None if ranks is None else DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks))
 
@@ -79,7 +90,7 @@ def groups_of(mesh: DeviceMesh, ranks: int | None) -> DeviceMesh | None:
 def prepare_blocks(
     model: nn.Module, plan: UnitPlan, checkpointing: Checkpointing | None, compilation: Compilation | None
 ) -> None:
-    """Compiles and checkpoints the blocks' forwards, as asked, in the order in which both work."""
+    """Compiles, then checkpoints, the forwards of the blocks, if asked to. Only this order works with both."""
     if compilation is not None:
         compile_blocks(model, plan, compilation)
     if checkpointing is not None:
@@ -102,26 +113,26 @@ def apply(
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shards `model` in place, one `fully_shard` call per unit.
 
-    Parameters on the meta device stay there, sharded; a model that carries `materialize_weights`
-    (see toolkit.model.load) is then given its weights, each rank its own slices.
+    Parameters on the meta device are sharded there. A model with a `materialize_weights` method (see
+    toolkit.model.load) then loads its weights, each rank only its own slices.
 
     Args:
-        model: any device; trainable parameters are held in float32 under mixed precision.
+        model: may be on any device. Under mixed precision its trainable parameters become float32.
         mesh: 1-D (shard), or 2-D (replicate, shard).
         mixed_precision: `no`, `bf16` or `fp16`.
-        is_last_micro_batch: asked before every forward; whether this micro-batch ends the window.
-        checkpointing: of activations; None: every activation is kept.
-        offload: called with the sharded model before it has weights; what it returns is given the
-            masters, and trainable parameters are held in the type of compute.
-        compilation: of the blocks; None: they run eagerly.
-        prefetch: blocks that are gathered ahead; None: FSDP2's default prefetch of one block.
-        experts: the grid of ranks over which whole experts are spread; with one `plan` has units of experts.
-        backward_mesh: as `groups_of` returns it; None: backward gathers among all ranks of a shard group.
+        is_last_micro_batch: called before every forward; returns whether its micro-batch ends the optimizer step.
+        checkpointing: of activations. None keeps every activation.
+        offload: called with the sharded model before it has weights. The callable that it returns receives the
+            master weights, and trainable parameters are held in the compute type.
+        compilation: of the blocks. None runs them eagerly.
+        prefetch: the number of blocks to gather ahead. None keeps FSDP2's default of one block.
+        experts: the grid of ranks for expert parallelism. If given, `plan` has units of experts.
+        backward_mesh: from `groups_of`. None makes backward gather among all ranks of a shard group.
 
     Returns:
-        Every parameter as it was -> as it is now.
+        Each old parameter mapped to the sharded parameter that replaces it.
     """
-    types, kept = _give_types(model, mixed_precision, offload is not None, experts is not None)
+    types, kept = _set_dtypes(model, mixed_precision, offload is not None, experts is not None)
     # First: `fully_shard` then hooks the modules around forwards that are compiled and checkpointed already.
     prepare_blocks(model, plan, checkpointing, compilation)
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -136,20 +147,20 @@ def apply(
         if offload is not None:
             originals |= _hold_in_compute_type(model, modules, PRECISIONS[mixed_precision], kept)
         if unit.kind == "experts" and experts is not None:
-            _spread_experts(modules[0], mesh, experts, unit_policy, strategy)
+            _shard_expert_unit(modules[0], mesh, experts, unit_policy, strategy)
         else:
             policy = root_policy if unit.kind == "root" else unit_policy
-            _shard(modules, mesh, policy, strategy.reshard_each_micro_batch and unit.reshard_after_forward)
+            _shard_unit(modules, mesh, policy, strategy.reshard_each_micro_batch and unit.reshard_after_forward)
     gather_in_float32(model, kept, beside_rounded=offload is not None)
     # After all units are made: now each rank knows its rows, and reads no others.
-    _give_weights(model, originals, offload(model) if offload is not None else None)
+    _load_weights(model, originals, offload(model) if offload is not None else None)
     round_buffers(model, types)
     _schedule(model, plan, strategy, is_last_micro_batch, prefetch, backward_mesh)
     return {before[name]: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
-def _shard(modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshards: bool) -> None:
-    """Makes modules one unit."""
+def _shard_unit(modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshards: bool) -> None:
+    """Makes the modules one FSDP2 unit."""
     unit = modules if len(modules) > 1 else modules[0]
     num_shards = mesh.size(mesh.ndim - 1)
     fully_shard(
@@ -162,27 +173,27 @@ def _shard(modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPol
     communicate(modules[0])
 
 
-def _spread_experts(
+def _shard_expert_unit(
     module: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, policy: MixedPrecisionPolicy, strategy: Strategy
 ) -> None:
-    """Makes a layer's experts a unit of the ranks that hold the same ones."""
+    """Makes the experts of a layer a unit, sharded among the ranks that hold the same experts."""
     # Their block has cast what is to be cast; the weights of experts' outputs may be float32.
     uncast = replace(policy, cast_forward_inputs=False)
     shapes = shapes_inside(module)
     shard_experts(module, grid[GROUP].size(), grid)
-    _shard([module], holders(grid), uncast, strategy.reshard_each_micro_batch)
+    _shard_unit([module], holders(grid), uncast, strategy.reshard_each_micro_batch)
     wrap_as_dtensor(module, mesh, shapes)
     average_over(module, grid[SHARD].size(), mesh.size())
 
 
 def hold_whole(model: nn.Module, mixed_precision: str) -> None:
-    """Gives a frozen model on every rank all of its weights, in the types in which it computes."""
-    types, _ = _give_types(model, mixed_precision, is_offloaded=False)
-    _give_weights(model, {}, None)
+    """Loads all weights of a frozen model on every rank, in the types in which it computes."""
+    types, _ = _set_dtypes(model, mixed_precision, is_offloaded=False)
+    _load_weights(model, {}, None)
     round_buffers(model, types)
 
 
-def _give_types(
+def _set_dtypes(
     model: nn.Module, mixed_precision: str, is_offloaded: bool, is_spread: bool = False
 ) -> tuple[dict[str, torch.dtype], list[str]]:
     """Casts master weights to float32. Returns (compute dtype by name, names of what is computed in float32)."""
@@ -205,18 +216,18 @@ def _schedule(
     prefetch: int | None,
     backward_mesh: DeviceMesh | None,
 ) -> None:
-    """Says when units are gathered, reduced and freed, and among whom backward gathers."""
+    """Configures when units are gathered, reduced and freed, and among which ranks backward gathers."""
     if backward_mesh is not None:
         reshard_in_groups(model, backward_mesh)
     pass_over_ungathered_units(model)
-    _prefetch(model, plan, prefetch)
+    _set_prefetch(model, plan, prefetch)
     UnitStates(model).follow_micro_batches(strategy, is_last_micro_batch, in_window)
 
 
-def _prefetch(model: nn.Module, plan: UnitPlan, depth: int | None) -> None:
-    """Has each block ask for the gathers of the next `depth` blocks in forward, and of those before in backward.
+def _set_prefetch(model: nn.Module, plan: UnitPlan, depth: int | None) -> None:
+    """Makes each block prefetch the next `depth` blocks in forward, and the previous `depth` blocks in backward.
 
-    Of its own list alone: what stands beside it may be a tower that no row of the step reaches.
+    Only blocks of the same list are prefetched: another list may belong to a tower that no row of the step reaches.
     """
     if depth is None:
         return
@@ -246,7 +257,7 @@ def _hold_masters_in_float32(model: nn.Module) -> None:
 
 
 def _require_one_type(model: nn.Module, kept: Sequence[str], is_spread: bool) -> None:
-    """Raises BadInputError if trained parameters stay in float32 in a configuration that is untested."""
+    """Raises BadInputError if trainable parameters stay in float32 in a configuration that is untested."""
     first = next(iter(_trained(model, kept)), None)
     torch_sums = autograd_sums_gradients()
     refuse(Settings(offload=True, experts=is_spread, sums_in_autograd=torch_sums, keeps_float32=first))
@@ -265,7 +276,7 @@ def _hold_in_compute_type(
     for module in modules:
         for parameter in module.parameters():
             name = names[id(parameter)]
-            # What is a DTensor belongs to an earlier unit; the root contains them all.
+            # A DTensor already belongs to an earlier unit; the root contains them all.
             if parameter.requires_grad and not isinstance(parameter, DTensor) and name not in originals:
                 originals[name] = parameter.data
                 if dtype is not None and name not in kept:
@@ -273,17 +284,17 @@ def _hold_in_compute_type(
     return originals
 
 
-def _give_weights(model: nn.Module, originals: dict[str, torch.Tensor], keep_master: KeepsMasters | None) -> None:
-    """Hands masters over, and has a model that was built without weights read its own slices."""
+def _load_weights(model: nn.Module, originals: dict[str, torch.Tensor], keep_master: KeepsMasters | None) -> None:
+    """Passes the master weights to `keep_master`, and loads this rank's slices of a model built without weights."""
     if keep_master is not None:
-        _hand_over(model, originals, keep_master)
+        _hand_over_masters(model, originals, keep_master)
     materialize = getattr(model, "materialize_weights", None)
     if materialize is not None:
         materialize(keep_master)
 
 
-def _hand_over(model: nn.Module, originals: dict[str, torch.Tensor], keep_master: KeepsMasters) -> None:
-    """Gives this rank's rows of the unrounded parameters away and lets go of the rest."""
+def _hand_over_masters(model: nn.Module, originals: dict[str, torch.Tensor], keep_master: KeepsMasters) -> None:
+    """Passes this rank's rows of the unrounded parameters to `keep_master` and frees the rest."""
     for name, parameter in model.named_parameters():
         original = originals.pop(name, None)
         # On the meta device there is nothing to hand over yet: `materialize_weights` does so when it reads them.

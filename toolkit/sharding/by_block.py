@@ -1,11 +1,11 @@
-"""Accumulation by block: the micro-batches of a window go through each unit one after another while it is gathered.
+"""Accumulation by block: all micro-batches of an optimizer step pass through a unit while it is gathered.
 
-Each micro-batch runs in a thread of its own, one at a time. Before it enters a unit it waits until all have come
-there; then they pass through, in their order. So each has the shapes, the kernels and the Python frames of an ordinary
-forward, whatever the model hands from block to block. A pass through a unit is a graph of its own, cut at the unit's
-inputs and outputs; backward runs these graphs from the last unit to the first. FSDP2 gathers a unit twice a window and
-reduces it once. It sums the gradients in float32 in the order of the micro-batches, as when it reduces once per
-accumulation step.
+Each micro-batch runs in its own thread, one at a time. Before it enters a unit it waits until all micro-batches have
+reached that unit; then they pass through it in order. So each micro-batch has the shapes, kernels and Python frames of
+an ordinary forward, whatever the model passes from block to block. Each pass through a unit has its own autograd graph,
+cut at the unit's inputs and outputs. Backward runs these graphs from the last unit to the first. FSDP2 gathers a unit
+twice per optimizer step and reduces it once. It sums the gradients in float32 in the order of the micro-batches, as it
+does when it reduces once per optimizer step.
 
 Known as the vertical schedule of offload to disks (GreedySnake, arXiv 2512.17570).
 """
@@ -34,10 +34,11 @@ class _AbandonedError(BaseException):
 
 
 class _MicroBatch:
-    """A forward that can be held before a unit.
+    """Runs the forward of one micro-batch in a thread that can be paused before each unit.
 
     Args:
-        handle: of the device: `torch.cuda`, or `torch.cpu`, which has the same functions.
+        forward: runs the forward and returns its result.
+        handle: the device module: `torch.cuda`, or `torch.cpu`, which has the same functions.
     """
 
     def __init__(self, forward: Callable[[], Any], handle: Any) -> None:
@@ -54,10 +55,10 @@ class _MicroBatch:
         self._thread.start()
 
     def go_on(self) -> None:
-        """Lets it run until it is about to enter a unit, or is through.
+        """Runs the forward until it is about to enter a unit, or has finished.
 
         Raises:
-            Exception: what its forward raised.
+            Exception: the exception that the forward raised.
         """
         self._go.release()
         self._held.acquire()
@@ -65,18 +66,18 @@ class _MicroBatch:
             raise self._error
 
     def take(self) -> Any:
-        """What its forward gave, which nothing holds any more here."""
+        """Returns the result of the forward and drops the reference to it."""
         result, self._result = self._result, None
         return result
 
     def hold(self, unit: FSDPModule) -> None:
-        """In its own thread: waits before a unit."""
+        """Pauses before a unit. Called in the micro-batch's own thread."""
         self.next_unit = unit
         self._held.release()
         self._wait()
 
     def abandon(self) -> None:
-        """Ends its thread, wherever it is held."""
+        """Ends the thread, wherever it is paused."""
         self._abandoned = True
         self._go.release()
         self._thread.join()
@@ -89,7 +90,7 @@ class _MicroBatch:
     def _run(self) -> None:
         try:
             self._wait()
-            _here.micro_batch = self
+            _current.micro_batch = self
             # A new thread starts with all cores, and on its device's default stream.
             if torch.get_num_threads() != self._num_threads:
                 torch.set_num_threads(self._num_threads)
@@ -104,31 +105,32 @@ class _MicroBatch:
 
 
 RECORDING = "transformers.utils.output_capturing"
-"""Where transformers' hooks are from that record hidden states."""
+"""The module that defines transformers' hooks that record hidden states."""
 
 
-class _Here(threading.local):
+class _CurrentMicroBatch(threading.local):
     micro_batch: _MicroBatch | None = None
 
 
-_here = _Here()
+_current = _CurrentMicroBatch()
 
 
 def in_window() -> bool:
-    """Whether this is the thread of a micro-batch that runs by block."""
-    return _here.micro_batch is not None
+    """Returns whether this thread runs a micro-batch by block."""
+    return _current.micro_batch is not None
 
 
 class ByBlock:
-    """Runs windows of micro-batches by block.
+    """Runs the micro-batches of an optimizer step by block.
 
     Args:
-        root: the model, sharded by `toolkit.sharding.apply`; its blocks keep nothing but their inputs for backward
-            only if all of them are checkpointed.
-        plan: whose units the micro-batches pass through together, but for those that stay gathered for the loss.
+        root: the model, sharded by `toolkit.sharding.apply`. Only if all blocks are checkpointed do they keep nothing
+            but their inputs for backward.
+        plan: the units of the model. The micro-batches pass through them together, except for the units that stay
+            gathered for the loss.
 
     Raises:
-        BadInputError: blocks that share parameters, and so form one unit.
+        BadInputError: if blocks share parameters and so form one unit.
     """
 
     def __init__(self, root: Any, plan: UnitPlan) -> None:
@@ -147,9 +149,9 @@ class ByBlock:
         self._staying = [root.get_submodule(path) for path in staying]
         for unit in (root.get_submodule(unit.modules[0]) for unit in units):
             # Before FSDP2's own hook, which gathers; and after its own, which has hooked the outputs.
-            unit.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
-            unit.register_forward_hook(_leave, with_kwargs=True)
-            _record_last(unit)
+            unit.register_forward_pre_hook(_pause_and_cut_inputs, prepend=True, with_kwargs=True)
+            unit.register_forward_hook(_cut_outputs, with_kwargs=True)
+            _move_recording_hooks_last(unit)
 
     def run(
         self,
@@ -157,16 +159,19 @@ class ByBlock:
         backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
         on_backward: Callable[[], None] = lambda: None,
     ) -> list[torch.Tensor]:
-        """Forward and backward of a window; the losses, without their graphs.
+        """Runs forward and backward of all micro-batches of an optimizer step.
 
         Args:
-            forwards: one for each micro-batch; gives its loss.
-            backward: starts the backward of a loss, scaled as it has to be.
-            on_backward: called when the forwards are through.
+            forwards: one callable for each micro-batch, which returns its scalar loss.
+            backward: starts the backward of a loss and applies any scale.
+            on_backward: called when all forwards have finished.
+
+        Returns:
+            The scalar losses, detached, in the order of `forwards`.
 
         Raises:
-            TrainingError: the micro-batches take different paths through the model.
-            BadInputError: the model hands on tensors from block to block by other ways than arguments and outputs.
+            TrainingError: if the micro-batches take different paths through the model.
+            BadInputError: if the model passes tensors between blocks other than as arguments and outputs.
         """
         self._states.begin_window()
         losses: list[torch.Tensor] = []
@@ -190,10 +195,12 @@ class ByBlock:
         return losses
 
     def evaluate(self, forwards: Sequence[Callable[[], T]]) -> list[T]:
-        """What the forwards of several micro-batches give, without gradients; each unit is gathered once.
+        """Runs the forwards of several micro-batches without gradients and returns their results.
+
+        Each unit is gathered once.
 
         Raises:
-            TrainingError: the micro-batches take different paths through the model.
+            TrainingError: if the micro-batches take different paths through the model.
         """
         results: list[T] = []
         try:
@@ -206,10 +213,10 @@ class ByBlock:
     def _forward(
         self, forwards: Sequence[Callable[[], Any]], through: Callable[[Any, list[Pass]], None]
     ) -> list[tuple[Any, list[Pass]]]:
-        """Runs all forwards; `through` is given what each has found, and its passes.
+        """Runs all forwards. Calls `through` with the result and the passes of each one that finishes.
 
         Returns:
-            The units in their order, each with a pass for each micro-batch.
+            The units in the order of the forward, each with one pass for each micro-batch.
         """
         self._states.begin_forwards()
         rounds: list[tuple[Any, list[Pass]]] = []
@@ -218,7 +225,7 @@ class ByBlock:
         try:
             for batch in batches:
                 batch.go_on()
-            while (unit := _next_unit(batches)) is not None:
+            while (unit := _common_next_unit(batches)) is not None:
                 rounds.append((unit, [Pass() for _ in batches]))
                 self._states.keep_after_forward(unit)
                 for number, batch in enumerate(batches):
@@ -256,14 +263,14 @@ class ByBlock:
         self._states.end_window()
 
 
-def _record_last(unit: Any) -> None:
-    """Has transformers' hooks that record hidden states see what leaves a unit: LLaVA goes on from such a state."""
+def _move_recording_hooks_last(unit: Any) -> None:
+    """Moves transformers' recording hooks last, so that they see the cut outputs. LLaVA computes on recorded states."""
     for key, hook in list(unit._forward_hooks.items()):
         if getattr(hook, "__module__", None) == RECORDING:
             unit._forward_hooks.move_to_end(key)
 
 
-def _next_unit(batches: list[_MicroBatch]) -> Any:
+def _common_next_unit(batches: list[_MicroBatch]) -> Any:
     units = {id(batch.next_unit): batch.next_unit for batch in batches}
     if len(units) > 1:
         raise TrainingError(
@@ -273,16 +280,16 @@ def _next_unit(batches: list[_MicroBatch]) -> Any:
     return batches[0].next_unit
 
 
-def _enter(unit: Any, args: Any, kwargs: Any) -> Any:
-    batch = _here.micro_batch
+def _pause_and_cut_inputs(unit: Any, args: Any, kwargs: Any) -> Any:
+    batch = _current.micro_batch
     if batch is None:
         return None
     batch.hold(unit)
     return cut((args, kwargs), batch.inside.entered) if torch.is_grad_enabled() else None
 
 
-def _leave(_unit: Any, args: Any, kwargs: Any, output: Any) -> Any:
-    batch = _here.micro_batch
+def _cut_outputs(_unit: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    batch = _current.micro_batch
     if batch is None or not torch.is_grad_enabled():
         return None
     cut_written((*args, *kwargs.values()), batch.inside.left)

@@ -21,12 +21,13 @@ from toolkit.sharding.unit_plan import UnitPlan
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Activation checkpointing of the blocks (Chen et al., arXiv 1604.06174).
+    """Settings of activation checkpointing of the blocks (Chen et al., arXiv 1604.06174).
 
     Attributes:
-        every: checkpoint every n-th block; 1: all.
-        offload: keep the checkpointed inputs in host memory.
-        chunk_tokens: run norms and MLPs of these blocks for so many tokens at a time; None: for all at once.
+        every: checkpoints every n-th block; 1 checkpoints all of them.
+        offload: whether to keep the checkpointed inputs in host memory.
+        chunk_tokens: the number of tokens that norms and MLPs of these blocks process at a time. None processes all
+            tokens at once.
     """
 
     every: int
@@ -35,19 +36,19 @@ class Checkpointing:
 
 
 def num_in_chunks(model: nn.Module, plan: UnitPlan) -> int:
-    """Blocks with an MLP that may run for a few tokens at a time."""
+    """Returns the number of blocks with an MLP that can process a few tokens at a time."""
     blocks = (model.get_submodule(path) for unit in plan.blocks for path in unit.modules)
     return sum(any(p.ndim > 1 for child in chunked_modules(block) for p in child.parameters()) for block in blocks)
 
 
 def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpointing) -> None:
-    """Makes blocks keep their inputs alone and run again in backward, with the same random numbers.
+    """Makes blocks keep only their inputs and recompute their forward in backward, with the same random numbers.
 
-    The forward itself is wrapped, below FSDP2's hooks: the unit's parameters are gathered once for the
-    second forward and the backward, and no parameter changes its name.
+    The forward itself is wrapped, below FSDP2's hooks. So the unit's parameters are gathered once for the second
+    forward and the backward, and no parameter changes its name.
 
     Raises:
-        BadInputError: chunks are asked for, and no block has anything that may run so.
+        BadInputError: if `chunk_tokens` is set and no block has an MLP that can run in chunks.
     """
     chunks = None if checkpointing.chunk_tokens is None else Chunks(checkpointing.chunk_tokens)
     if chunks is not None and not num_in_chunks(model, plan):
@@ -61,9 +62,9 @@ def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpoin
         if chunks is not None:
             for child in chunked_modules(block):
                 in_chunks(child, chunks)
-        block.forward = _checkpointed(block, checkpointing.offload)
+        block.forward = _checkpointed_forward(block, checkpointing.offload)
     if chunks is not None:
-        for module in _norms_behind(model, plan):
+        for module in _norms_after_blocks(model, plan):
             in_chunks(module, chunks)
     config: Any = getattr(model, "config", None)
     if config is not None:
@@ -71,7 +72,7 @@ def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpoin
 
 
 def _require_no_cache(block: nn.Module, given: Iterable[Any]) -> None:
-    """Raises BadInputError if a model fills a cache that nobody asked for: the second forward would append to it."""
+    """Raises BadInputError if the model fills a cache although it is off: the second forward would append to it."""
     if any(hasattr(value, "get_seq_length") for value in given):
         raise BadInputError(
             f"activation checkpointing: {class_name(block)} fills a cache although use_cache is off, and its second "
@@ -79,8 +80,8 @@ def _require_no_cache(block: nn.Module, given: Iterable[Any]) -> None:
         )
 
 
-def _norms_behind(model: nn.Module, plan: UnitPlan) -> Iterator[nn.Module]:
-    """The norms between the last block and the head, whose loss goes by chunks of its own."""
+def _norms_after_blocks(model: nn.Module, plan: UnitPlan) -> Iterator[nn.Module]:
+    """Yields the norms between the last block and the head. The loss of the head has its own chunks."""
     for unit in plan.units:
         for path in unit.modules if unit.kind == "tail" else ():
             module = model.get_submodule(path)
@@ -88,7 +89,7 @@ def _norms_behind(model: nn.Module, plan: UnitPlan) -> Iterator[nn.Module]:
                 yield module
 
 
-def _checkpointed(block: nn.Module, offload: bool) -> Callable[..., Any]:
+def _checkpointed_forward(block: nn.Module, offload: bool) -> Callable[..., Any]:
     forward = block.forward
 
     @functools.wraps(forward)

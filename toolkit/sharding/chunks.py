@@ -1,9 +1,9 @@
-"""Norms and MLPs of blocks for a few tokens at a time.
+"""Runs norms and MLPs of blocks on a few tokens at a time.
 
-What treats each token for itself needs no whole row at once. Such a module keeps its input alone; backward makes each
-chunk again, takes its gradients, and lets go of it before the next (TiledMLP of ALST, arXiv 2506.13996). Behind a
-checkpointed block's attention this costs no more work than the checkpoint does: the second forward of the block ends
-where the last input is known.
+A module that treats each token independently does not need a whole row at once. Such a module keeps only its input for
+backward. Backward recomputes one chunk, computes its gradients and frees it before the next (TiledMLP of ALST, arXiv
+2506.13996). After the attention of a checkpointed block this adds no work to the checkpoint's own: the second forward
+of the block stops as soon as the last kept input is known.
 """
 
 from __future__ import annotations
@@ -22,30 +22,34 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from toolkit.errors import BadInputError
 
 CHUNK_TOKENS = 8192
-"""Of a chunk that the plan chooses. With fewer, a GPU spends its time on adding to the gradients of the MLP."""
+"""Tokens of a chunk if the plan chooses it. With fewer, a GPU mostly adds to the gradients of the MLP."""
 
 
 @dataclass
 class Chunks:
-    """How many tokens a chunk has, of all rows of a micro-batch together."""
+    """The size of the chunks.
+
+    Attributes:
+        tokens: the tokens of a chunk, summed over all rows of a micro-batch.
+    """
 
     tokens: int
 
 
 def chunked_modules(block: nn.Module) -> list[nn.Module]:
-    """Children of a block that may run in chunks: they have parameters, take one argument, and choose no experts.
+    """Returns the children of a block that can run in chunks: with parameters, one argument and no experts.
 
-    What chooses experts counts its tokens, and may move its choice by all of them. Experts are matrices of three
-    dimensions, or a list of modules.
+    A module that routes tokens to experts counts its tokens, and its routing may depend on all of them. Experts are
+    recognised as parameters with three dimensions or as a list of modules.
     """
     return [
         child
         for child in block.children()
-        if any(True for _ in child.parameters()) and _takes_one(child) and not _has_experts(child)
+        if any(True for _ in child.parameters()) and _takes_one_argument(child) and not _has_experts(child)
     ]
 
 
-def _takes_one(module: nn.Module) -> bool:
+def _takes_one_argument(module: nn.Module) -> bool:
     return len(inspect.signature(type(module).forward).parameters) == 2  # with `self`
 
 
@@ -55,7 +59,7 @@ def _has_experts(module: nn.Module) -> bool:
 
 
 def in_chunks(module: nn.Module, chunks: Chunks) -> None:
-    """Has a module run in chunks wherever it is called with a tensor (B, T, D) that is longer than one."""
+    """Makes a module run in chunks whenever its input (B, T, D) has more tokens than a chunk."""
     forward = module.forward
 
     @functools.wraps(forward)
@@ -63,13 +67,13 @@ def in_chunks(module: nn.Module, chunks: Chunks) -> None:
         if not isinstance(hidden, torch.Tensor) or hidden.ndim != 3:
             return forward(hidden)
         size = max(1, chunks.tokens // hidden.shape[0])
-        return forward(hidden) if hidden.shape[1] <= size else _run(module, forward, hidden, size)
+        return forward(hidden) if hidden.shape[1] <= size else _run_in_chunks(module, forward, hidden, size)
 
     run.chunks = chunks  # type: ignore[attr-defined]
     module.forward = run
 
 
-def _running_in_chunks(model: nn.Module) -> Iterator[tuple[nn.Module, Chunks]]:
+def _modules_in_chunks(model: nn.Module) -> Iterator[tuple[nn.Module, Chunks]]:
     for module in model.modules():
         chunks = getattr(module.__dict__.get("forward"), "chunks", None)
         if chunks is not None:
@@ -77,14 +81,14 @@ def _running_in_chunks(model: nn.Module) -> Iterator[tuple[nn.Module, Chunks]]:
 
 
 def num_mlps_in_chunks(model: nn.Module) -> int:
-    """Modules with matrices, which norms have none of."""
-    return sum(any(p.ndim > 1 for p in module.parameters()) for module, _ in _running_in_chunks(model))
+    """Returns the number of MLPs that run in chunks. Norms are not counted: they have no matrices."""
+    return sum(any(p.ndim > 1 for p in module.parameters()) for module, _ in _modules_in_chunks(model))
 
 
 @contextmanager
 def chunks_of(tokens: int, model: nn.Module) -> Iterator[None]:
-    """Inside, what runs in chunks has them of another size."""
-    sizes = [(chunks, chunks.tokens) for _, chunks in _running_in_chunks(model)]
+    """Sets the number of tokens of a chunk inside the `with` block."""
+    sizes = [(chunks, chunks.tokens) for _, chunks in _modules_in_chunks(model)]
     for chunks, _ in sizes:
         chunks.tokens = tokens
     try:
@@ -95,26 +99,26 @@ def chunks_of(tokens: int, model: nn.Module) -> Iterator[None]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _run(module: nn.Module, forward: Callable[..., Any], hidden: torch.Tensor, size: int) -> torch.Tensor:
-    parameters = _trained(module)
+def _run_in_chunks(module: nn.Module, forward: Callable[..., Any], hidden: torch.Tensor, size: int) -> torch.Tensor:
+    parameters = _trainable_parameters(module)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (hidden, *parameters)):
-        return _forward(forward, hidden, size)
+        return _forward_in_chunks(forward, hidden, size)
     # Before the first chunk: a checkpoint's second forward goes no further than the last tensor that is kept.
-    kept: Any = _Kept.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
-    call = _Call(module, forward, size, _surroundings(hidden), kept)
+    kept: Any = _SavedInput.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
+    call = _ChunkedCall(module, forward, size, _rng_and_autocast(hidden), kept)
     output: torch.Tensor = _InChunks.apply(call, hidden, *parameters)  # type: ignore[no-untyped-call]
     return output
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    """Not kept from forward to backward: FSDP2 may gather them anew in between."""
+def _trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the trainable parameters. Not kept from forward to backward: FSDP2 may gather them again in between."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _forward(forward: Callable[..., Any], hidden: torch.Tensor, size: int) -> torch.Tensor:
-    """The module's output, (B, T, E)."""
+def _forward_in_chunks(forward: Callable[..., Any], hidden: torch.Tensor, size: int) -> torch.Tensor:
+    """Runs `forward` on chunks of `hidden` (B, T, D) and returns the whole output (B, T, E)."""
     output: torch.Tensor | None = None
-    for tokens in _slices(hidden, size):
+    for tokens in _token_slices(hidden, size):
         chunk = hidden[:, tokens].contiguous()  # GPT-2's layers take views of their inputs
         part = forward(chunk)
         if not isinstance(part, torch.Tensor) or part.shape[:2] != chunk.shape[:2]:
@@ -129,12 +133,12 @@ def _forward(forward: Callable[..., Any], hidden: torch.Tensor, size: int) -> to
     return output
 
 
-def _slices(hidden: torch.Tensor, size: int) -> Iterator[slice]:
+def _token_slices(hidden: torch.Tensor, size: int) -> Iterator[slice]:
     return each_alike([slice(start, min(start + size, hidden.shape[1])) for start in range(0, hidden.shape[1], size)])
 
 
 def each_alike(slices: Sequence[slice]) -> Iterator[slice]:
-    """The chunks of a loop; inside `one_for_all_alike` the first, one for those between, and the last."""
+    """Yields the slices of a loop over chunks, but only the first, second and last inside `one_for_all_alike`."""
     if _count_as is None or len(slices) <= 3:
         yield from slices
         return
@@ -150,10 +154,10 @@ _count_as: Callable[[int], None] | None = None
 
 @contextmanager
 def one_for_all_alike(count_as: Callable[[int], None]) -> Iterator[None]:
-    """Inside, one chunk runs for all that are like it; for forwards whose results nobody reads, as a plan's.
+    """Runs one chunk in place of all equal ones inside the `with` block. For a plan, which reads no results.
 
     Args:
-        count_as: told for how many chunks the next operators stand.
+        count_as: called with the number of chunks that the next operators stand for.
     """
     global _count_as
     _count_as = count_as
@@ -164,13 +168,13 @@ def one_for_all_alike(count_as: Callable[[int], None]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A forward that backward makes again, a chunk at a time.
+class _ChunkedCall:
+    """A forward that backward recomputes one chunk at a time.
 
     Attributes:
-        size: tokens of a chunk.
-        again: a context with the random numbers and the autocast of the first forward.
-        kept: a tensor whose node saves the input; torch 2.11 frees what is saved where the node alone is held.
+        size: the number of tokens of a chunk in each row.
+        again: returns a context with the random state and the autocast of the first forward.
+        kept: a tensor whose autograd node saves the input. torch 2.11 frees saved tensors if only the node is held.
     """
 
     module: nn.Module
@@ -180,7 +184,7 @@ class _Call:
     kept: Any
 
 
-def _surroundings(hidden: torch.Tensor) -> Callable[[], AbstractContextManager[Any]]:
+def _rng_and_autocast(hidden: torch.Tensor) -> Callable[[], AbstractContextManager[Any]]:
     kind = hidden.device.type
     random, (devices, states) = torch.get_rng_state(), get_device_states(hidden)
     dtype, is_on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -198,8 +202,8 @@ def _surroundings(hidden: torch.Tensor) -> Callable[[], AbstractContextManager[A
     return again
 
 
-class _Kept(torch.autograd.Function):
-    """Keeps a tensor where the checkpoint around it would: `grad_fn.saved_tensors` gives it back."""
+class _SavedInput(torch.autograd.Function):
+    """Saves a tensor for backward as the surrounding checkpoint would; `grad_fn.saved_tensors` returns it."""
 
     @staticmethod
     def forward(ctx: Any, nothing: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -212,45 +216,50 @@ class _Kept(torch.autograd.Function):
 
 
 class _InChunks(torch.autograd.Function):
-    """A module's output of chunks; each gradient is the sum of the chunks', and reaches its parameter once."""
+    """Computes a module's output in chunks. Backward sums each gradient over the chunks and returns it once."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, hidden: torch.Tensor, *_parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, call: _ChunkedCall, hidden: torch.Tensor, *_parameters: torch.Tensor) -> torch.Tensor:
         ctx.call = call
-        return _forward(call.forward, hidden, call.size)
+        return _forward_in_chunks(call.forward, hidden, call.size)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: _ChunkedCall = ctx.call
         (hidden,) = call.kept.grad_fn.saved_tensors
         del ctx.call
         wanted = ctx.needs_input_grad[1:]
-        of_hidden, of_parameters = _gradients(call, hidden, gradients[0], wanted)
+        of_hidden, of_parameters = _chunked_gradients(call, hidden, gradients[0], wanted)
         return None, of_hidden, *of_parameters
 
 
-def _gradients(
-    call: _Call, hidden: torch.Tensor, upstream: torch.Tensor, wanted: Sequence[bool]
+def _chunked_gradients(
+    call: _ChunkedCall, hidden: torch.Tensor, upstream: torch.Tensor, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """Of the input, (B, T, D), and of each trained parameter; None: not wanted, the input first."""
-    parameters = _trained(call.module)
+    """Returns the gradient of the input (B, T, D) and those of the trainable parameters. None if not needed.
+
+    Args:
+        upstream: the gradient of the output, (B, T, E).
+        wanted: whether a gradient is needed, for the input first and then for each parameter.
+    """
+    parameters = _trainable_parameters(call.module)
     chosen = [number for number, is_wanted in enumerate(wanted[1:]) if is_wanted]
     whole = torch.empty_like(hidden) if wanted[0] else None
     sums: list[torch.Tensor | None] = [None] * len(parameters)
     with call.again():
-        for tokens in _slices(hidden, call.size):
+        for tokens in _token_slices(hidden, call.size):
             chunk = hidden[:, tokens].detach().contiguous().requires_grad_(wanted[0])
             inputs = [*([chunk] if wanted[0] else []), *(parameters[number] for number in chosen)]
             found = list(torch.autograd.grad(call.forward(chunk), inputs, upstream[:, tokens], allow_unused=True))
             if whole is not None:
                 whole[:, tokens] = found.pop(0)
             for number, part in zip(chosen, found, strict=True):
-                sums[number] = _added(sums[number], part)
+                sums[number] = _add_in_float32(sums[number], part)
     return whole, [None if total is None else total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
 
 
-def _added(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
-    """In float32: sums of many chunks in 16 bits lose what small gradients add."""
+def _add_in_float32(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
+    """Adds in float32: a 16-bit sum over many chunks loses small gradients."""
     if part is None:
         return total
     if total is None:

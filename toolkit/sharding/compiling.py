@@ -1,7 +1,7 @@
-"""torch.compile of each block's forward: one graph for all equal blocks, below FSDP2's hooks.
+"""Compiles each block's forward with torch.compile: one graph for all equal blocks, below FSDP2's hooks.
 
-A whole model has a graph as long as it is deep, and FSDP2's hooks break it at each unit. A block's forward
-alone holds no hook, and equal blocks share its code, its guards and so its graph.
+The graph of a whole model grows with its depth, and FSDP2's hooks break it at each unit. The forward of a single block
+contains no hook, and equal blocks share its code, its guards and so its graph.
 """
 
 from __future__ import annotations
@@ -21,36 +21,37 @@ from toolkit.sharding.unit_plan import UnitPlan
 
 @dataclass
 class Compilation:
-    """How blocks are compiled, and what came of it.
+    """How blocks are compiled, and whether that worked.
 
     Attributes:
-        backend: of torch.compile.
-        problem: why the blocks run eagerly after all; None: they don't.
+        backend: the backend of torch.compile.
+        problem: why the blocks run eagerly after all, or None if they are compiled.
     """
 
     backend: str = "inductor"
     problem: str | None = None
 
     def describe(self) -> str:
+        """Returns a line that says how the blocks run."""
         if self.problem is not None:
             return f"eager: the blocks could not be compiled ({self.problem})"
         return f"each block compiled ({self.backend})"
 
 
 def forget_compiled_steps() -> None:
-    """Has torch compile the steps of torchao's optimizers anew in each process.
+    """Makes torch recompile the steps of torchao's optimizers in each process.
 
-    It keeps them on disk and takes that of 4 bits for that of 8, as torchao's tensors do not tell their kinds apart
-    there; torchao warns of it.
+    torch caches them on disk and would load the 4-bit step for the 8-bit one, because the cache key does not tell
+    torchao's tensors apart. torchao warns of this.
     """
     config: Any = importlib.import_module("torch._functorch.config")
     config.enable_autograd_cache = False
 
 
 def compile_blocks(model: nn.Module, plan: UnitPlan, compilation: Compilation) -> None:
-    """Compiles the forward of each block in place; where that fails, it warns once and all run eagerly.
+    """Compiles the forward of each block in place. If that fails, warns once and runs all blocks eagerly.
 
-    Called before `checkpoint_blocks`: a checkpoint calls the compiled forward twice, with its own random state.
+    Call this before `checkpoint_blocks`: a checkpoint calls the compiled forward twice, with its own random state.
     """
     torch.compiler.reset()  # graphs of a run before in this process count towards the limit of recompilations
     # Otherwise the backward is compiled in the backward, where it is too late to run a block eagerly.
@@ -58,10 +59,10 @@ def compile_blocks(model: nn.Module, plan: UnitPlan, compilation: Compilation) -
     config.force_non_lazy_backward_lowering = True
     for path in (path for unit in plan.blocks for path in unit.modules):
         block = model.get_submodule(path)
-        block.forward = _compiled(block.forward, compilation)
+        block.forward = _compiled_or_eager(block.forward, compilation)
 
 
-def _compiled(forward: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+def _compiled_or_eager(forward: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
     from torch._dynamo.exc import TorchDynamoException  # seconds to import, for nothing where nothing is compiled
 
     compiled = torch.compile(forward, backend=compilation.backend)

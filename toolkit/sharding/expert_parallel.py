@@ -1,13 +1,13 @@
-"""Expert parallelism: whole experts on ranks of their own, and tokens that are sent to them and back.
+"""Expert parallelism: each rank computes some of the experts, and tokens are sent to them and back.
 
-Ranks form a grid (n, F / n). Those of a row hold the same E / n experts of every layer, which FSDP2 gathers and reduces
-among them alone. Those of a column are a group: before its experts a layer sends each token to the ranks that hold the
-experts it has chosen, and behind them it gets their outputs back (GShard, arXiv 2006.16668).
+Ranks form a grid (n, F / n). The ranks of a row hold the same E / n experts of every layer; FSDP2 gathers and reduces
+these experts among the row only. The ranks of a column exchange tokens: before its experts a layer sends each token to
+the ranks that hold the chosen experts, and after them it receives their outputs (GShard, arXiv 2006.16668).
 
-Under `hybrid` each replica is such a grid, and its experts are reduced over the replicas as the rest is.
+Under `hybrid` each replica is such a grid, and its experts are reduced over the replicas like all other parameters.
 
-Row by row, the ranks have the experts in order. Between forwards each rank therefore holds E / F experts, and they are
-the ones that it would hold without expert parallelism: optimizer, norm, checkpoints and exports see no difference.
+Experts are assigned to the grid row by row. So between forwards each rank holds E / F experts, the same ones that it
+would hold without expert parallelism. Optimizer, norm, checkpoints and exports see no difference.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ REPLICAS, GROUP, SHARD = "replicas", "experts", "expert_shard"
 """Axes of the grid: under `hybrid` replicas; ranks that exchange tokens; ranks that hold the same experts."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of hidden states (N, D), the experts of each (N, k) and their weights (N, k): the weighted sums, (N, D)."""
+"""Maps hidden states (N, D), expert indices (N, k) and weights (N, k) to the weighted sums (N, D)."""
 
 
 def expert_grid(mesh: DeviceMesh, size: int) -> DeviceMesh | None:
-    """The ranks of a mesh, those of each replica as a grid of `size` rows; None for one row. Collective.
+    """Returns the grid of ranks for expert parallelism, or None if `size` is 1. Collective.
 
     Args:
         mesh: 1-D (shard), or 2-D (replicate, shard).
+        size: the rows of the grid, n: the ranks that exchange tokens.
     """
     if size == 1:
         return None
@@ -50,12 +51,16 @@ def expert_grid(mesh: DeviceMesh, size: int) -> DeviceMesh | None:
 
 
 def holders(grid: DeviceMesh) -> DeviceMesh:
-    """The ranks that hold the same experts, with those of other replicas as FSDP2 wants them."""
+    """Returns the mesh of the ranks that hold the same experts: 1-D (shard), or 2-D (replicate, shard)."""
     return grid[REPLICAS, SHARD] if grid.ndim > 2 else grid[SHARD]
 
 
 def require_experts(model: nn.Module, num_ranks: int) -> None:
-    """Raises BadInputError if there are no stacked experts, or a replica's ranks cannot share them evenly."""
+    """Checks that the ranks of a replica can share the experts evenly.
+
+    Raises:
+        BadInputError: if the model has no stacked experts, or their number is not a multiple of `num_ranks`.
+    """
     stacks = stacked_experts(model)
     if not stacks:
         raise BadInputError(
@@ -69,7 +74,7 @@ def require_experts(model: nn.Module, num_ranks: int) -> None:
 def _require_divisible(path: str, module: nn.Module, num_ranks: int) -> None:
     number = int(module.num_experts)  # type: ignore[arg-type]
     for name, parameter in module.named_parameters():
-        if not _is_by_expert(name, parameter.shape, number):
+        if not _has_row_per_expert(name, parameter.shape, number):
             raise BadInputError(
                 f"sharding.experts: {path}.{name} of shape {tuple(parameter.shape)} has no row for each of the "
                 f"{number} experts; remove sharding.experts"
@@ -81,8 +86,8 @@ def _require_divisible(path: str, module: nn.Module, num_ranks: int) -> None:
         )
 
 
-def _is_by_expert(name: str, shape: torch.Size, number: int) -> bool:
-    """Whether a parameter has a row for each expert, or the adapters of one have as many rows for each."""
+def _has_row_per_expert(name: str, shape: torch.Size, number: int) -> bool:
+    """Returns whether a parameter has a row for each expert. LoRA matrices may have several rows for each."""
     if len(shape) < 2:
         return False
     inner = name.replace("base_layer.", "")
@@ -90,20 +95,22 @@ def _is_by_expert(name: str, shape: torch.Size, number: int) -> bool:
 
 
 def expert_placement(model: nn.Module, num_shards: int | None = None) -> str:
-    """How ranks that do not divide a layer's experts share them; empty if they do, or where nothing is stacked.
+    """Describes how the ranks share a layer's experts if their number does not divide it.
+
+    Returns an empty string if it does, or if no experts are stacked.
 
     Args:
-        num_shards: ranks that share a copy of the model; None: as it is sharded.
+        num_shards: the ranks that share a copy of the model, or None to read it from the sharded parameters.
     """
     for module in stacked_experts(model).values():
         for stack in (parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3):
             ranks = num_shards or (shard_group(stack).size() if isinstance(stack, DTensor) else 1)
             if stack.shape[0] % ranks:
-                return _placement(stack.shape, ranks)
+                return _placement_message(stack.shape, ranks)
     return ""
 
 
-def _placement(shape: torch.Size, num_shards: int) -> str:
+def _placement_message(shape: torch.Size, num_shards: int) -> str:
     number, rows = shape[0], -(-shape[0] // num_shards) * num_shards
     if shard_dim(shape, num_shards):
         return f"{number} of a layer are sharded along their matrices' rows, as {num_shards} ranks do not divide them"
@@ -119,11 +126,12 @@ def _placement(shape: torch.Size, num_shards: int) -> str:
 
 @torch.no_grad()
 def shard_experts(module: nn.Module, size: int, grid: DeviceMesh | None = None) -> None:
-    """Leaves a rank the experts of its row of the grid, and has the module's forward send tokens to the others.
+    """Keeps only the experts of this rank's row of the grid, and makes the forward exchange tokens with other rows.
 
     Args:
-        size: rows of the grid.
-        grid: None: there is none, for a plan.
+        module: the stacked experts of a layer, with a row for each expert.
+        size: the rows of the grid.
+        grid: the grid of ranks, or None for a plan.
     """
     group = size if grid is None else grid.get_group(GROUP)
     position = 0 if grid is None else grid.get_local_rank(GROUP)
@@ -135,10 +143,10 @@ def shard_experts(module: nn.Module, size: int, grid: DeviceMesh | None = None) 
             inner.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
         if hasattr(inner, "num_experts"):
             inner.num_experts = number  # type: ignore[assignment]
-    module.forward = functools.partial(_spread, module.forward, group, number)
+    module.forward = functools.partial(_forward_with_exchange, module.forward, group, number)
 
 
-def _spread(
+def _forward_with_exchange(
     compute: Compute,
     group: dist.ProcessGroup | int,
     number: int,
@@ -146,15 +154,15 @@ def _spread(
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What the layer gives for this rank's tokens, (T, D), each rank computing its own experts for all of the group.
+    """Returns the layer's output for this rank's tokens, (T, D). Each rank computes its experts for the whole group.
 
     Args:
-        compute: of this rank's experts, by their numbers among them.
-        group: of ranks that exchange tokens; for a plan, how many.
-        number: of experts on each rank.
-        hidden: (T, D).
-        chosen: numbers of the experts of each token, (T, k).
-        weights: of their outputs, (T, k).
+        compute: runs this rank's experts, given their indices among them.
+        group: the ranks that exchange tokens. For a plan, their number.
+        number: the number of experts on each rank.
+        hidden: hidden states, (T, D).
+        chosen: the expert indices of each token, (T, k).
+        weights: the weights of the experts' outputs, (T, k).
     """
     num_tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
@@ -172,15 +180,15 @@ def _spread(
         sent, received = torch.stack([counts, theirs]).view(2, -1, number).sum(dim=2).tolist()
         experts = torch.arange(number, device=chosen.device).repeat(group.size())
         own = experts.repeat_interleave(theirs, output_size=sum(received))
-    arrived = _exchanged(hidden[order // top_k], received, sent, group)
-    outputs = _exchanged(_computed(compute, arrived, own), sent, received, group)
+    arrived = _exchange_rows(hidden[order // top_k], received, sent, group)
+    outputs = _exchange_rows(_run_experts(compute, arrived, own), sent, received, group)
     of_tokens = outputs[order.argsort()].view(num_tokens, top_k, -1)
     summed: torch.Tensor = (of_tokens * weights.unsqueeze(-1)).sum(dim=1)
     return summed.to(hidden.dtype)
 
 
-def _computed(compute: Compute, arrived: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Unweighted outputs of the tokens that have arrived, (N, D); `own` are their experts, (N,)."""
+def _run_experts(compute: Compute, arrived: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Returns the unweighted outputs (N, D) of the tokens that have arrived, (N, D). `own` has their experts, (N,)."""
     # A rank without tokens computes a row of zeros and drops it: it has to take part in the exchange of gradients.
     idle = len(own) == 0
     if idle:
@@ -189,7 +197,7 @@ def _computed(compute: Compute, arrived: torch.Tensor, own: torch.Tensor) -> tor
     return outputs[1:] if idle else outputs
 
 
-def _exchanged(
+def _exchange_rows(
     rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | int
 ) -> torch.Tensor:
     exchanged: torch.Tensor = _Exchange.apply(rows, received, sent, group)  # type: ignore[no-untyped-call]
@@ -197,7 +205,7 @@ def _exchanged(
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends rows to the ranks of a group, in order; backward sends the gradients the way back."""
+    """Sends rows (N, D) to the ranks of a group, in order. Backward sends the gradients back."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""FSDP2's record of its units, read. unit_states.py changes their states, fsdp_replaced.py replaces their methods.
+"""Reads FSDP2's records of its units. unit_states.py changes their states, fsdp_replaced.py replaces their methods.
 
-These three files alone name FSDP2's private records. The names are those of torch 2.13 and later, and of 2.11, where a
-state has one group; versions.py says when one moves.
+Only these three files name FSDP2's private records. The names are those of torch 2.13 and later, and of 2.11, in which
+a state has only one group. versions.py reports a name that has moved.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of a module's own class: `fully_shard` puts one with FSDP before it in its place."""
+    """Returns the name of a module's original class, which `fully_shard` replaces by one with an FSDP prefix."""
     return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Every module that `fully_shard` was called on, the root first."""
+    """Yields every module that `fully_shard` was called on, the root first."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def fsdp_groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's record of each unit (`FSDPParamGroup`), once."""
+    """Yields FSDP2's record of each unit (`FSDPParamGroup`), each once."""
     seen: set[int] = set()
     for module in sharded_modules(model):
         groups = groups_of_module(module)
@@ -39,23 +39,23 @@ def fsdp_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def groups_of_module(module: FSDPModule) -> list[Any]:
-    """The records of a module's own unit; none if all its parameters belong to units inside."""
+    """Returns the records of a module's own unit. Empty if all its parameters belong to units inside it."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in (state._fsdp_param_group,) if group is not None] if groups is None else groups
 
 
 def fsdp_units(model: nn.Module) -> Iterator[tuple[list[Any], list[DTensor]]]:
-    """The modules of each unit and its sharded parameters, in the order in which FSDP2 reduces them."""
+    """Yields each unit's modules and its sharded parameters (any shape), in the order in which FSDP2 reduces them."""
     for group in fsdp_groups(model):
         yield list(group.modules), [parameter.sharded_param for parameter in group.fsdp_params]
 
 
 @contextmanager
 def gathered(model: nn.Module, parameter: nn.Parameter) -> Iterator[None]:
-    """Gathers the unit of a parameter for the length of the block; does nothing in a model that is not sharded."""
+    """Gathers the unit of a parameter inside the `with` block. Does nothing if the model is not sharded."""
     own = (
-        module for module in sharded_modules(model) for group in groups_of_module(module) if _holds(group, parameter)
+        module for module in sharded_modules(model) for group in groups_of_module(module) if _contains(group, parameter)
     )
     unit = next(own, None)
     if unit is not None:
@@ -67,13 +67,17 @@ def gathered(model: nn.Module, parameter: nn.Parameter) -> Iterator[None]:
             unit.reshard()
 
 
-def _holds(group: Any, parameter: nn.Parameter) -> bool:
+def _contains(group: Any, parameter: nn.Parameter) -> bool:
     return any(own.sharded_param is parameter for own in group.fsdp_params)
 
 
 @torch.no_grad()
 def fill_missing_gradients(group: Any) -> list[DTensor]:
-    """Gives zeros to the trainable parameters of a gathered unit that have no gradient; returns those that have one."""
+    """Sets zero gradients on the trainable parameters of a gathered unit that have none.
+
+    Returns:
+        The sharded parameters (any shape) that already had a gradient.
+    """
     trainable = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
     missing = [parameter for parameter in trainable if not _has_gradient(parameter)]
     present = [parameter.sharded_param for parameter in trainable if parameter not in missing]
@@ -94,18 +98,21 @@ def _has_gradient(parameter: Any) -> bool:
 
 
 def frees_gather_before_copying() -> bool:
-    """Whether a forward lets go of the last gather's output before it copies the next (torch 2.15), or after that."""
+    """Returns whether a forward frees the last gather's output before it copies the next (torch 2.15), not after."""
     return hasattr(FSDPCommContext, "release_all_gather_state_for_comm_reuse")
 
 
 def frees_all_gradients_before_reducing() -> bool:
-    """Whether no gradient of a unit outlives its copy into the reduction's input (torch 2.15), or the last one does."""
+    """Returns whether all gradients of a unit are freed before its reduction (torch 2.15).
+
+    Before, the last one stayed alive during the reduction.
+    """
     return hasattr(FSDPParamGroup, "_take_unsharded_grads_to_reduce")
 
 
 def autograd_sums_gradients() -> bool:
-    """Whether autograd adds up a window's gradients, each where it arises and in the type of its sum (torch 2.15).
+    """Returns whether autograd accumulates the gradients of several micro-batches, in the type of the sum (torch 2.15).
 
-    Before, FSDP2 did when a unit had all of its own, and it could reduce one type alone.
+    Before, FSDP2 accumulated them once a unit had all its gradients, and could reduce only one type.
     """
     return not hasattr(FSDPParam, "to_accumulated_grad_if_needed")

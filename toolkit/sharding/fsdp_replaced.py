@@ -1,10 +1,10 @@
-"""The methods of FSDP2's records that are replaced, each because FSDP2 has no public hook there.
+"""Replaces methods of FSDP2's records, each because FSDP2 has no public hook at that point.
 
-They are replaced on the records of one model, never on a class of torch. `REPLACED` lists them, and a test compares it
-with what a sharded model has.
+They are replaced on the records of one model, never on a class of torch. `REPLACED` lists them, and a test compares the
+list with a sharded model.
 
     method                                  by                      what no hook does
-    FSDPParamGroup.post_backward            before_reduction        act when all gradients of a unit are there: hooks of
+    FSDPParamGroup.post_backward            before_reduction        act when a unit has all its gradients: hooks of
     FSDPParamGroup.unshard                                          inputs are missing if no input requires a gradient,
                                                                     and hooks of parameters come after the reduction
     FSDPParamGroup.post_backward            pass_over_ungathered_   skip units that were never gathered, in which FSDP2
@@ -47,8 +47,8 @@ REPLACED = {
 def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
     """Calls `act(group)` in backward whenever the unit's gradients are about to be reduced.
 
-    FSDP2 has no hook there: those of its modules' inputs are missing where no input requires a gradient, and the
-    parameters' own are called after the reduction.
+    FSDP2 has no hook at that point: hooks of its modules' inputs do not run if no input requires a gradient, and hooks
+    of the parameters run after the reduction.
     """
     reduce, unshard = group.post_backward, group.unshard
     acted = False
@@ -71,10 +71,10 @@ def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
 
 
 def pass_over_ungathered_units(model: nn.Module) -> None:
-    """Has the end of a backward do nothing for a unit that was never gathered, as a tower that no row has reached.
+    """Skips units that were never gathered at the end of a backward, such as a tower that no row has reached.
 
-    FSDP2 ends a pass in all units. If it reduces, it asks whether a parameter was ever whole; if a window goes on, it
-    does not, and fails ("no attribute '_unsharded_param'").
+    FSDP2 ends a pass in all units. If it reduces, it checks whether a parameter was ever gathered. If it accumulates,
+    it does not check, and fails ("no attribute '_unsharded_param'").
     """
     for group in fsdp_groups(model):
         group.post_backward = functools.partial(_end_pass_if_gathered, group, group.post_backward)
@@ -86,10 +86,10 @@ def _end_pass_if_gathered(group: Any, post_backward: Callable[..., None], *args:
 
 
 def free_reduced_gradient(module: FSDPModule) -> None:
-    """Frees the unit's reduced gradient when its reduction is over, where the unit's hook calls `reduce_again_after`.
+    """Frees the unit's reduced gradient as soon as it is reduced. The unit's hook must call `reduce_again_after`.
 
-    FSDP2 of torch 2.15 holds what it has shown to a hook until backward ends: of all units together this is the
-    whole gradient of a rank's shard in float32, which offload is there to keep off the device.
+    FSDP2 of torch 2.15 holds the gradient that it passed to a hook until backward ends. Over all units this is the
+    whole float32 gradient of a rank's shard, and offload exists to keep that off the device.
     """
     group = next(fsdp_groups(module))  # type: ignore[arg-type]
     reduce = group.post_backward
@@ -103,12 +103,12 @@ def free_reduced_gradient(module: FSDPModule) -> None:
 
 
 def reduce_again_after(module: FSDPModule, read: Any) -> None:
-    """Has the next reduce-scatter wait for `read`, the event after the last reading of the unit's reduced gradient.
+    """Makes the next reduce-scatter wait for `read`, the event after the last read of the unit's reduced gradient.
 
-    FSDP2 allocates the reduced gradient on its reduce-scatter stream, but its all-reduce hook and its rounding read
-    it on the all-reduce stream. Freed after that, its memory goes to the next unit's reduce-scatter, which would wait
-    for neither. Across replicas FSDP2 itself holds the memory until backward ends (pytorch#140044), and waiting here
-    would only keep a unit's reduce-scatter from running beside the all-reduce of the one before.
+    FSDP2 allocates the reduced gradient on its reduce-scatter stream, but its all-reduce hook and its rounding read it
+    on the all-reduce stream. Once freed, the memory goes to the next unit's reduce-scatter, which would wait for
+    neither. With replicas FSDP2 itself holds the memory until backward ends (pytorch#140044). Waiting here would then
+    only prevent a unit's reduce-scatter from overlapping the all-reduce of the previous unit.
     """
     group = next(fsdp_groups(module))  # type: ignore[arg-type]
     if not group._is_hsdp:
@@ -116,7 +116,7 @@ def reduce_again_after(module: FSDPModule, read: Any) -> None:
 
 
 def before_copying_shards(module: FSDPModule, act: Callable[[], None]) -> None:
-    """Calls `act` before the shards of the module's unit are copied where one rank holds all, and gathers nothing."""
+    """Calls `act` before the unit's shards are copied, if its group has one rank and so nothing is gathered."""
     group = next(fsdp_groups(module))  # type: ignore[arg-type]
     unshard = group.wait_for_unshard
 
@@ -129,13 +129,14 @@ def before_copying_shards(module: FSDPModule, act: Callable[[], None]) -> None:
 
 
 def gather_in_float32(model: nn.Module, names: Iterable[str], beside_rounded: bool = False) -> None:
-    """Has units gather some of their parameters in float32, whatever their type of compute.
+    """Makes units gather some of their parameters in float32, whatever their compute type.
 
-    FSDP2 gathers several types in one exchange, but before torch 2.15 reduces one alone: such a unit's gradients are
-    made float32 first.
+    FSDP2 gathers several types in one exchange, but before torch 2.15 it reduces only one. There the gradients of such
+    a unit are converted to float32 first.
 
     Args:
-        beside_rounded: the shards of the others are held in the type of compute.
+        names: the parameters to gather in float32.
+        beside_rounded: whether the shards of the other parameters are held in the compute type.
     """
     initialise = _init_beside_rounded if beside_rounded else _init_uncast
     kept = {id(model.get_parameter(name)) for name in names}
@@ -166,13 +167,13 @@ def _make_gradients_float32(group: Any) -> None:
 
 
 def reshard_in_groups(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Has units keep a copy, sharded among the ranks of a group, from forward until backward has gathered it there.
+    """Makes units keep a copy that is sharded among the ranks of a group, from forward until backward gathers it.
 
-    As FSDP2's `reshard_after_forward=n`, which makes process groups of its own for each unit: NCCL would take buffers
-    for all of them.
+    This equals FSDP2's `reshard_after_forward=n`, which creates new process groups for each unit, and NCCL would
+    allocate buffers for all of them.
 
     Args:
-        mesh: (groups, ranks of a group).
+        mesh: 2-D (groups, ranks of a group).
     """
     info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     for group in fsdp_groups(model):
@@ -189,10 +190,10 @@ def reshard_in_groups(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _keep_flat(parameter: Any, num_ranks: int) -> None:
-    """Has a parameter that is not sharded by rows be put together as one that is, from what a group's ranks keep.
+    """Makes backward reassemble a parameter that is not sharded by rows as if it were.
 
-    They keep equal parts of its elements in their order; FSDP2 would put them together along the parameter's own
-    dimension.
+    The ranks of a group keep equal parts of its elements in order. FSDP2 would concatenate them along the dimension
+    along which the parameter is sharded.
     """
     own = parameter.fsdp_placement
     parameter.sharded_post_forward_size = torch.Size((parameter._orig_size.numel() // num_ranks,))
@@ -211,18 +212,20 @@ def _keep_flat(parameter: Any, num_ranks: int) -> None:
 
 
 def shapes_inside(module: nn.Module) -> dict[tuple[nn.Module, str], torch.Size]:
-    """Shapes of the parameters in a module, by their owner and their name there."""
+    """Returns the shape of each parameter in a module, keyed by its owning module and its name in that module."""
     return {(owner, name): p.shape for owner in module.modules() for name, p in owner.named_parameters(recurse=False)}
 
 
 def wrap_as_dtensor(module: nn.Module, mesh: DeviceMesh, shapes: Mapping[tuple[nn.Module, str], torch.Size]) -> None:
-    """Shows the shards of a unit, which some ranks of a mesh hold, as rows of parameters that all its ranks hold.
+    """Presents the shards of a unit that only some ranks of a mesh share as row-sharded DTensors over the whole mesh.
 
-    The unit gathers and reduces among its own ranks.
+    The unit still gathers and reduces among its own ranks.
 
     Args:
+        module: the unit.
         mesh: 1-D (shard), or 2-D (replicate, shard).
-        shapes: of the whole parameters, as `shapes_inside` has them. The rows of a rank stand before those of the next.
+        shapes: the shapes of the whole parameters, as `shapes_inside` returns them. Each rank's rows precede those of
+            the next rank.
     """
     assert isinstance(module, FSDPModule)
     (group,) = groups_of_module(module)

@@ -1,9 +1,9 @@
-"""All-gather and reduce-scatter over gloo, as exchanges between every two ranks of the group.
+"""Implements all-gather and reduce-scatter over gloo as direct exchanges between all pairs of ranks of a group.
 
-gloo's own reduce-scatter is an all-reduce of a clone of its input: twice the bytes, and memory for the whole
-input once more. Its all-gather copies the whole result. Here each rank sends every other one what that one
-needs, once: a fraction (N - 1) / N of the whole tensor, the least there can be (Thakur et al. 2005,
-Optimization of Collective Communication Operations in MPICH). docs/log.md has the times.
+gloo's own reduce-scatter is an all-reduce of a copy of its input: it sends twice the bytes and needs memory for a
+second input. Its all-gather copies the whole result. Here each rank sends every other rank what that rank needs, once:
+a fraction (N - 1) / N of the whole tensor, which is the minimum (Thakur et al. 2005, Optimization of Collective
+Communication Operations in MPICH). docs/log.md has the times.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from toolkit.sharding.fsdp_replaced import before_copying_shards
 
 
 def all_gather(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fills `output` with the parts of all ranks of the group, by rank.
+    """Fills `output` with the parts of all ranks of the group, in rank order.
 
     Args:
         output: (N x n,).
-        part: (n,), this rank's; it may lie in `output` already.
+        part: (n,), this rank's part. It may be a view of `output`.
     """
     parts = output.view(group.size(), -1)
     own = parts[group.rank()]
     # FSDP2 copies the shards to their place in the output before it gathers.
     if own.data_ptr() != part.data_ptr():
         own.copy_(part)
-    _exchange([own] * group.size(), list(parts), group)
+    _exchange_with_all([own] * group.size(), list(parts), group)
 
 
 def reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fills `output` with the sum over all ranks of this rank's part of `whole`, added up by rank.
+    """Fills `output` with the sum over all ranks of this rank's part of `whole`, added in rank order.
 
     Args:
         output: (n,).
@@ -48,15 +48,15 @@ def reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.Proces
     received = output.view(1, -1) if num_ranks == 2 else output.new_empty(num_ranks - 1, output.numel())
     theirs = list(received)
     theirs.insert(rank, parts[rank])
-    _exchange(parts, theirs, group)
+    _exchange_with_all(parts, theirs, group)
     # By rank, not as they arrive: a sum is the same on every run.
     torch.add(theirs[0], theirs[1], out=output)
     for summand in theirs[2:]:
         output.add_(summand)
 
 
-def _exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sends `outgoing[r]` to every other rank r of the group, and receives `incoming[r]` from it."""
+def _exchange_with_all(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sends `outgoing[r]` to every other rank r of the group and receives `incoming[r]` from it. Blocks until done."""
     # Each rank begins with the one behind it, so that they don't all send to the same one first.
     others = [(group.rank() + distance) % group.size() for distance in range(1, group.size())]
     pending = [dist.irecv(incoming[other], group=group, group_src=other) for other in others]
@@ -67,10 +67,10 @@ def _exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], group:
 
 
 class _AllGather(DefaultAllGather):
-    """FSDP2's, but over gloo from each rank to each; may be held up before it reads the shards.
+    """FSDP2's all-gather, but over gloo by direct exchanges. Can wait before it reads the shards.
 
-    `allocate` runs on the stream that copies the shards in, just before it does, whoever asked for the
-    gather: the unit's own forward, a prefetch, backward or `unshard`.
+    `allocate` runs just before the shards are copied in, on the stream that copies them. This holds whatever started
+    the gather: the unit's own forward, a prefetch, backward or `unshard`.
     """
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:
@@ -91,7 +91,7 @@ class _AllGather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP2's, but over gloo from each rank to each; may divide the sum."""
+    """FSDP2's reduce-scatter, but over gloo by direct exchanges. Can divide the sum."""
 
     def __init__(self, divisor: int = 1) -> None:
         self._divisor = divisor
@@ -125,21 +125,22 @@ def _over_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def communicate(module: nn.Module) -> None:
-    """Has the module's unit communicate by the classes above."""
+    """Makes the module's unit communicate by `_AllGather` and `_ReduceScatter`."""
     assert isinstance(module, FSDPModule)
     module.set_custom_all_gather(_AllGather())
     module.set_custom_reduce_scatter(_ReduceScatter())
 
 
 def average_over(module: nn.Module, num_own: int, num_ranks: int) -> None:
-    """Has a unit that few ranks sum average its gradients over more of them, as soon as they are summed.
+    """Makes a unit that only some ranks reduce divide its gradients by a larger number of ranks.
 
-    FSDP2 would divide behind the hook in which offload takes the sum. One that is scaled before it is summed is known
-    to NCCL alone.
+    The sum is divided as soon as it is known. FSDP2 itself would divide after the hook in which offload takes the sum,
+    and only NCCL can scale before the sum.
 
     Args:
-        num_own: ranks that reduce it.
-        num_ranks: by which their sum is divided.
+        module: the unit.
+        num_own: the number of ranks that reduce it.
+        num_ranks: the divisor of the sum.
     """
     assert isinstance(module, FSDPModule)
     module.set_custom_reduce_scatter(_ReduceScatter(num_ranks))
@@ -151,6 +152,6 @@ def average_over(module: nn.Module, num_own: int, num_ranks: int) -> None:
 
 
 def before_reading_shards(module: FSDPModule, wait: Callable[[], None]) -> None:
-    """Calls `wait` whenever the shards of the module's unit are about to be read, on the stream that will read them."""
+    """Calls `wait` whenever the unit's shards are about to be read, on the stream that will read them."""
     module.set_custom_all_gather(_AllGather(wait))
     before_copying_shards(module, wait)

@@ -1,4 +1,4 @@
-"""Where the graph of a micro-batch is cut, so that its passes through the units can be run back one by one."""
+"""Cuts the autograd graph of a micro-batch at the units, so that backward can run unit by unit."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class Slot:
-    """Where the gradient of a tensor arrives that stands on the other side of a cut."""
+    """Collects the gradient of a tensor at a cut.
+
+    Attributes:
+        gradient: the sum of the gradients so far, of the tensor's shape. None before the first.
+    """
 
     def __init__(self) -> None:
         self.gradient: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor) -> None:
+        """Adds a gradient of the tensor's shape."""
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
 
 class _Cut(torch.autograd.Function):
-    """The same values at the start of another graph. Not a leaf, which would keep the values alive until backward."""
+    """Starts another graph with the same values. Not a leaf, which would keep the values alive until backward."""
 
     @staticmethod
     def forward(ctx: Any, _anchor: torch.Tensor, value: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -39,24 +44,25 @@ Cuts = list[tuple[GradientEdge, Slot]]
 
 @dataclass
 class Pass:
-    """One micro-batch in one unit.
+    """The pass of one micro-batch through one unit.
 
     Attributes:
-        entered: the graph outside, and where the gradient inside arrives, for each input that requires one.
-        left: the graph inside, and where the gradient outside arrives, for each such output.
+        entered: for each input that requires a gradient, its edge in the graph before the unit and the slot that
+            collects its gradient inside the unit.
+        left: for each such output, its edge in the graph of the unit and the slot that collects its gradient outside.
     """
 
     entered: Cuts = field(default_factory=list)
     left: Cuts = field(default_factory=list)
 
     def backward(self) -> None:
-        """Runs this graph, and what lies between it and the units before it."""
-        _run_back(self.left, retain_graph=False)
+        """Runs backward through this pass, and through the graph between it and the units before it."""
+        _backward_from(self.left, retain_graph=False)
         # What leads to several units, such as an embedding of each layer's own, is run from each of them.
-        _run_back(self.entered, retain_graph=True)
+        _backward_from(self.entered, retain_graph=True)
 
 
-def _run_back(cuts: Cuts, retain_graph: bool) -> None:
+def _backward_from(cuts: Cuts, retain_graph: bool) -> None:
     reached = [(edge, slot.gradient) for edge, slot in cuts if slot.gradient is not None]
     cuts.clear()
     if reached:
@@ -65,7 +71,7 @@ def _run_back(cuts: Cuts, retain_graph: bool) -> None:
 
 
 def reached(edges: Iterable[GradientEdge]) -> set[Slot]:
-    """The slots of the cuts at which the graphs behind these edges end."""
+    """Returns the slots of the cuts at which the graphs behind these edges end."""
     found: set[Slot] = set()
     stack, seen = [edge.node for edge in edges], set()
     while stack:
@@ -82,15 +88,19 @@ def reached(edges: Iterable[GradientEdge]) -> set[Slot]:
 
 
 def cut(value: Any, cuts: Cuts) -> Any:
-    """The same, with each tensor that requires a gradient at the start of another graph.
+    """Returns `value` with each tensor in it that requires a gradient at the start of another graph.
 
-    Mappings that are no `dict`, as transformers' for keys and values that layers share, are changed in place: blocks
-    hand them on by writing into them.
+    Mappings that are not a `dict`, such as transformers' for keys and values that layers share, are changed in place:
+    blocks pass them on by writing into them.
+
+    Args:
+        value: a tensor of any shape, or nested lists, tuples and mappings of tensors.
+        cuts: receives the edge and the slot of each tensor that is cut.
     """
-    return _cut(value, cuts, {}, torch.zeros((), requires_grad=True))
+    return _cut_nested(value, cuts, {}, torch.zeros((), requires_grad=True))
 
 
-def _cut(value: Any, cuts: Cuts, seen: dict[int, torch.Tensor], anchor: torch.Tensor) -> Any:
+def _cut_nested(value: Any, cuts: Cuts, seen: dict[int, torch.Tensor], anchor: torch.Tensor) -> Any:
     # No closure that calls itself: such a cycle holds the tensors until garbage is collected, once in many steps.
     if isinstance(value, torch.Tensor):
         if not value.requires_grad:
@@ -100,28 +110,29 @@ def _cut(value: Any, cuts: Cuts, seen: dict[int, torch.Tensor], anchor: torch.Te
             seen[id(value)] = _Cut.apply(anchor, value.detach(), cuts[-1][1])  # type: ignore[no-untyped-call]
         return seen[id(value)]
     if isinstance(value, dict):
-        items = {key: _cut(item, cuts, seen, anchor) for key, item in value.items()}
+        items = {key: _cut_nested(item, cuts, seen, anchor) for key, item in value.items()}
         return items if type(value) is dict else type(value)(**items)
     if isinstance(value, list | tuple):
-        parts = [_cut(item, cuts, seen, anchor) for item in value]
+        parts = [_cut_nested(item, cuts, seen, anchor) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, MutableMapping):
-        value.update({key: _cut(item, cuts, seen, anchor) for key, item in value.items()})
+        value.update({key: _cut_nested(item, cuts, seen, anchor) for key, item in value.items()})
     return value
 
 
 def cut_written(arguments: Any, cuts: Cuts) -> None:
-    """The same for what a block has written into such mappings among its arguments."""
+    """Cuts what a block has written into mappings (other than `dict`) among its arguments."""
     for value in arguments:
         if isinstance(value, MutableMapping) and not isinstance(value, dict):
             cut(value, cuts)
 
 
 def bypasses(passes: Iterable[Pass], loss: torch.Tensor) -> bool:
-    """Whether the graph of a micro-batch leads into a unit by another way than the unit's outputs.
+    """Returns whether the graph of a micro-batch enters a unit other than through the unit's outputs.
 
     Args:
-        passes: all of the micro-batch, before any backward.
+        passes: all passes of the micro-batch, before any backward.
+        loss: the scalar loss of the micro-batch.
     """
     passes = list(passes)
     outputs = {slot for one in passes for _, slot in one.left}

@@ -1,4 +1,4 @@
-"""What `accelerate launch` put into this process's environment, and how it agrees with the arguments.
+"""Reads the settings that `accelerate launch` put into the environment, and checks them against the arguments.
 
 accelerate_config.py reads the same settings from an Accelerate config's file.
 """
@@ -14,11 +14,15 @@ from toolkit.sharding.offload import OffloadSettings, parse_offload
 from toolkit.sharding.strategy import DEFAULT_STRATEGY, OFFLOAD, Strategy, asks_for_offload, parse_strategy
 
 STRATEGY_VARIABLE = "FSDP_SHARDING_STRATEGY"
-"""Carries `fsdp_config.fsdp_sharding_strategy` of the Accelerate config, unread, under FSDP version 2."""
+"""Holds `fsdp_config.fsdp_sharding_strategy` of the Accelerate config. Accelerate ignores it with FSDP version 2."""
 
 
 def resolve_strategy(asked: str | None) -> Strategy:
-    """The strategy of the argument and of the Accelerate config, which must not contradict each other."""
+    """Returns the strategy of the argument, of the Accelerate config, or else the default.
+
+    Raises:
+        BadInputError: if a strategy is unknown, or the argument and the Accelerate config contradict each other.
+    """
     configured = os.environ.get(STRATEGY_VARIABLE)
     if asked is None:
         return parse_strategy(configured or DEFAULT_STRATEGY, "fsdp_config.fsdp_sharding_strategy")
@@ -34,9 +38,14 @@ def resolve_strategy(asked: str | None) -> Strategy:
 
 
 def resolve_offload(strategy: str | None, offload: str | OffloadSettings | None) -> OffloadSettings | None:
-    """The offload of the arguments and of the Accelerate config; None: optimizer state stays on the device.
+    """Returns the offload settings of the arguments and the Accelerate config, or None without offload.
 
-    Raises BadInputError if one asks for offload and the other refuses it.
+    Args:
+        strategy: the strategy's text, which may end with `+offload`.
+        offload: `optimizer`, `none` or the settings. None leaves it to `strategy` and the Accelerate config.
+
+    Raises:
+        BadInputError: if one asks for offload and the other refuses it, or the word is unknown.
     """
     configured = os.environ.get(STRATEGY_VARIABLE)
     in_text = asks_for_offload(strategy) or asks_for_offload(configured)
@@ -50,15 +59,16 @@ def resolve_offload(strategy: str | None, offload: str | OffloadSettings | None)
 
 
 def configured_size(axis: str) -> int | None:
-    """Size of a mesh axis in the Accelerate config's `parallelism_config`; None: it does not say."""
+    """Returns the size of a mesh axis (`REPLICATE` or `SHARD`) in the Accelerate config, or None if it is not set."""
     size = os.environ.get(f"PARALLELISM_CONFIG_DP_{axis}_SIZE")
     return int(size) if size is not None else None
 
 
 def accumulation_plugin(steps: int) -> GradientAccumulationPlugin:
-    """Accumulation over `steps` micro-batches, whatever the launcher's environment says.
+    """Returns Accelerate's plugin for accumulation over `steps` micro-batches.
 
-    Raises BadInputError if the Accelerate config asks for another number.
+    Raises:
+        BadInputError: if the Accelerate config asks for another number.
     """
     configured = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     if configured not in (None, "1", "auto", str(steps)):
@@ -66,11 +76,15 @@ def accumulation_plugin(steps: int) -> GradientAccumulationPlugin:
             f"training.gradient_accumulation_steps is {steps}, but the Accelerate config's gradient_accumulation_steps "
             f"is {configured}; remove it from the Accelerate config"
         )
-    # Windows are whole, and no loader of Accelerate's is asked where the data ends.
+    # Every optimizer step has all its micro-batches, so Accelerate need not know where the data ends.
     return GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=False)
 
 
 def refuse_stock_settings() -> None:
-    """Raises BadInputError for keys of `fsdp_config` that would do something else than they say."""
+    """Refuses keys of `fsdp_config` that the sharding backend would ignore.
+
+    Raises:
+        BadInputError: if the Accelerate config sets `fsdp_offload_params`.
+    """
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
         raise BadInputError("fsdp_config.fsdp_offload_params: not supported by the sharding backend; set it to false")

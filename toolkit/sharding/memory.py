@@ -1,4 +1,4 @@
-"""Bytes that a rank really holds, by unique storage."""
+"""Counts the bytes that a rank holds, each storage once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from toolkit.sharding.offload import OffloadEngine, engine_of
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of this rank, on the device unless said otherwise.
+    """Bytes that this rank holds, on the device unless stated otherwise.
 
     Attributes:
-        sharded_parameters: shards, padding included; of an unsharded model, the parameters.
-        gathered_parameters: whole copies of sharded parameters that are there right now.
-        gradients: sharded or whole, in whatever type they are accumulated.
-        optimizer_state: moments and step counts; of offloaded state, what stays on the device, masters included.
-        host_state: what offload takes of host memory: masters, moments, landing places, staging.
+        sharded_parameters: shards, padding included. For an unsharded model, the parameters.
+        gathered_parameters: the whole copies of sharded parameters that exist right now.
+        gradients: sharded or whole, in the type in which they are accumulated.
+        optimizer_state: moments and step counts. With offload, the part that stays on the device, masters included.
+        host_state: the host memory of offload: masters, moments, gradient buffers and staging.
     """
 
     sharded_parameters: int
@@ -34,28 +34,28 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
+        """Returns the bytes on the device."""
         return self.sharded_parameters + self.gathered_parameters + self.gradients + self.optimizer_state
 
 
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
-    """What this rank holds for `model` and `optimizer`, each storage counted once.
+    """Counts the bytes that this rank holds for `model` and `optimizer`, each storage once.
 
     Args:
         model: sharded, in DDP, or plain.
         optimizer: torch's or Accelerate's.
     """
     seen: set[int] = set()
-    sharded = _count(_shards(model), seen)
-    gathered = _count(_gathered(model), seen)
-    gradients = _count(_gradients(model), seen)
+    sharded = _count_bytes(_shard_tensors(model), seen)
+    gathered = _count_bytes(_gathered_tensors(model), seen)
+    gradients = _count_bytes(_gradient_tensors(model), seen)
     engine = engine_of(model)
-    state = _count(_states(optimizer, engine), seen) if optimizer is not None else 0
+    state = _count_bytes(_optimizer_tensors(optimizer, engine), seen) if optimizer is not None else 0
     return MemoryReport(sharded, gathered, gradients, state, 0 if engine is None else engine.state.host_bytes)
 
 
-def _count(tensors: Iterator[torch.Tensor | None], seen: set[int]) -> int:
-    """Bytes of the storages that were not counted before; freed storages have none."""
+def _count_bytes(tensors: Iterator[torch.Tensor | None], seen: set[int]) -> int:
+    """Returns the bytes of the storages that were not counted before. Freed storages have none."""
     total = 0
     for tensor in tensors:
         if tensor is None:
@@ -69,7 +69,7 @@ def _count(tensors: Iterator[torch.Tensor | None], seen: set[int]) -> int:
     return total
 
 
-def _shards(model: nn.Module) -> Iterator[torch.Tensor | None]:
+def _shard_tensors(model: nn.Module) -> Iterator[torch.Tensor | None]:
     groups = list(fsdp_groups(model))
     for parameter in _fsdp_parameters(groups):
         yield parameter._sharded_param_data
@@ -78,13 +78,13 @@ def _shards(model: nn.Module) -> Iterator[torch.Tensor | None]:
         yield from model.parameters()
 
 
-def _gathered(model: nn.Module) -> Iterator[torch.Tensor | None]:
+def _gathered_tensors(model: nn.Module) -> Iterator[torch.Tensor | None]:
     for parameter in _fsdp_parameters(fsdp_groups(model)):
         yield getattr(parameter, "_unsharded_param", None)
         yield from parameter.all_gather_outputs
 
 
-def _gradients(model: nn.Module) -> Iterator[torch.Tensor | None]:
+def _gradient_tensors(model: nn.Module) -> Iterator[torch.Tensor | None]:
     groups = list(fsdp_groups(model))
     for group in groups:
         # Of a replicated unit: reduced inside the shard group, not yet over the replicas.
@@ -107,7 +107,7 @@ def _fsdp_parameters(groups: Iterable[Any]) -> Iterator[Any]:
         yield from group.fsdp_params
 
 
-def _states(optimizer: torch.optim.Optimizer, engine: OffloadEngine | None) -> Iterator[torch.Tensor | None]:
+def _optimizer_tensors(optimizer: torch.optim.Optimizer, engine: OffloadEngine | None) -> Iterator[torch.Tensor | None]:
     if engine is not None:
         for unit in engine.state.residents:
             yield from (unit.master, unit.landing, *unit.moments.values())

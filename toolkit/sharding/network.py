@@ -1,4 +1,4 @@
-"""Whether the ranks of several hosts can reach each other at the address that each gives away."""
+"""Checks that other hosts can reach the ranks of this host at the address that gloo announces."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def require_reachable_host() -> None:
-    """Raises BadInputError if the other hosts of a run cannot reach this one by its name.
+    """Checks that the other hosts of a run can reach this one by its name.
 
-    gloo gives the others the address of this host's name. Debian and Ubuntu write 127.0.1.1 for it into /etc/hosts,
-    and a host that is given that looks for the rank on itself: the run hangs, and at last says "connection refused".
+    gloo announces the address of this host's name. Debian and Ubuntu set it to 127.0.1.1 in /etc/hosts. Another host
+    then looks for the rank on itself, and the run hangs until it fails with "connection refused".
+
+    Raises:
+        BadInputError: if the run has several hosts and the name has no address or a loopback address.
     """
     if not _spans_hosts() or os.environ.get(INTERFACE):
         return
@@ -32,7 +35,7 @@ def require_reachable_host() -> None:
 
 
 def _spans_hosts() -> bool:
-    """Whether the launcher has started ranks on other hosts."""
+    """Returns whether the launcher has started ranks on other hosts."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     # Two launchers on one host meet there, as a rehearsal does.
@@ -47,7 +50,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _address_of(name: str) -> str | None:
-    """The address that gloo would take; None if the name leads nowhere."""
+    """Returns the address that gloo would announce, or None if the name does not resolve."""
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

@@ -1,14 +1,13 @@
-"""What the stock `Accelerator` sees of the backend: two constructor arguments.
+"""Registers the sharding backend with a stock `Accelerator` by two constructor arguments.
 
     accelerator = Accelerator(**sharding_kwargs(strategy="zero3"))
 
-`ShardingMesh` is a `ParallelismConfig`: `Accelerator.__init__` asks it for the device mesh as soon as
-the process state exists, and there the backend is entered into that state, on CPU ranks too, where
-stock Accelerate drops an FSDP plugin without a word. `ShardingPlugin` is a
-`FullyShardedDataParallelPlugin`: `Accelerator.prepare` calls its `set_auto_wrap_policy(model)` first
-thing, and there the model is sharded; Accelerate's own wrapping then finds it done.
+`ShardingMesh` is a `ParallelismConfig`. `Accelerator.__init__` asks it for the device mesh as soon as the process state
+exists, and at that point it enters the backend into that state. This works on CPU ranks too, where stock Accelerate
+silently drops an FSDP plugin. `ShardingPlugin` is a `FullyShardedDataParallelPlugin`. `Accelerator.prepare` first calls
+its `set_auto_wrap_policy(model)`, which shards the model; Accelerate's own wrapping then finds nothing left to do.
 
-Private names of Accelerate are used in this file; versions.py lists them with those of torch, and says when one moves.
+This file uses private names of Accelerate. versions.py lists them with those of torch, and reports one that has moved.
 """
 
 from __future__ import annotations
@@ -68,25 +67,26 @@ def sharding_kwargs(
     experts: int = 1,
     reshard_after_forward: int | None = None,
 ) -> dict[str, FullyShardedDataParallelPlugin | ParallelismConfig]:
-    """Constructor arguments that register the backend with a stock `Accelerator`.
+    """Returns the constructor arguments that register the backend with a stock `Accelerator`.
 
     Args:
-        strategy: a word of `toolkit.sharding.strategy.STRATEGIES`, or one with `+offload`; unset, the
-            Accelerate config's, or zero3.
-        replicate_size: of `hybrid`, the number of replicas; unset, the Accelerate config's.
-        shard_size: of `hybrid`, the ranks among which one replica is sharded.
-        unit_classes: class names of the modules that form a unit each, instead of those found.
-        checkpointing: of activations; unset, as `fsdp_activation_checkpointing` says.
-        offload: `optimizer` keeps optimizer state in host memory, `none` doesn't; `OffloadSettings` say how;
+        strategy: a word of `toolkit.sharding.strategy.STRATEGIES`, with or without `+offload`. If unset, that of the
+            Accelerate config, or zero3.
+        replicate_size: the number of replicas of `hybrid`. If unset, that of the Accelerate config.
+        shard_size: the number of ranks that shard one replica of `hybrid`. If unset, that of the Accelerate config.
+        unit_classes: the class names of the modules that each form a unit. If unset, the blocks are found.
+        checkpointing: activation checkpointing. If unset, as `fsdp_activation_checkpointing` says.
+        offload: `optimizer` keeps optimizer state in host memory, `none` does not, `OffloadSettings` says how. If
             unset, as the strategy's text says.
-        compilation: of the blocks, by torch.compile; unset, they run eagerly.
-        prefetch: blocks whose parameters are gathered ahead; unset, FSDP2's own one.
-        experts: of a mixture, ranks of a group, each of which has whole experts of its own.
-        reshard_after_forward: of `zero3`, ranks of a node: a unit's shards from forward to backward; unset, all ranks.
+        compilation: how torch.compile compiles the blocks. If unset, they run eagerly.
+        prefetch: the number of blocks to gather ahead. If unset, FSDP2's default of one.
+        experts: the number of ranks that exchange tokens under expert parallelism. 1 turns it off.
+        reshard_after_forward: the number of ranks of a node among which `zero3` keeps a unit sharded between forward
+            and backward. If unset, all ranks.
 
     Raises:
-        BadInputError: an unknown strategy, one that the Accelerate config contradicts, or an unsupported version of
-            torch or Accelerate.
+        BadInputError: if the strategy is unknown or contradicts the Accelerate config, settings cannot be combined, or
+            the version of torch or Accelerate is not supported.
     """
     plugin = ShardingPlugin(
         strategy, unit_classes, checkpointing, offload, compilation, prefetch, experts, reshard_after_forward
@@ -99,11 +99,11 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
     """Shards the model when `Accelerator.prepare` is called.
 
     Attributes:
-        strategy: what is sharded.
-        offload: how optimizer state is offloaded; None: it isn't.
-        node: ranks among which units are sharded from forward to backward; None: all.
-        unit_plan: the units of the prepared model; None before `prepare`.
-        engine: of the offloaded optimizer state; None before `prepare`, or without offload.
+        strategy: what is sharded, and when gradients are reduced.
+        offload: how optimizer state is offloaded, or None if it is not.
+        node: the number of ranks among which units stay sharded between forward and backward, or None for all.
+        unit_plan: the units of the prepared model. None before `prepare`.
+        engine: steps the offloaded optimizer state. None before `prepare`, or without offload.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         check_versions()
-        _rehearse_on_cpu()
+        _use_cpu_without_gpu()
         self.strategy = resolve_strategy(strategy)
         self.offload = resolve_offload(strategy, offload)
         self._engine: weakref.ref[OffloadEngine] | None = None
@@ -148,7 +148,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         refuse(self._settings())
 
     def _settings(self) -> Settings:
-        """What is asked of the backend; a recipe, if there is one, has been looked at before."""
+        """Returns the settings to check against the table of combinations. A recipe has been checked before."""
         return Settings(
             strategy=self.strategy.name,
             offload=self.offload is not None,
@@ -165,11 +165,15 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self.mixed_precision_policy = precision_policies(mixed_precision)[0]
 
     def register(self, accelerator: Accelerator) -> None:
-        """Remembers whose optimizers `set_auto_wrap_policy` rebinds."""
+        """Remembers the accelerator whose optimizers `set_auto_wrap_policy` rebinds."""
         self._accelerator = weakref.ref(accelerator)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Called by `Accelerator.prepare`: plans the units, shards the model, rebinds the optimizers."""
+        """Plans the units, shards the model and rebinds the optimizers. Called by `Accelerator.prepare`.
+
+        Raises:
+            BadInputError: if the plugin was passed to `Accelerator` without its `ShardingMesh`.
+        """
         if isinstance(model, FSDPModule):
             return
         accelerator = self._accelerator() if self._accelerator is not None else None
@@ -187,7 +191,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             state.mixed_precision,
             is_last_micro_batch=_is_last_micro_batch,
             checkpointing=self.checkpointing,
-            offload=functools.partial(self._offload, accelerator) if self.offload is not None else None,
+            offload=functools.partial(self._make_engine, accelerator) if self.offload is not None else None,
             compilation=self.compilation,
             prefetch=self.prefetch,
             experts=expert_grid(state.device_mesh, self.experts),
@@ -198,7 +202,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
         _tell_empty_shards_apart(model)
         for optimizer in accelerator._optimizers:
-            _rebind(optimizer, renewed)
+            _rebind_optimizer(optimizer, renewed)
         engine = self.engine
         if engine is not None:
             # Behind the optimizers, as the engine looks its parameters up in their groups.
@@ -209,8 +213,8 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             for optimizer in accelerator._optimizers:
                 drop_unused_gradients(getattr(optimizer, "optimizer", optimizer), used)
 
-    def _offload(self, accelerator: Accelerator, model: nn.Module) -> KeepsMasters:
-        """Takes the memory for the offloaded state of a model that is sharded and has no weights yet."""
+    def _make_engine(self, accelerator: Accelerator, model: nn.Module) -> KeepsMasters:
+        """Allocates the offloaded state of a sharded model that has no weights yet. Returns what stores its masters."""
         assert self.offload is not None
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
         if len(optimizers) != 1:
@@ -232,16 +236,16 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 
     @property
     def engine(self) -> OffloadEngine | None:
-        """What steps the offloaded state of the model; None without offload, or once the model is gone."""
+        """Returns the engine that steps the offloaded state. None without offload, or once the model is gone."""
         return self._engine() if self._engine is not None else None
 
     @property
     def text(self) -> str:
-        """The strategy as an Accelerate config would say it."""
+        """Returns the strategy as an Accelerate config spells it."""
         return self.strategy.name + (OFFLOAD if self.offload is not None else "")
 
     def close(self) -> None:
-        """Lets go of the offloaded state, if any: the model is not trained any more."""
+        """Frees the offloaded state, if any. The model cannot be trained any more."""
         engine = self.engine
         if engine is not None:
             engine.close()
@@ -256,8 +260,8 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
     """Builds the device mesh and enters the plugin into Accelerate's state.
 
-    `TrainingArguments(parallelism_config=ShardingMesh(plugin=ShardingPlugin(strategy="zero3")))` is all
-    that `transformers.Trainer` needs.
+    `transformers.Trainer` needs only
+    `TrainingArguments(parallelism_config=ShardingMesh(plugin=ShardingPlugin(strategy="zero3")))`.
     """
 
     plugin: ShardingPlugin | None = None
@@ -282,11 +286,11 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         super().__post_init__()
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Called by `Accelerator.__init__` once the process state exists."""
+        """Enters the plugin into Accelerate's state and returns the mesh. Called by `Accelerator.__init__`."""
         assert self.plugin is not None
         self._require_all_processes()
         ranks.renew_thread_pool()
-        _let_gloo_finish(device_type)
+        _wait_for_gloo_at_exit(device_type)
         # Here, as `Accelerator.__init__` decides about autocast and gradient scaler next, by the distributed type.
         _enter_state(self.plugin)
         mesh: DeviceMesh | None = self.device_mesh  # type: ignore[has-type]
@@ -305,7 +309,7 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         return mesh
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Called by `Accelerator.__init__` next; its own check knows no CPU ranks."""
+        """Replaces Accelerate's own check, which rejects CPU ranks. Called by `Accelerator.__init__` next."""
         assert self.plugin is not None
         self.plugin.register(accelerator)
         if accelerator.ddp_handler is None:
@@ -313,7 +317,7 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
             accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
 
     def _require_all_processes(self) -> None:
-        """Raises BadInputError if each process would train a model of its own, unnoticed."""
+        """Raises BadInputError if each process would silently train a separate model."""
         found = PartialState().num_processes
         if found != self.total_size:
             raise BadInputError(
@@ -331,8 +335,8 @@ def _is_last_micro_batch() -> bool:
     return bool(GradientState().sync_gradients)
 
 
-def _rehearse_on_cpu() -> None:
-    """Without a GPU, ranks meet over gloo; by itself Accelerate would leave each of them alone."""
+def _use_cpu_without_gpu() -> None:
+    """Makes Accelerate use CPU ranks over gloo if there is no GPU. By default it would start no process group."""
     if torch.cuda.is_available():
         return
     if "ACCELERATE_USE_CPU" not in os.environ and (unused := ranks.unused_accelerator()) is not None:
@@ -344,7 +348,7 @@ def _rehearse_on_cpu() -> None:
 
 
 def _refuse_replicas_on_one_host(shape: MeshShape) -> None:
-    """Raises BadInputError if replicas would each hold, and step, the whole state in one host's memory."""
+    """Raises BadInputError if several replicas would each hold all optimizer state in the memory of one host."""
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(shape.replicate * shape.shard)))
     if shape.replicate > 1 and shape.shard < on_host:
         raise BadInputError(
@@ -355,26 +359,26 @@ def _refuse_replicas_on_one_host(shape: MeshShape) -> None:
 
 
 def reset_accelerate() -> None:
-    """Lets this process build another `Accelerator` with other arguments, as a notebook does."""
+    """Resets Accelerate's state, so that this process (a notebook) can build another `Accelerator`."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def _enter_state(plugin: ShardingPlugin) -> None:
-    """Makes `plugin` the FSDP plugin of this process, or for `ddp` takes FSDP back out."""
+    """Makes `plugin` the FSDP plugin of this process, or for `ddp` removes FSDP."""
     state = AcceleratorState()
     if plugin.strategy.sharded:
         kind = DistributedType.FSDP
         state.fsdp_plugin = plugin
         plugin.set_mixed_precision(state.mixed_precision)
     else:
-        kind = _plain_type()
+        kind = _type_without_fsdp()
         state.fsdp_plugin = None
     state.distributed_type = PartialState().distributed_type = kind
 
 
-def _plain_type() -> DistributedType:
-    """The distributed type of this process as it is without FSDP."""
+def _type_without_fsdp() -> DistributedType:
+    """Returns the distributed type that this process would have without FSDP."""
     state = PartialState()
     if state.distributed_type != DistributedType.FSDP:
         return state.distributed_type
@@ -384,7 +388,7 @@ def _plain_type() -> DistributedType:
 
 
 def _require_process_group(device_type: str) -> None:
-    """Gives a single process that plain `python` started a process group, so that it follows the same code path."""
+    """Creates a process group for a single process, so that it follows the same code path as several."""
     if not dist.is_initialized():
         backend = "nccl" if device_type == "cuda" else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -392,15 +396,15 @@ def _require_process_group(device_type: str) -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
-def _let_gloo_finish(device_type: str | None) -> None:
-    """Gives gloo's threads the time to drop the last collective before Python ends, and before the group does.
+def _wait_for_gloo_at_exit(device_type: str | None) -> None:
+    """Gives gloo's threads time to release the last collective before Python exits and the group is destroyed.
 
-    GPU ranks have groups of gloo, too, for what the hosts tell each other.
+    The threads take the GIL to do so. Once Python is finalizing, that aborts the process: "terminate called without an
+    active exception" (pytorch/pytorch#190489). With torch 2.13, 10 of 25 pairs of ranks whose last call was a barrier
+    died this way, and none with this pause. GPU ranks have gloo groups too, for messages between hosts.
 
-    They take the GIL for it. Once Python is finalizing, that aborts the process: "terminate called without an
-    active exception" (pytorch/pytorch#190489). With torch 2.13, 10 of 25 pairs of ranks whose last call was a
-    barrier died so, and none with this pause. And DDP's reducer, if it is the last to hold the group, ends its
-    threads while it holds the GIL, and both wait forever; so the group is held here.
+    If DDP's reducer is the last to hold the group, it ends the group's threads while it holds the GIL, and both wait
+    forever. So this module keeps a reference to the group.
     """
     if device_type == "cpu":
         _last_group[:] = [dist.group.WORLD]
@@ -416,10 +420,10 @@ _last_group: list[Any] = []
 
 
 def _tell_empty_shards_apart(model: nn.Module) -> None:
-    """Accelerate maps an optimizer's parameters by `data_ptr`, which is 0 for every empty shard.
+    """Gives each empty shard a unique `data_ptr`, because Accelerate maps an optimizer's parameters by it.
 
-    A parameter with fewer rows than ranks (a LoRA matrix, a classifier's head) has empty shards: they
-    would all become one parameter. A pointer of their own keeps them apart.
+    A parameter with fewer rows than ranks (a LoRA matrix, a classifier's head) has empty shards. Their `data_ptr` is
+    0, so Accelerate would take them all for one parameter.
     """
     for parameter in model.parameters():
         local = getattr(parameter, "_local_tensor", None)
@@ -427,8 +431,8 @@ def _tell_empty_shards_apart(model: nn.Module) -> None:
             local.data_ptr = lambda local=local: -id(local)
 
 
-def _rebind(optimizer: torch.optim.Optimizer, renewed: Mapping[Any, nn.Parameter]) -> None:
-    """Points `optimizer` at the sharded parameters, by identity."""
+def _rebind_optimizer(optimizer: torch.optim.Optimizer, renewed: Mapping[Any, nn.Parameter]) -> None:
+    """Replaces the parameters of `optimizer`, and the keys of its state, by the sharded parameters."""
     for group in optimizer.param_groups:
         group["params"] = [renewed.get(parameter, parameter) for parameter in group["params"]]
     for parameter in [known for known in optimizer.state if renewed.get(known, known) is not known]:

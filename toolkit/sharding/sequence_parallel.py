@@ -1,8 +1,8 @@
-"""Rows that a group of ranks shares: the group, the exchange of tokens for heads, and the rows under way.
+"""Sequence parallelism: a group of ranks shares its rows and exchanges tokens for heads around attention.
 
-Each rank of a group of n neighbours holds T / n tokens of every row. Around attention an all-to-all gives it all T
-tokens of H / n heads, and another one takes them back (DeepSpeed Ulysses, arXiv 2309.14509). The groups share no copy
-of the weights: FSDP2 shards over all ranks as ever, and sums of losses over tokens need no other scale.
+Each rank of a group of n neighbours holds T / n tokens of every row. Before attention an all-to-all gives it all T
+tokens of H / n heads, and after attention another one reverses this (DeepSpeed Ulysses, arXiv 2309.14509). The groups
+do not affect the weights: FSDP2 shards over all ranks as usual, and sums of losses over tokens need no other scale.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from toolkit.errors import BadInputError
 
 @dataclass(frozen=True)
 class WholeRows:
-    """The rows of a forward of which each rank of a group holds a part.
+    """The rows of a forward that the ranks of a group share.
 
     Attributes:
-        positions: of all their tokens, (B, T).
-        parts: n, the ranks of a group.
+        positions: the positions of all their tokens, (B, T).
+        parts: n, the number of ranks of a group.
     """
 
     positions: torch.Tensor
     parts: int
 
 
-class _Here(threading.local):
-    """The rows under way in this thread: micro-batches that run by block are in several forwards at the same time.
+class _SharedRows(threading.local):
+    """The shared rows of the forward in this thread: micro-batches that run by block have several forwards at once.
 
-    A checkpoint's second forward, which runs in autograd's thread, is given them (`for_second_forward`).
+    `for_second_forward` passes them to a checkpoint's second forward, which runs in autograd's thread.
     """
 
     rows: WholeRows | None = None
@@ -44,9 +44,11 @@ class _Here(threading.local):
 
 @dataclass
 class _Process:
-    """The group of this process that shares rows, and whether exchanges are planned alone.
+    """The state of this process.
 
     Attributes:
+        group: the ranks that share rows with this one, or None.
+        plans: whether exchanges are only planned, not made.
         skew: see `without_ranks`.
     """
 
@@ -55,22 +57,31 @@ class _Process:
     skew: int = 1
 
 
-_here = _Here()
+_current = _SharedRows()
 _process = _Process()
 
 
 def form_groups(size: int) -> None:
-    """Puts every rank into a group of `size` neighbours that share their rows. Collective.
+    """Forms groups of `size` neighbouring ranks that share their rows. Collective.
 
     Raises:
-        BadInputError: if the groups do not fill the ranks.
+        BadInputError: if `size` does not divide the number of ranks.
     """
     require_groups("sharding.sequence", size, ranks.world_size())
     _process.group = dist.new_subgroups(group_size=size)[0] if size > 1 else None  # type: ignore[no-untyped-call]
 
 
 def require_groups(key: str, size: int, num_ranks: int) -> None:
-    """Raises BadInputError if groups of `size` ranks do not fill the ranks."""
+    """Checks that groups of `size` ranks can be formed.
+
+    Args:
+        key: the recipe's key that sets the size, for the message.
+        size: the ranks of a group.
+        num_ranks: the number of ranks to divide.
+
+    Raises:
+        BadInputError: if `size` does not divide `num_ranks`.
+    """
     if num_ranks % size:
         allowed = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
         if num_ranks == 1:
@@ -82,16 +93,16 @@ def require_groups(key: str, size: int, num_ranks: int) -> None:
 
 
 def own_part() -> int:
-    """Which part of its group's rows this rank has, from 0."""
+    """Returns the index of the part of its group's rows that this rank holds, from 0."""
     return 0 if _process.group is None else dist.get_rank(_process.group)
 
 
 @contextmanager
 def without_ranks(skew: int = 1) -> Iterator[None]:
-    """Inside, exchanges are planned and not made.
+    """Makes exchanges only planned inside the `with` block: they return tensors of the right shape, without values.
 
     Args:
-        skew: how many times as many tokens come to this rank's experts as it sends to all of them.
+        skew: the number of tokens that this rank's experts receive, divided by the number that this rank sends.
     """
     before = _process.group, _process.plans, _process.skew
     _process.group, _process.plans, _process.skew = None, True, skew
@@ -102,59 +113,59 @@ def without_ranks(skew: int = 1) -> Iterator[None]:
 
 
 def exchanges_are_planned() -> bool:
-    """Whether this is a plan, whose tensors have no values."""
+    """Returns whether exchanges are only planned, so that tensors have no values."""
     return _process.plans
 
 
 def planned_skew() -> int:
-    """That of `without_ranks`."""
+    """Returns the `skew` of `without_ranks`."""
     return _process.skew
 
 
 @contextmanager
 def rows_shared(rows: WholeRows) -> Iterator[None]:
-    """A forward whose rows are shared by the ranks of a group."""
-    before, _here.rows = _here.rows, rows
+    """Marks the forwards inside the `with` block as having `rows`, which the ranks of a group share."""
+    before, _current.rows = _current.rows, rows
     try:
         yield
     finally:
-        _here.rows = before
+        _current.rows = before
 
 
 def rows_under_way() -> WholeRows | None:
-    """The rows that this forward has a part of; None if it has them whole."""
-    return _here.rows
+    """Returns the shared rows of the current forward, or None if it has whole rows."""
+    return _current.rows
 
 
 def for_second_forward() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a checkpoint's forward and of its second one, which has the same rows under way."""
-    rows = _here.rows
+    """Returns the contexts of a checkpoint's first and second forward. The second has the same shared rows."""
+    rows = _current.rows
     return nullcontext(), nullcontext() if rows is None else rows_shared(rows)
 
 
 def heads_for_tokens(local: torch.Tensor, parts: int) -> torch.Tensor:
-    """All tokens of this rank's heads, (B, T, H / n, D), for its tokens of all heads, (B, T / n, H, D)."""
+    """Exchanges this rank's tokens of all heads, (B, T / n, H, D), for all tokens of its heads, (B, T, H / n, D)."""
     batch, tokens, heads, width = local.shape
     by_rank = local.reshape(batch, tokens, parts, heads // parts, width).permute(2, 0, 1, 3, 4)
-    received = _exchange(by_rank)  # (n, B, T / n, H / n, D), by whose tokens
+    received = _exchange_over_group(by_rank)  # (n, B, T / n, H / n, D), by whose tokens
     return received.transpose(0, 1).reshape(batch, parts * tokens, heads // parts, width)
 
 
 def tokens_for_heads(whole: torch.Tensor, parts: int) -> torch.Tensor:
-    """This rank's tokens of all heads, (B, T / n, H, D), for all tokens of its heads, (B, T, H / n, D)."""
+    """Exchanges all tokens of this rank's heads, (B, T, H / n, D), for its tokens of all heads, (B, T / n, H, D)."""
     batch, tokens, heads, width = whole.shape
     by_rank = whole.reshape(batch, parts, tokens // parts, heads, width).transpose(0, 1)
-    received = _exchange(by_rank)  # (n, B, T / n, H / n, D), by whose heads
+    received = _exchange_over_group(by_rank)  # (n, B, T / n, H / n, D), by whose heads
     return received.permute(1, 2, 0, 3, 4).reshape(batch, tokens // parts, parts * heads, width)
 
 
-def _exchange(by_rank: torch.Tensor) -> torch.Tensor:
+def _exchange_over_group(by_rank: torch.Tensor) -> torch.Tensor:
     exchanged: torch.Tensor = _OverGroup.apply(by_rank, _process.group, _all_to_all)  # type: ignore[no-untyped-call]
     return exchanged
 
 
 class _OverGroup(torch.autograd.Function):
-    """A collective of the group that is its own transpose, so that backward is the same collective."""
+    """A collective over the group that is its own transpose, so that backward is the same collective."""
 
     @staticmethod
     def forward(
@@ -172,7 +183,7 @@ class _OverGroup(torch.autograd.Function):
 
 
 def _all_to_all(by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Gives part i of a tensor (n, ...) to rank i of the group."""
+    """Sends part i of a tensor (n, ...) to rank i of the group. Returns the received parts, (n, ...)."""
     by_rank = by_rank.contiguous()
     if group is None:
         planned: torch.Tensor = planned_exchange(by_rank, len(by_rank), len(by_rank))
@@ -184,7 +195,16 @@ def _all_to_all(by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch
 
 @torch.library.custom_op("toolkit::planned_exchange", mutates_args=())
 def planned_exchange(rows: torch.Tensor, ranks: int, received: int) -> torch.Tensor:
-    """Stands for an exchange among so many ranks in a plan, which counts it; tensors have no values there."""
+    """Stands for an all-to-all in a plan, which counts it.
+
+    Args:
+        rows: the rows that this rank sends, shape (N, ...).
+        ranks: the number of ranks that exchange.
+        received: the number of rows that this rank receives, M.
+
+    Returns:
+        A tensor of shape (M, ...) without values.
+    """
     return rows.new_empty(received, *rows.shape[1:])
 
 
@@ -192,13 +212,13 @@ planned_exchange.register_fake(lambda rows, ranks, received: rows.new_empty(rece
 
 
 def summed_over_group(part: torch.Tensor) -> torch.Tensor:
-    """The sum of every rank's part, on each rank of the group; the gradient is summed alike."""
+    """Sums tensors of the same shape over the ranks of the group. The gradient is summed in the same way."""
     summed: torch.Tensor = _OverGroup.apply(part, _process.group, _all_reduce)  # type: ignore[no-untyped-call]
     return summed
 
 
 def whole_rows(part: torch.Tensor, parts: int) -> torch.Tensor:
-    """Numbers of all tokens of shared rows, (B, T), of this rank's, (B, T / n); without a gradient."""
+    """Gathers values of this rank's tokens, (B, T / n), into those of whole rows, (B, T). Without a gradient."""
     stacked = part.new_zeros(parts, *part.shape)
     stacked[own_part()] = part
     return summed_over_group(stacked).transpose(0, 1).reshape(len(part), -1)

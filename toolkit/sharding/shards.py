@@ -1,4 +1,4 @@
-"""Which part of a parameter each rank holds, and how the parts make the whole."""
+"""Which rows of a parameter each rank holds, and how to get the whole parameter from them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ Rows = tuple[slice, ...]
 """Index of a tensor's rows along the dimension in which it is sharded."""
 
 MAX_PADDING = 1 / 8
-"""Share of a stack's rows that is better padded than avoided; see `shard_dim`."""
+"""Largest share of padding rows that `shard_dim` accepts for a stack."""
 
 
 def shard_dim(shape: Sequence[int], num_shards: int) -> int:
-    """The dimension along which a parameter is sharded among so many ranks: rows, but for stacks that would be padded.
+    """Returns the dimension along which a parameter is sharded: 0 (rows), or 1 for a stack that would be padded a lot.
 
-    FSDP2 pads rows to a multiple of the ranks. Of 8 experts on 16 ranks half would hold one and half none, and each
-    would hold, gather and reduce twice its share. Such a stack (E, rows, columns) is sharded along its matrices' rows.
-    FSDP2 needs these to be a multiple of the ranks, and copies what it has gathered, and gradients, once more: little
-    padding (60 experts on 8 ranks) costs less.
+    FSDP2 pads rows to a multiple of the ranks. With 8 experts on 16 ranks, half of the ranks would hold one expert and
+    half none, and each would hold, gather and reduce twice its share. Such a stack (E, rows, columns) is sharded along
+    its matrices' rows. FSDP2 then needs these to be a multiple of the ranks, and makes one more copy of the gathered
+    parameter and of the gradient. A little padding (60 experts on 8 ranks) costs less.
+
+    Args:
+        shape: the shape of the whole parameter.
+        num_shards: the number of ranks that share it.
     """
     if len(shape) < 3 or shape[1] % num_shards:
         return 0
@@ -31,14 +35,15 @@ def shard_dim(shape: Sequence[int], num_shards: int) -> int:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; a plain tensor as it is."""
+    """Returns this rank's part of a DTensor, in the shape of its shard, or a plain tensor (any shape) unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def state_once(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state, every parameter once, under its first name, then the persistent buffers.
+    """Returns the model's state dict with every parameter once, under its first name, then the persistent buffers.
 
-    Holds the float32 masters where the optimizer state is offloaded.
+    Tensors have the shapes of the model; sharded parameters are DTensors. If the optimizer state is offloaded, the
+    parameters are the float32 masters.
     """
     state = model.state_dict()
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
@@ -46,30 +51,30 @@ def state_once(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full value of a DTensor, gathered on every rank; a plain tensor as it is."""
+    """Gathers a DTensor of any shape on every rank. Returns a plain tensor unchanged. Collective for a DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_dim(parameter: DTensor) -> int:
-    """The dimension along which it is sharded; "rows" are its slices along this one."""
+    """Returns the dimension along which a parameter of any shape is sharded. Its slices along it are called rows."""
     placement = parameter.placements[_shard_axis(parameter)]
     assert isinstance(placement, Shard)
     return placement.dim
 
 
 def shard_chunk(parameter: DTensor) -> int:
-    """Rows in one shard, padding included: ceil(rows / F)."""
+    """Returns the number of rows in one shard, padding included: ceil(rows / F)."""
     return -(-parameter.shape[sharded_dim(parameter)] // parameter.device_mesh.size(_shard_axis(parameter)))
 
 
 def shard_shape(parameter: DTensor) -> torch.Size:
-    """Of one shard, padding included."""
+    """Returns the shape of one shard of a parameter of any shape, padding included."""
     dim = sharded_dim(parameter)
     return torch.Size((*parameter.shape[:dim], shard_chunk(parameter), *parameter.shape[dim + 1 :]))
 
 
 def shard_rows(parameter: DTensor) -> Rows:
-    """The rows that this rank holds: chunks of ceil(rows / F) rows, as `torch.chunk` cuts them."""
+    """Returns the index of the rows that this rank holds: one chunk of ceil(rows / F) rows, as of `torch.chunk`."""
     position, dim = parameter.device_mesh.get_local_rank(_shard_axis(parameter)), sharded_dim(parameter)
     chunk, num_rows = shard_chunk(parameter), parameter.shape[dim]
     rows = slice(min(position * chunk, num_rows), min((position + 1) * chunk, num_rows))
@@ -77,14 +82,14 @@ def shard_rows(parameter: DTensor) -> Rows:
 
 
 def row_counts(parameter: DTensor) -> list[int]:
-    """The rows that each rank of the shard group holds."""
+    """Returns how many rows of a parameter (any shape) each rank of the shard group holds, without padding."""
     chunk, num_rows = shard_chunk(parameter), parameter.shape[sharded_dim(parameter)]
     num_shards = parameter.device_mesh.size(_shard_axis(parameter))
     return [min(chunk, max(0, num_rows - position * chunk)) for position in range(num_shards)]
 
 
 def shard_group(parameter: DTensor) -> dist.ProcessGroup:
-    """The ranks that hold the shards of one copy of the parameter."""
+    """Returns the group of the ranks that hold the shards of one copy of a parameter (any shape)."""
     return parameter.device_mesh.get_group(_shard_axis(parameter))
 
 
@@ -93,10 +98,14 @@ def _shard_axis(parameter: DTensor) -> int:
 
 
 def beside(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """`local` as this rank's part of a tensor that is sharded as `parameter` is, wherever `local` lies.
+    """Wraps `local` as this rank's shard of a DTensor that is sharded like `parameter`.
 
-    `DTensor.from_local` would move it to the mesh's device; FSDP2's own host offload holds such tensors
-    too, and torch's state dict functions gather them.
+    `local` stays on its device; `DTensor.from_local` would move it to the mesh's device. FSDP2's own host offload
+    holds such tensors too, and torch's state dict functions gather them.
+
+    Args:
+        parameter: the parameter whose shape, mesh and placements are taken.
+        local: this rank's rows, in the shape of this rank's shard of `parameter`, of any dtype and on any device.
     """
     spec = DTensorSpec(
         parameter.device_mesh,

@@ -1,7 +1,7 @@
-"""The strategies as data: what is sharded, and when gradients are reduced.
+"""Defines the strategies as data: what is sharded, and when gradients are reduced.
 
 ZeRO (arXiv 1910.02054) shards optimizer state (stage 1), then gradients (2), then parameters (3).
-On FSDP2 the three differ inside the accumulation window; between optimizer steps all of them hold
+With FSDP2 the three differ only between the micro-batches of an optimizer step; between steps all of them hold
 parameters, gradients and optimizer state sharded.
 """
 
@@ -16,17 +16,17 @@ from toolkit.recipe.features import Settings
 
 @dataclass(frozen=True)
 class Strategy:
-    """One word of the strategy table.
+    """A strategy.
 
     Attributes:
-        name: the word itself.
-        sharded: False for `ddp`, which leaves the model whole to torch's DistributedDataParallel.
-        reduce_each_micro_batch: reduce-scatter after every micro-batch (ZeRO-2 and 3) or once per
-            optimizer step (ZeRO-1).
-        reshard_each_micro_batch: free the gathered parameters after each unit's forward and backward
-            (ZeRO-3) or keep them over the accumulation window (ZeRO-1 and 2).
-        replicated: sharded inside groups of ranks, whole across them: the mesh is replicate x shard, and
-            gradients are all-reduced over the replicas once per optimizer step.
+        name: the word that selects it.
+        sharded: False for `ddp`, which leaves the whole model to torch's DistributedDataParallel.
+        reduce_each_micro_batch: whether gradients are reduce-scattered after every micro-batch (ZeRO-2 and 3) or once
+            per optimizer step (ZeRO-1).
+        reshard_each_micro_batch: whether gathered parameters are freed after each unit's forward and backward (ZeRO-3)
+            or kept until the optimizer step (ZeRO-1 and 2).
+        replicated: whether the model is sharded inside groups of ranks and replicated across them. The mesh is then
+            replicate x shard, and gradients are all-reduced over the replicas once per optimizer step.
         summary: one line for tables.
     """
 
@@ -50,24 +50,24 @@ STRATEGIES = {
 }
 
 ALIASES = {"full_shard": "zero3", "shard_grad_op": "zero2", "no_shard": "ddp", "hybrid_shard": "hybrid"}
-"""Stock FSDP words, so that an existing Accelerate config keeps its meaning."""
+"""Maps stock FSDP words to ours, so that an existing Accelerate config keeps its meaning."""
 
 DEFAULT_STRATEGY = "zero3"
 
 
 OFFLOAD = "+offload"
-"""Behind a strategy's word: its optimizer state is offloaded to host memory."""
+"""The suffix of a strategy's word that offloads its optimizer state to host memory."""
 
 
 def parse_strategy(text: str, origin: str) -> Strategy:
-    """The strategy of a word, in any case, with or without `+offload`.
+    """Returns the strategy of a word. Ignores case and `+offload`.
 
     Args:
         text: a strategy's word or a stock FSDP alias.
         origin: the place that holds the word, for the error.
 
     Raises:
-        BadInputError: with the known words.
+        BadInputError: if the word is unknown; the message lists the allowed ones.
     """
     word = text.strip().lower().removesuffix(OFFLOAD)
     word = ALIASES.get(word, word)
@@ -79,16 +79,18 @@ def parse_strategy(text: str, origin: str) -> Strategy:
 
 
 def asks_for_offload(text: str | None) -> bool:
-    """Whether a strategy's text ends with `+offload`."""
+    """Returns whether a strategy's text ends with `+offload`."""
     return text is not None and text.strip().lower().endswith(OFFLOAD)
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Ranks as replicate x shard; `shard` is the sharding factor F.
+    """The shape of the mesh of ranks, replicate x shard.
 
     Attributes:
-        node: ranks among which a unit is sharded from its forward to its backward; None: among all F.
+        replicate: the number of replicas.
+        shard: the sharding factor F.
+        node: the number of ranks among which a unit stays sharded between forward and backward, or None for all F.
     """
 
     replicate: int
@@ -97,21 +99,23 @@ class MeshShape:
 
     @property
     def backward(self) -> int:
-        """Ranks among which backward gathers."""
+        """Returns the number of ranks among which backward gathers."""
         return self.node or self.shard
 
 
 def mesh_shape(strategy: Strategy, world_size: int, *, replicate: int | None, shard: int | None) -> MeshShape:
-    """The two sizes of the mesh for a number of ranks.
+    """Returns the shape of the mesh for a number of ranks.
 
     Args:
-        replicate: asked number of replicas; `hybrid` needs this or `shard`. 1 counts as not asked.
-        shard: asked sharding factor; 1 counts as not asked.
+        strategy: decides which sizes are allowed.
+        world_size: the number of ranks.
+        replicate: the requested number of replicas. `hybrid` needs this or `shard`. 1 counts as not set.
+        shard: the requested sharding factor. 1 counts as not set.
 
     Raises:
-        BadInputError: sizes that do not make up the ranks, or that the strategy has no use for.
+        BadInputError: if the sizes do not divide the ranks, or the strategy fixes another size.
     """
-    # 1 is what Accelerate takes where nobody has set a size.
+    # 1 is Accelerate's default for a size that is not set.
     replicate = replicate if replicate != 1 else None
     shard = shard if shard != 1 else None
     if strategy.replicated:
@@ -149,17 +153,23 @@ def _hybrid_shape(world_size: int, replicate: int | None, shard: int | None) -> 
 
 
 def with_node(shape: MeshShape, strategy: Strategy, node: int | None, ranks_per_node: int) -> MeshShape:
-    """The mesh with units sharded among `node` neighbouring ranks from forward to backward; None: as it is.
+    """Returns the mesh with units sharded among `node` neighbouring ranks between forward and backward.
 
     Known as hpZ, the hierarchical partitioning of ZeRO++ (arXiv 2306.10209).
 
+    Args:
+        shape: the shape of the mesh.
+        strategy: only `zero3` allows it.
+        node: the ranks of a group. None returns `shape` unchanged.
+        ranks_per_node: the ranks that the launcher starts on each node.
+
     Raises:
-        BadInputError: a strategy that has no use for it, or groups that do not divide the ranks or span nodes.
+        BadInputError: if the strategy does not allow it, or groups do not divide the ranks or would span nodes.
     """
     if node is None:
         return shape
     refuse(Settings(strategy=strategy.name, node=node))
-    # Not all ranks, where it would change nothing.
+    # Not all ranks: that would change nothing.
     sizes = range(2, min(ranks_per_node, shape.shard - 1) + 1)
     allowed = [size for size in sizes if shape.shard % size == 0 == ranks_per_node % size]
     if node not in allowed:

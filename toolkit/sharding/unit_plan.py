@@ -1,4 +1,4 @@
-"""The units of a model as data: which modules are gathered together, and what they hold."""
+"""Describes the FSDP units of a model as data: which modules are gathered together, and what they hold."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ UnitKind = Literal["block", "experts", "embeddings", "tail", "root"]
 
 @dataclass(frozen=True)
 class Unit:
-    """What one `fully_shard` call groups and gathers together.
+    """The modules that one `fully_shard` call groups and gathers together.
 
     Attributes:
-        name: dotted path of a block (the first, where several share parameters) or of its experts, or the kind.
-        modules: dotted paths handed to the call, in this order; the root's is `("",)`.
+        name: the dotted path of a block (the first one if several share parameters) or of its experts, or the kind.
+        kind: what the unit holds; see units.py.
+        modules: the dotted paths passed to the call, in this order. The root's is `("",)`.
         class_name: the classes of these modules, each once, joined with `+`.
-        num_parameters: parameters that no earlier unit owns, shared ones counted once.
-        num_bytes: their size in the types they have now.
-        reshard_after_forward: False for tail and root, which backward needs again at once.
+        num_parameters: the number of parameters that no earlier unit owns. Shared ones count once.
+        num_bytes: their size in their current dtypes.
+        reshard_after_forward: whether the unit is freed after forward. Not tail and root: backward needs them at once.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The units of a model in the order in which `fully_shard` is applied; the root is the last."""
+    """The units of a model in the order in which `fully_shard` is applied. The root is last."""
 
     units: tuple[Unit, ...]
 
@@ -51,22 +52,22 @@ class UnitPlan:
         return sum(unit.num_bytes for unit in self.units)
 
     def groups(self) -> list[tuple[str, list[Unit]]]:
-        """Units under a name; blocks of one class that follow each other go together: `model.layers.0..31`."""
-        runs = groupby(enumerate(self.units), key=lambda numbered: _run_key(*numbered))
+        """Groups consecutive blocks of one class, and names each group: `model.layers.0..31`."""
+        runs = groupby(enumerate(self.units), key=lambda numbered: _group_key(*numbered))
         groups = [[unit for _, unit in run] for _, run in runs]
-        return [(_pattern(group), group) for group in groups]
+        return [(_group_name(group), group) for group in groups]
 
     def table(self) -> str:
-        """The plan as text, a row for each of `groups`."""
+        """Returns the plan as text, with a row for each of `groups`."""
         rows = [("unit", "class", "count", "parameters", "bytes")]
-        rows += [_row(name, units[0].class_name, units) for name, units in self.groups()]
-        rows.append(_row("total", "", self.units))
+        rows += [_table_row(name, units[0].class_name, units) for name, units in self.groups()]
+        rows.append(_table_row("total", "", self.units))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        return "\n".join(_aligned(row, widths) for row in rows)
+        return "\n".join(_align_row(row, widths) for row in rows)
 
 
-def _run_key(position: int, unit: Unit) -> tuple[object, ...]:
-    """Equal for blocks of one class and one list whose numbers follow each other, and for the experts of blocks."""
+def _group_key(position: int, unit: Unit) -> tuple[object, ...]:
+    """Returns a key that is equal for consecutive blocks of one class and list, and for the experts of blocks."""
     if unit.kind == "experts":
         return unit.kind, unit.class_name
     prefix, _, number = unit.name.rpartition(".")
@@ -74,7 +75,7 @@ def _run_key(position: int, unit: Unit) -> tuple[object, ...]:
     return (prefix, unit.class_name, position - int(number)) if is_numbered else (unit.name,)
 
 
-def _pattern(group: Sequence[Unit]) -> str:
+def _group_name(group: Sequence[Unit]) -> str:
     first, last = group[0], group[-1]
     if first.kind == "experts" and len(group) > 1:
         return f"{first.name} .. {last.name}"
@@ -84,13 +85,13 @@ def _pattern(group: Sequence[Unit]) -> str:
     return f"{first.name} (+{more} sharing)" if more else first.name
 
 
-def _row(name: str, class_name: str, units: Sequence[Unit]) -> tuple[str, str, str, str, str]:
+def _table_row(name: str, class_name: str, units: Sequence[Unit]) -> tuple[str, str, str, str, str]:
     num_parameters = sum(unit.num_parameters for unit in units)
     num_bytes = sum(unit.num_bytes for unit in units)
-    return name, class_name, str(len(units)), f"{num_parameters:,}", _readable(num_bytes)
+    return name, class_name, str(len(units)), f"{num_parameters:,}", _format_bytes(num_bytes)
 
 
-def _readable(num_bytes: int) -> str:
+def _format_bytes(num_bytes: int) -> str:
     size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024
@@ -98,7 +99,7 @@ def _readable(num_bytes: int) -> str:
     return f"{num_bytes} B" if units[0] == "B" else f"{size:.2f} {units[0]}"
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+def _align_row(row: Sequence[str], widths: Sequence[int]) -> str:
     texts = [text.ljust(width) for text, width in zip(row[:2], widths[:2], strict=True)]
     numbers = [text.rjust(width) for text, width in zip(row[2:], widths[2:], strict=True)]
     return "  ".join([*texts, *numbers])

@@ -1,6 +1,6 @@
-"""The states of FSDP2's units, drawn, and the one owner of their order, for ordinary runs and for those by block.
+"""Moves FSDP2's units through their states, in ordinary runs and in runs by block. Only this module does.
 
-FSDP2's record of a unit says where its parameters are, and which pass through the unit is under way:
+FSDP2's record of a unit holds the state of its parameters, and the state of the current pass through the unit:
 
     parameters     SHARDED ------ gather -----> UNSHARDED ------ free ------> SHARDED
                                                  |     ^
@@ -13,8 +13,8 @@ FSDP2's record of a unit says where its parameters are, and which pass through t
                    POST_BACKWARD ------------------ end pass ---------------> IDLE
                    IDLE ------------- return to forward (root alone) -------> FORWARD
 
-`reduce` sums a pass's gradients into the unit's float32 sum, or reduce-scatters that sum if the pass is the last.
-Who causes a transition:
+`reduce` adds a pass's gradients to the unit's float32 sum, or reduce-scatters that sum if the pass is the last.
+This table says what causes a transition:
 
     transition           ordinary run                          run by block
     gather               FSDP2's hooks before forward and      the same, for the first micro-batch in the unit
@@ -42,11 +42,11 @@ from toolkit.sharding.fsdp import fsdp_groups, groups_of_module, sharded_modules
 from toolkit.sharding.strategy import Strategy
 
 _GENERATING: WeakSet[Any] = WeakSet()
-"""Models that write texts now; see `UnitStates.generating`."""
+"""The models that are generating text now; see `UnitStates.generating`."""
 
 
 class UnitStates:
-    """Moves the units of one model through their states, where FSDP2's own hooks don't.
+    """Moves the units of one model through their states if FSDP2's own hooks do not.
 
     Args:
         root: the model, sharded by `toolkit.sharding.apply`.
@@ -60,11 +60,12 @@ class UnitStates:
     def follow_micro_batches(
         self, strategy: Strategy, is_last_micro_batch: Callable[[], bool], is_by_block: Callable[[], bool]
     ) -> None:
-        """Registers hooks of the root: before each training forward, and behind each forward without gradients.
+        """Registers hooks on the root: before each training forward, and after each forward without gradients.
 
         Args:
-            is_last_micro_batch: whether this forward's micro-batch ends the accumulation window.
-            is_by_block: whether this forward is one of several that run by block, whose states the window has set.
+            strategy: decides what each micro-batch reduces and frees.
+            is_last_micro_batch: returns whether this forward's micro-batch is the last of the optimizer step.
+            is_by_block: returns whether this forward runs by block; then the hooks change no states.
         """
 
         def before_forward(_module: object, _args: object) -> None:
@@ -72,7 +73,7 @@ class UnitStates:
                 self.begin_micro_batch(strategy, is_last_micro_batch())
 
         def after_forward(_module: object, _args: object, _output: object) -> None:
-            # Other micro-batches of a window that runs by block are in the midst of their forwards.
+            # In a run by block, other micro-batches are in the middle of their forwards.
             if not torch.is_grad_enabled() and not is_by_block() and self._root not in _GENERATING:
                 self.free_all()
 
@@ -80,21 +81,21 @@ class UnitStates:
         self._root.register_forward_hook(after_forward)
 
     def begin_micro_batch(self, strategy: Strategy, is_last: bool) -> None:
-        """Says what the backward of the coming micro-batch reduces and frees.
+        """Configures what the backward of the next micro-batch reduces and frees.
 
-        Stock `Accelerator.accumulate` switches reduction off until the last micro-batch, whatever the
-        stage: then ZeRO-3 keeps whole float32 gradients, 4 bytes per parameter on every rank.
+        Stock `Accelerator.accumulate` switches reduction off until the last micro-batch, whatever the ZeRO stage.
+        ZeRO-3 would then keep whole float32 gradients, 4 bytes per parameter on every rank.
         """
         self._root.set_requires_gradient_sync(strategy.reduce_each_micro_batch or is_last)
         if strategy.replicated and strategy.reduce_each_micro_batch:
-            # Inside the window each replica keeps its own sum, sharded; the replicas add up once a step.
+            # Until the last micro-batch each replica keeps its own sharded sum; they all-reduce once per step.
             self._root.set_requires_all_reduce(is_last)
         self._root.set_reshard_after_backward(strategy.reshard_each_micro_batch or is_last)
 
     def free_all(self) -> None:
         """Ends every pass and frees what a forward without gradients gathered and no backward will free.
 
-        Otherwise the root's parameters stay whole, and `model.parameters()` gives tensors that the
+        Otherwise the root's parameters would stay whole, and `model.parameters()` would return tensors that the
         optimizer does not know.
         """
         for unit in sharded_modules(self._root):
@@ -112,10 +113,11 @@ class UnitStates:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Inside, many forwards without gradients follow each other, which may begin below the root (as peft's do).
+        """Keeps units gathered for many forwards without gradients, which may begin below the root (as peft's do).
 
-        The root stays gathered, and so does what the strategy keeps from forward to backward: a text is one forward
-        for each token, and each would gather it anew. All is freed at the end.
+        Generation runs one forward for each token, and each would gather the same parameters again. So the root stays
+        gathered inside the `with` block, and so do the units that the strategy keeps until backward. All are freed at
+        the end.
         """
         self._root.unshard()
         _GENERATING.add(self._root)
@@ -128,9 +130,9 @@ class UnitStates:
 
     @contextmanager
     def reducing_nothing(self) -> Iterator[None]:
-        """Inside, the backward of an earlier forward reduces no gradients, and frees all units at the end.
+        """Makes backward reduce no gradients inside the `with` block. Frees all units at the end.
 
-        For a backward that makes no gradients of parameters: they would get zeros, and count as used by a step.
+        For a backward that computes no gradients of parameters: they would get zeros, and count as used in the step.
         """
         self._root.set_requires_gradient_sync(False)
         try:
@@ -139,43 +141,45 @@ class UnitStates:
             self._root.set_requires_gradient_sync(True)
             self.free_all()
 
-    # Runs by block, in the order of a window.
+    # Runs by block, in the order of an optimizer step.
 
     def begin_window(self) -> None:
-        """Has no backward reduce, free or end anything until a unit is told to."""
+        """Makes backward reduce, free and end nothing until `begin_unit_backward` says otherwise."""
         self._root.set_requires_gradient_sync(False)
         self._root.set_reshard_after_backward(False)
         self._root.set_is_last_backward(False)
 
     def begin_forwards(self) -> None:
-        """Says that no forward is under way, so that the gathers of the next one wait for what comes before it.
+        """Resets FSDP2's current root, so that the gathers of the next forward wait for the work queued before it.
 
-        If several forwards go through the model together and one has ended, FSDP2 takes the next unit of another for
-        a root. torch 2.11 keeps it for good, others until a backward ends: gathers would not wait for the optimizer's
-        step.
+        If several forwards run through the model together and one has ended, FSDP2 takes the next unit of another for
+        a root. torch 2.11 keeps that root for good, later versions until a backward ends. Gathers would then not wait
+        for the optimizer step.
         """
         self._root._get_fsdp_state()._state_ctx.iter_forward_root = None
 
     def keep_after_forward(self, unit: Any) -> None:
-        """Has a unit stay gathered: another micro-batch enters it next."""
+        """Keeps a unit gathered after its next forward, because another micro-batch enters it next."""
         unit.set_reshard_after_forward(False)
 
     def free_after_forward(self, unit: Any) -> None:
-        """Has a unit be freed behind its next forward, the last of the window."""
+        """Frees a unit after its next forward, the last one of the optimizer step."""
         unit.set_reshard_after_forward(True)
 
     def return_to_forward(self) -> None:
-        """Says that the root's forward is still under way, after a backward in its midst.
+        """Sets the root's state back to FORWARD, after a backward in the middle of its forward.
 
-        FSDP2 would free the root's parameters when that forward ends, and gather them for the backward behind it.
+        Otherwise FSDP2 would free the root's parameters when that forward ends, and gather them again for the backward
+        after it.
         """
         for group in groups_of_module(self._root):
             group._training_state = type(group._training_state).FORWARD
 
     def forget_forwards(self) -> None:
-        """Has a backward prefetch by the order of the forwards that come now.
+        """Clears the recorded order of forwards, so that backward prefetches by the order of the forwards to come.
 
-        FSDP2 notes those without gradients, too, and the first unit's backward would gather the last unit of theirs.
+        FSDP2 records forwards without gradients too, and the backward of the first unit would then prefetch their last
+        unit.
         """
         for group in fsdp_groups(self._root):
             group._post_forward_indices.clear()
@@ -183,10 +187,10 @@ class UnitStates:
 
     @contextmanager
     def backward_by_unit(self) -> Iterator[None]:
-        """Inside, FSDP2 ends no pass when a backward ends; `end_passes` does.
+        """Makes FSDP2 end no pass when a backward ends inside the `with` block; call `end_passes` instead.
 
-        FSDP2 looks at all units whenever a backward ends, and waits for all reductions so far, which then hide behind
-        nothing.
+        FSDP2 visits all units whenever a backward ends, and waits for all reductions so far. They would then overlap
+        with nothing.
         """
         context = self._root._get_fsdp_state()._state_ctx
         context.post_backward_final_callback_queued = True
@@ -196,14 +200,14 @@ class UnitStates:
             context.post_backward_final_callback_queued = False
 
     def begin_unit_backward(self, unit: Any, is_last: bool) -> None:
-        """Says whether the coming pass through a unit is its last, which reduces and frees it."""
+        """Configures the next backward pass through a unit: the last one reduces and frees it."""
         unit.set_requires_gradient_sync(is_last)
         unit.set_reshard_after_backward(is_last)
 
     def end_passes(self, modules: Iterable[Any]) -> None:
-        """Ends the pass of each of these units: sums what is left, and waits for the reduction if there was one.
+        """Ends the pass of the units of these modules: adds up what is left, and waits for the reduction, if any.
 
-        FSDP2 does this for all units when a backward ends; these are the ones that were in it.
+        FSDP2 does this for all units when a backward ends. These modules are the ones that took part in it.
         """
         for module in modules:
             state: Any = module._get_fsdp_state()
@@ -217,7 +221,7 @@ class UnitStates:
             state._training_state = type(state._training_state).IDLE
 
     def end_window(self) -> None:
-        """Reduces what no unit has reduced yet, and ends every pass, as FSDP2 does when an ordinary backward ends."""
+        """Reduces what is not reduced yet, and ends every pass, as FSDP2 does at the end of an ordinary backward."""
         self._root.set_requires_gradient_sync(True)
         self._root.set_reshard_after_backward(True)
         self._root.set_is_last_backward(True)
@@ -225,7 +229,7 @@ class UnitStates:
 
 
 def _free_last_reduction(group: Any) -> None:
-    """Waits for the last reduction and lets its input go; torch 2.11 does so only when it reduces the next unit."""
+    """Waits for the last reduction and frees its input. torch 2.11 does so only when it reduces the next unit."""
     last = getattr(group.comm_ctx, "reduce_scatter_state", None)
     if last is not None:
         if last.event is not None:

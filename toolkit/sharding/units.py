@@ -1,27 +1,28 @@
-"""Which modules FSDP2 gathers together: `plan_units(model) -> UnitPlan`, read from the model alone.
+"""Decides which modules FSDP2 gathers together: `plan_units(model) -> UnitPlan`, from the model alone.
 
-Pure: no process group, no device, no transformers; a model on the meta device will do. Five kinds
-of unit, each of them one `fully_shard` call:
+Pure: it needs no process group, no device and no transformers, and the model may be on the meta device.
+There are five kinds of unit, and each unit is one `fully_shard` call:
 
 - block: a repeated transformer block, found by `_no_split_modules`, by the base class
   `GradientCheckpointingLayer`, or as elements of one class that fill a sizable part of the model.
-  Only the outermost, and no list of experts: an expert runs on some ranks and not on others, and a
-  unit of its own would hang the collectives.
-- experts: the stacked experts of a block, where whole experts are spread over the ranks (experts.py).
-- embeddings: the input embeddings, where they share nothing with the head.
-- tail: the head and the final norm; where tied, the embeddings, the final norm and the head.
-- root: the model itself with what is left. Without a head that `get_output_embeddings` knows
+  Only the outermost modules count, and never a list of experts: an expert runs on some ranks and not
+  on others, and as a separate unit it would hang the collectives.
+- experts: the stacked experts of a block, with expert parallelism (expert_parallel.py).
+- embeddings: the input embeddings, if they share nothing with the head.
+- tail: the head and the final norm. If the embeddings are tied, the embeddings, the final norm and the head.
+- root: the model itself with everything else. Without a head that `get_output_embeddings` knows
   (encoders, classifiers), the final norm and the classifier are small and stay here.
 
 FSDP2 holds a parameter in one unit only (torch 2.13 refuses others in
-`_validate_no_duplicate_params`), so modules that share parameters end in one unit. First that applies:
+`_validate_no_duplicate_params`), so modules that share parameters belong to one unit. The first rule that
+applies decides:
 
-- One of them contains a block, or lies inside a unit but is also reached from outside it: all of
-  them go to the root, the only place where FSDP2 manages such a module once.
-- One of them is a block: the others join its unit. Blocks that share parameters (Zamba2) are one unit.
-- One of them is the head or the input embeddings: the others join that unit. An owner that contains
+- If one of them contains a block, or lies inside a unit but is also reached from outside it, all of
+  them go to the root. Only there does FSDP2 manage such a module once.
+- If one of them is a block, the others join its unit. Blocks that share parameters (Zamba2) are one unit.
+- If one of them is the head or the input embeddings, the others join that unit. An owner that contains
   another (BERT's `cls.predictions` owns the bias of `cls.predictions.decoder`) stands for both.
-- Otherwise they are the root's.
+- Otherwise they go to the root.
 """
 
 from __future__ import annotations
@@ -45,30 +46,29 @@ def plan_units(model: nn.Module, unit_classes: Sequence[str] | None = None, expe
     """Plans the FSDP units of a model.
 
     Args:
-        model: any module; weights may be on the meta device, adapters may be in place.
-        unit_classes: class names; modules of these classes, outermost of each other, become the
-            blocks instead of those that are found.
-        experts: whether the stacked experts of a block are a unit of their own, before it.
+        model: any module. Its weights may be on the meta device, and it may have adapters.
+        unit_classes: class names. The outermost modules of these classes become the blocks. None finds the blocks.
+        experts: whether the stacked experts of a block form a separate unit, planned before the block.
 
     Raises:
         UnitError: if no block is found, a name matches nothing, or no block can be a unit.
     """
     tree = _Tree(model)
     blocks = _found_blocks(tree) if unit_classes is None else _named_blocks(tree, unit_classes)
-    drafts = _drafts(tree, blocks)
+    drafts = _draft_units(tree, blocks)
     if not any(draft.kind == "block" for draft in drafts):
         raise UnitError(
             f"{tree.class_of('')}: every block ({blocks[0]}, {len(blocks)} in all) shares parameters with a module "
             "around it, so none can be a unit; untie them, or name other classes in sharding.unit_classes of the recipe"
         )
     stacks = [_Draft(path, "experts", (path,)) for path in stacked_experts(model)] if experts else []
-    return UnitPlan(tuple(_measured(tree, [*stacks, *drafts])))
+    return UnitPlan(tuple(_count_parameters(tree, [*stacks, *drafts])))
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """By path, the modules whose parameters have a row for each expert, as transformers marks them.
+    """Returns the modules, by path, that transformers marks as having parameters with a row for each expert.
 
-    Those with adapters stand in peft's wrappers, the outermost of which is meant.
+    If peft has wrapped such a module, returns the outermost wrapper.
     """
     marked = (path for path, module in model.named_modules() if hasattr(module, "_is_expert_parallel"))
     return {path: model.get_submodule(path) for path in (path.partition(".base_layer")[0] for path in marked)}
@@ -78,7 +78,7 @@ def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Tree:
-    """The modules of a model, each known by the first path that leads to it, in `named_modules` order."""
+    """The modules of a model, each identified by its first path in `named_modules` order."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -88,36 +88,40 @@ class _Tree:
         self._inside: dict[str, frozenset[str]] = {}
 
     def class_of(self, path: str) -> str:
+        """Returns the name of a module's class."""
         return type(self.modules[path]).__name__
 
     def inside(self, path: str) -> frozenset[str]:
-        """The module and all below it; by object, since an alias can lead to a module known by another path."""
+        """Returns the paths of the module and all below it. Compares objects, since a module may have several paths."""
         if path not in self._inside:
             self._inside[path] = frozenset(self.path_of[id(module)] for module in self.modules[path].modules())
         return self._inside[path]
 
     def below(self, paths: Iterable[str]) -> set[str]:
+        """Returns the paths of all modules that lie inside these modules."""
         return {inner for path in paths for inner in self.inside(path) if inner != path}
 
     def in_order(self, paths: Iterable[str]) -> list[str]:
+        """Returns the paths in `named_modules` order, each once."""
         return sorted(set(paths), key=self._order.__getitem__)
 
     def outermost(self, paths: Iterable[str]) -> list[str]:
-        """Those that lie in no other of them, in order."""
+        """Returns the paths that lie inside no other of them, in order."""
         candidates = self.in_order(paths)
         below = self.below(candidates)
         return [path for path in candidates if path not in below]
 
     def parameters(self, paths: Iterable[str]) -> list[nn.Parameter]:
-        """The parameters of the modules and of all below them, each once."""
+        """Returns the parameters of the modules and of all below them, each once."""
         found = {id(p): p for path in paths for p in self.modules[path].parameters()}
         return list(found.values())
 
     def num_parameters(self, paths: Iterable[str]) -> int:
+        """Returns the number of elements of these parameters."""
         return sum(p.numel() for p in self.parameters(paths))
 
     def lists(self) -> Iterator[tuple[str, list[str]]]:
-        """Paths of lists, outer ones first, and of their elements; an object that is there twice counts twice."""
+        """Yields the path of each list, outer ones first, with the paths of its elements. Repeated elements repeat."""
         for path, module in self.modules.items():
             if isinstance(module, LISTS):
                 yield path, [self.path_of[id(child)] for child in module._modules.values() if child is not None]
@@ -137,7 +141,7 @@ def _found_blocks(tree: _Tree) -> list[str]:
 
 
 def _marked_blocks(tree: _Tree) -> list[str]:
-    """Elements of lists that transformers marks; `_no_split_modules` also names embeddings, which are in no list."""
+    """Returns marked elements of lists. `_no_split_modules` also names embeddings, which are in no list."""
     marks = {name for module in tree.modules.values() for name in getattr(module, "_no_split_modules", None) or ()}
     elements = [path for _, paths in tree.lists() for path in paths]
     return [path for path in elements if _is_marked(tree.modules[path], marks | {BLOCK_BASE})]
@@ -148,7 +152,7 @@ def _is_marked(module: nn.Module, marks: set[str]) -> bool:
 
 
 def _repeated_elements(tree: _Tree) -> Iterator[list[str]]:
-    """Elements of one list that are of one class, if there are two or more; never experts."""
+    """Yields the elements of one list that share a class, if there are two or more. Skips lists of experts."""
     for _, paths in (listed for listed in tree.lists() if "expert" not in listed[0].lower()):
         by_class: dict[str, list[str]] = {}
         for path in paths:
@@ -157,12 +161,12 @@ def _repeated_elements(tree: _Tree) -> Iterator[list[str]]:
 
 
 def _lone_elements(tree: _Tree) -> Iterator[list[str]]:
-    """The only elements of their lists; not of Sequential and ModuleDict, which also wrap models and adapters."""
+    """Returns the only elements of ModuleLists. Sequential and ModuleDict do not count: they also wrap models."""
     return (paths for path, paths in tree.lists() if len(paths) == 1 and isinstance(tree.modules[path], nn.ModuleList))
 
 
 def _blocks_by_share(tree: _Tree, groups: Iterable[list[str]], taken: Sequence[str]) -> list[str]:
-    """Groups of composite modules that lie apart from those taken and fill a sizable share, outer ones first."""
+    """Selects groups of composite modules that do not overlap those taken and fill a sizable share of the model."""
     covered = {*taken, *tree.below(taken)}
     floor = max(1.0, MIN_SHARE * _num_parameters_outside_vocabulary(tree))
     blocks: list[str] = []
@@ -175,7 +179,7 @@ def _blocks_by_share(tree: _Tree, groups: Iterable[list[str]], taken: Sequence[s
 
 
 def _is_composite(tree: _Tree, path: str) -> bool:
-    """A bare Linear is no block, and FSDP2 hooks into a forward, which a ModuleList does not have."""
+    """Returns whether a module has children and a forward. A bare Linear has no children, a ModuleList no forward."""
     return any(True for _ in tree.modules[path].children()) and _has_forward(tree, path)
 
 
@@ -184,7 +188,7 @@ def _has_forward(tree: _Tree, path: str) -> bool:
 
 
 def _num_parameters_outside_vocabulary(tree: _Tree) -> int:
-    """Leaves out what has a row per entry of the largest embedding: in small models that is nearly everything."""
+    """Counts elements except those of vocabulary-sized parameters, which are nearly everything in small models."""
     sizes = [module.num_embeddings for module in tree.modules.values() if isinstance(module, nn.Embedding)]
     vocabulary = max(sizes, default=-1)
     return sum(p.numel() for p in tree.parameters([""]) if p.ndim == 0 or p.shape[0] != vocabulary)
@@ -201,7 +205,7 @@ def _named_blocks(tree: _Tree, unit_classes: Sequence[str]) -> list[str]:
 
 
 def _candidates(tree: _Tree) -> list[str]:
-    """Modules that could be blocks by name: any below the root that can run and owns parameters."""
+    """Returns the modules that may be named as blocks: those below the root with a forward and parameters."""
     return [path for path in tree.modules if path and _has_forward(tree, path) and tree.num_parameters([path])]
 
 
@@ -223,7 +227,7 @@ class _Draft:
 
 @dataclass(frozen=True)
 class _Roles:
-    """Paths of the modules around the blocks that have a part of their own."""
+    """The paths of the input embeddings, the head and the final norm, or None for those that are missing."""
 
     embeddings: str | None
     head: str | None
@@ -233,18 +237,18 @@ class _Roles:
         return {path for path in (self.embeddings, self.head, self.norm) if path is not None}
 
 
-def _drafts(tree: _Tree, blocks: list[str]) -> list[_Draft]:
-    roles = _roles(tree, blocks)
+def _draft_units(tree: _Tree, blocks: list[str]) -> list[_Draft]:
+    roles = _find_roles(tree, blocks)
     components = _settled_components(tree, tree.outermost({*blocks, *roles.paths()}), blocks)
     is_norm_free = roles.norm is not None and {roles.norm} in components
     drafts = [_block_draft(tree, c, blocks) for c in components if c & set(blocks)]
     drafts = sorted(drafts, key=lambda draft: blocks.index(draft.name))
     others = [c for c in components if not c & set(blocks)]
-    tail = [_tail_draft(tree, c, roles, is_norm_free) for c in others if _holds(tree, c, roles.head)]
+    tail = [_tail_draft(tree, c, roles, is_norm_free) for c in others if _contains_role(tree, c, roles.head)]
     embeddings = [
-        _Draft("embeddings", "embeddings", tuple(_first(tree, c, roles.embeddings)))
+        _Draft("embeddings", "embeddings", tuple(_role_first(tree, c, roles.embeddings)))
         for c in others
-        if _holds(tree, c, roles.embeddings) and not _holds(tree, c, roles.head)
+        if _contains_role(tree, c, roles.embeddings) and not _contains_role(tree, c, roles.head)
     ]
     # The root last: `fully_shard` gives a module what no call before has taken.
     return [*embeddings, *drafts, *tail, _Draft("root", "root", ("",))]
@@ -256,37 +260,39 @@ def _block_draft(tree: _Tree, component: set[str], blocks: list[str]) -> _Draft:
 
 
 def _tail_draft(tree: _Tree, component: set[str], roles: _Roles, is_norm_free: bool) -> _Draft:
-    """Untied, the head stands first: the reduction keeps the gradient of a unit's last parameter alive
-    while it allocates its output (`foreach_reduce`), half a GiB less at 8B width if that is the norm's.
+    """Returns the tail. Untied, the head comes first, so that the norm's parameter is the unit's last.
+
+    The reduction keeps the gradient of the last parameter alive while it allocates its output (`foreach_reduce`). At
+    8B width that saves half a GiB.
     """
     norm = [roles.norm] if is_norm_free and roles.norm is not None else []
-    rest = _first(tree, component, roles.embeddings)
+    rest = _role_first(tree, component, roles.embeddings)
     head = [path for path in rest if roles.head in tree.inside(path)]
     rest = [path for path in rest if path not in head]
-    is_tied = _holds(tree, set(rest), roles.embeddings)
+    is_tied = _contains_role(tree, set(rest), roles.embeddings)
     return _Draft("tail", "tail", (*rest, *norm, *head) if is_tied else (*head, *rest, *norm))
 
 
-def _holds(tree: _Tree, paths: set[str], role: str | None) -> bool:
+def _contains_role(tree: _Tree, paths: set[str], role: str | None) -> bool:
     return any(role in tree.inside(path) for path in paths)
 
 
-def _first(tree: _Tree, paths: set[str], role: str | None) -> list[str]:
-    """The paths in order, the one that holds the role before the others."""
+def _role_first(tree: _Tree, paths: set[str], role: str | None) -> list[str]:
+    """Returns the paths in order, but first the one that contains the module of the role."""
     return sorted(tree.in_order(paths), key=lambda path: role not in tree.inside(path))
 
 
 # The modules around the blocks
 
 
-def _roles(tree: _Tree, blocks: list[str]) -> _Roles:
-    embeddings = _accessed(tree, "get_input_embeddings", blocks)
-    head = _accessed(tree, "get_output_embeddings", blocks)
+def _find_roles(tree: _Tree, blocks: list[str]) -> _Roles:
+    embeddings = _accessor_path(tree, "get_input_embeddings", blocks)
+    head = _accessor_path(tree, "get_output_embeddings", blocks)
     return _Roles(embeddings, head, _final_norm(tree, blocks, embeddings) if head is not None else None)
 
 
-def _accessed(tree: _Tree, accessor: str, blocks: list[str]) -> str | None:
-    """Path of the module that a transformers accessor returns, unless blocks lie inside it."""
+def _accessor_path(tree: _Tree, accessor: str, blocks: list[str]) -> str | None:
+    """Returns the path of the module that a transformers accessor returns, or None if blocks lie inside it."""
     try:
         module = getattr(tree.model, accessor)()
     except (AttributeError, NotImplementedError):
@@ -296,12 +302,12 @@ def _accessed(tree: _Tree, accessor: str, blocks: list[str]) -> str | None:
 
 
 def _final_norm(tree: _Tree, blocks: list[str], embeddings: str | None) -> str | None:
-    """The first norm after the last list of blocks in the module that holds it, or the last before (OPT).
+    """Finds the first norm after the last list of blocks in the same module, or else the last one before it (OPT).
 
-    Not the last after it: Gemma 3n and 4 have one for their per-layer embeddings there. Norms named after
-    the embeddings (BART) are left to the root: in the tail, their forward at the start would gather the head.
+    Not the last norm after it: in Gemma 3n and 4 that one belongs to the per-layer embeddings. Norms named after the
+    embeddings (BART) stay in the root: in the tail, their forward at the start would gather the head.
     """
-    holders = {_holder(tree, block): block for block in blocks}
+    holders = {_list_owner(tree, block): block for block in blocks}
     beside_embeddings = (embeddings or "").rpartition(".")[0]
     # Kosmos-2 defines its vision tower last: what stands beside the embeddings is the language model.
     holder = beside_embeddings if embeddings and beside_embeddings in holders else list(holders)[-1]
@@ -313,8 +319,8 @@ def _final_norm(tree: _Tree, blocks: list[str], embeddings: str | None) -> str |
     return next(iter([*after, *reversed(before)]), None)
 
 
-def _holder(tree: _Tree, block: str) -> str:
-    """The module that holds the list of the block."""
+def _list_owner(tree: _Tree, block: str) -> str:
+    """Returns the path of the module that contains the list of the block."""
     path = block.rpartition(".")[0]
     while path and isinstance(tree.modules[path], LISTS):
         path = path.rpartition(".")[0]
@@ -330,10 +336,10 @@ def _is_norm(tree: _Tree, path: str, name: str) -> bool:
 
 
 def _settled_components(tree: _Tree, atoms: list[str], blocks: list[str]) -> list[set[str]]:
-    """Sets of modules that must stand in one unit, each set of one or more, none inside another.
+    """Returns the sets of modules that must be in one unit. No module lies inside another.
 
-    An owner that joins a unit brings all that is below it, which may be shared in its turn: so again, until
-    nothing changes.
+    An owner that joins a unit brings everything below it, which may be shared too. So this repeats until nothing
+    changes.
     """
     while True:
         components = [c for c in _components(tree, atoms, blocks) if c & set(atoms)]
@@ -344,28 +350,28 @@ def _settled_components(tree: _Tree, atoms: list[str], blocks: list[str]) -> lis
 
 
 def _components(tree: _Tree, atoms: list[str], blocks: list[str]) -> list[set[str]]:
-    """Connected components of "shares a parameter with", less those that only the root can hold."""
+    """Returns the connected components of "shares a parameter with", except those that only the root can hold."""
     owners: dict[int, set[str]] = {}
-    for parameter, owner in _accesses(tree, tree.model, set(atoms)):
+    for parameter, owner in _owners_of(tree, tree.model, set(atoms)):
         owners.setdefault(parameter, set()).add(owner)
     links = [{atom} for atom in atoms] + [owner for owner in owners.values() if len(owner) > 1]
     loose = {path for link in links for path in link} - set(atoms)
     for_root = {path for path in loose if tree.inside(path) & set(blocks)} | (loose & tree.below(atoms))
-    return [component for component in _merged(links) if not component & for_root]
+    return [component for component in _merge_overlapping(links) if not component & for_root]
 
 
-def _accesses(tree: _Tree, module: nn.Module, atoms: set[str], atom: str | None = None) -> Iterator[tuple[int, str]]:
-    """Every way that leads to a parameter, aliases included: its id, and the atom on the way or else its owner."""
+def _owners_of(tree: _Tree, module: nn.Module, atoms: set[str], atom: str | None = None) -> Iterator[tuple[int, str]]:
+    """Yields every path to a parameter, aliases included: its id, and the atom on that path or else its owner."""
     path = tree.path_of[id(module)]
     atom = path if atom is None and path in atoms else atom
     for parameter in module.parameters(recurse=False):
         yield id(parameter), path if atom is None else atom
     for child in module.children():
-        yield from _accesses(tree, child, atoms, atom)
+        yield from _owners_of(tree, child, atoms, atom)
 
 
-def _merged(links: Iterable[set[str]]) -> list[set[str]]:
-    """Unites sets that have members in common."""
+def _merge_overlapping(links: Iterable[set[str]]) -> list[set[str]]:
+    """Merges sets that have members in common."""
     components: list[set[str]] = []
     for link in links:
         touching = [component for component in components if component & link]
@@ -378,7 +384,7 @@ def _merged(links: Iterable[set[str]]) -> list[set[str]]:
 
 
 def owned_parameters(model: nn.Module, units: Iterable[Sequence[str]]) -> Iterator[list[nn.Parameter]]:
-    """The parameters of each unit that no earlier unit owns, each once, in the order in which FSDP2 takes them.
+    """Yields the parameters of each unit that no earlier unit owns, each once, in FSDP2's order.
 
     Args:
         units: the dotted paths of each unit's modules, in the order of a plan.
@@ -390,7 +396,7 @@ def owned_parameters(model: nn.Module, units: Iterable[Sequence[str]]) -> Iterat
         yield list(found.values())
 
 
-def _measured(tree: _Tree, drafts: Sequence[_Draft]) -> Iterator[Unit]:
+def _count_parameters(tree: _Tree, drafts: Sequence[_Draft]) -> Iterator[Unit]:
     owned = owned_parameters(tree.model, (draft.modules for draft in drafts))
     for draft, own in zip(drafts, owned, strict=True):
         yield Unit(
@@ -406,33 +412,33 @@ def _measured(tree: _Tree, drafts: Sequence[_Draft]) -> Iterator[Unit]:
 
 
 def _no_block_message(tree: _Tree) -> str:
-    contents = [(path or "the model", _counted(_class_counts(tree, paths))) for path, paths in tree.lists() if paths]
+    contents = [(path or "the model", _in_words(_class_counts(tree, paths))) for path, paths in tree.lists() if paths]
     lists = [f"  {path}: {content}" for path, content in contents]
     return "\n".join(
         [
             f"no transformer block found in {tree.class_of('')} ({tree.num_parameters(['']):,} parameters)",
             *(["its module lists:", *lists] if lists else ["it has no module lists"]),
-            f"its module classes: {_counted(_class_counts(tree, _candidates(tree))) or 'none with parameters'}",
+            f"its module classes: {_in_words(_class_counts(tree, _candidates(tree))) or 'none with parameters'}",
             "name the class of the blocks in the recipe key sharding.unit_classes",
         ]
     )
 
 
 def _unmatched_message(tree: _Tree, unknown: list[str], counts: Counter[str]) -> str:
-    problems = [f"{name!r} matches no module of {tree.class_of('')}{_hint(name, counts)}" for name in unknown]
+    problems = [f"{name!r} matches no module of {tree.class_of('')}{_suggestion(name, counts)}" for name in unknown]
     return "\n".join(
         [
             "sharding.unit_classes: " + ("; ".join(problems) or "the list is empty"),
-            f"module classes that it may name: {_counted(counts)}",
+            f"module classes that it may name: {_in_words(counts)}",
             "mend the recipe key sharding.unit_classes, or leave it out to have the blocks found",
         ]
     )
 
 
-def _hint(name: str, counts: Iterable[str]) -> str:
+def _suggestion(name: str, counts: Iterable[str]) -> str:
     close = get_close_matches(name, list(counts), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _counted(counts: Counter[str]) -> str:
+def _in_words(counts: Counter[str]) -> str:
     return ", ".join(f"{name} x {count}" for name, count in counts.items())

@@ -1,7 +1,7 @@
-"""The versions of torch and Accelerate that the backend is tested with, and the private names that it leans on.
+"""Lists the tested versions of torch and Accelerate, and the private names that the backend depends on.
 
-An untested newer version is tried, not refused: a warning says so, and every private name is looked for first, so
-that a release that moved one stops at once and by name, not in the middle of a step.
+An untested newer version gives a warning, not an error. All private names are checked first, so that a release that
+moved one stops the run at once and by name, not in the middle of a step.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from toolkit.errors import BadInputError
 from toolkit.ranks import rank
 
 SUPPORTED_VERSIONS = {"torch": ">=2.11,<2.16", "accelerate": ">=1.13,<1.16"}
-"""What this package is tested with; pyproject.toml says the same."""
+"""The versions that this package is tested with, as in pyproject.toml."""
 
 
 @dataclass(frozen=True)
 class PrivateName:
-    """Something private of torch or Accelerate, and what its source must hold for us to be right.
+    """A private name of torch or Accelerate, and the source text that the backend relies on.
 
     Attributes:
         place: "module:qualified.name".
-        holds: texts of its source in this order; of several in a tuple, one by version.
+        holds: texts that its source must contain in this order. A tuple lists alternatives for different versions.
     """
 
     place: str
     holds: tuple[str | tuple[str, ...], ...] = ()
 
     def problem(self) -> str | None:
-        """What has moved, or None."""
+        """Returns what is missing, or None if everything is in place."""
         module, _, name = self.place.partition(":")
         try:
             found = importlib.import_module(module)
@@ -212,12 +212,12 @@ PRIVATE_NAMES = (
 
 
 def check_versions() -> None:
-    """Looks at the installed torch and Accelerate.
+    """Checks the installed versions of torch and Accelerate.
 
-    Warns of a version newer than those tested, on the first rank.
+    Warns on rank 0 about a version newer than those tested.
 
     Raises:
-        BadInputError: an older version, or a newer one in which a private name has moved.
+        BadInputError: if a version is too old, or a newer one has moved a private name.
     """
     newer = []
     for package, allowed in SUPPORTED_VERSIONS.items():
@@ -228,10 +228,10 @@ def check_versions() -> None:
         if not SpecifierSet(allowed).contains(plain):
             newer.append(f"{package} {found} is newer than the tested {package}{allowed}")
     if newer:
-        _try_newer("; ".join(newer))
+        _check_private_names("; ".join(newer))
 
 
-def _try_newer(told: str) -> None:
+def _check_private_names(told: str) -> None:
     moved = [problem for name in PRIVATE_NAMES if (problem := name.problem()) is not None]
     if moved:
         raise BadInputError(

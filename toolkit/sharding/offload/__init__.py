@@ -1,7 +1,7 @@
-"""Offload of optimizer state to host memory, exact and hidden behind compute.
+"""Offloads optimizer state to host memory, bit for bit exact, and overlaps the step with compute.
 
-engine.py holds the schedule; capture.py, executors.py and worker.py are its parts; facade.py is what the
-stock model, optimizer and `Accelerator` see of it.
+engine.py holds the schedule; capture.py, executors.py and worker.py are its parts. facade.py connects it to the stock
+model, optimizer and `Accelerator`.
 """
 
 from toolkit.sharding.offload.engine import OffloadEngine

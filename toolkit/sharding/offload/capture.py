@@ -1,7 +1,7 @@
-"""Gradients on their way to the host: taken as FSDP2 reduces them, and freed at once.
+"""Takes gradients as FSDP2 reduces them, copies them to the host and frees them at once.
 
-They are taken from the flat result of the reduce-scatter, in the type of the reduction: FSDP2 rounds
-it to the parameter's type, bfloat16, before it becomes `.grad`.
+They are taken from the flat result of the reduce-scatter, in the dtype of the reduction. FSDP2 rounds the result to the
+parameter's dtype, bfloat16, before it becomes `.grad`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from toolkit.errors import TrainingError
 from toolkit.sharding.fsdp_replaced import free_reduced_gradient, reduce_again_after
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit
 
-# Where the bus is slower than backward, gradients would otherwise pile up on the device, 4 bytes a parameter.
+# If the bus is slower than backward, gradients would otherwise pile up on the device, 4 bytes per parameter.
 MAX_IN_FLIGHT = 3
-"""Reduced gradients that wait on the device for their copy to the host (units)."""
+"""Units whose reduced gradients may wait on the device for their copy to the host."""
 
 
 class Capture:
     """Takes the gradients of all units.
 
     Args:
-        is_last_micro_batch: whether the backward that runs now ends the accumulation window.
-        on_landed: called for a unit whose gradient has been sent to the host, on FSDP2's stream.
-        once: a unit that is reduced twice before a step is an error, as it is being stepped already.
+        device: the device of the shards.
+        is_last_micro_batch: returns whether the current backward is the last of the optimizer step.
+        on_landed: called for a unit once the copy of its gradient to the host is queued, on FSDP2's stream.
+        once: whether a second gradient of a unit before a step is an error, because the unit is already being stepped.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Capture:
         free_reduced_gradient(unit.modules[0])
         # Weakly: a tensor's hooks are held where Python's garbage collection does not look. By way of this object each
         # of them kept the model, its state and its process group for the life of the process.
-        own_drop = weakref.WeakMethod(self._drop)
+        own_drop = weakref.WeakMethod(self._drop_rounded)
 
         def drop(parameter: torch.Tensor) -> None:
             if (act := own_drop()) is not None:
@@ -66,7 +67,12 @@ class Capture:
 
     @torch.no_grad()
     def _on_reduced(self, unit: OffloadedUnit, reduced: torch.Tensor) -> None:
-        """`reduced`: this rank's padded shards of the unit's gradients, one after the other, (unit.numel,)."""
+        """Accumulates the gradient, or passes it on if the micro-batch is the last.
+
+        Args:
+            unit: the unit that was reduced.
+            reduced: this rank's padded shards of the unit's gradients, concatenated, (unit.numel,).
+        """
         self._reduced = unit
         flat = reduced if unit.accumulated is None else unit.accumulated.add_(reduced)
         if self._is_last():
@@ -77,8 +83,8 @@ class Capture:
             # travels to the host once.
             unit.accumulated = flat.to(torch.float32, copy=True)
 
-    def _drop(self, parameter: torch.Tensor) -> None:
-        """Called for every parameter of a unit, right after `_on_reduced` and FSDP2's rounding."""
+    def _drop_rounded(self, parameter: torch.Tensor) -> None:
+        """Frees the rounded `.grad`. Called for every parameter of a unit, right after `_on_reduced`."""
         parameter.grad = None
         if self._reduced is not None:
             reduce_again_after(self._reduced.modules[0], self._handle.current_stream().record_event())
@@ -86,7 +92,7 @@ class Capture:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sends what is left to the host: the sums of units that were not reduced in the window's last micro-batch."""
+        """Sends the sums of units that were not reduced in the last micro-batch of the optimizer step to the host."""
         for unit in self._units:
             if unit.accumulated is not None:
                 flat, unit.accumulated = unit.accumulated, None
@@ -94,20 +100,20 @@ class Capture:
 
     def _pass_on(self, unit: OffloadedUnit, flat: torch.Tensor) -> None:
         if unit.norms is None:
-            self._land(unit, flat)
+            self._copy_to_host(unit, flat)
         else:
-            self._add(unit, flat)
+            self._add_on_host(unit, flat)
         self._on_landed(unit)
 
-    def _land(self, unit: OffloadedUnit, flat: torch.Tensor) -> None:
-        """Sends a gradient to the host, on a stream of its own: FSDP2 makes backward's end wait for its own."""
+    def _copy_to_host(self, unit: OffloadedUnit, flat: torch.Tensor) -> None:
+        """Copies a gradient to the host on a separate stream: backward's end waits for FSDP2's own streams."""
         # Now, while it is on the device: clipping needs the norm long before the host could have read it all.
-        unit.norms = _norms(unit, flat)
+        unit.norms = _slot_norms(unit, flat)
         if unit.leaving is not None:
             wait_for_landing(unit)  # no step has used the last gradient, and none has waited for it
         self._stream.wait_event(self._handle.current_stream().record_event())
         with self._handle.stream(self._stream):
-            unit.gradient = _room(unit, flat.dtype).copy_(flat, non_blocking=True)
+            unit.gradient = _landing_buffer(unit, flat.dtype).copy_(flat, non_blocking=True)
             unit.landed = self._stream.record_event()
         unit.leaving = flat
         self._in_flight.append(unit)
@@ -115,8 +121,8 @@ class Capture:
         while len(self._in_flight) > MAX_IN_FLIGHT:
             wait_for_landing(self._in_flight.popleft())
 
-    def _add(self, unit: OffloadedUnit, flat: torch.Tensor) -> None:
-        """A second gradient before the step: of another backward that Accelerate was not told to sum up."""
+    def _add_on_host(self, unit: OffloadedUnit, flat: torch.Tensor) -> None:
+        """Adds a second gradient before the step, from another backward outside of Accelerate's accumulation."""
         if self._once:
             raise TrainingError(
                 f"offload: {unit.name or 'the root'} got two gradients before one step, and the first is being stepped "
@@ -126,17 +132,17 @@ class Capture:
         # On the host and at once. `accumulate` does not come here: it sums on the device.
         wait_for_landing(unit)
         total = unit.gradient.float().add_(flat.to("cpu", torch.float32))
-        unit.norms = _norms(unit, total).to(flat.device)
-        unit.gradient = _room(unit, torch.float32).copy_(total)
+        unit.norms = _slot_norms(unit, total).to(flat.device)
+        unit.gradient = _landing_buffer(unit, torch.float32).copy_(total)
 
 
-def _norms(unit: OffloadedUnit, flat: torch.Tensor) -> torch.Tensor:
-    """2-norm of each parameter's rows, as torch's `get_total_norm` takes them, (number of slots,)."""
+def _slot_norms(unit: OffloadedUnit, flat: torch.Tensor) -> torch.Tensor:
+    """Returns the 2-norm of each parameter's rows, (number of slots,), as torch's `get_total_norm` computes it."""
     return torch.stack([torch.linalg.vector_norm(slot.view(flat), dtype=torch.float32) for slot in unit.slots])
 
 
-def _room(unit: OffloadedUnit, dtype: torch.dtype) -> torch.Tensor:
-    """The unit's landing place for a gradient of this type; widened where a sum no longer fits it."""
+def _landing_buffer(unit: OffloadedUnit, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the unit's host buffer for a gradient of this dtype, (unit.numel,). Grows it if the dtype is wider."""
     if unit.landing.element_size() < dtype.itemsize:
         pin = unit.landing.is_pinned()
         unit.landing = torch.empty(unit.numel, dtype=dtype, device=unit.landing.device, pin_memory=pin)
@@ -144,7 +150,7 @@ def _room(unit: OffloadedUnit, dtype: torch.dtype) -> torch.Tensor:
 
 
 def wait_for_landing(unit: OffloadedUnit) -> None:
-    """Returns when the unit's gradient is on the host, and lets go of it on the device."""
+    """Waits until the unit's gradient is on the host, then frees it on the device."""
     if unit.landed is not None:
         unit.landed.synchronize()
     unit.leaving = None

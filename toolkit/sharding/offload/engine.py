@@ -1,10 +1,10 @@
-"""The schedule of offloaded optimizer state: capture, norm, step in forward order, gate.
+"""Schedules offloaded optimizer state: takes gradients, computes the norm, steps units in forward order.
 
-Shards of the parameters stay on the device in the type of compute. Masters and moments lie in host
-memory. A unit's gradient is sent there as soon as FSDP2 has reduced it; at `optimizer.step()` a worker
-thread begins to step the units in the order of the next forward, which waits for each unit alone, and
-only if it comes to it before the worker has. No unit is ever used with weights of the step before: the
-run equals ordinary FSDP2 mixed precision bit for bit.
+Shards of the parameters stay on the device in the compute type. Masters and moments are in host memory. A unit's
+gradient is copied there as soon as FSDP2 has reduced it. At `optimizer.step()` a worker thread starts to step the units
+in the order of the next forward. The forward waits for one unit at a time, and only if it reaches a unit before the
+worker has finished it. No unit is ever used with the weights of the previous step, so the run equals ordinary FSDP2
+mixed precision bit for bit.
 """
 
 from __future__ import annotations
@@ -35,34 +35,39 @@ from toolkit.sharding.shards import local_tensor, shard_group
 from toolkit.sharding.unused import UsedParameters
 
 CHECK_SECONDS = 1.0
-"""How often a wait for the worker looks whether the worker is still there."""
+"""How often a wait for the worker checks that the worker is still alive."""
 
 MEASURED_STEPS = 2
-"""Steps after which `device_state_gib: auto` knows what is left free."""
+"""Steps after which `device_state_gib: auto` knows how much memory stays free."""
 
 DEVICE_SHARE = 0.9
-"""Of the device's memory, used by `device_state_gib: auto`."""
+"""The share of the device's memory that `device_state_gib: auto` uses."""
 
 
 class OffloadEngine:
     """Steps the offloaded optimizer state of one model.
 
-    Constructed with the sharded model before it has weights, when all host memory is taken; then
-    `state.seed` is given the masters; then `attach` registers the hooks. Collective.
+    The constructor takes the sharded model before it has weights, and allocates all host memory. Then `state.seed`
+    receives the masters, and `attach` registers the hooks. Collective.
 
     Args:
-        model: sharded, its trainable parameters in the type of compute.
-        optimizer: torch's; its parameters are looked up by `attach`.
+        model: sharded, with its trainable parameters in the compute type.
+        optimizer: a torch optimizer. `attach` looks up its parameters.
+        settings: how state is held and stepped.
         mixed_precision: `no` or `bf16`.
-        is_last_micro_batch: asked in backward; whether it ends the accumulation window.
-        accumulates: whether windows have more than one micro-batch.
+        is_last_micro_batch: called in backward; returns whether it is the last of the optimizer step.
+        accumulates: whether an optimizer step has more than one micro-batch.
 
     Attributes:
         state: masters and moments.
-        optimizer: whose settings are read at every step.
-        executor: of the units that are not resident.
-        reason: why this executor.
+        optimizer: the optimizer whose settings are read at every step.
+        executor: the executor of the units that are not resident.
+        reason: why this executor was chosen.
         on_moved: called when state has moved to the device.
+
+    Raises:
+        BadInputError: if nothing is trainable, or the dtypes, the optimizer, the executor or the host's memory do not
+            allow offload.
     """
 
     def __init__(
@@ -77,7 +82,7 @@ class OffloadEngine:
         self.model = model
         self.optimizer = optimizer
         self.settings = settings
-        self.on_moved: Callable[[], None] = _nothing
+        self.on_moved: Callable[[], None] = _do_nothing
         self._is_last = is_last_micro_batch
         units = read_units(model)
         if not units:
@@ -106,7 +111,7 @@ class OffloadEngine:
         self._agreed = False
         # The model keeps its engine: who lets go of the model, as at the end of a Trainer, gives the host memory back.
         model.offload_engine = self  # type: ignore[assignment]
-        self._end = weakref.finalize(self, _end, self._worker, self._handle, self.state.slabs)
+        self._end = weakref.finalize(self, _free_memory, self._worker, self._handle, self.state.slabs)
         # Not at the end of the process: the device may wait for a rank that is gone.
         self._end.atexit = False
 
@@ -130,30 +135,36 @@ class OffloadEngine:
             self._capture.attach(unit)
             # In the gather, not before the forward: an explicit prefetch gathers a unit ahead of its forward. A wait
             # there trained on old weights, without an error, and losses were off by 8e-2 to 1e-1.
-            before_reading_shards(unit.modules[0], functools.partial(self._wait, unit))
+            before_reading_shards(unit.modules[0], functools.partial(self._wait_for_weights, unit))
             for module in unit.modules:
                 module.register_forward_pre_hook(functools.partial(self._note_order, unit))
 
     def describe(self) -> str:
-        """One line for people: what steps the state, why, and what it takes."""
+        """Returns a line for people: what steps the state, why, and how much memory it takes."""
         threads = "" if self.executor == "device_stream" else f", {self.threads} thread{'s' * (self.threads != 1)}"
         residents = self.state.residents
         on_device = f"; {len(residents)} of {len(self.state.units)} units on the device" if residents else ""
         return f"{self.executor}{threads} ({self.reason}); {self.state.plan} of host memory a rank{on_device}"
 
-    # What the outside calls
+    # Called from outside
 
     @torch.no_grad()
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """The 2-norm of all gradients over all ranks, on the device; the next step is scaled to `max_norm`.
+        """Returns the 2-norm of all gradients over all ranks, a scalar on the device, and scales the next step.
 
-        Equals `torch.nn.utils.clip_grad_norm_` bit for bit: the norm of the parameters' norms, each of
-        which is the root of the sum of the ranks' squares.
+        Equals `torch.nn.utils.clip_grad_norm_` bit for bit: it is the norm of the parameters' norms, and each of these
+        is the root of the sum of squares over ranks.
+
+        Args:
+            parameters: all trainable parameters of the model, of any shape.
+            max_norm: the norm to which larger gradients are scaled.
+            norm_type: only 2 is supported.
 
         Raises:
-            BadInputError: of only some of the parameters, another norm, or a limit during backward.
+            BadInputError: if parameters are missing, the norm is another one, or units are stepped during backward
+                and `max_norm` is finite.
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._require_clippable(listed, max_norm, norm_type)
@@ -179,29 +190,29 @@ class OffloadEngine:
         return norm
 
     def step(self) -> None:
-        """Hands every unit with a gradient to the worker, with the optimizer's settings as they are now."""
+        """Hands every unit with a gradient to the worker, with the current settings of the optimizer."""
         self._finish_window()
         self._agreed = False
         self._raise_error()
         clip, self._clip = self._clip, None
-        # As the last forward came to them, which the next one most likely repeats. What it did not run is in no hurry.
+        # In the order of the last forward, which the next one most likely repeats; units that it did not run come last.
         order = [*self._seen, *(unit for unit in self.state.units if unit not in self._seen)]
         self._seen = []
         if clip is not None:
-            self._worker.submit(clip.decide, _nothing)  # before the units of the step: it waits for the norm
+            self._worker.submit(clip.decide, _do_nothing)  # before the units of the step: it waits for the norm
         after = self._handle.current_stream().record_event()
         # Copied now: the scheduler runs right after this, and the worker steps later.
         settings = hyper_parameters(self.optimizer)
         for unit in order:
             if unit.gradient is not None and unit.present:
-                self._submit(unit, settings, clip, after)
+                self._submit_step(unit, settings, clip, after)
             unit.forget_gradient()
         self._num_steps += 1
         if self.settings.device_state_gib == "auto" and self._num_steps == MEASURED_STEPS:
             self._fill_device()
 
     def discard(self) -> None:
-        """Forgets the gradients that no step has used."""
+        """Discards the gradients that no step has used."""
         for unit in self.state.units:
             unit.forget_gradient()
         self._used.forget()
@@ -209,50 +220,50 @@ class OffloadEngine:
         self._clip = None
 
     def flush(self) -> None:
-        """Returns when every step handed in has been taken and its weights have arrived."""
+        """Waits until every step handed in has been taken and its weights have arrived."""
         for unit in self.state.units:
             # A step's weights are sent behind its masters: once they have arrived the host may read either.
-            self._wait(unit)
+            self._wait_for_weights(unit)
             if unit.arrived is not None:
                 unit.arrived.synchronize()
 
     def close(self) -> None:
-        """Ends the worker and gives the host memory back; the model is not trained any more."""
+        """Ends the worker and frees the host memory. The model cannot be trained any more."""
         self._end()
 
     # The schedule
 
     def _on_landed(self, unit: OffloadedUnit) -> None:
         if self.settings.during_backward:
-            self._agree([unit])
+            self._agree_on_used([unit])
             if unit.present:
-                self._submit(unit, hyper_parameters(self.optimizer), None, unit.landed)
+                self._submit_step(unit, hyper_parameters(self.optimizer), None, unit.landed)
             # The task holds it from here on, and nothing is left for `step` to hand in again.
             unit.gradient = None
 
     def _finish_window(self) -> None:
-        """Completes the gradients of the window, once for clipping and step."""
+        """Completes the gradients of the optimizer step, once for both clipping and `step`."""
         self._capture.finish()
         if not self._agreed:
-            self._agree([] if self.settings.during_backward else self.state.units)
+            self._agree_on_used([] if self.settings.during_backward else self.state.units)
         self._agreed = True
 
-    def _agree(self, units: Sequence[OffloadedUnit]) -> None:
-        """Finds out which of the units' parameters any rank used. Collective."""
+    def _agree_on_used(self, units: Sequence[OffloadedUnit]) -> None:
+        """Sets `present` of the units: the parameters that any rank used. Collective."""
         used = iter(self._used.used_by_any([slot.parameter for unit in units for slot in unit.slots]))
         for unit in units:
             unit.present = frozenset(i for i in range(len(unit.slots)) if next(used))
 
-    def _submit(
+    def _submit_step(
         self, unit: OffloadedUnit, settings: tuple[dict[str, Any], ...], clip: _Clip | None, after: Any
     ) -> None:
         assert unit.gradient is not None
         # Here and not on the worker, which may come to the unit only after the next forward has.
         unit.published.clear()
-        task = functools.partial(self._run, unit, unit.gradient, unit.present, settings, clip, after)
+        task = functools.partial(self._step_unit, unit, unit.gradient, unit.present, settings, clip, after)
         self._worker.submit(task, unit.published.set)
 
-    def _run(
+    def _step_unit(
         self,
         unit: OffloadedUnit,
         gradient: torch.Tensor,
@@ -261,7 +272,7 @@ class OffloadEngine:
         clip: _Clip | None,
         after: Any,
     ) -> None:
-        """On the worker: steps one unit and sends its weights to the device."""
+        """Steps one unit and copies its weights to the device. Runs on the worker."""
         wait_for_landing(unit)
         if clip is None or not clip.skip:
             step = UnitStep(unit, gradient, present, settings, 1.0 if clip is None else clip.scale)
@@ -271,7 +282,7 @@ class OffloadEngine:
             stream.wait_event(after)
             with self._handle.stream(stream):
                 for begin, weights in executor.step(step):
-                    _send(step, begin, weights)
+                    _copy_to_shards(step, begin, weights)
                 unit.arrived = stream.record_event()
             executor.sent(unit.arrived)
         # Last: who has waited for it reads `arrived` next.
@@ -279,13 +290,13 @@ class OffloadEngine:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_order(self, unit: OffloadedUnit, *_: object) -> None:
-        """Before each module's forward: the next one will need the units in this order."""
+        """Records the order of units before each module's forward: the next forward needs them in this order."""
         # An evaluation tells nothing of the next training forward; checkpointed blocks run a second time, in backward.
         if torch.is_grad_enabled() and unit not in self._seen:
             self._seen.append(unit)
 
-    def _wait(self, unit: OffloadedUnit) -> None:
-        """Returns when the unit's weights are those of the last step, for what runs on the current stream."""
+    def _wait_for_weights(self, unit: OffloadedUnit) -> None:
+        """Waits until the unit has the weights of the last step, for work on the current stream."""
         while not unit.published.wait(CHECK_SECONDS):
             if not self._worker.alive:
                 raise RankError(f"offload: the thread that steps the optimizer on rank {ranks.rank()} is gone")
@@ -333,7 +344,7 @@ class OffloadEngine:
 
     @torch.no_grad()
     def _fill_device(self) -> None:
-        """Makes further units resident as far as the peak of the first steps leaves room. Not on CPU ranks."""
+        """Makes more units resident, as far as the peak memory of the first steps allows. Not on CPU ranks."""
         if self._device.type == "cpu":
             return  # device and host are one memory
         _, total = self._handle.mem_get_info(self._device)
@@ -350,7 +361,7 @@ class OffloadEngine:
 
     @torch.no_grad()
     def _move_to_device(self, units: Sequence[OffloadedUnit]) -> None:
-        """Makes units resident, with what they hold."""
+        """Makes units resident and moves their state."""
         # Otherwise the worker might step what has been copied already, in its old place.
         self.flush()
         for unit in units:
@@ -362,11 +373,16 @@ class OffloadEngine:
 
 
 class _Clip:
-    """The norm of a step on its way to the host, and what it means.
+    """Copies the norm of a step to the host and decides how to clip.
+
+    Args:
+        norm: a scalar on the device.
+        max_norm: the norm to which larger gradients are scaled.
+        handle: the device module, such as `torch.cuda`.
 
     Attributes:
-        skip: the norm is not finite. Set by `decide`, as `scale`.
-        scale: factor of the gradients.
+        skip: whether the norm is not finite, so that the step is skipped. Set by `decide`.
+        scale: the factor of the gradients. Set by `decide`.
     """
 
     def __init__(self, norm: torch.Tensor, max_norm: float, handle: Any) -> None:
@@ -380,16 +396,22 @@ class _Clip:
         self.scale = 1.0
 
     def decide(self) -> None:
+        """Waits for the norm and sets `skip` and `scale`."""
         if self._event is not None:  # as torch.cpu's streams return
             self._event.synchronize()
         norm, self.scale = self._both.tolist()
         self.skip = not math.isfinite(norm)
 
 
-def _send(step: UnitStep, begin: int, weights: torch.Tensor) -> None:
-    """Copies new weights into the shards, rounded to their type: those from element `begin` of the unit on.
+def _copy_to_shards(step: UnitStep, begin: int, weights: torch.Tensor) -> None:
+    """Copies new weights into the shards, rounded to their dtype.
 
-    What an executor has rounded already goes as its master to the shards that stay in float32.
+    If the executor has rounded the weights already, shards that stay in float32 get their masters instead.
+
+    Args:
+        step: the step that was taken.
+        begin: the first element of `weights` in the unit's flat tensors.
+        weights: new weights, flat, (n,).
     """
     for slot in step.slots:
         first = max(slot.offset, begin)
@@ -401,8 +423,8 @@ def _send(step: UnitStep, begin: int, weights: torch.Tensor) -> None:
             shard[first - slot.offset : last - slot.offset].copy_(new, non_blocking=True)
 
 
-def _end(worker: Worker, handle: Any, slabs: Slabs) -> None:
-    """Gives an engine's memory back. Holds no reference to the engine, so that the engine can be collected."""
+def _free_memory(worker: Worker, handle: Any, slabs: Slabs) -> None:
+    """Frees an engine's memory. Holds no reference to the engine, so that the engine can be collected."""
     # In this order: worker and device may still be copying from the memory that is given back.
     worker.close()
     handle.synchronize()
@@ -414,5 +436,5 @@ def _device_of(parameter: DTensor) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass

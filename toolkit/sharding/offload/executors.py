@@ -1,7 +1,7 @@
-"""How a unit's state is stepped: on the host by torch, by our kernel, or passing through the device.
+"""Steps a unit's state: on the host by torch or by our kernel, on the device, or streamed through the device.
 
-An executor is called by the worker thread alone. It gets a landed gradient and leaves new masters and
-moments behind; what it gives are the new weights that go to the device.
+Only the worker thread calls an executor. It takes a gradient on the host, updates masters and moments in place, and
+returns the new weights for the device.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from toolkit.sharding.offload.unit_chunks import ALIGNMENT, chunks_of
 
 @dataclass(frozen=True)
 class UnitStep:
-    """A step to take.
+    """A step of one unit.
 
     Attributes:
-        gradient: flat, float32 or the type of compute; the executor may write to it.
-        present: indices of the slots that have a gradient.
-        settings: of every parameter group, as they were at `step()`.
-        scale: of the gradient, for clipping.
+        unit: the unit to step.
+        gradient: flat, (unit.numel,), float32 or the compute type. The executor may write to it.
+        present: the indices of the slots that have a gradient.
+        settings: the settings of every parameter group at the time of `step()`.
+        scale: the factor of the gradient, for clipping.
     """
 
     unit: OffloadedUnit
@@ -37,32 +38,35 @@ class UnitStep:
 
     @property
     def slots(self) -> Iterator[Any]:
-        """The slots to step."""
+        """Returns the slots to step."""
         numbered = enumerate(self.unit.slots)
         return (slot for i, slot in numbered if i in self.present and slot.group is not None)
 
 
 Weights = Iterable[tuple[int, torch.Tensor]]
-"""New weights of a unit in stretches: the first element's place in the unit's flat tensors, and what lies there, flat.
-Each is readable until the next one is asked for."""
+"""New weights of a unit in pieces: the index of the first element in the unit's flat tensors, and the piece, (n,).
+Each piece is valid until the next one is requested."""
 
 
 class Executor(Protocol):
+    """Steps the optimizer state of units."""
+
     def stream(self, unit: OffloadedUnit) -> Any:
-        """The device's stream on which this unit is stepped and its weights are sent off."""
+        """Returns the stream on which this unit is stepped and its weights are copied to the device."""
 
     def step(self, step: UnitStep) -> Weights:
-        """Takes the step; the new weights, readable on the current stream, which is `stream(unit)`."""
+        """Takes the step. Returns the new weights, valid on the current stream, which is `stream(unit)`."""
 
     def sent(self, event: Any) -> None:
-        """The weights returned last are needed until `event`."""
+        """Says that the weights returned last are in use until `event`."""
 
 
 class Staging:
-    """Pinned host buffers between the step and the device, used in turn, and the stream they leave on.
+    """Host buffers, pinned for a GPU, from which new weights are copied to the device. They are used in turn.
 
     Args:
-        buffers: flat, long enough for any unit, in the type of compute.
+        buffers: flat, in the compute type, as long as the longest unit.
+        device: the device of the shards.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -72,7 +76,7 @@ class Staging:
         self._next = 0
 
     def take(self, numel: int) -> torch.Tensor:
-        """A buffer whose last copy has left for the device."""
+        """Waits for a free buffer and returns it, (numel,), in the compute type, on the host."""
         # The host itself writes to the buffer, so the host has to wait, and not a stream.
         event = self._busy[self._next]
         if event is not None:
@@ -80,21 +84,22 @@ class Staging:
         return self._buffers[self._next][:numel]
 
     def sent(self, event: Any) -> None:
-        """The buffer taken last is free once `event` has happened."""
+        """Marks the buffer taken last as free once `event` has happened."""
         self._busy[self._next] = event
         self._next = (self._next + 1) % len(self._buffers)
 
 
 class FlatOptimizer:
-    """The user's optimizer class over a unit's flat tensors, with state that we own.
+    """Runs the user's optimizer class on views of a unit's flat tensors, with state in our memory.
 
-    Each parameter keeps a tensor of its own, and not one flat one, because torch's vectorised kernels
-    round the last few elements of a tensor differently: so the step equals the ordinary one bit for bit.
+    Each parameter is a separate view, not one flat tensor, because torch's vectorised kernels round the last few
+    elements of a tensor differently. So the step equals the ordinary one bit for bit.
 
     Args:
-        optimizer: whose class and settings are taken.
-        master: where this optimizer steps, flat float32; on any device.
-        moments: the same, by torch's names.
+        optimizer: the optimizer whose class and settings are used.
+        unit: the unit to step.
+        master: the weights to step, flat float32, (unit.numel,), on any device.
+        moments: the optimizer's tensors by torch's names, like `master`.
     """
 
     def __init__(
@@ -111,7 +116,7 @@ class FlatOptimizer:
         members = [[p for i, p in self._masters.items() if unit.slots[i].group == group] for group in self._groups]
         settings = hyper_parameters(optimizer)
         options = [
-            {**settings[group], "params": params, **_implementation(optimizer)}
+            {**settings[group], "params": params, **_fused_option(optimizer)}
             for group, params in zip(self._groups, members, strict=True)
         ]
         self._inner = type(optimizer)(options)  # type: ignore[call-arg]
@@ -123,7 +128,12 @@ class FlatOptimizer:
         self._unit = unit
 
     def step(self, step: UnitStep, gradient: torch.Tensor) -> None:
-        """Takes one step; `gradient` is flat, float32 and scaled."""
+        """Takes one step.
+
+        Args:
+            step: the step.
+            gradient: the scaled gradient, flat float32, (unit.numel,), on the device of the masters.
+        """
         for i, master in self._masters.items():
             # None and not zeros for what no rank used: with zeros AdamW would still decay it.
             master.grad = self._unit.slots[i].view(gradient) if i in step.present else None
@@ -136,23 +146,23 @@ class FlatOptimizer:
             master.grad = None
 
 
-def _implementation(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
-    """Adam runs fused, five times as fast as torch's other ways; DTensors have no fused SGD to be equal to."""
+def _fused_option(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
+    """Makes Adam run fused, five times as fast as otherwise. Not SGD: DTensors have no fused SGD to compare with."""
     return {} if isinstance(optimizer, torch.optim.SGD) else {"fused": True}
 
 
-def _scaled(step: UnitStep, scratch: torch.Tensor | None) -> torch.Tensor:
-    """The gradient in float32, scaled; in place where it is float32 already."""
+def _scaled_gradient(step: UnitStep, scratch: torch.Tensor | None) -> torch.Tensor:
+    """Returns the scaled gradient in float32, (unit.numel,). Works in place if it already is float32."""
     gradient = step.gradient
     # torch's fused AdamW refuses float32 parameters with bfloat16 gradients.
     if gradient.dtype != torch.float32:
         gradient = gradient.float() if scratch is None else scratch[: gradient.numel()].copy_(gradient)
-    # Clipping is a pass over memory of its own here: 21.3 ms in place of 13.0 for 25M parameters, rounding included.
+    # Clipping is an extra pass over memory here: 21.3 ms instead of 13.0 for 25M parameters, rounding included.
     return gradient.mul_(step.scale) if step.scale != 1.0 else gradient
 
 
 class _Staged:
-    """An executor on the host, whose weights leave by way of the staging."""
+    """The base of executors on the host, whose weights go to the device through the staging buffers."""
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
@@ -165,10 +175,13 @@ class _Staged:
 
 
 class CpuTorch(_Staged):
-    """torch's fused optimizer on the host.
+    """Steps units on the host with torch's fused optimizer.
 
     Args:
-        scratch: flat float32, long enough for any unit, where gradients land in another type.
+        optimizer: the optimizer whose class and settings are used.
+        units: the units to step.
+        staging: the buffers through which weights leave for the device.
+        scratch: flat float32, as long as the longest unit. None if gradients arrive in float32.
     """
 
     def __init__(
@@ -183,13 +196,13 @@ class CpuTorch(_Staged):
         self._scratch = scratch
 
     def step(self, step: UnitStep) -> Weights:
-        self._inner[step.unit].step(step, _scaled(step, self._scratch))
-        # The buffer is asked for after the step: its last copy to the device has had that long to end.
+        self._inner[step.unit].step(step, _scaled_gradient(step, self._scratch))
+        # Take the buffer after the step: its last copy to the device has had that long to finish.
         return [(0, self._staging.take(step.unit.numel).copy_(step.unit.master))]
 
 
 class CpuFused(_Staged):
-    """Our kernel: gradient, clipping, AdamW and the rounded weights in one pass over memory."""
+    """Steps units on the host with our kernel: clipping, AdamW and rounding in one pass over memory."""
 
     def __init__(self, kernel: AdamWKernel, staging: Staging, threads: int) -> None:
         super().__init__(staging)
@@ -198,7 +211,7 @@ class CpuFused(_Staged):
 
     def step(self, step: UnitStep) -> Weights:
         unit = step.unit
-        # Asked for before the step, as the kernel writes the rounded weights on its way.
+        # Take the buffer before the step, because the kernel writes the rounded weights into it.
         weights = self._staging.take(unit.numel)
         stepped = list(step.slots)
         for slot in stepped:
@@ -210,14 +223,14 @@ class CpuFused(_Staged):
             unit.moments["exp_avg_sq"],
             step.gradient,
             weights,
-            [_segment(slot, step.settings[slot.group]) for slot in stepped],
+            [_kernel_segment(slot, step.settings[slot.group]) for slot in stepped],
             step.scale,
             self._threads,
         )
         return [(0, weights)]
 
 
-def _segment(slot: Any, settings: dict[str, Any]) -> Segment:
+def _kernel_segment(slot: Any, settings: dict[str, Any]) -> Segment:
     beta1, beta2 = settings["betas"]
     return Segment(
         slot.offset,
@@ -232,7 +245,7 @@ def _segment(slot: Any, settings: dict[str, Any]) -> Segment:
 
 
 class Resident:
-    """State that lives on the device, stepped there by torch's fused optimizer."""
+    """Steps units whose state is on the device, with torch's fused optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[OffloadedUnit], device: torch.device) -> None:
         self._inner = {unit: FlatOptimizer(optimizer, unit, unit.master, unit.moments) for unit in units}
@@ -243,33 +256,33 @@ class Resident:
         return self._stream
 
     def sent(self, event: Any) -> None:
-        """Masters stay where they are."""
+        """Does nothing, because masters stay in place."""
 
     def step(self, step: UnitStep) -> Weights:
-        self._inner[step.unit].step(step, _scaled(step, None))
+        self._inner[step.unit].step(step, _scaled_gradient(step, None))
         return [(0, step.unit.master)]
 
 
 STREAM_BYTES = 2 * 4 * 4
-"""Of device memory for each element that passes through at once: two sets of master, gradient and two moments in
+"""Bytes of device memory for each element that is streamed at once: two sets of master, gradient and two moments in
 float32."""
 
 STREAM_CHUNK = 2**24
-"""Elements that pass through the device at once: of 512 MiB of buffers. Whole units would ask for 15.7 GiB for an 8B
-model on one GPU, whose head alone has 525 million parameters; and a copy of 64 MiB is as fast as a longer one."""
+"""Elements that are streamed through the device at once, in 512 MiB of buffers. Whole units would need 15.7 GiB for an
+8B model on one GPU, because its head alone has 525 million parameters. A copy of 64 MiB is as fast as a longer one."""
 assert STREAM_CHUNK % ALIGNMENT == 0
 
 
 def stream_bytes(longest: int) -> int:
-    """Of device memory that `device_stream` takes, where the longest unit has so many elements."""
+    """Returns the device memory in bytes that `device_stream` takes if the longest unit has `longest` elements."""
     return STREAM_BYTES * min(longest, STREAM_CHUNK)
 
 
 class DeviceStream:
-    """State lives on the host and passes through the device, a chunk of a unit at a time.
+    """Streams state that is on the host through the device, one chunk of a unit at a time.
 
-    Two sets of device buffers, used in turn by the units, each with a stream of its own: one unit's state comes in
-    while the other's goes out.
+    Units alternate between two sets of device buffers, each with its own stream. So the state of one unit is copied in
+    while that of another is copied out.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[OffloadedUnit], device: torch.device) -> None:
@@ -283,7 +296,7 @@ class DeviceStream:
         self._inner = {}
         for unit in units:
             for chunk in self._chunks[unit]:
-                flats = self._flats(unit, chunk.unit.numel)
+                flats = self._lane_buffers(unit, chunk.unit.numel)
                 moments = {name: flats[name] for name in unit.moments}
                 self._inner[chunk] = FlatOptimizer(optimizer, chunk.unit, flats["master"], moments)
 
@@ -291,13 +304,13 @@ class DeviceStream:
         return self._streams[self._lane[unit]]
 
     def sent(self, event: Any) -> None:
-        """A set of buffers is used by one stream alone, which keeps the order."""
+        """Does nothing, because only one stream uses a set of buffers, which keeps the order."""
 
     def step(self, step: UnitStep) -> Weights:
         unit = step.unit
         host = {"master": unit.master, **unit.moments}
         for chunk in self._chunks[unit]:
-            flats = self._flats(unit, chunk.unit.numel)
+            flats = self._lane_buffers(unit, chunk.unit.numel)
             # All of it on the unit's one stream, so that in, step and out keep their order; only units of the other set
             # of buffers run beside it.
             flats["gradient"].copy_(chunk.of(step.gradient), non_blocking=True)
@@ -313,5 +326,5 @@ class DeviceStream:
                 chunk.of(tensor).copy_(flats[name], non_blocking=True)
             yield chunk.begin, flats["master"]
 
-    def _flats(self, unit: OffloadedUnit, numel: int) -> dict[str, torch.Tensor]:
+    def _lane_buffers(self, unit: OffloadedUnit, numel: int) -> dict[str, torch.Tensor]:
         return {name: flat[:numel] for name, flat in self._buffers[self._lane[unit]].items()}

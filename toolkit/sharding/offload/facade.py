@@ -1,8 +1,8 @@
-"""What the outside sees of the engine: an ordinary model, optimizer and `Accelerator`.
+"""Connects the engine to an ordinary model, optimizer and `Accelerator`.
 
-The model's state dict holds the float32 masters, the optimizer's the moments, all of them DTensors
-under the names and with the placements of an ordinary run: either loads the other's checkpoints, at
-any number of ranks. Only public hooks of torch are used.
+The model's state dict holds the float32 masters, and the optimizer's holds the moments. All are DTensors with the names
+and placements of an ordinary run. So runs with and without offload load each other's checkpoints, at any number of
+ranks. Only public hooks of torch are used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toolkit.sharding.shards import beside, local_tensor
 
 
 def connect(engine: OffloadEngine, accelerator: Accelerator) -> None:
-    """Registers the hooks of model and optimizer, and puts the engine's clipping in the accelerator's place."""
+    """Registers the hooks of model and optimizer, and replaces the accelerator's clipping by the engine's."""
     # State that moves to the device gets new tensors; the optimizer would go on showing the old ones.
     engine.on_moved = lambda: _show_state(engine)
     _connect_optimizer(engine)
@@ -34,7 +34,7 @@ def connect(engine: OffloadEngine, accelerator: Accelerator) -> None:
 
 
 def engine_of(model: nn.Module) -> OffloadEngine | None:
-    """The engine that steps a model's offloaded state; None if nothing is offloaded."""
+    """Returns the engine that steps a model's offloaded state, or None if nothing is offloaded."""
     return getattr(model, "offload_engine", None)
 
 
@@ -44,8 +44,8 @@ def _refuse_clipping_by_value(parameters: Iterable[torch.Tensor], clip_value: fl
     )
 
 
-def _discarding(engine: OffloadEngine, zero_grad: Callable[..., None]) -> Callable[..., None]:
-    """`zero_grad` of a model or an optimizer, which also forgets the gradients that are on the host."""
+def _discard_and_zero(engine: OffloadEngine, zero_grad: Callable[..., None]) -> Callable[..., None]:
+    """Returns a `zero_grad` that also discards the gradients on the host."""
 
     def discard_and_zero(set_to_none: bool = True) -> None:
         engine.discard()
@@ -73,7 +73,7 @@ def _connect_optimizer(engine: OffloadEngine) -> None:
         return {**state_dict, "state": {}}
 
     optimizer.register_step_pre_hook(before_step)
-    optimizer.zero_grad = _discarding(engine, optimizer.zero_grad)  # type: ignore[method-assign]
+    optimizer.zero_grad = _discard_and_zero(engine, optimizer.zero_grad)  # type: ignore[method-assign]
     # The worker may still be writing the moments that are about to be read.
     optimizer.register_state_dict_pre_hook(lambda _: engine.flush())
     optimizer.register_load_state_dict_pre_hook(before_loading)
@@ -83,7 +83,7 @@ def _connect_optimizer(engine: OffloadEngine) -> None:
 
 
 def _show_state(engine: OffloadEngine) -> None:
-    """Makes the moments the optimizer's state, as views of the engine's own memory."""
+    """Fills the optimizer's state with the moments, as views of the engine's memory."""
     engine.optimizer.state.clear()
     for unit in engine.state.units:
         for slot in unit.slots:
@@ -95,7 +95,7 @@ def _show_state(engine: OffloadEngine) -> None:
 
 @torch.no_grad()
 def _load_state(engine: OffloadEngine, state_dict: dict[str, Any]) -> None:
-    """Copies moments into the engine's memory: torch would round them to the parameters' type."""
+    """Copies loaded moments into the engine's memory, because torch would round them to the parameters' dtype."""
     slots = engine.state.by_parameter()
     for group, stored_group in zip(engine.optimizer.param_groups, state_dict["param_groups"], strict=True):
         for parameter, index in zip(group["params"], stored_group["params"], strict=True):
@@ -136,7 +136,7 @@ def _connect_model(engine: OffloadEngine) -> None:
             if isinstance(value, DTensor):
                 slot.view(unit.master).copy_(value.to_local().view(slot.shape))
 
-    engine.model.zero_grad = _discarding(engine, engine.model.zero_grad)  # type: ignore[method-assign]
+    engine.model.zero_grad = _discard_and_zero(engine, engine.model.zero_grad)  # type: ignore[method-assign]
     model: Any = engine.model
     model.register_state_dict_pre_hook(lambda *_: engine.flush())
     model.register_state_dict_post_hook(after_saving)

@@ -1,4 +1,4 @@
-"""Host memory: how much, whether the machine has it, and one slab for each kind of tensor."""
+"""Plans host memory, checks that the machine has it, and allocates one slab for each kind of tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ try:
 except ImportError:  # Windows has none
     resource = None  # type: ignore[assignment]
 
-# Of cgroup version 2. Without its files the host's own figure stands.
+# The files of cgroup version 2. Without them the figure of the host counts.
 CGROUP = Path("/sys/fs/cgroup")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -31,13 +31,13 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class HostPlan:
-    """Bytes of host memory that one rank takes, all of it before the first step.
+    """Bytes of host memory that one rank takes. All of it is allocated before the first step.
 
     Attributes:
         masters: float32 weights.
         moments: the optimizer's tensors.
-        gradients: where gradients land; pinned on a GPU machine.
-        staging: between the step and the device; pinned on a GPU machine.
+        gradients: the buffers that receive gradients. Pinned on a GPU machine.
+        staging: the buffers from which weights go to the device. Pinned on a GPU machine.
     """
 
     masters: int
@@ -51,17 +51,17 @@ class HostPlan:
 
     def __str__(self) -> str:
         parts = ("masters", "moments", "gradients", "staging")
-        return f"{_size(self.total)} ({', '.join(f'{part} {_size(getattr(self, part))}' for part in parts)})"
+        return f"{_in_gib(self.total)} ({', '.join(f'{part} {_in_gib(getattr(self, part))}' for part in parts)})"
 
 
 def plan_host(hosted: Sequence[int], num_moments: int, gradient_bytes: int, longest_bytes: int) -> HostPlan:
-    """What the units whose state is on the host take.
+    """Plans the host memory of the units whose state is on the host.
 
     Args:
-        hosted: elements of each unit's flat tensors.
-        num_moments: tensors of an element's size that the optimizer keeps.
-        gradient_bytes: of an element of a gradient that lands.
-        longest_bytes: of each element of the longest unit, for staging.
+        hosted: the number of elements of each unit's flat tensors.
+        num_moments: the number of moments that the optimizer keeps for each parameter.
+        gradient_bytes: the bytes of an element of a gradient.
+        longest_bytes: the bytes of staging for each element of the longest unit.
     """
     elements = sum(hosted)
     return HostPlan(
@@ -72,18 +72,19 @@ def plan_host(hosted: Sequence[int], num_moments: int, gradient_bytes: int, long
     )
 
 
-def _size(num_bytes: int) -> str:
+def _in_gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 @dataclass(frozen=True)
 class Room:
-    """Free memory, and who shares it.
+    """A limit of host memory, and the ranks that share it.
 
     Attributes:
-        key: the same on all ranks that take from it.
-        who: these ranks in words.
-        found: the bytes in words.
+        key: equal on all ranks that share the limit.
+        who: describes these ranks.
+        found: describes the limit.
+        num_bytes: the bytes that are free.
     """
 
     key: tuple[object, ...]
@@ -93,10 +94,14 @@ class Room:
 
 
 def require_host_memory(plan: HostPlan) -> None:
-    """Raises BadInputError on every rank where the ranks of a host need more than it has. Collective."""
+    """Checks that every host has the memory that its ranks need. Collective.
+
+    Raises:
+        BadInputError: on every rank, if the ranks of a host, a container or a process need more than is free.
+    """
     if _alive:
-        gc.collect()  # a model that has been dropped still holds its memory, as models hold themselves by their hooks
-    told = ranks.gather_objects((plan.total, _rooms(), held_bytes()))
+        gc.collect()  # a dropped model still holds its memory, because its hooks form reference cycles with it
+    told = ranks.gather_objects((plan.total, _memory_limits(), held_bytes()))
     needed: dict[tuple[object, ...], int] = defaultdict(int)
     for total, rooms, _ in told:
         for room in rooms:
@@ -107,15 +112,15 @@ def require_host_memory(plan: HostPlan) -> None:
         for room in rooms:
             if needed[room.key] > room.num_bytes:
                 raise BadInputError(
-                    f"offload: {room.who} would take {_size(needed[room.key])} of host memory, but {room.found}. "
-                    f"A rank takes {plan}; {_advice(held)}"
+                    f"offload: {room.who} would take {_in_gib(needed[room.key])} of host memory, but {room.found}. "
+                    f"A rank takes {plan}; {_memory_advice(held)}"
                 )
 
 
-def _advice(held: int) -> str:
+def _memory_advice(held: int) -> str:
     if held:
         return (
-            f"{_size(held)} are still held by a model that this process has trained before; let go of it first: "
+            f"{_in_gib(held)} are still held by a model that this process has trained before; let go of it first: "
             "plugin.close(), or del its trainer, accelerator, model and optimizer"
         )
     return (
@@ -123,32 +128,32 @@ def _advice(held: int) -> str:
     )
 
 
-def _rooms() -> list[Room]:
-    """What this rank's memory is limited by: its process, its container and its host."""
+def _memory_limits() -> list[Room]:
+    """Returns the memory limits of this rank: those of its process, its container and its host."""
     host, rank = platform.node(), ranks.rank()
-    machine = _machine()
+    machine = _machine_id()
     rooms = []
     process = _process_room()
     if process is not None:
-        found = f"its limit (ulimit) leaves {_size(process)}"
+        found = f"its limit (ulimit) leaves {_in_gib(process)}"
         rooms.append(Room(("rank", rank), f"rank {rank}", found, process))
     container = _container_room()
     if container is not None:
         number, free = container
-        rooms.append(Room((machine, "container", number), f"the ranks of container {host}", _free(free), free))
+        rooms.append(Room((machine, "container", number), f"the ranks of container {host}", _free_message(free), free))
     free = int(psutil.virtual_memory().available)
-    rooms.append(Room((machine,), f"the ranks of host {host}", _free(free), free))
+    rooms.append(Room((machine,), f"the ranks of host {host}", _free_message(free), free))
     return rooms
 
 
-def _free(num_bytes: int) -> str:
-    return f"{_size(num_bytes)} are free"
+def _free_message(num_bytes: int) -> str:
+    return f"{_in_gib(num_bytes)} are free"
 
 
-def _machine() -> str:
-    """Identifies the machine whose memory this is.
+def _machine_id() -> str:
+    """Returns an identifier of the machine.
 
-    Not by name: containers and clones often all have one, and containers of one machine share its memory.
+    Not its name: containers and clones often share one, and containers of one machine share its memory.
     """
     try:
         return BOOT_ID.read_text().strip()
@@ -157,7 +162,7 @@ def _machine() -> str:
 
 
 def _container_limit() -> int | None:
-    """Bytes that this process's control group may take; None without a limit."""
+    """Returns the bytes that this process's control group may take, or None without a limit."""
     try:
         return int((CGROUP / "memory.max").read_text())
     except (OSError, ValueError):  # no such file, or no limit ("max")
@@ -165,7 +170,7 @@ def _container_limit() -> int | None:
 
 
 def _container_room() -> tuple[int, int] | None:
-    """The number of this process's control group, the same in no other container, and its free bytes; None: no limit"""
+    """Returns the number of this process's control group, unique to its container, and its free bytes, or None."""
     limit = _container_limit()
     if limit is None:
         return None
@@ -176,24 +181,24 @@ def _container_room() -> tuple[int, int] | None:
 
 
 def host_bytes() -> int:
-    """All bytes of this host, or of the container that it is."""
+    """Returns the total memory of this host or container in bytes."""
     total, limit = int(psutil.virtual_memory().total), _container_limit()
     return total if limit is None else min(total, limit)
 
 
 def host_gib_of_a_rank(num_ranks: int) -> float:
-    """What each of so many ranks on this host has of all its memory (GiB)."""
+    """Returns the share of this host's total memory for each of `num_ranks` ranks on it (GiB)."""
     return host_bytes() / num_ranks / GIB
 
 
 def free_host_bytes() -> int:
-    """Free bytes of this host, or of the container that it is."""
+    """Returns the free memory of this host or container in bytes."""
     free, container = int(psutil.virtual_memory().available), _container_room()
     return free if container is None else min(free, container[1])
 
 
 def _process_room() -> int | None:
-    """Bytes that this process may still take; None without a limit."""
+    """Returns the bytes that this process may still take, or None without a limit."""
     if resource is None:
         return None
     used = psutil.Process().memory_info()
@@ -209,26 +214,35 @@ _alive: weakref.WeakSet[Slabs] = weakref.WeakSet()
 
 
 def held_bytes() -> int:
-    """Bytes that the engines of this process hold."""
+    """Returns the bytes of host memory that the engines of this process hold."""
     return sum(slabs.nbytes for slabs in _alive)
 
 
 class Slabs:
-    """Flat host tensors cut from one allocation for each kind, so that few are pinned and none is rounded up.
+    """Allocates flat host tensors, one slab for each kind. So few allocations are pinned and none is rounded up.
 
-    Once nobody holds them any more they are unpinned before their memory is freed: CUDA would take the addresses for
-    pinned ever after, and refuse to pin what comes to lie there.
+    Slabs are unpinned before their memory is freed. Otherwise CUDA would take the addresses for pinned from then on,
+    and refuse to pin a later allocation there.
     """
 
     def __init__(self) -> None:
         self._slabs: list[torch.Tensor] = []
         self._pinned: list[int] = []
         _alive.add(self)
-        # Not at the end of the process, which frees all there is.
+        # Not at the end of the process, which frees everything.
         weakref.finalize(self, _unpin, self._pinned).atexit = False
 
     def cut(self, numels: Sequence[int], dtype: torch.dtype, pin: bool) -> Iterator[torch.Tensor]:
-        """Zeros, one tensor of each length."""
+        """Allocates one slab and returns zero tensors of shape (numel,), views of it on the host.
+
+        Args:
+            numels: the length of each tensor.
+            dtype: the dtype of the tensors.
+            pin: whether to pin the slab for CUDA.
+
+        Raises:
+            ToolkitError: if CUDA cannot pin the memory.
+        """
         slab = torch.empty(sum(numels), dtype=dtype)
         slab.zero_()  # touched now: a host that has promised too much fails here, not in the midst of training
         self._slabs.append(slab)
@@ -238,20 +252,22 @@ class Slabs:
 
     @property
     def nbytes(self) -> int:
+        """Returns the bytes of all slabs."""
         return sum(slab.numel() * slab.element_size() for slab in self._slabs)
 
     def release(self) -> None:
+        """Unpins and drops all slabs."""
         _unpin(self._pinned)
         self._slabs.clear()
 
     def _pin(self, slab: torch.Tensor) -> None:
-        """Pins what is there: torch's own pinned allocator rounds up to a power of two (pytorch#95823)."""
+        """Pins existing memory, because torch's pinned allocator rounds up to a power of two (pytorch#95823)."""
         size = slab.numel() * slab.element_size()
         code = int(_cudart().cudaHostRegister(slab.data_ptr(), size, 0))
         if code != 0:
             held = held_bytes() - self.nbytes
-            advice = _advice(held) if held else "raise the limit of locked memory (ulimit -l), or use more ranks"
-            raise ToolkitError(f"offload: CUDA could not pin {_size(size)} of host memory (error {code}); {advice}")
+            advice = _memory_advice(held) if held else "raise the limit of locked memory (ulimit -l), or use more ranks"
+            raise ToolkitError(f"offload: CUDA could not pin {_in_gib(size)} of host memory (error {code}); {advice}")
         self._pinned.append(slab.data_ptr())
 
 

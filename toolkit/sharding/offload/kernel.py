@@ -1,8 +1,8 @@
 """Builds and calls adamw.cpp: one call per unit, without the GIL.
 
-The kernel has a plain C interface and is compiled by the machine's C++ compiler into the user's cache,
-in about a second. torch's extension loader would need ninja and torch's headers (half a minute), and
-the lock file that a killed build leaves behind makes every later one wait.
+The kernel has a plain C interface. The machine's C++ compiler compiles it into the user's cache in about a second.
+torch's extension loader would need ninja and torch's headers (half a minute), and the lock file of a killed build would
+make every later build wait.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from toolkit.errors import ToolkitError
 from toolkit.paths import user_cache
 
 SOURCE = Path(__file__).with_name("adamw.cpp")
-# adamw.cpp spells out which operations are fused, as torch fuses them: contraction by the compiler would change last
-# bits. Without errno and traps the square root can be vectorised, and its results stay the same.
+# adamw.cpp spells out which operations are fused, as torch fuses them. Contraction by the compiler would change last
+# bits. Without errno and traps the square root can be vectorised, with the same results.
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17")
 BUILD_SECONDS = 120
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A parameter's place in the flat tensors, and its settings for this step (`step` counted from 1)."""
+    """A parameter's position in the flat tensors, and its settings for this step (`step` counts from 1)."""
 
     offset: int
     numel: int
@@ -59,7 +59,11 @@ class _Segment(ctypes.Structure):
 
 
 class AdamWKernel:
-    """The compiled kernel. `load_kernel` makes it."""
+    """The compiled kernel, made by `load_kernel`.
+
+    Raises:
+        ToolkitError: if the library cannot be loaded.
+    """
 
     def __init__(self, library: Path) -> None:
         try:
@@ -89,13 +93,17 @@ class AdamWKernel:
         scale: float,
         threads: int,
     ) -> None:
-        """One AdamW step of the segments of flat tensors of one length, all on the host and contiguous.
+        """Takes one AdamW step of the segments of flat tensors. All have shape (n,), are contiguous and on the host.
 
         Args:
-            master: float32, as the moments; updated.
-            gradient: float32 or bfloat16; read.
-            weights: float32 or bfloat16; the new masters, rounded.
-            scale: factor of the gradient.
+            master: float32, updated.
+            exp_avg: the first moment, float32, updated.
+            exp_avg_sq: the second moment, float32, updated.
+            gradient: float32 or bfloat16.
+            weights: float32 or bfloat16, filled with the rounded new masters.
+            segments: the parameters to step, with their settings.
+            scale: the factor of the gradient.
+            threads: the number of threads.
         """
         for tensor in (master, exp_avg, exp_avg_sq, gradient, weights):
             assert tensor.device.type == "cpu"
@@ -129,7 +137,7 @@ def load_kernel() -> AdamWKernel:
     """Builds the kernel unless the user's cache holds it.
 
     Raises:
-        ToolkitError: if there is no compiler, or it fails; with its words.
+        ToolkitError: if there is no compiler, or it fails. The message quotes it.
     """
     library = _library_path()
     if not library.exists():
@@ -138,20 +146,20 @@ def load_kernel() -> AdamWKernel:
 
 
 def _compiler() -> str:
-    """The machine's C++ compiler, or what the variable CXX names."""
+    """Returns the machine's C++ compiler, or the one that the variable CXX names."""
     return cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _library_path() -> Path:
-    """Differs for every source, compiler and processor: a home folder may serve many kinds of machine."""
+    """Returns a path that depends on source, compiler and processor: machines of many kinds may share a home folder."""
     key = hashlib.sha256(SOURCE.read_bytes())
-    # With -march=native the code is right for this processor alone.
-    key.update(" ".join((_compiler(), *FLAGS, platform.machine(), _processor())).encode())
+    # With -march=native the code runs only on this kind of processor.
+    key.update(" ".join((_compiler(), *FLAGS, platform.machine(), _processor_features())).encode())
     return user_cache() / "kernels" / f"adamw-{key.hexdigest()[:16]}.so"
 
 
-def _processor() -> str:
-    """The processor's name and features, as far as the system tells them."""
+def _processor_features() -> str:
+    """Returns the processor's name and features, as far as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -163,7 +171,7 @@ def _processor() -> str:
 
 
 def _build(library: Path) -> None:
-    """Compiles beside its place and moves it there: several processes may build at once."""
+    """Compiles into a temporary folder and renames the result, because several processes may build at once."""
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:

@@ -1,4 +1,4 @@
-"""One unit's state: its parameters' places in flat tensors, and where it stands in the schedule."""
+"""Holds the state of one unit: its parameters' positions in flat tensors, and its place in the schedule."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from toolkit.sharding.shards import local_tensor, shard_shape
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter's place in its unit.
+    """A parameter's position in its unit.
 
-    FSDP2 reduces a unit's gradients into one flat tensor, the padded shards of its trainable
-    parameters one after the other. Masters and moments have that layout too.
+    FSDP2 reduces a unit's gradients into one flat tensor, the concatenated padded shards of its trainable parameters.
+    Masters and moments have the same layout.
 
     Attributes:
-        parameter: the sharded parameter, a DTensor in the type of compute, or in float32 if its authors keep it so.
-        offset: of this rank's first element in the flat tensors.
-        shape: of this rank's rows, without padding.
-        group: index in `optimizer.param_groups`; None: no optimizer steps this parameter.
-        step: number of steps taken, as torch's optimizers keep it.
+        name: the parameter's first name in the model.
+        parameter: the sharded parameter, a DTensor in the compute type, or in float32 if its authors keep it so.
+        offset: the index of this rank's first element in the flat tensors.
+        shape: the shape of this rank's rows, without padding.
+        group: the index in `optimizer.param_groups`, or None if no optimizer steps this parameter.
+        step: the number of steps taken, a 0-dim tensor, as torch's optimizers keep it.
     """
 
     name: str
@@ -38,10 +39,11 @@ class Slot:
 
     @property
     def numel(self) -> int:
+        """Returns the number of elements of this rank's rows."""
         return self.shape.numel()
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """This parameter's rows of a flat tensor."""
+        """Returns this parameter's rows, of shape `self.shape`, as a view of a flat tensor (numel of the unit,)."""
         return flat[self.offset : self.offset + self.numel].view(self.shape)
 
 
@@ -49,24 +51,24 @@ class OffloadedUnit:
     """One FSDP unit with trainable parameters.
 
     Attributes:
-        name: of its first parameter's module.
-        modules: what `fully_shard` was called on (`FSDPModule`s).
+        name: the name of the module of its first parameter.
+        modules: the modules that `fully_shard` was called on (`FSDPModule`s).
         slots: its trainable parameters in FSDP2's order.
-        numel: elements of each flat tensor, padding included.
-        master: weights in float32, flat.
-        moments: the optimizer's tensors by torch's names, flat, float32.
-        landing: host memory for the gradient, flat.
-        resident: master, moments and gradient are on the device.
+        numel: the number of elements of each flat tensor, padding included.
+        master: the float32 weights, (numel,).
+        moments: the optimizer's tensors by torch's names, each float32, (numel,).
+        landing: the host buffer for the gradient, (numel,).
+        resident: whether master, moments and gradient are on the device.
 
     Schedule:
-        gradient: what has landed since the last step, in `landing`; None: nothing.
-        present: indices of the slots that any rank used; the others are zero, and are not stepped.
-        norms: 2-norm of each slot's gradient on this rank, on the device, (number of slots,).
-        accumulated: sum over the micro-batches before the last, on the device.
-        leaving: the gradient on the device: its memory must not be used anew before the copy is done.
-        landed: the copy to the host is done.
-        published: the worker has sent the new weights off, or has nothing to do for this unit.
-        arrived: the new weights are on the device.
+        gradient: the gradient since the last step, in `landing`, or None if there is none.
+        present: the indices of the slots that any rank used. The others are zero and are not stepped.
+        norms: the 2-norm of each slot's gradient on this rank, on the device, (number of slots,).
+        accumulated: the sum over the micro-batches before the last, on the device, (numel,).
+        leaving: the gradient on the device, kept so that its memory is not reused before the copy is done.
+        landed: the event after which the copy to the host is done.
+        published: set if the worker has queued the copy of the new weights, or has nothing to do for this unit.
+        arrived: the event after which the new weights are on the device.
     """
 
     def __init__(self, name: str, modules: list[Any], slots: list[Slot], numel: int) -> None:
@@ -91,12 +93,13 @@ class OffloadedUnit:
         self.published.set()
 
     def forget_gradient(self) -> None:
+        """Drops the gradient, its norms and its sum over micro-batches."""
         self.gradient = self.norms = self.accumulated = None
         self.present = frozenset()
 
 
 def read_units(model: nn.Module) -> list[OffloadedUnit]:
-    """The units of a sharded model that train anything, the root first."""
+    """Returns the units of a sharded model that have trainable parameters, the root first."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     units = []
     for modules, parameters in fsdp_units(model):

@@ -1,4 +1,4 @@
-"""What a user says about offload, and which optimizers it knows."""
+"""Defines the settings of offload, and checks which optimizers it supports."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ class OffloadSettings:
     """How optimizer state is held in host memory and stepped.
 
     Attributes:
-        executor: `cpu_torch`, torch's fused optimizer on the host; `cpu_fused`, one pass of our own
-            kernel; `device_stream`, the state passes through the device; `auto` measures and picks.
-        device_state_gib: optimizer state that stays on the device of each rank (GiB): the root's and the
-            first units', which have the least time to hide. `auto` fills what the first two steps left free.
-        threads: of the step on the host; unset, the rank's share of the cores less two.
-        during_backward: step each unit as its gradient arrives. Only without clipping; a step with a
+        executor: `cpu_torch` runs torch's fused optimizer on the host, `cpu_fused` runs our own one-pass kernel,
+            `device_stream` streams the state through the device, `auto` measures them and picks the fastest.
+        device_state_gib: optimizer state that stays on the device of each rank (GiB). It is that of the root and the
+            first units, whose step has the least time to overlap. `auto` fills what the first two steps left free.
+        threads: threads of the step on the host. None means the rank's share of the cores minus two.
+        during_backward: whether to step each unit as its gradient arrives. Only without clipping, and a step with a
             gradient that is not finite can then not be skipped.
+
+    Raises:
+        BadInputError: if a value is not allowed.
     """
 
     executor: ExecutorName = "auto"
@@ -45,7 +48,11 @@ class OffloadSettings:
 
 
 def parse_offload(offload: str | OffloadSettings | None) -> OffloadSettings | None:
-    """The settings of the word `optimizer`; None for `none`. Raises BadInputError for another word."""
+    """Returns the settings of the word `optimizer`, or None for `none`. Returns settings and None unchanged.
+
+    Raises:
+        BadInputError: if the word is unknown.
+    """
     if offload is None or isinstance(offload, OffloadSettings):
         return offload
     word = offload.strip().lower()
@@ -55,11 +62,10 @@ def parse_offload(offload: str | OffloadSettings | None) -> OffloadSettings | No
 
 
 def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """The tensors of a parameter's size that the optimizer keeps for it, by torch's names.
+    """Returns torch's names of the tensors that the optimizer keeps in the shape of each parameter.
 
     Raises:
-        BadInputError: an optimizer whose step is not known to be elementwise, or a setting of it that
-            is not supported.
+        BadInputError: if the optimizer's step is not known to be elementwise, or a setting is not supported.
     """
     for group in optimizer.param_groups:
         for option in ("capturable", "differentiable"):
@@ -68,13 +74,13 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     # The classes themselves: a subclass may step in any way. Muon is one of AdamW's, and needs whole matrices.
     if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
         names = ("exp_avg", "exp_avg_sq")
-        return (*names, "max_exp_avg_sq") if _anywhere(optimizer, "amsgrad") else names
+        return (*names, "max_exp_avg_sq") if _any_group_sets(optimizer, "amsgrad") else names
     if type(optimizer) is torch.optim.SGD:
         # torch's first step takes the whole gradient as its buffer. Ours is there before, as zeros, and would be given
         # the dampened one. Without dampening both are the same.
-        if _anywhere(optimizer, "dampening"):
+        if _any_group_sets(optimizer, "dampening"):
             raise BadInputError("offload: SGD with dampening is not supported; set dampening=0")
-        return ("momentum_buffer",) if _anywhere(optimizer, "momentum") else ()
+        return ("momentum_buffer",) if _any_group_sets(optimizer, "momentum") else ()
     raise BadInputError(
         f"offload: the optimizer is {type(optimizer).__module__}.{type(optimizer).__qualname__}; supported: "
         "torch.optim.AdamW, torch.optim.Adam and torch.optim.SGD. Use one of them, or no offload"
@@ -82,32 +88,32 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer keeps the number of steps; SGD doesn't."""
+    """Returns whether the optimizer keeps the number of steps. SGD does not."""
     return not isinstance(optimizer, torch.optim.SGD)
 
 
 def fused_kernel_refuses(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why the `cpu_fused` executor cannot step this optimizer; None if it can."""
+    """Returns why the `cpu_fused` executor cannot step this optimizer, or None if it can."""
     if type(optimizer) is not torch.optim.AdamW:
         return f"it steps AdamW, not {type(optimizer).__name__}"
     for option in ("amsgrad", "maximize"):
-        if _anywhere(optimizer, option):
+        if _any_group_sets(optimizer, option):
             return f"it has no {option}"
     return None
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
-    """A copy of every group's settings as they are now; schedulers change them right after `step`."""
-    return tuple(_plain(group) for group in optimizer.param_groups)
+    """Returns a copy of the current settings of every group. Schedulers change them right after `step`."""
+    return tuple(_step_settings(group) for group in optimizer.param_groups)
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    # No settings of a step: what is stepped, how torch is to run it, and the scheduler's note of the first rate.
+def _step_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    # Left out: the parameters, how torch runs the step, and the initial learning rate that schedulers note.
     left_out = ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "initial_lr")
     settings = {key: value for key, value in group.items() if key not in left_out}
     # A learning rate may be a tensor, which a scheduler changes in place: a copy of the dict alone would follow it.
     return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
 
 
-def _anywhere(optimizer: torch.optim.Optimizer, option: str) -> bool:
+def _any_group_sets(optimizer: torch.optim.Optimizer, option: str) -> bool:
     return any(bool(group.get(option)) for group in optimizer.param_groups)

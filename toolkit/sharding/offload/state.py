@@ -1,4 +1,4 @@
-"""Masters, moments and landing places of all units: planned, taken, filled."""
+"""Plans, allocates and fills the masters, moments and gradient buffers of all units."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ from toolkit.recipe.features import Settings
 from toolkit.sharding.offload.host import HostPlan, Slabs, plan_host, require_host_memory
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
 
-# One is written while the other is on its way to the device.
+# One is written while the other is being copied to the device.
 STAGING_BUFFERS = 2
 
 
 class OffloadedState:
-    """The tensors of an offloaded optimizer, all of its host memory taken at once. Collective.
+    """Holds the tensors of an offloaded optimizer. Allocates all host memory at once. Collective.
 
     Args:
-        units: in the order of the forward.
+        units: the units in the order of the forward.
         names: the optimizer's tensors, by torch's names.
-        device: where residents go.
-        device_state_gib: bytes on the device, from the first unit on; `auto` begins with none.
-        gradient_dtype: in which gradients land.
+        device: the device of resident units.
+        device_state_gib: GiB of state on the device, from the first unit on. `auto` starts with none.
+        gradient_dtype: the dtype in which gradients arrive on the host.
         executor: decides what is pinned, and the staging.
 
     Attributes:
-        plan: bytes on the host.
-        slabs: what holds the host memory.
-        staging: buffers in the type of compute, as long as the longest unit.
-        scratch: float32, as long as the longest unit; None if gradients land in float32.
+        plan: the bytes on the host.
+        slabs: owns the host memory.
+        staging: flat buffers in the compute type, as long as the longest unit.
+        scratch: flat float32, as long as the longest unit, or None if the executor does not need it.
+
+    Raises:
+        BadInputError: if a host does not have the memory.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class OffloadedState:
         self.slabs = Slabs()
         self._slots = {slot.name: (unit, slot) for unit in units for slot in unit.slots}
         self._mark_residents(0 if device_state_gib == "auto" else int(device_state_gib * GIB))
-        self.plan = self._planned()
+        self.plan = self._plan_host_memory()
         # Before anything is taken: otherwise the system ends a process, and says nothing of what was missing.
         require_host_memory(self.plan)
         # All of it now, pinned memory too. Pinning waits for the device: in the middle of training, a rank that pins
@@ -65,32 +68,40 @@ class OffloadedState:
 
     @property
     def residents(self) -> list[OffloadedUnit]:
+        """Returns the units whose state is on the device."""
         return [unit for unit in self.units if unit.resident]
 
     @property
     def hosted(self) -> list[OffloadedUnit]:
+        """Returns the units whose state is on the host."""
         return [unit for unit in self.units if not unit.resident]
 
     def by_parameter(self) -> dict[int, tuple[OffloadedUnit, Slot]]:
-        """A parameter's id -> its unit and its place there."""
+        """Maps the id of each parameter to its unit and its slot."""
         return {id(slot.parameter): (unit, slot) for unit in self.units for slot in unit.slots}
 
     @torch.no_grad()
     def seed(self, name: str, rows: torch.Tensor) -> None:
-        """Takes this rank's rows of a master."""
+        """Copies this rank's rows of a master into its slot.
+
+        Args:
+            name: the parameter's first name.
+            rows: this rank's rows without padding, in the shape of the slot, of any dtype and on any device.
+        """
         unit, slot = self._slots[name]
         slot.view(unit.master).copy_(rows)
 
     @property
     def host_bytes(self) -> int:
+        """Returns the bytes of host memory that are allocated."""
         return self.slabs.nbytes
 
     def device_bytes(self, unit: OffloadedUnit) -> int:
-        """Master, moments and gradient of a unit."""
+        """Returns the bytes that a unit takes on the device: master, moments and gradient."""
         return unit.numel * (4 * (1 + len(self._names)) + self._gradient_dtype.itemsize)
 
     def move_to_device(self, unit: OffloadedUnit) -> None:
-        """Makes a unit resident, with what it holds. Its host memory stays taken until the end."""
+        """Makes a unit resident and moves its state. Its host memory stays allocated until the end."""
         master, moments = unit.master, unit.moments
         self._place_on_device(unit)
         unit.master.copy_(master)
@@ -106,24 +117,24 @@ class OffloadedState:
                 return
             unit.resident = True
 
-    def _planned(self) -> HostPlan:
+    def _plan_host_memory(self) -> HostPlan:
         hosted = [unit.numel for unit in self.hosted]
         staged = self._staged_bytes + 4 * self._needs_scratch
         return plan_host(hosted, len(self._names), self._gradient_dtype.itemsize, staged)
 
     @property
-    def _longest(self) -> int:
+    def _longest_numel(self) -> int:
         return max((unit.numel for unit in self.hosted), default=0)
 
     @property
     def _compute_dtype(self) -> torch.dtype:
-        # That of most parameters; those that stay in float32 are sent from their masters.
+        # The dtype of most parameters. Those that stay in float32 are copied from their masters.
         types = {slot.parameter.dtype for unit in self.units for slot in unit.slots}
         return min(types, key=lambda dtype: dtype.itemsize)
 
     @property
     def _staged_bytes(self) -> int:
-        # Streamed state makes its weights on the device: none have to travel there.
+        # Streamed state computes its weights on the device, so none have to be copied there.
         return 0 if self._executor == "device_stream" else STAGING_BUFFERS * self._compute_dtype.itemsize
 
     @property
@@ -146,9 +157,9 @@ class OffloadedState:
         for unit in self.residents:
             self._place_on_device(unit)
         if self._staged_bytes:
-            self.staging = list(self.slabs.cut([self._longest] * STAGING_BUFFERS, self._compute_dtype, pin))
+            self.staging = list(self.slabs.cut([self._longest_numel] * STAGING_BUFFERS, self._compute_dtype, pin))
         if self._needs_scratch:
-            (self.scratch,) = self.slabs.cut([self._longest], torch.float32, pin=False)
+            (self.scratch,) = self.slabs.cut([self._longest_numel], torch.float32, pin=False)
 
     def _place_on_device(self, unit: OffloadedUnit) -> None:
         unit.resident = True
@@ -158,7 +169,11 @@ class OffloadedState:
 
 
 def require_types(units: Sequence[OffloadedUnit], mixed_precision: str) -> None:
-    """Raises BadInputError if parameters cannot be held beside float32 masters."""
+    """Checks that the parameters can have float32 masters.
+
+    Raises:
+        BadInputError: if offload does not support the precision, or a parameter is not float32 without mixed precision.
+    """
     refuse(Settings(offload=True, precision=mixed_precision))
     for unit in units:
         for slot in unit.slots:

@@ -1,4 +1,4 @@
-"""A unit in pieces of bounded size, so that what passes through the device does not grow with the longest unit."""
+"""Cuts a unit into chunks of bounded size, so that device buffers do not grow with the longest unit."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
 
 ALIGNMENT = 64
-"""Each part of a parameter but the last is a multiple of so many elements. torch's vectorised kernels round the last
-few elements of a tensor differently: only where the whole parameter ends may a part have such."""
+"""Each part of a parameter but the last has a multiple of this many elements. torch's vectorised kernels round the last
+few elements of a tensor differently, so these must be the last elements of the whole parameter."""
 
 Part = tuple[int, int, int]
-"""Index of a slot, and the first and the last element of its part."""
+"""The index of a slot, the first element of the part, and one past its last element."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,10 +22,10 @@ class Chunk:
     """Consecutive elements of a unit's flat tensors.
 
     Attributes:
-        begin: first element.
-        end: one behind the last.
-        unit: the parameters, or parts of them, that lie there, as a unit of its own; its offsets count from `begin`.
-        sources: the whole parameters, in the same order.
+        begin: the index of the first element.
+        end: one past the last element.
+        unit: a unit of the parameters, or parts of them, inside the chunk. Its offsets count from `begin`.
+        sources: the indices of the whole parameters' slots, in the same order.
     """
 
     begin: int
@@ -34,27 +34,27 @@ class Chunk:
     sources: list[int]
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This chunk of a flat tensor of the unit."""
+        """Returns this chunk, (end - begin,), as a view of a flat tensor of the unit."""
         return flat[self.begin : self.end]
 
     def present(self, present: frozenset[int]) -> frozenset[int]:
-        """Its slots that have a gradient, by those of the unit that have one."""
+        """Returns the chunk's slots that have a gradient, given those of the whole unit."""
         return frozenset(i for i, source in enumerate(self.sources) if source in present)
 
     def take_counts(self, unit: OffloadedUnit) -> None:
-        """Tells parts how many steps their parameter has taken. Its last part counts on for all of it."""
+        """Copies step counts from the unit's parameters to their parts. A last part shares its parameter's count."""
         for part, source in zip(self.unit.slots, self.sources, strict=True):
             if part.step is not unit.slots[source].step:
                 part.step.copy_(unit.slots[source].step)
 
 
 def chunks_of(unit: OffloadedUnit, limit: int) -> list[Chunk]:
-    """The unit in chunks of at most `limit` elements, which is a multiple of `ALIGNMENT`."""
-    return [_chunk(unit, parts) for parts in _parts(unit, limit)]
+    """Cuts the unit into chunks of at most `limit` elements, a multiple of `ALIGNMENT`."""
+    return [_make_chunk(unit, parts) for parts in _parts_of_chunks(unit, limit)]
 
 
-def _parts(unit: OffloadedUnit, limit: int) -> Iterator[list[Part]]:
-    """The parts of each chunk, in order."""
+def _parts_of_chunks(unit: OffloadedUnit, limit: int) -> Iterator[list[Part]]:
+    """Yields the parts of each chunk, in order."""
     parts: list[Part] = []
     end = limit
     for index, slot in enumerate(unit.slots):
@@ -75,15 +75,15 @@ def _parts(unit: OffloadedUnit, limit: int) -> Iterator[list[Part]]:
     yield parts
 
 
-def _chunk(unit: OffloadedUnit, parts: list[Part]) -> Chunk:
+def _make_chunk(unit: OffloadedUnit, parts: list[Part]) -> Chunk:
     begin = unit.slots[parts[0][0]].offset + parts[0][1]
     # An empty shard may stand far behind the last element.
     end = max([begin, *(unit.slots[index].offset + stop for index, start, stop in parts if stop > start)])
-    slots = [_slot(unit.slots[index], start, stop, begin) for index, start, stop in parts]
+    slots = [_part_slot(unit.slots[index], start, stop, begin) for index, start, stop in parts]
     return Chunk(begin, end, OffloadedUnit(unit.name, [], slots, end - begin), [index for index, _, _ in parts])
 
 
-def _slot(slot: Slot, start: int, stop: int, begin: int) -> Slot:
+def _part_slot(slot: Slot, start: int, stop: int, begin: int) -> Slot:
     offset = slot.offset + start - begin
     if stop - start == slot.numel:
         return replace(slot, offset=offset)

@@ -1,4 +1,4 @@
-"""The thread that steps units while the main thread goes on with the next forward."""
+"""Runs the optimizer steps of units in a thread, while the main thread runs the next forward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ Task = Callable[[], None]
 
 
 class Worker:
-    """Runs tasks one after the other; once one has failed, the rest are abandoned.
+    """Runs tasks one after the other. Once a task has failed, the rest are abandoned.
+
+    Args:
+        device: the device on which the tasks run.
+        threads: torch's number of threads in the worker's thread.
 
     Attributes:
-        error: of the task that failed.
+        error: the exception of the task that failed, or None.
     """
 
     def __init__(self, device: torch.device, threads: int) -> None:
@@ -27,7 +31,7 @@ class Worker:
         started, before = threading.Event(), torch.get_num_threads()
         # The thread holds the worker weakly: otherwise it would never be collected, and the thread never end.
         self._thread = threading.Thread(
-            target=_work,
+            target=_run_all,
             args=(self._queue, weakref.ref(self), device, threads, started),
             name="offload-step",
             daemon=True,
@@ -37,29 +41,32 @@ class Worker:
         # torch keeps the number set last, by whichever thread, for the threads that begin later: the data's, a save's.
         torch.set_num_threads(before)
         # Also at the end of the process, which must not go away below a step.
-        self._finish = weakref.finalize(self, _finish, self._queue, self._thread)
+        self._finish = weakref.finalize(self, _end_thread, self._queue, self._thread)
 
     def submit(self, run: Task, abandon: Task) -> None:
-        """Hands in a task; `abandon` is called instead where it fails or is not run, to let go of who waits for it."""
+        """Queues a task. If it fails or is not run, calls `abandon`, which must release whoever waits for it."""
         self._queue.put((run, abandon))
 
     @property
     def alive(self) -> bool:
+        """Returns whether the thread is still running."""
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread once everything handed in is done."""
+        """Ends the thread once all queued tasks are done."""
         self._finish()
 
 
-def _finish(tasks: Any, thread: threading.Thread) -> None:
+def _end_thread(tasks: Any, thread: threading.Thread) -> None:
     tasks.put(None)
     # The last reference can go with a task, on this very thread, which cannot wait for itself.
     if threading.current_thread() is not thread:
         thread.join()
 
 
-def _work(tasks: Any, owner: weakref.ref[Worker], device: torch.device, threads: int, started: threading.Event) -> None:
+def _run_all(
+    tasks: Any, owner: weakref.ref[Worker], device: torch.device, threads: int, started: threading.Event
+) -> None:
     try:
         getattr(torch, device.type).set_device(device)  # a new thread starts on device 0
         torch.get_num_threads()  # a thread's first use of torch takes the kept number, and would undo the next line

@@ -76,10 +76,10 @@ def test_a_machine_is_not_known_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp
     for boot in ("first", "second"):
         (tmp_path / boot).write_text(boot)
         monkeypatch.setattr(host, "BOOT_ID", tmp_path / boot)
-        keys.append(host._rooms()[-1].key)
+        keys.append(host._memory_limits()[-1].key)
     assert keys[0] != keys[1]
     monkeypatch.setattr(host.platform, "node", lambda: "another-container")
-    assert host._rooms()[-1].key == keys[1]
+    assert host._memory_limits()[-1].key == keys[1]
 
 
 def test_what_an_earlier_model_holds_is_told(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:

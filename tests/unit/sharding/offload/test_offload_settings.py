@@ -106,7 +106,7 @@ def test_auto_measures_and_tells_why() -> None:
 
 def test_auto_takes_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"cpu_torch": 2.0, "cpu_fused": 1.0}
-    monkeypatch.setattr(probe, "_rate", lambda name, *_: rates[name])
+    monkeypatch.setattr(probe, "_measure_rate", lambda name, *_: rates[name])
     assert probe.choose("auto", torch.optim.AdamW(parameters()), CPU, 1)[0] == "cpu_torch"
     rates["cpu_fused"] = 3.0
     assert probe.choose("auto", torch.optim.AdamW(parameters()), CPU, 1)[0] == "cpu_fused"
@@ -114,7 +114,7 @@ def test_auto_takes_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_leaves_out_a_stream_whose_buffers_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"cpu_torch": 2.0, "cpu_fused": 1.0, "device_stream": 9.0}
-    monkeypatch.setattr(probe, "_rate", lambda name, *_: rates[name])
+    monkeypatch.setattr(probe, "_measure_rate", lambda name, *_: rates[name])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 800))
     optimizer, device = torch.optim.AdamW(parameters()), torch.device("cuda")
     assert probe.choose("auto", optimizer, device, 1, longest=3)[0] == "device_stream"  # 96 of 100 bytes
