@@ -30,9 +30,9 @@ STARTERS = {
     "data/ahead.py": "on_this_device",
     "sharding/offload/worker.py": "set_device",  # told its device, which need not be the current one
     "run/notebook.py": "_receive",  # reads a pipe and shows what comes; touches no tensor
-    "supervise/lease.py": "_beat",  # writes a file; knows no torch
-    "supervise/parent_death.py": "_watch",  # looks for a process; knows no torch
-    "supervise/store_lease.py": "_beat",  # writes to a store; knows no torch
+    "supervise/lease.py": "_keep_alive",  # writes a file; knows no torch
+    "supervise/parent_death.py": "_stop_without_launcher",  # looks for a process; knows no torch
+    "supervise/store_lease.py": "_keep_alive",  # writes to a store; knows no torch
     "supervise/flight_recorder.py": "on_this_device",
     "supervise/watched.py": "on_this_device",
     "sharding/by_block.py": "on_this_device",
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_copied_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatc
 def test_collectives_are_looked_up_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From a thread of the watch, which is a thread itself."""
     devices = Devices(monkeypatch)
-    monkeypatch.setattr("toolkit.supervise.flight_recorder._dump", lambda: devices.note("looked up") or [])
+    monkeypatch.setattr("toolkit.supervise.flight_recorder._read_entries", lambda: devices.note("looked up") or [])
     monkeypatch.setattr("toolkit.supervise.watched._keep_looking", lambda watch, done: last_collectives())
     with watched(tmp_path, stall_minutes=None):
         pass

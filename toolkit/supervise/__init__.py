@@ -1,1 +1,1 @@
-"""What watches over a run from outside its loop: leases, the watchdog, heartbeats of all ranks, the rendezvous."""
+"""Watches over a run from outside its loop: leases, watchdog, status of the ranks, rendezvous, flight recorder."""

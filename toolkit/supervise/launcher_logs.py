@@ -1,4 +1,4 @@
-"""What torch's launcher logs of a rank that failed: forty lines about exit codes, below the rank's own error."""
+"""Silences torch's launcher, which logs forty lines about exit codes below the error of a failed rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 
 def silence_launcher() -> None:
-    """Has torch's launcher log nothing below what is critical. Its module sets levels when it is imported."""
+    """Makes torch's launcher log only critical messages. Imports its module first, because that sets the levels."""
     import torch.distributed.run  # noqa: F401
 
     for name in ("", ".elastic.agent.server.api", ".elastic.multiprocessing.api"):

@@ -1,10 +1,11 @@
-"""One run at a time in an output folder: a lease that lives as long as its process.
+"""Allows one run at a time in an output folder, by a lease that lives as long as its process.
 
-Rank 0 holds a small file in the folder and touches it every `BEAT_SECONDS`. No lock of the kernel's is used, as network
-file systems know them badly or not at all: a lease is made by a hard link, which one process alone can make. It is over
-when its process is gone, where that can be seen from here (the same boot, the same pid namespace), or was started by an
-earlier attempt of the same job; elsewhere when nobody has touched the file for `STALE_SECONDS`. Clocks of two hosts are
-never compared.
+Rank 0 holds a small file in the folder and touches it every `BEAT_SECONDS`. It uses no kernel lock, because network
+file systems support them badly or not at all. A lease is created by a hard link, which only one process can create.
+
+A lease is over if its process is gone, as far as this process can see that (same boot, same pid namespace), or if an
+earlier attempt of the same job started it. Otherwise it is over if nobody has touched the file for `STALE_SECONDS`. The
+clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from toolkit.terminal import Terminal, format_time
 LEASE = ".lease.json"
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0
-"""Longer than file systems cache a file's time, and than a process that works is kept from its beat."""
+"""Longer than file systems cache a file's time, and longer than a working process can miss its heartbeat."""
 
 
-def _boot() -> str:
-    """This boot of this machine, and which of its processes are to be seen from here."""
+def _boot_id() -> str:
+    """Identifies the boot of this machine and the pid namespace of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -42,25 +43,25 @@ def _boot() -> str:
         return platform.node()
 
 
-def _born(pid: int) -> str | None:
-    """When a process was started, in the kernel's ticks, as pids are used again; None: there is no such process."""
+def _start_time(pid: int) -> str | None:
+    """Returns the start time of a process in kernel ticks, because pids are reused, or None if there is no process."""
     if not Path("/proc/self/stat").exists():  # no Linux
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, 0)
             return "unknown"
         return None
     try:
-        # The name, which comes before, may hold spaces and brackets.
+        # The process name, which comes first, may contain spaces and brackets.
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
     except OSError:
         return None
     state, *numbers = text.split()
-    # One that nobody has waited for yet is gone all the same.
+    # A zombie, which its parent has not waited for yet, is gone all the same.
     return None if state in "ZX" else numbers[18]
 
 
-def _attempt() -> tuple[str | None, int]:
-    """The job that started this process, and which of its attempts this is."""
+def _job_attempt() -> tuple[str | None, int]:
+    """Returns the job that started this process, or None, and the number of the attempt."""
     if "SLURM_JOB_ID" in os.environ:
         job, count = f"slurm {os.environ['SLURM_JOB_ID']}", int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         return job, 1000 * count + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -70,25 +71,36 @@ def _attempt() -> tuple[str | None, int]:
 
 @dataclass(frozen=True)
 class Lease:
-    """Who holds a folder."""
+    """The process that holds a folder.
+
+    Attributes:
+        host: the name of its host.
+        pid: its process id.
+        boot: identifies the boot and the pid namespace.
+        born: its start time in kernel ticks, as text.
+        job: the job of the launcher or batch system, or None.
+        attempt: the number of the attempt of that job.
+        since: when it took the folder, for messages.
+        token: unique to this lease.
+    """
 
     host: str = field(default_factory=platform.node)
     pid: int = field(default_factory=os.getpid)
-    boot: str = field(default_factory=_boot)
-    born: str | None = field(default_factory=lambda: _born(os.getpid()))
-    job: str | None = field(default_factory=lambda: _attempt()[0])
-    attempt: int = field(default_factory=lambda: _attempt()[1])
+    boot: str = field(default_factory=_boot_id)
+    born: str | None = field(default_factory=lambda: _start_time(os.getpid()))
+    job: str | None = field(default_factory=lambda: _job_attempt()[0])
+    attempt: int = field(default_factory=lambda: _job_attempt()[1])
     since: str = field(default_factory=lambda: format_time(time.time()))
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def is_over(self) -> bool | None:
-        """Whether its process is gone; None: that cannot be seen from here."""
-        job, attempt = _attempt()
+        """Returns whether its process is gone, or None if this process cannot see that."""
+        job, attempt = _job_attempt()
         if job is not None and job == self.job and attempt > self.attempt:
             return True  # a launcher ends the ranks of an attempt before it begins the next
-        if self.boot != _boot():
+        if self.boot != _boot_id():
             return None
-        return _born(self.pid) != self.born
+        return _start_time(self.pid) != self.born
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -96,14 +108,14 @@ class Lease:
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Makes the folder and holds it until the block ends; folders that were made and stay empty are taken back.
+    """Creates the folder and holds it until the `with` block ends. Removes folders that it created if they stay empty.
 
     Raises:
-        BadInputError: on every rank, where another run holds it, or where it cannot be made or written.
+        BadInputError: on every rank, if another run holds the folder, or it cannot be created or written.
     """
     made = ranks.on_first_rank(lambda: make(folder))
     try:
-        holder = ranks.alone_on_first_rank(lambda: _Holder(folder / LEASE, acquire(folder / LEASE)))
+        holder = ranks.alone_on_first_rank(lambda: _LeaseKeeper(folder / LEASE, acquire(folder / LEASE)))
         try:
             yield
         finally:
@@ -117,14 +129,18 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "report.html", "checkpoints", "export")
-"""By each of these a folder is known as that of a run, whatever else is in it."""
+"""Names of which any one marks a folder as that of a run, whatever else is in it."""
 
 BESIDE_A_RUN = (".yaml", ".yml", ".sh", ".py", ".ipynb", ".log", ".out", ".err", ".md", ".txt")
-"""Endings of what people and batch systems keep beside a run that is to begin."""
+"""Endings of files that people and batch systems keep in a folder before a run begins."""
 
 
 def require_place(folder: Path) -> None:
-    """Raises BadInputError for an output folder in which no run belongs: a root, or one that holds other data."""
+    """Checks that a run may use the output folder.
+
+    Raises:
+        BadInputError: if it is a file, the root or home folder, contains a `$`, or holds other data and no run.
+    """
     if folder.exists() and not folder.is_dir():
         raise BadInputError(f"training.output_dir: {str(folder)!r} is a file; name a folder")
     if folder in (Path(folder.anchor), Path.home()):
@@ -134,7 +150,7 @@ def require_place(folder: Path) -> None:
             f"training.output_dir: {str(folder)!r} holds a $, and variables in a recipe are not replaced; write the "
             "path out"
         )
-    # A link that leads nowhere is there, too: what opens the folder names it.
+    # A broken link counts as present: opening the folder gives an error that names it.
     if not folder.exists() or any(os.path.lexists(folder / name) for name in OF_A_RUN):
         return
     others = sorted(p.name for p in folder.iterdir() if p.name[0] != "." and p.suffix not in BESIDE_A_RUN)
@@ -146,7 +162,11 @@ def require_place(folder: Path) -> None:
 
 
 def make(folder: Path) -> list[Path]:
-    """Makes the output folder; what was not there, the innermost first."""
+    """Creates the output folder. Returns the folders that it had to create, the innermost first.
+
+    Raises:
+        BadInputError: if no run may use the folder, or it cannot be created.
+    """
     require_place(folder)
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
@@ -157,37 +177,42 @@ def make(folder: Path) -> list[Path]:
 
 
 def unwritable(folder: Path, error: OSError) -> BadInputError:
+    """Returns the error of an output folder that cannot be written."""
     return BadInputError(
         f"training.output_dir: {str(folder)!r} cannot be written: {error.strerror}; name another folder"
     )
 
 
 def acquire(path: Path) -> Lease:
-    """Makes the lease, in place of one that is over. Waits up to `STALE_SECONDS` where that cannot be seen at once."""
-    _require_plain(path)
+    """Creates the lease, replacing one that is over. Waits up to `STALE_SECONDS` if it is not clear whether it is.
+
+    Raises:
+        BadInputError: if another run holds the folder, or the lease's file cannot be read or written.
+    """
+    _require_plain_file(path)
     mine, seen, until = Lease(), None, 0.0
-    while not _create(path, mine):
+    while not _create_file(path, mine):
         try:
-            found, touched = _read(path)
+            found, touched = _read_file(path)
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise _unreadable_error(path, error) from error
         if touched is None:
-            continue  # it has just gone
+            continue  # it has just been removed
         over = found.is_over() if found is not None else None
         if over is None and seen is None:
             seen, until = (found, touched), time.monotonic() + STALE_SECONDS
             Terminal().print(f"the output folder is held by {found}; waiting to see whether it is alive")
         if over is False or (over is None and seen != (found, touched)):
-            raise _held(path.parent, found)
+            raise _held_error(path.parent, found)
         if over or time.monotonic() > until:
-            _take_away(path, found)
+            _remove_if_unchanged(path, found)
         else:
             time.sleep(min(1.0, STALE_SECONDS / 10))
     return mine
 
 
-def _require_plain(path: Path) -> None:
-    """Raises BadInputError for a link, which may lead nowhere, and for a pipe, which nobody may write to."""
+def _require_plain_file(path: Path) -> None:
+    """Raises BadInputError if the path is a link, which may be broken, or a pipe, which may have no writer."""
     with contextlib.suppress(OSError):
         mode = path.lstat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a folder cannot be read, which says so itself
@@ -197,7 +222,7 @@ def _require_plain(path: Path) -> None:
             )
 
 
-def _held(folder: Path, found: Lease | None) -> BadInputError:
+def _held_error(folder: Path, found: Lease | None) -> BadInputError:
     end = "" if found is None else f"end it (kill {found.pid} on {found.host}), "
     return BadInputError(
         f"training.output_dir: another run is writing to {str(folder)!r}: {found or 'unknown'}; wait until it is done, "
@@ -205,7 +230,7 @@ def _held(folder: Path, found: Lease | None) -> BadInputError:
     )
 
 
-def _unreadable(path: Path, error: OSError) -> BadInputError:
+def _unreadable_error(path: Path, error: OSError) -> BadInputError:
     return BadInputError(
         f"training.output_dir: {str(path)!r}, which says who is writing there, cannot be read: {error.strerror}; "
         "give this user the right to read it, or choose another training.output_dir"
@@ -213,25 +238,26 @@ def _unreadable(path: Path, error: OSError) -> BadInputError:
 
 
 def read_lease(path: Path) -> tuple[Lease | None, int | None]:
-    """Who holds the folder, None if the file does not say; and when it was last touched, None without a file.
+    """Returns the lease, and when its file was last touched (nanoseconds).
 
-    A file that cannot be read is as none: the beat and the end of a run do not fail for it.
+    The lease is None if the file does not contain one. Both are None without a file, and if the file cannot be read:
+    the heartbeat and the end of a run must not fail for that.
     """
     try:
-        return _read(path)
+        return _read_file(path)
     except OSError:
         return None, None
 
 
-def _read(path: Path) -> tuple[Lease | None, int | None]:
-    """The same. Raises OSError for a file that is there and cannot be read, as another user's own."""
+def _read_file(path: Path) -> tuple[Lease | None, int | None]:
+    """Does the work of `read_lease`. Raises OSError if the file exists and cannot be read, such as another user's."""
     try:
-        # Opened first: network file systems look anew at what they know of a file when it is opened.
+        # Open first: network file systems refresh what they cache about a file when it is opened.
         with path.open("rb") as file:
             touched = os.fstat(file.fileno()).st_mtime_ns
             text = file.read(10_000)
     except OSError as error:
-        # Stale: on NFS, removed by another host after it was opened here.
+        # ESTALE: on NFS, another host removed the file after it was opened here.
         if error.errno in (errno.ENOENT, errno.ESTALE):
             return None, None
         raise
@@ -242,23 +268,23 @@ def _read(path: Path) -> tuple[Lease | None, int | None]:
 
 
 def let_go(path: Path) -> bool:
-    """Removes the lease of a process that is gone; whether nobody holds the folder, as far as is seen from here."""
+    """Removes the lease of a process that is gone. Returns whether nobody holds the folder, as far as can be seen."""
     try:
-        found, touched = _read(path)
+        found, touched = _read_file(path)
         if touched is not None and found is not None and found.is_over():
-            _take_away(path, found)
-        return _read(path)[1] is None
+            _remove_if_unchanged(path, found)
+        return _read_file(path)[1] is None
     except OSError:  # it may be that of a living run
         return False
 
 
-def _create(path: Path, lease: Lease) -> bool:
-    """Makes the file with all its content, unless there is one; whether it was made."""
+def _create_file(path: Path, lease: Lease) -> bool:
+    """Creates the file with its whole content, unless it exists. Returns whether it was created."""
     temporary = path.with_name(f"{path.name}.{lease.token}")
     try:
         temporary.write_text(json.dumps(asdict(lease)), encoding="utf-8")
         with contextlib.suppress(FileExistsError):
-            return _link(temporary, path)
+            return _hard_link(temporary, path)
         return False
     except OSError as error:
         raise unwritable(path.parent, error) from error
@@ -267,13 +293,13 @@ def _create(path: Path, lease: Lease) -> bool:
             temporary.unlink()
 
 
-def _link(temporary: Path, path: Path) -> bool:
+def _hard_link(temporary: Path, path: Path) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
         raise
     except OSError:
-        # NFS may say no to a link that it has made; and some file systems have none at all.
+        # NFS may report an error for a link that it has created, and some file systems have no links at all.
         if temporary.stat().st_nlink == 2:
             return True
         with path.open("x", encoding="utf-8") as file:
@@ -281,8 +307,8 @@ def _link(temporary: Path, path: Path) -> bool:
     return True
 
 
-def _take_away(path: Path, judged: Lease | None) -> None:
-    """Removes a lease that is over, and no other that was made meanwhile."""
+def _remove_if_unchanged(path: Path, judged: Lease | None) -> None:
+    """Removes a lease that is over, but not another one that was created in the meantime."""
     if read_lease(path)[0] != judged:
         return
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
@@ -294,17 +320,18 @@ def _take_away(path: Path, judged: Lease | None) -> None:
         aside.unlink()
 
 
-class _Holder:
-    """Touches the file for as long as the run goes on."""
+class _LeaseKeeper:
+    """Touches the file of a lease while the run goes on, in a thread."""
 
     def __init__(self, path: Path, lease: Lease) -> None:
         self._path = path
         self._lease = lease
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._keep_alive, name="lease", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
+        """Ends the thread and removes the file."""
         self._ended.set()
         # Not for ever: a file system that hangs must not keep the process.
         self._thread.join(BEAT_SECONDS)
@@ -312,14 +339,14 @@ class _Holder:
             with contextlib.suppress(OSError):
                 self._path.unlink()
 
-    def _beat(self) -> None:
+    def _keep_alive(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             found, touched = read_lease(self._path)
             if found is not None and found != self._lease:
-                # This process stood still for so long that the run was taken for dead: two would write here.
+                # This process stood still for so long that another run took it for dead: both would write here.
                 Terminal().fail(f"{str(self._path.parent)!r} was taken over by {found}; this run ends")
                 os._exit(1)
             with contextlib.suppress(OSError, ToolkitError):  # as on a disk that is full or cannot be written
                 if touched is None:
-                    _create(self._path, self._lease)
+                    _create_file(self._path, self._lease)
                 os.utime(self._path)

@@ -1,4 +1,4 @@
-"""Ends a rank whose launcher is gone: nobody would end it otherwise, and a restart would run beside it."""
+"""Ends a rank whose launcher is gone. Nobody else would, and a restart would run at the same time."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from toolkit.terminal import Terminal
 
 LOOK_SECONDS = 5.0
 GRACE_SECONDS = 45.0
-"""For saving the state, so that a rank is gone a minute after its launcher."""
+"""The time to save a checkpoint, so that a rank ends within a minute after its launcher."""
 
 
 @contextmanager
 def ended_with_launcher() -> Iterator[None]:
-    """While entered, this process is asked to stop, and then made to, once torch's launcher is gone.
+    """Stops this process once torch's launcher is gone, inside the `with` block: first by SIGTERM, then by force.
 
-    A process that was started otherwise may outlive its parent, as under `nohup`.
+    Does nothing without torch's launcher: such a process may outlive its parent, as under `nohup`.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield
         return
     ended = threading.Event()
-    thread = threading.Thread(target=_watch, args=(os.getppid(), ended), name="launcher", daemon=True)
+    thread = threading.Thread(target=_stop_without_launcher, args=(os.getppid(), ended), name="launcher", daemon=True)
     thread.start()
     try:
         yield
@@ -35,10 +35,10 @@ def ended_with_launcher() -> Iterator[None]:
         thread.join()
 
 
-def _watch(launcher: int, ended: threading.Event) -> None:
+def _stop_without_launcher(launcher: int, ended: threading.Event) -> None:
     while not ended.wait(LOOK_SECONDS):
         if os.getppid() != launcher:
-            with contextlib.suppress(OSError, ValueError):  # what reads it may be gone, too
+            with contextlib.suppress(OSError, ValueError):  # whatever reads the output may be gone too
                 Terminal().warn(f"the launcher (process {launcher}) is gone; its ranks save their state and end")
             # As a batch system would ask: the training loop saves and ends, anything else ends at once.
             os.kill(os.getpid(), signal.SIGTERM)

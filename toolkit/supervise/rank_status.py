@@ -1,4 +1,4 @@
-"""Where the ranks of a run are, which of them is late, and who waits for whom."""
+"""Describes the status of each rank: its phase and step, whether it is late, and which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -9,43 +9,48 @@ from pathlib import Path
 from typing import Any
 
 REPORT = "report.html"
-"""Written while a run goes on, and once more at its end."""
+"""The report, written during a run and once more at its end."""
 
 FOLDER = ".beats"
-"""In the output folder of a run that is under way: a file for each host, and stacks of ranks that are late."""
+"""A folder in the output folder of a current run, with a file for each host and stacks of late ranks."""
 
 PATIENCE = {"start": 36.0, "restore": 6.0, "save": 3.0, "export": 6.0}
-"""How many times longer than others these phases may take: they read, tokenise or write everything at once."""
+"""How many times longer than others these phases may take, because they read, tokenise or write everything at once."""
 
 FROZEN_SHARE = 0.5
-"""A process whose watching thread has not run for this share of the limit is frozen."""
+"""A process counts as frozen if its watchdog thread has not run for this share of the limit."""
 
 SILENT_PATIENCE = 3.0
-"""How many times the limit a process may be silent in any phase. On another host nobody sees that it is stopped, or
-that the host is gone; a call that lets no other thread run may keep the watching one from its turn."""
+"""How many times the limit a process may be silent in any phase. Other hosts cannot see that it is stopped, or that its
+host is gone. And a call that holds the GIL may keep the watchdog thread from running."""
 
 DEAD_SECONDS = 60.0
-"""The others end then, if a launcher has not ended them: inside a collective they do not hear its SIGTERM."""
+"""The time after which the other ranks end if a rank died and no launcher ended them. Inside a collective they do not
+react to its SIGTERM."""
 
 GONE_SECONDS = 60.0
-"""A run whose watching threads have all been silent for so long is gone: each of them runs every few seconds."""
+"""A run counts as gone if all its watchdog threads have been silent for this long. Each runs every few seconds."""
 
 STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger", "D": "waits for a disk", "Z": "dead", "X": "dead"}
-"""Process states of Linux that say why a rank does not go on."""
+"""The Linux process states that explain why a rank makes no progress."""
 
 COLUMNS = ("rank", "host", "pid", "phase", "step", "sequence", "seconds", "process")
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank is.
+    """The status of a rank.
 
     Attributes:
-        state: Linux's letter of the process state; empty if it is not known.
-        step: the optimizer step under way; 0 before the first.
-        sequence: of its last beat.
-        seconds: since its last beat.
-        silent_seconds: since its watching thread last ran.
+        rank: the rank.
+        host: the name of its host.
+        pid: its process id.
+        state: Linux's letter of the process state, or empty if it is not known.
+        phase: the phase of the run that it is in.
+        step: the current optimizer step. 0 before the first.
+        sequence: the number of its last heartbeat.
+        seconds: the seconds since its last heartbeat.
+        silent_seconds: the seconds since its watchdog thread last ran.
     """
 
     rank: int
@@ -60,25 +65,28 @@ class RankStatus:
 
     @property
     def is_stopped(self) -> bool:
+        """Returns whether the process is stopped, by a signal or a debugger."""
         return self.state in ("T", "t")
 
     def aged(self, seconds: float) -> RankStatus:
-        """The same, seen later."""
+        """Returns the same status, seen this many seconds later."""
         return replace(self, seconds=self.seconds + seconds, silent_seconds=self.silent_seconds + seconds)
 
     def at_most(self, seconds: float) -> RankStatus:
-        """The same for somebody who has looked on for this long only."""
+        """Returns the status as seen by an observer who has watched for only this long."""
         return replace(self, seconds=min(self.seconds, seconds), silent_seconds=min(self.silent_seconds, seconds))
 
     @property
     def is_dead(self) -> bool:
+        """Returns whether the process has ended."""
         return self.state in ("X", "Z")
 
     def is_frozen(self, limit: float) -> bool:
+        """Returns whether the process is dead, or its watchdog thread has been silent for too long."""
         return self.is_dead or self.silent_seconds > FROZEN_SHARE * limit
 
     def is_late(self, limit: float) -> bool:
-        """Whether it stands still for longer than its phase may take, is stopped or silent for too long, or died."""
+        """Returns whether it died, is stopped or silent for too long, or takes longer than its phase may take."""
         if self.is_dead:
             return self.silent_seconds > min(limit, DEAD_SECONDS)
         if self.silent_seconds > SILENT_PATIENCE * limit:
@@ -88,17 +96,19 @@ class RankStatus:
 
     @property
     def where(self) -> str:
+        """Returns the phase and the step in words."""
         return self.phase + (f" of step {self.step}" if self.step else "")
 
     @property
     def process(self) -> str:
+        """Returns the state of the process in words."""
         return STATES.get(self.state, "runs" if self.state else "")
 
 
 def behind(places: Sequence[RankStatus], limit: float) -> list[RankStatus]:
-    """The ranks that the others wait for: those that are frozen, or else those with the fewest beats.
+    """Returns the ranks that the others wait for: the frozen ones, or else those with the fewest heartbeats.
 
-    Empty where all are equally far.
+    Returns an empty list if all are equally far.
     """
     frozen = [place for place in places if place.is_frozen(limit) and place.is_late(limit)]
     if frozen:
@@ -109,7 +119,7 @@ def behind(places: Sequence[RankStatus], limit: float) -> list[RankStatus]:
 
 
 def verdict(places: Sequence[RankStatus], limit: float) -> str:
-    """Who waits for whom, in sentences."""
+    """Says in sentences which ranks wait for which."""
     held = behind(places, limit)
     if not held:
         return (
@@ -119,7 +129,7 @@ def verdict(places: Sequence[RankStatus], limit: float) -> str:
         )
     lines = [
         f"Rank {place.rank} on {place.host} (pid {place.pid}) is behind: {place.where}, for {place.seconds:.0f} s"
-        f"{_why(place, limit)}."
+        f"{_process_problem(place, limit)}."
         for place in held
     ]
     waiting = [str(place.rank) for place in places if place not in held]
@@ -129,14 +139,14 @@ def verdict(places: Sequence[RankStatus], limit: float) -> str:
     return "\n".join(lines)
 
 
-def _why(place: RankStatus, limit: float) -> str:
+def _process_problem(place: RankStatus, limit: float) -> str:
     if place.state in STATES:
         return f"; its process is {place.process}" if place.state != "D" else "; its process waits for a disk"
     return "; its process does not answer" if place.is_frozen(limit) else ""
 
 
 def cells(places: Sequence[RankStatus]) -> list[list[str]]:
-    """A row of `COLUMNS` for each rank."""
+    """Returns a row of `COLUMNS` for each rank."""
     return [
         [
             str(place.rank),
@@ -153,7 +163,7 @@ def cells(places: Sequence[RankStatus]) -> list[list[str]]:
 
 
 def account(places: Sequence[RankStatus], stacks: dict[int, str], limit: float) -> str:
-    """The table, who waits for whom, and the stacks of ranks that wrote one; plain text."""
+    """Returns plain text with the table of ranks, which ranks wait for which, and their stacks."""
     rows = [list(COLUMNS), *cells(places)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -165,12 +175,18 @@ def account(places: Sequence[RankStatus], stacks: dict[int, str], limit: float) 
 
 
 def to_text(places: Sequence[RankStatus], count: int, written: float) -> str:
-    """A host's file. `count` grows with every writing; `written` is in seconds since 1970."""
+    """Returns the content of a host's file.
+
+    Args:
+        places: the status of the host's ranks.
+        count: a number that grows with every write.
+        written: the time of writing in seconds since 1970.
+    """
     return json.dumps({"count": count, "written": written, "ranks": [asdict(place) for place in places]})
 
 
 def read_host(path: Path) -> tuple[int, float, list[RankStatus]] | None:
-    """Count, time of writing and ranks of a host's file; None if it cannot be read."""
+    """Reads the count, the time of writing and the ranks from a host's file. Returns None if it cannot be read."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return int(found["count"]), float(found["written"]), [RankStatus(**place) for place in found["ranks"]]
@@ -179,7 +195,7 @@ def read_host(path: Path) -> tuple[int, float, list[RankStatus]] | None:
 
 
 def host_files(folder: Path) -> list[Path]:
-    """The files of all hosts in this folder; none where it cannot be listed, as when a run that ends removes it."""
+    """Returns the files of all hosts in this folder. Empty if it cannot be listed: a run that ends removes it."""
     try:
         return sorted(folder.glob("host_*.json"))
     except OSError:
@@ -187,7 +203,12 @@ def host_files(folder: Path) -> list[Path]:
 
 
 def read_statuses(run: Path, now: float) -> list[RankStatus]:
-    """Where the ranks of a run are that is under way, by rank; `now` is in seconds since 1970. Empty: none is."""
+    """Returns the status of each rank of a current run, in rank order, or an empty list if nothing runs.
+
+    Args:
+        run: the output folder.
+        now: the time in seconds since 1970.
+    """
     found = []
     for path in host_files(run / FOLDER):
         host = read_host(path)

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from toolkit.errors import StalledError
 
 SHORTEST_SECONDS = 60.0
-"""Given to ranks to meet even if `stall_minutes` is less: their hosts need not start them at one time."""
+"""The shortest time limit, even if `stall_minutes` is less: hosts need not start their ranks at the same time."""
 
 
 @contextmanager
 def timed_rendezvous(stall_minutes: float | None) -> Iterator[None]:
-    """While entered, this rank waits for the others for so long; then it says so, and ends with exit code 4.
+    """Limits how long this rank waits for the others inside the `with` block. Then it ends with exit code 4.
 
-    torch waits for half an hour for a rank that has ended before all had met.
+    torch would wait half an hour for a rank that ended before the rendezvous was complete.
     """
     if stall_minutes is None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield

@@ -1,6 +1,6 @@
 """Ends the run if a rank stalls, and reports which one.
 
-Nothing here needs torch, as a host's guard watches, too (see `watchdog_process.py`).
+Nothing here needs torch, because a host's guard process uses it too (see `watchdog_process.py`).
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from toolkit.training.heartbeat import mark_watched, read_heartbeat
 
 STALL_FILE = "stall.txt"
 
-# Looks after a rank was found late: the first writes stacks, the second tells, and the last ends those who are left.
+# Numbers of looks since a rank was first late. The first look writes stacks; these report, and end the remaining ranks.
 LOOKS_BEFORE_TELLING = 3
 LOOKS_BEFORE_LEAVING = 6
 
 GUARD = -1
-"""In place of a rank: of the process that watches over a host. It tells where no rank runs any more."""
+"""Stands for the guard process of a host in place of a rank. The guard reports if no rank runs any more."""
 
 
 class Watch:
-    """What the watching thread of a rank does, or a host's guard, look by look.
+    """Checks all ranks at intervals. Used by the watchdog thread of each rank, and by the guard of each host.
 
-    Ranks of one host read each other's records in memory. Each of them writes what it read to a file of the output
-    folder, where the other hosts see it: one that still runs is enough.
+    Ranks of one host read each other's records in memory. Each rank writes what it read to a file in the output folder,
+    which the other hosts read. So one running rank on each host is enough.
 
     Args:
-        memory: the rank's own record; None for a guard.
-        rank: or `GUARD`.
-        local: folder on this host, with a record for each of its ranks.
-        shared: folder that all ranks see.
-        limit: seconds; see `RankStatus.is_late`.
-        interval: seconds between looks.
-        thread: identifies the thread that trains; None for a guard.
+        memory: the rank's own record, or None for a guard.
+        rank: the rank, or `GUARD`.
+        local: a folder on this host, with a record for each of its ranks.
+        shared: a folder that all ranks see.
+        limit: the time limit in seconds; see `RankStatus.is_late`.
+        interval: the seconds between looks.
+        thread: the id of the training thread, or None for a guard.
         leave: ends the process with an exit code.
-        details: what is told below the stack of a rank that is held up.
+        details: returns text to add below the stack of a late rank.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class Watch:
         self._awake_since: float | None = None
 
     def look(self, now: float) -> None:
-        """Looks once; `now` is in monotonic seconds."""
-        # After a pause of this process itself the records of the others are old, though nobody stood still.
+        """Checks all ranks once, and ends the run if one is late. `now` is in monotonic seconds."""
+        # After a pause of this process itself, the records of the others are old although nobody stood still.
         if self._looked is not None and now - self._looked > FROZEN_SHARE * self._limit:
             self._awake_since = now
         self._looked = now
         self._looks += 1
         if self._memory is not None:
             mark_watched(self._memory, int(now * 1e9), os.getpid())
-        here = self._here(now)
-        with contextlib.suppress(OSError):  # a full disk is no reason to end
+        here = self._local_ranks(now)
+        with contextlib.suppress(OSError):  # a full disk must not end the run
             atomic_write(self._host_file, to_text(here, self._looks, time.time()))
-        places = self._seen(sorted([*here, *self._elsewhere(now)], key=lambda place: place.rank), now)
+        places = self._limit_to_awake_time(sorted([*here, *self._remote_ranks(now)], key=lambda place: place.rank), now)
         if not any(place.is_late(self._limit) for place in places):
             if self._late_looks:
                 with contextlib.suppress(OSError):
@@ -113,16 +113,16 @@ class Watch:
         tells = self._rank == min((place.rank for place in running), default=self._rank)
         if self._late_looks >= (LOOKS_BEFORE_TELLING if tells else LOOKS_BEFORE_LEAVING):
             if tells:
-                self._tell(places)
-            self._end(here)
+                self._report(places)
+            self._end_ranks(here)
 
-    def _seen(self, places: list[RankStatus], now: float) -> list[RankStatus]:
+    def _limit_to_awake_time(self, places: list[RankStatus], now: float) -> list[RankStatus]:
         if self._awake_since is None:
             return places
         return [place.at_most(now - self._awake_since) for place in places]
 
-    def _here(self, now: float) -> list[RankStatus]:
-        """The ranks of this host; those that have ended have no record any more."""
+    def _local_ranks(self, now: float) -> list[RankStatus]:
+        """Returns the ranks of this host. Those that have ended have no record any more."""
         found = []
         for rank, path in self._records.items():
             with contextlib.suppress(OSError):
@@ -134,8 +134,8 @@ class Watch:
                     found.append(RankStatus(rank, *process, *doing, seconds, silent))
         return found
 
-    def _elsewhere(self, now: float) -> list[RankStatus]:
-        """The ranks of other hosts. Their age grows by this host's clock: those of hosts need not agree."""
+    def _remote_ranks(self, now: float) -> list[RankStatus]:
+        """Returns the ranks of other hosts. Measures their age by this host's clock: clocks of hosts may differ."""
         found = []
         for path in host_files(self._shared):
             host = read_host(path) if path != self._host_file else None
@@ -154,7 +154,7 @@ class Watch:
         with contextlib.suppress(OSError):
             atomic_write(self._stack_of(self._rank), "".join(traceback.format_stack(frame)) + self._details())
 
-    def _tell(self, places: list[RankStatus]) -> None:
+    def _report(self, places: list[RankStatus]) -> None:
         stacks = {}
         for place in places:
             with contextlib.suppress(OSError):
@@ -172,7 +172,7 @@ class Watch:
             flush=True,
         )
 
-    def _end(self, here: list[RankStatus]) -> None:
+    def _end_ranks(self, here: list[RankStatus]) -> None:
         for place in here:
             if place.is_frozen(self._limit) and not place.is_dead and place.rank != self._rank:
                 _kill_soon(place.pid)
@@ -180,18 +180,18 @@ class Watch:
 
 
 def _state_of(pid: int) -> str:
-    """Linux's letter; X if there is no such process, empty if nothing tells."""
+    """Returns Linux's letter of the process state, X if there is no such process, or empty if it is unknown."""
     try:
-        # The name, in brackets, may hold anything.
+        # The process name, in brackets, may contain anything.
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "X" if Path("/proc/self/stat").exists() else ""
 
 
 def _kill_soon(pid: int) -> None:
-    """Kills a process after this one has ended.
+    """Kills a process two seconds from now, when this one has ended.
 
-    The launcher's exit code is that of the rank that ended first, and it waits half a minute for one that is stopped.
+    The launcher's exit code is that of the rank that ended first, and it waits half a minute for a stopped rank.
     """
     command = ["/bin/sh", "-c", f"sleep 2; kill -KILL {pid}"]
     with contextlib.suppress(OSError):

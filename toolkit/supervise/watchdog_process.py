@@ -1,6 +1,6 @@
-"""A process that watches over the ranks of its host: nobody else ends one that is stopped and alone there.
+"""Runs a guard process that watches over the ranks of its host. Only it can end a stopped rank that is alone there.
 
-The launcher waits for a stopped rank for ever, and the ranks of other hosts can name it, but not end it.
+The launcher waits for a stopped rank for ever. The ranks of other hosts can name it, but cannot end it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toolkit.supervise.watchdog import GUARD, Watch
 
 @contextmanager
 def guarded(local: Path, shared: Path, limit: float, interval: float) -> Iterator[None]:
-    """While entered, another process watches over this host's ranks; for the arguments see `Watch`."""
+    """Runs the guard process inside the `with` block. See `Watch` for the arguments."""
     package = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     arguments = [str(os.getpid()), str(local), str(shared), str(limit), str(interval)]
@@ -37,13 +37,13 @@ def guarded(local: Path, shared: Path, limit: float, interval: float) -> Iterato
 
 
 def guard(parent: int, local: Path, shared: Path, limit: float, interval: float) -> None:
-    """Looks until the rank that started this process, and holds the other end of its standard input, has ended."""
-    # For the ranks, which may save their state first.
+    """Watches until the rank that started this process ends, which closes this process's standard input."""
+    # These signals are for the ranks, which may save a checkpoint first.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):  # Windows lacks the last two
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     watch = Watch(None, GUARD, local, shared, limit, interval, None)
-    # Children of the rank may hold the other end, too, and outlive it.
+    # Children of the rank may also hold the other end of the pipe, and outlive it.
     while os.getppid() == parent and not select.select([sys.stdin], [], [], interval)[0]:
         watch.look(time.monotonic())
 

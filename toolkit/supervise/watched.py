@@ -1,4 +1,4 @@
-"""Has the ranks of a run watch over each other while it goes on; see `Watch`."""
+"""Makes the ranks of a run watch over each other; see `Watch`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from toolkit.training.heartbeat import RECORD_BYTES, Heartbeat, mark_watched, re
 from toolkit.training.phase import Phase
 
 PREFIX = "finetune-toolkit-"
-"""Of the folders with records, in the folder for temporary files of each host."""
+"""The prefix of the folders with records, in the folder for temporary files of each host."""
 
 ABANDONED_SECONDS = 24 * 3600.0
-"""Records of killed runs are removed when nobody has watched over them for so long."""
+"""Records of killed runs are removed if nobody has watched over them for this long."""
 
 LONGEST_INTERVAL, SHORTEST_INTERVAL = 5.0, 0.2
-"""Seconds between two looks; of a short limit a twentieth."""
+"""Seconds between two looks: a twentieth of the limit, inside these bounds."""
 
 
 def _keep_looking(watch: Watch, done: threading.Event) -> None:
@@ -40,35 +40,36 @@ def _keep_looking(watch: Watch, done: threading.Event) -> None:
 
 @contextmanager
 def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Heartbeat]:
-    """While entered, this rank is watched, and watches over the others; gives what its training thread reports to.
+    """Watches over this rank and the others inside the `with` block. Yields the heartbeat of this rank.
 
-    Collective at the start. A run that stands still ends with exit code 4, on all ranks.
+    Collective at the start. A run that stalls ends with exit code 4 on all ranks.
 
     Args:
-        stall_minutes: how long a rank may stand still; None: for ever.
+        output_dir: the output folder, which all ranks see.
+        stall_minutes: how long a rank may make no progress. None means for ever.
     """
     limit = 60 * stall_minutes if stall_minutes is not None else float("inf")
     interval = min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, limit / 20))
     shared = output_dir / FOLDER
-    token = ranks.on_first_rank(lambda: _prepare(shared, output_dir / STALL_FILE))
-    # On a disk of the host: what is mapped from a network file system can end the process when the network fails.
+    token = ranks.on_first_rank(lambda: _recreate_shared(shared, output_dir / STALL_FILE))
+    # On a disk of the host: memory mapped from a network file system can crash the process when the network fails.
     temporary = Path(tempfile.gettempdir())
     clear_abandoned(temporary, time.monotonic())
     local = temporary / f"{PREFIX}{token}"
     local.mkdir(mode=0o700, exist_ok=True)
     record = local / f"rank_{ranks.rank():05d}"
-    memory = _mapped(record)
+    memory = _map_record(record)
     beats = Heartbeat(memory)
     beats.enter_phase(Phase.START)
     mark_watched(memory, time.monotonic_ns(), os.getpid())
-    ranks.gather_objects(None)  # every rank's record is there
+    ranks.gather_objects(None)  # now every rank's record exists
     watch = Watch(memory, ranks.rank(), local, shared, limit, interval, threading.get_ident(), details=last_collectives)
     done = threading.Event()
-    look = ranks.on_this_device(_keep_looking)  # for the recorder of collectives, which it asks
+    look = ranks.on_this_device(_keep_looking)  # because it reads the recorder of collectives
     thread = threading.Thread(target=look, args=(watch, done), name="watch", daemon=True)
     thread.start()
     try:
-        with guarded(local, shared, limit, interval) if _leads_one_of_several_hosts() else nullcontext():
+        with guarded(local, shared, limit, interval) if _needs_guard() else nullcontext():
             yield beats
     finally:
         done.set()
@@ -80,14 +81,14 @@ def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Heartbeat
             shutil.rmtree(shared, ignore_errors=True)
 
 
-def _leads_one_of_several_hosts() -> bool:
+def _needs_guard() -> bool:
     # On a single host the ranks themselves see, and end, one that is stopped.
     everywhere = str(ranks.world_size())
     return ranks.local_rank() == 0 and int(os.environ.get("LOCAL_WORLD_SIZE", everywhere)) < int(everywhere)
 
 
-def _prepare(shared: Path, stall_file: Path) -> str:
-    """Makes the shared folder anew; a name for the folders on the hosts."""
+def _recreate_shared(shared: Path, stall_file: Path) -> str:
+    """Recreates the shared folder. Returns a unique token for the folders on the hosts."""
     shutil.rmtree(shared, ignore_errors=True)
     stall_file.unlink(missing_ok=True)
     shared.mkdir()
@@ -95,7 +96,7 @@ def _prepare(shared: Path, stall_file: Path) -> str:
 
 
 def clear_abandoned(temporary: Path, now: float) -> None:
-    """Removes the records of runs that were killed; `now` is in monotonic seconds."""
+    """Removes the records of runs that were killed. `now` is in monotonic seconds."""
     for folder in temporary.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             beats = [read_heartbeat(path.read_bytes()) for path in folder.glob("rank_*")]
@@ -103,8 +104,8 @@ def clear_abandoned(temporary: Path, now: float) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _mapped(path: Path) -> mmap.mmap:
-    # Written, not only made longer: a page without a block on a full disk ends the process that touches it.
+def _map_record(path: Path) -> mmap.mmap:
+    # Write the bytes, do not only extend the file: touching an unallocated page on a full disk crashes the process.
     path.write_bytes(bytes(RECORD_BYTES))
     with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), RECORD_BYTES)

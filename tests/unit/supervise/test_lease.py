@@ -110,7 +110,7 @@ def test_on_another_host_it_is_over_when_nobody_touches_it(path: Path) -> None:
 
 def test_on_another_host_it_is_held_while_somebody_touches_it(path: Path) -> None:
     held = put(path, Lease(**ELSEWHERE))
-    holder = lease._Holder(path, held)
+    holder = lease._LeaseKeeper(path, held)
     with pytest.raises(BadInputError, match="process 1 on other"):
         acquire(path)
     holder.release()
@@ -164,14 +164,14 @@ def test_a_file_that_says_nothing_is_waited_for(path: Path, text: str) -> None:
 
 def test_a_lease_that_cannot_be_read_is_an_error_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.mkdir()  # as another user's lease is to this one, but to root, too
-    create, tries = lease._create, []
+    create, tries = lease._create_file, []
 
     def counted(*args: Any) -> bool:
         tries.append(args)
         assert len(tries) < 10, "it tries without end"
         return create(*args)
 
-    monkeypatch.setattr(lease, "_create", counted)
+    monkeypatch.setattr(lease, "_create_file", counted)
     with pytest.raises(BadInputError, match=r"training\.output_dir: .*cannot be read: Is a directory; .*choose"):
         acquire(path)
     assert not lease.let_go(path), "it may be that of a living run"
@@ -180,7 +180,7 @@ def test_a_lease_that_cannot_be_read_is_an_error_at_once(path: Path, monkeypatch
 def test_who_stood_still_and_was_replaced_ends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     mine = acquire(path)
-    holder = lease._Holder(path, mine)
+    holder = lease._LeaseKeeper(path, mine)
     monkeypatch.setattr(lease.os, "_exit", lambda code: (ended.append(code), holder._ended.set()))
     other = put(path, replace(mine, token="another"))
     holder._thread.join(5)
@@ -253,9 +253,9 @@ def test_ranks_end_when_their_launcher_is_gone(tmp_path: Path, by_torch: bool) -
     launcher.kill()
     launcher.wait()
     until = time.monotonic() + (20 if by_torch else 1.0)
-    while lease._born(rank) is not None and time.monotonic() < until:
+    while lease._start_time(rank) is not None and time.monotonic() < until:
         time.sleep(0.02)
-    alive = lease._born(rank) is not None
+    alive = lease._start_time(rank) is not None
     if alive:
         os.kill(rank, signal.SIGKILL)
     assert alive is not by_torch

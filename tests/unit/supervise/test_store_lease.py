@@ -41,9 +41,9 @@ def test_one_that_beats_elsewhere_is_alive(store: StorePath) -> None:
     def beat() -> None:
         beats = 0
         while not done.wait(0.01):
-            store_lease._write(store / LEASE, ELSEWHERE, beats := beats + 1)
+            store_lease._write_object(store / LEASE, ELSEWHERE, beats := beats + 1)
 
-    store_lease._write(store / LEASE, ELSEWHERE, 0)
+    store_lease._write_object(store / LEASE, ELSEWHERE, 0)
     thread = threading.Thread(target=beat)
     thread.start()
     try:
@@ -59,14 +59,14 @@ def test_one_that_is_over_is_taken_over(left: str, store: StorePath) -> None:
     if left == "garbage":
         (store / LEASE).write_bytes(b"[" * 9)
     else:
-        store_lease._write(store / LEASE, ELSEWHERE if left == "silent" else replace(Lease(), born="0"), 3)
+        store_lease._write_object(store / LEASE, ELSEWHERE if left == "silent" else replace(Lease(), born="0"), 3)
     assert store_lease.acquire(store / LEASE).host == Lease().host
 
 
 def test_of_two_that_write_at_the_same_time_the_last_one_stays(
     store: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_lease.time, "sleep", lambda _: store_lease._write(store / LEASE, ELSEWHERE, 0))
+    monkeypatch.setattr(store_lease.time, "sleep", lambda _: store_lease._write_object(store / LEASE, ELSEWHERE, 0))
     with pytest.raises(BadInputError, match="process 17 on node9"):
         store_lease.acquire(store / LEASE)
 
@@ -81,6 +81,6 @@ def test_a_run_whose_store_was_taken_over_ends(store: StorePath, monkeypatch: py
 
     monkeypatch.setattr(store_lease.os, "_exit", leave)
     with owned_store(store):
-        store_lease._write(store / LEASE, ELSEWHERE, 0)
+        store_lease._write_object(store / LEASE, ELSEWHERE, 0)
         assert ended.wait(10)
     assert (store / LEASE).exists(), "it is another's"
