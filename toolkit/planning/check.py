@@ -16,7 +16,7 @@ from toolkit.paths import GIB
 from toolkit.planning.accumulation import settle
 from toolkit.planning.memory.replay import Memory
 from toolkit.planning.pictured import with_pictures
-from toolkit.planning.planner import HEADROOM, Planner, standing_bytes
+from toolkit.planning.planner import ANSWERS, HEADROOM, Planner, standing_bytes
 from toolkit.planning.setup import Setup, smaller_setups
 from toolkit.planning.time.hardware import Hardware, preset_of_device, presets
 from toolkit.planning.workload import workload_of_model
@@ -157,6 +157,8 @@ def _room(device: torch.device) -> int:
 
 def _advice(planner: Planner, setup: Setup, room: int) -> str:
     """The single changes after which it would fit."""
+    if planner.peak(setup).moment == ANSWERS:
+        return "Lower answers.batch_size or answers.max_new_tokens"
     changes = smaller_setups(planner.recipe, setup, planner.workload.mixed_precision, planner.can_chunk)
     fitting = [change for change, changed in changes if planner.peak(changed).total <= room]
     if fitting:

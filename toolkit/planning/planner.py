@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from toolkit.errors import BadInputError, UnplannableError, in_words
 from toolkit.model.fake_tensors import grouped_products, lacks_products, without_logs
+from toolkit.model.positions import num_positions
 from toolkit.objectives.teacher import teacher_units
 from toolkit.optim.build import block_matrices
 from toolkit.paths import CHECKPOINT_FILE_BYTES, GIB
+from toolkit.planning.memory.answering import Answering, answering
 from toolkit.planning.memory.probe import Probe, Prober
-from toolkit.planning.memory.replay import Memory, replay
+from toolkit.planning.memory.replay import OPTIMIZER_STEP, Memory, replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.unit_shapes import ParameterShape, UnitShape, teacher_shapes, unit_shapes
 from toolkit.planning.setup import Setup, settings_of
@@ -43,6 +47,12 @@ CONTEXT_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}
 
 WORKSPACE_BYTES = 32 * 2**20
 """Of cuBLAS, for each thread that multiplies on a stream (Hopper; less on older devices). They are never freed."""
+
+ANSWERS = "answers to held-out prompts"
+"""A moment of an evaluation."""
+
+FORWARDS = ("gather", "forward")
+"""What the names of moments begin with in which units are gathered for a forward."""
 
 AS_FAST = 1.01
 """Rows within so much of the fastest count as equally fast: times are estimates."""
@@ -94,6 +104,7 @@ class Planner:
     def __init__(self, recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
         self.recipe, self.workload, self.hardware = recipe, workload, hardware
         self._probes: dict[tuple[bool, int, Checkpointing | None], Probe] = {}
+        self._answerings: dict[bool, Answering] = {}
         self._on_shared_rows: dict[int, Planner] = {}
 
     def on_shared_rows(self, sequence: int) -> Planner:
@@ -148,19 +159,25 @@ class Planner:
         key = self._key(setup)
         if key not in self._probes:
             prober = self._whole if key[0] else self._sharded
-            try:
-                with without_logs(), grouped_products():
-                    self._probes[key] = prober.probe(setup.micro_batch_size, setup.checkpointing)
-            except BadInputError:
-                raise
-            except Exception as error:  # a model may do anything
-                hampered = lacks_products() and stacked_experts(self.workload.model)
-                cure = "; experts in float32 are planned with transformers 5.23 or later" if hampered else ""
-                raise UnplannableError(
-                    f"{type(self.workload.model).__name__} cannot run on tensors without values, so it cannot be "
-                    f"planned: {in_words(error)}{cure}"
-                ) from error
+            with self._without_values():
+                self._probes[key] = prober.probe(setup.micro_batch_size, setup.checkpointing)
         return self._probes[key]
+
+    @contextmanager
+    def _without_values(self) -> Iterator[None]:
+        """Has models run inside. Raises UnplannableError for what they do that tensors without values cannot."""
+        try:
+            with without_logs(), grouped_products():
+                yield
+        except BadInputError:
+            raise
+        except Exception as error:  # a model may do anything
+            hampered = lacks_products() and stacked_experts(self.workload.model)
+            cure = "; experts in float32 are planned with transformers 5.23 or later" if hampered else ""
+            raise UnplannableError(
+                f"{type(self.workload.model).__name__} cannot run on tensors without values, so it cannot be "
+                f"planned: {in_words(error)}{cure}"
+            ) from error
 
     def _key(self, setup: Setup) -> tuple[bool, int, Checkpointing | None]:
         """What a probe depends on: whether the model is whole, as DDP has it, the micro-batch, the checkpoints."""
@@ -186,8 +203,32 @@ class Planner:
         return 4 * sum(unit.trainable_numel(setup.mesh.shard) for unit in self.units)
 
     def moments(self, setup: Setup) -> list[Memory]:
-        """What a rank holds during a step, whichever of the workload's batches it is of."""
-        return [moment for planner in (self, *self._of_other_batches) for moment in planner._of_own_batch(setup)]
+        """What a rank holds during a step, whichever of the workload's batches it is of, and while it answers."""
+        found = [moment for planner in (self, *self._of_other_batches) for moment in planner._of_own_batch(setup)]
+        return found if self.recipe.answers.file is None else [*found, self._answers(setup, found)]
+
+    def _answers(self, setup: Setup, step: Sequence[Memory]) -> Memory:
+        """While a batch of answers is written: the state between steps, what forwards gather, and the cache."""
+        between = next(moment for moment in step if moment.moment == OPTIMIZER_STEP)
+        forwards = [moment for moment in step if moment.moment.startswith(FORWARDS)]
+        return replace(
+            between,
+            moment=ANSWERS,
+            # DDP's buckets stay; other gradients go when the step is done.
+            gradients=0 if setup.strategy.sharded else between.gradients,
+            gathered=max(moment.gathered + moment.communication for moment in forwards),
+            activations=self._answering(not setup.strategy.sharded).peak,
+        )
+
+    def _answering(self, whole: bool) -> Answering:
+        """Of prompts and answers that are as long as rows may be, by a model that is whole, as DDP has it, or not."""
+        if whole not in self._answerings:
+            section, positions = self.recipe.answers, num_positions(self.workload.model)
+            tokens = self.recipe.data.max_length + section.max_new_tokens
+            tokens = tokens if positions is None else min(tokens, positions)
+            with self._without_values():
+                self._answerings[whole] = answering(self.workload, section.batch_size, tokens, whole)
+        return self._answerings[whole]
 
     def _of_own_batch(self, setup: Setup) -> list[Memory]:
         shapes, layout = [*self.teacher_units, *self.units], self.layout(setup)

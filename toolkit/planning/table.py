@@ -289,6 +289,9 @@ def _other_recipes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callab
     if recipe.adapter.kind == "none" and not recipe.objective.spec.has_classes:
         adapted = recipe.model_copy(update={"adapter": AdapterSection(kind="lora")})
         yield "adapter.kind=lora", with_recipe(adapted, workload_on_rows(adapted, planner.workload.mixed_precision))
+    if recipe.answers.file is not None and recipe.answers.batch_size > 1:
+        fewer = recipe.model_copy(update={"answers": recipe.answers.model_copy(update={"batch_size": 1})})
+        yield "answers.batch_size=1", with_recipe(fewer, planner.workload)
     half = recipe.data.max_length // 2
     if half >= 8 and not planner.workload.has_images:  # a row with an image is never cut
         shorter = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": half})})

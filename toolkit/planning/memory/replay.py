@@ -27,6 +27,9 @@ from toolkit.sharding.fsdp import frees_gather_before_copying
 from toolkit.sharding.offload.capture import MAX_IN_FLIGHT
 from toolkit.sharding.strategy import Strategy
 
+OPTIMIZER_STEP = "optimizer step"
+"""The last moment of a step."""
+
 REPLAYED = 3
 """Micro-batches of a window that differ: the first, those between, the last."""
 
@@ -95,7 +98,7 @@ def replay(
     for micro_batch in range(micro_batches):
         rank.run(is_first=micro_batch == 0, is_last=micro_batch == micro_batches - 1)
     # The fused optimizers make no temporaries of the size of a parameter.
-    rank.snap("optimizer step", 0)
+    rank.snap(OPTIMIZER_STEP, 0)
     return rank.moments
 
 
