@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,10 @@ CHOICES = [
     ("Then?", ["all lay", "a fox"], "all lay"),
     ("What of?", ["it was high", "all lay"], "all lay"),
 ]
+SCORES = """
+def equal(completion, row):
+    return completion.strip() == row["messages"][-1]["content"]
+"""
 MAX_TOKENS = 12
 FIGURES = ("answer_accuracy", "answer_stopped", "answer_mean_tokens")
 ADAPTED: dict[str, dict[str, Any]] = {
@@ -97,7 +104,10 @@ def on_two_ranks(folder: Path, names: list[str]) -> None:
     for name in names:
         meet()
         toolkit.finetune(recipe_of(folder, name, **RUNS[name]))
-    begun = recipe_of(folder, "begun", checkpoint={"every_steps": 8}, **RUNS["zero3"])
+    if os.environ["RANK"] == "0":  # the others have no such module
+        sys.path.insert(0, str(folder))
+    scored = {"score": "scores_of_a_test:equal"}
+    begun = recipe_of(folder, "begun", checkpoint={"every_steps": 8}, answers=scored, **RUNS["zero3"])
     meet()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("toolkit.run.answers.evaluate", fail_at(3))
@@ -150,6 +160,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "facts.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in turns))
     rows = [{"prompt": asked, "choices": choices, "answer": answer} for asked, choices, answer in CHOICES]
     (folder / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "scores_of_a_test.py").write_text(SCORES)
     run_on_ranks(on_two_ranks, 2, folder, list(RUNS))
     return folder
 
@@ -220,7 +231,13 @@ def test_averaged_weights_answer_where_they_are_evaluated(folder: Path) -> None:
 
 
 def test_a_run_that_fails_between_its_answers_goes_on_to_the_same_curve(folder: Path) -> None:
+    """A function of the user's, of rank 0 alone, scores its answers, where they are compared in the other run."""
     assert curve(folder / "begun") == curve(folder / "zero3")
+    source = hashlib.sha256(SCORES.encode()).hexdigest()
+    assert json.loads((folder / "begun/export/training.json").read_text())["scorer"] == source
+    assert f"scored by scores_of_a_test:equal (SHA-256 of its source {source[:16]})" in (
+        (folder / "begun/export/README.md").read_text()
+    )
 
 
 def test_one_rank_has_the_curve_of_two(folder: Path) -> None:

@@ -44,6 +44,13 @@ Structured = Annotated[
     bool,
     typer.Option("--structured", help="With --eval: compare as JSON; order of keys and whitespace do not count."),
 ]
+Score = Annotated[
+    str | None,
+    typer.Option(
+        help="With --eval: score by this function, module:function, of Python's path, which needs no answers.",
+        show_default=False,
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="Sampling seed.", show_default="0")]
 TopP = Annotated[
     float | None,
@@ -70,6 +77,7 @@ def generate(
     extract: Extract = None,
     numeric: Numeric = False,
     structured: Structured = False,
+    score: Score = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --eval: print JSON.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Stop each answer after this many tokens.")] = 256,
     temperature: Annotated[
@@ -99,6 +107,7 @@ def generate(
         extract=extract,
         numeric=numeric,
         structured=structured,
+        score=score,
         as_json=as_json,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -20,6 +20,7 @@ from toolkit.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from toolkit.run.origin import Origin
+    from toolkit.run.reproduction import Difference
 
 NOT_AGAIN = ("export.push_to_hub=null", "export.hub_private=true", "logging.trackers=[]", "checkpoint.to=null")
 """What a run did beside its training, and is not done twice."""
@@ -46,6 +47,12 @@ def reproduce(
             min=1, help="Train on the CPU with this many processes. By default as many as before.", show_default=False
         ),
     ] = None,
+    trust_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-code", help="Run the Python code that the recipe names: answers.score, model.trust_remote_code."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train an export once more with the recipe, rows and models that it names, and compare the weights.
@@ -63,6 +70,8 @@ def reproduce(
     folder = export / "export" if (export / "export").is_dir() else export
     origin = Origin.read(folder)
     recipe = _recipe_of(origin, folder, to, list(values or []))
+    if not trust_code:
+        _require_no_code(recipe)
     if gpus is None and cpu is None:
         gpus, cpu = (None, origin.ranks) if origin.device == "cpu" else (origin.ranks, None)
     options = launcher_options(recipe, gpus, cpu, origin.strategy, None)
@@ -71,15 +80,18 @@ def reproduce(
     if code:
         raise typer.Exit(code)
     found, again = difference(folder, to / "export"), Origin.read(to / "export")
-    changed = _changes(origin, again)
-    if as_json:
-        largest = found.largest if math.isfinite(found.largest) else None  # JSON knows no infinity
-        told = {**asdict(found), "largest": largest, "export": str(to / "export"), "changed": changed}
-        print(json.dumps(told, indent=1))
-    else:
-        _tell(found.tensors, found.different, found.largest, found.where, changed)
+    _tell(found, to / "export", _changes(origin, again), as_json)
     if found.different:
         raise typer.Exit(1)
+
+
+def _require_no_code(recipe: Recipe) -> None:
+    """Raises BadInputError where the recipe, which may be a stranger's, would run Python code of its choice."""
+    named = {"answers.score": recipe.answers.score, "model.trust_remote_code": recipe.model.trust_remote_code or None}
+    if found := [f"{field} ({value})" for field, value in named.items() if value is not None]:
+        raise BadInputError(
+            f"the recipe runs Python code: {' and '.join(found)}; read that code, and add --trust-code to run it"
+        )
 
 
 def _recipe_of(origin: Origin, folder: Path, to: Path, values: list[str]) -> Recipe:
@@ -118,12 +130,17 @@ def _changes(origin: Origin, again: Origin) -> dict[str, list[str]]:
     return {what: [before, now] for what, (before, now) in pairs.items() if before != now}
 
 
-def _tell(tensors: int, different: int, largest: float, where: str, changed: dict[str, list[str]]) -> None:
-    if not different:
-        print(f"reproduced: all {tensors:,} tensors are equal bit for bit")
+def _tell(found: Difference, export: Path, changed: dict[str, list[str]], as_json: bool) -> None:
+    if as_json:
+        largest = found.largest if math.isfinite(found.largest) else None  # JSON knows no infinity
+        print(json.dumps({**asdict(found), "largest": largest, "export": str(export), "changed": changed}, indent=1))
+        return
+    if not found.different:
+        print(f"reproduced: all {found.tensors:,} tensors are equal bit for bit")
     else:
         print(
-            f"different: {different:,} of {tensors:,} tensors, by at most {largest:.1e} of the largest value ({where})"
+            f"different: {found.different:,} of {found.tensors:,} tensors, by at most {found.largest:.1e} of the "
+            f"largest value ({found.where})"
         )
     for what, (before, now) in changed.items():
         print(f"  {what}: {before} before, {now} now")

@@ -29,6 +29,12 @@ Extract = Annotated[
 Structured = Annotated[
     bool, typer.Option("--structured", help="Compare as JSON; order of keys and whitespace do not count.")
 ]
+Score = Annotated[
+    str | None,
+    typer.Option(
+        help="Score by this function, module:function, of Python's path, which needs no answers.", show_default=False
+    ),
+]
 
 
 def sample(
@@ -41,6 +47,7 @@ def sample(
     extract: Extract = None,
     numeric: Annotated[bool, typer.Option("--numeric", help="Compare the last number, as a number.")] = False,
     structured: Structured = False,
+    score: Score = None,
     raw: Raw = False,
     system: System = None,
     max_new_tokens: Annotated[int, typer.Option(help="Stop each completion after this many tokens.")] = 256,
@@ -72,6 +79,7 @@ def sample(
         extract=extract,
         numeric=numeric,
         structured=structured,
+        score=score,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

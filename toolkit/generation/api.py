@@ -48,15 +48,15 @@ def evaluate(source: str | Path, file: str | Path, **options: object) -> Evaluat
 
     Args:
         source: as `generate` takes it.
-        file: rows with a prompt and an `answer`, and perhaps `choices`.
-        options: `strict`, `extract`, `numeric`, `structured`, `raw`, `system`, `max_new_tokens`, `batch_size`, `dtype`,
-            `device`, as the command's options of these names.
+        file: rows with a prompt and an `answer`, and perhaps `choices`; with `score` no answer is needed.
+        options: `strict`, `extract`, `numeric`, `structured`, `score`, `raw`, `system`, `max_new_tokens`, `batch_size`,
+            `dtype`, `device`, as the command's options of these names.
 
     Raises:
         BadInputError: a model, a file or an option that cannot be used.
     """
     chosen = Options(str(source), evaluation=Path(file), **options)  # type: ignore[arg-type]
-    rows = read_rows(Path(file), "--eval", with_answers=True)
+    rows = read_rows(Path(file), "--eval", with_answers=True, is_scored=chosen.score is not None)
     with load_for(chosen) as loaded:
         return evaluated(loaded, chosen, rows)
 
@@ -68,10 +68,11 @@ def sample(source: str | Path, prompts: str | Path, to: str | Path, **options: o
 
     Args:
         source: as `generate` takes it.
-        prompts: rows with a prompt and an `answer`; with `reward` none is needed.
+        prompts: rows with a prompt and an `answer`; with `reward` or `score` none is needed.
         to: folder of the files; what an earlier call has left there is gone on with.
-        options: `samples`, `reward`, `strict`, `extract`, `numeric`, `structured`, `raw`, `system`, `max_new_tokens`,
-            `temperature`, `top_p`, `seed`, `batch_size`, `dtype`, `device`, as the command's options of these names.
+        options: `samples`, `reward`, `strict`, `extract`, `numeric`, `structured`, `score`, `raw`, `system`,
+            `max_new_tokens`, `temperature`, `top_p`, `seed`, `batch_size`, `dtype`, `device`, as the command's options
+            of these names.
 
     Raises:
         BadInputError: a model, a file or an option that cannot be used, or a folder that was begun with others.

@@ -20,7 +20,7 @@ from rich.progress import track
 from toolkit.errors import BadInputError
 from toolkit.generation.choices import encode_choices, log_probabilities
 from toolkit.generation.complete import Completion, Message, encode_prompt, stream
-from toolkit.generation.evaluation import Evaluation, choose, comparison_of, evaluate, require_no_comparison, summary
+from toolkit.generation.evaluation import Evaluation, choose, evaluate, require_no_comparison, scoring_of, summary
 from toolkit.generation.load import Loaded, find_model, load_model
 from toolkit.generation.options import Options, Sampling, encodable
 from toolkit.generation.pictured import asked_of, encode_pictured, require_images
@@ -43,7 +43,8 @@ def run(options: Options) -> None:
     place = find_model(options.source)
     path = options.file or options.evaluation
     # Before the model: a bad row or image is told in a moment, and loading takes much longer.
-    rows = [] if path is None else read_rows(path, _mode(options), options.evaluation is not None)
+    is_scored = options.score is not None
+    rows = [] if path is None else read_rows(path, _mode(options), options.evaluation is not None, is_scored)
     images = require_images(options.images)
     if place.on_hub:
         _tell(f"{place.name}: a hub model, which is downloaded the first time")
@@ -99,7 +100,7 @@ def _evaluate_rows(loaded: Loaded, options: Options, rows: list[PromptRow], writ
 def evaluated(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Evaluation:
     """How many of the rows the model answers right. Raises BadInputError for rows that it cannot be given."""
     if not rows[0].choices:
-        return evaluate(rows, _completions(loaded, options, rows), comparison_of(rows, options))
+        return evaluate(rows, _completions(loaded, options, rows), scoring_of(rows, options))
     require_no_comparison(options)
     encoded = encode_choices(loaded, rows, _mode(options), options.system, options.raw)
     scores = log_probabilities(loaded, encoded, options.batch_size or BATCH_SIZE)

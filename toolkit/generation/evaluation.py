@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 from toolkit.errors import BadInputError, counted
 from toolkit.generation.complete import Completion
 from toolkit.generation.rows import LENGTH_SHOWN, PromptRow
+from toolkit.generation.scorer import load_scorer
 
 MISMATCHES_SHOWN = 5
 """Wrong answers that are printed."""
@@ -50,10 +52,10 @@ class Comparison:
         part = text if self.extract is None else _last_match(self.extract, text)
         return self._value(text if part is None else part)
 
-    def accepts(self, completion: str, answers: Iterable[str]) -> bool:
-        """Whether a completion equals one of the answers."""
+    def score(self, completion: str, row: PromptRow) -> float:
+        """1 if a completion equals one of the row's answers, else 0."""
         found = self.of_completion(completion)
-        return found is not None and found in [self.of_answer(answer) for answer in answers]
+        return float(found is not None and found in [self.of_answer(answer) for answer in row.answers])
 
     def _value(self, text: str) -> Any:
         if self.numeric:
@@ -64,8 +66,14 @@ class Comparison:
         return text if self.strict else normalised(text)
 
 
-COMPARES = ("strict", "extract", "numeric", "structured")
-"""Settings of how completions are compared, which choices are not."""
+COMPARES = ("strict", "extract", "numeric", "structured", "score")
+"""Settings of how completions are compared or scored, which choices are not."""
+
+
+class Scoring(Protocol):
+    """What scores completions: a comparison with answers, or a function of the user's."""
+
+    def score(self, completion: str, row: PromptRow) -> float: ...
 
 
 class Compares(Protocol):
@@ -79,17 +87,22 @@ class Compares(Protocol):
     def numeric(self) -> bool: ...
     @property
     def structured(self) -> bool: ...
+    @property
+    def score(self) -> str | None: ...
 
 
-def comparison_of(rows: list[PromptRow], how: Compares, prefix: str = "--") -> Comparison:
-    """What is compared.
+def scoring_of(rows: list[PromptRow], how: Compares, prefix: str = "--") -> Scoring:
+    """What scores completions. A function of the user's is imported, which runs code of its module.
 
     Args:
         prefix: of the settings' names, for errors.
 
     Raises:
-        BadInputError: names rows whose answers have no number, or are no JSON, if that is asked for.
+        BadInputError: names rows whose answers have no number, or are no JSON, if that is asked for; or the function
+            cannot be imported.
     """
+    if how.score is not None:
+        return load_scorer(how.score, f"{prefix}score")
     pattern = re.compile(how.extract) if how.extract else None
     comparison = Comparison(how.strict, pattern, how.numeric, how.structured)
     lacking = [row.place for row in rows if None in map(comparison.of_answer, row.answers)]
@@ -138,10 +151,11 @@ def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A row whose completion is none of its answers."""
+    """A row whose completion is none of its answers, or has a score below 1."""
 
     row: PromptRow
     completion: str
+    score: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -166,8 +180,8 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of the rows, 0 to 1."""
-        return self.exact / self.num_rows
+        """Mean score of the rows, 0 to 1: where answers are compared, the share that is right."""
+        return (self.exact + math.fsum(wrong.score for wrong in self.mismatches)) / self.num_rows
 
     def shares(self) -> dict[str, float]:
         """The accuracy, and of choices that by their length, of answers the share that stops and the mean length."""
@@ -183,17 +197,23 @@ class Evaluation:
         mismatches = [
             {"row": wrong.row.place, "prompt": wrong.row.given, "completion": wrong.completion}
             | {"answers": list(wrong.row.answers)}
+            | ({"score": wrong.score} if wrong.score else {})
             for wrong in self.mismatches
         ]
         return {**self.shares(), "exact": self.exact, "rows": self.num_rows, "mismatches": mismatches}
 
 
-def evaluate(rows: list[PromptRow], completions: Iterable[Completion], comparison: Comparison) -> Evaluation:
-    """Compares each row's completion with its answers; `completions` are in the order of the rows."""
+def evaluate(rows: list[PromptRow], completions: Iterable[Completion], scoring: Scoring) -> Evaluation:
+    """Scores each row's completion; `completions` are in the order of the rows.
+
+    Raises:
+        BadInputError: a function of the user's fails on one.
+    """
     wrong, stopped, tokens = [], 0, 0
     for row, completion in zip(rows, completions, strict=True):
-        if not comparison.accepts(completion.text, row.answers):
-            wrong.append(Mismatch(row, completion.text))
+        score = scoring.score(completion.text, row)
+        if score < 1:
+            wrong.append(Mismatch(row, completion.text, score))
         stopped += completion.stopped
         tokens += completion.num_tokens
     return Evaluation(len(rows), wrong, stopped=stopped, tokens=tokens)
@@ -232,7 +252,9 @@ def summary(found: Evaluation) -> str:
         lines.append(f"answers that stop: {shares['stopped']:.1%}; mean length: {shares['mean_tokens']:.1f} tokens")
     for wrong in found.mismatches[:MISMATCHES_SHOWN]:
         expected = " or ".join(_shortened(answer) for answer in wrong.row.answers)
-        lines.append(f"  {wrong.row.place}: {_shortened(wrong.completion)} instead of {expected}")
+        told = f" instead of {expected}" if expected else ""
+        scored = f", scored {wrong.score:.2f}" if wrong.score or not expected else ""
+        lines.append(f"  {wrong.row.place}: {_shortened(wrong.completion)}{told}{scored}")
     more = len(found.mismatches) - MISMATCHES_SHOWN
     return "\n".join([*lines, *([f"  and {more} more; --json has them all"] if more > 0 else [])])
 

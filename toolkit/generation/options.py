@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import BadInputError
+from toolkit.recipe.section import function_problem
 
 MODES = ("--prompt", "--chat", "--file", "--eval")
 
@@ -19,6 +20,7 @@ BELONGS_TO = {
     "--extract": ("--eval",),
     "--numeric": ("--eval",),
     "--structured": ("--eval",),
+    "--score": ("--eval",),
     "--json": ("--eval",),
     "--image": ("--prompt",),
 }
@@ -31,6 +33,10 @@ CONTRADICTIONS = {
     ("--strict", "--numeric"): "numbers are compared as numbers",
     ("--strict", "--structured"): "values of JSON are compared",
     ("--numeric", "--structured"): "values of JSON are compared",
+    ("--strict", "--score"): "the function compares",
+    ("--extract", "--score"): "the function compares",
+    ("--numeric", "--score"): "the function compares",
+    ("--structured", "--score"): "the function compares",
     ("--temperature", "--eval"): "an evaluation takes the most likely token",
     ("--top-p", "--eval"): "an evaluation takes the most likely token",
     ("--seed", "--eval"): "an evaluation takes the most likely token",
@@ -60,6 +66,7 @@ class Options:
     extract: str | None = None
     numeric: bool = False
     structured: bool = False
+    score: str | None = None
     as_json: bool = False
     max_new_tokens: int = 256
     temperature: float | None = None
@@ -102,6 +109,7 @@ class Options:
             "--extract": self.extract,
             "--numeric": self.numeric or None,
             "--structured": self.structured or None,
+            "--score": self.score,
             "--json": self.as_json or None,
             "--temperature": self.temperature,
             "--top-p": self.top_p,
@@ -131,6 +139,8 @@ class Options:
             re.compile(self.extract or "")
         except re.error as error:
             yield f"--extract: {self.extract!r} is no regular expression of Python: {error}"
+        if self.score is not None and (problem := function_problem(self.score)):
+            yield f"--score: {problem}"
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class PromptRow:
         answers: those that are right; none where it is not to be evaluated.
         choices: among which the model takes one; none where it writes its answer.
         images: files or contents, in the order of their places in the messages.
+        fields: the whole row, as the file has it.
     """
 
     place: str
@@ -53,18 +54,20 @@ class PromptRow:
     answers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     images: tuple[Path | bytes, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_rows(path: Path, option: str, with_answers: bool) -> list[PromptRow]:
+def read_rows(path: Path, option: str, with_answers: bool, is_scored: bool = False) -> list[PromptRow]:
     """The rows of a file of prompts (.txt or .jsonl), or of prompts with answers (.jsonl).
 
     Args:
         option: as errors name the file: `--eval`.
+        is_scored: by a function, which needs no answers; rows to train on are read all the same.
 
     Raises:
         BadInputError: where it cannot be read, holds no row, or one that is wrong; each is named by its line.
     """
-    kinds = (".jsonl",) if with_answers else (".txt", ".jsonl")
+    kinds = (".jsonl",) if with_answers and not is_scored else (".txt", ".jsonl")
     if path.suffix not in kinds:
         raise BadInputError(f"{option}: {str(path)!r} is of an unknown kind; allowed: {', '.join(kinds)}")
     try:
@@ -75,7 +78,7 @@ def read_rows(path: Path, option: str, with_answers: bool) -> list[PromptRow]:
     named = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not named:
         raise BadInputError(f"{option}: {str(path)!r} holds no prompt")
-    make = _plain_row if path.suffix == ".txt" else partial(_json_row, path.parent, with_answers)
+    make = _plain_row if path.suffix == ".txt" else partial(_json_row, path.parent, with_answers, is_scored)
     rows = all_right(option, [(place, partial(make, place, line)) for place, line in named])
     if len({bool(row.choices) for row in rows}) > 1:
         other = next(row for row in rows if bool(row.choices) != bool(rows[0].choices))
@@ -104,7 +107,7 @@ def all_right(option: str, attempts: Iterable[tuple[str, Callable[[], T]]]) -> l
 
 def _plain_row(place: str, line: bytes) -> PromptRow:
     text = _decoded(line)
-    return PromptRow(place, text, text)
+    return PromptRow(place, text, text, fields={"prompt": text})
 
 
 def _decoded(line: bytes) -> str:
@@ -115,7 +118,7 @@ def _decoded(line: bytes) -> str:
         raise BadInputError("not UTF-8") from None
 
 
-def _json_row(folder: Path, with_answers: bool, place: str, line: bytes) -> PromptRow:
+def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, line: bytes) -> PromptRow:
     try:
         fields = json.loads(_decoded(line))
     except (ValueError, RecursionError):
@@ -131,8 +134,8 @@ def _json_row(folder: Path, with_answers: bool, place: str, line: bytes) -> Prom
     given, answer = fields[column], fields.get("answer")
     if with_answers and answer is None:
         given, answer = _trained_answer(given, fields)
-    row = _asked(place, column, given, fields, folder)
-    if not with_answers:
+    row = replace(_asked(place, column, given, fields, folder), fields=fields)
+    if not with_answers or (is_scored and answer is None and fields.get("choices") is None):
         return row
     choices = _choices(fields["choices"]) if fields.get("choices") is not None else ()
     if choices and row.images:

@@ -16,10 +16,11 @@ class SampleOptions:
     """The command's options; None: not given.
 
     Attributes:
-        prompts: file of prompts; with answers, unless a reward model scores.
+        prompts: file of prompts; with answers, unless a reward model or a function scores.
         to: folder of what is written.
         samples: completions of each prompt.
-        reward: folder of a reward model's run or export; None: completions are compared with the rows' answers.
+        reward: folder of a reward model's run or export; None: completions are compared with the rows' answers, or a
+            function scores.
 
     Raises:
         BadInputError: where they contradict each other or one is out of range; all problems together.
@@ -36,6 +37,7 @@ class SampleOptions:
     extract: str | None = None
     numeric: bool = False
     structured: bool = False
+    score: str | None = None
     max_new_tokens: int = 256
     temperature: float | None = None
     top_p: float | None = None

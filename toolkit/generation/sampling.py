@@ -12,7 +12,7 @@ from rich.progress import track
 from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.generation.command import load_for
-from toolkit.generation.evaluation import comparison_of
+from toolkit.generation.evaluation import scoring_of
 from toolkit.generation.reward import find_reward_model, reward_model
 from toolkit.generation.rows import PromptRow, completions, encode_rows, read_rows
 from toolkit.generation.sample_options import SampleOptions
@@ -29,13 +29,13 @@ def read_prompts(options: SampleOptions) -> list[PromptRow]:
     Raises:
         BadInputError: the file cannot be read, or rows of it cannot be used.
     """
-    rows = read_rows(options.prompts, "PROMPTS", with_answers=options.reward is None)
+    rows = read_rows(options.prompts, "PROMPTS", options.reward is None, options.score is not None)
     for row in rows:
         what = "images" if row.images else "choices" if row.choices else None
         if what is not None:
             raise BadInputError(f"PROMPTS: {row.place} has {what}, which is not built yet; leave such rows out")
     if options.reward is None:
-        comparison_of(rows, options.comparing)
+        scoring_of(rows, options.comparing)
     else:
         find_reward_model(options.reward)
     return rows
@@ -91,11 +91,12 @@ def _scored(options: SampleOptions, rows: list[PromptRow], found: list[Sample], 
     """The samples with their scores. Collective."""
     if options.reward is not None:
         return _rewarded(options, options.reward, rows, found, asked)
-    comparison = comparison_of(rows, options.comparing)
-    return [
-        replace(sample, score=float(comparison.accepts(sample.completion, rows[sample.row].answers)))
-        for sample in found
-    ]
+
+    def scored() -> list[Sample]:
+        scoring = scoring_of(rows, options.comparing)
+        return [replace(sample, score=scoring.score(sample.completion, rows[sample.row])) for sample in found]
+
+    return ranks.on_first_rank(scored)
 
 
 def _rewarded(

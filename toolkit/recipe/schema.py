@@ -22,6 +22,7 @@ from toolkit.recipe.section import (
     PositiveInt,
     Section,
     contradiction,
+    function_problem,
 )
 
 RIVALS = (
@@ -633,6 +634,11 @@ class AnswersSection(Section):
     )
     numeric: bool = Field(False, description="Compare the last number, as a number.")
     structured: bool = Field(False, description="Compare as JSON; order of keys and whitespace do not count.")
+    score: str | None = Field(
+        None,
+        description="Score answers by this function, module:function, of Python's path: it is given the answer and its "
+        "row, and returns True, False or a number from 0 to 1. Runs the module's code.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> AnswersSection:
@@ -647,6 +653,13 @@ class AnswersSection(Section):
         if self.structured and (other := "strict" if self.strict else "numeric" if self.numeric else None):
             raise contradiction(
                 f"answers.{other} has no effect with answers.structured: values of JSON are compared; remove one"
+            )
+        if self.score is not None and (problem := function_problem(self.score)):
+            raise contradiction(f"answers.score: {problem}")
+        compared = next((name for name in ("strict", "extract", "numeric", "structured") if getattr(self, name)), None)
+        if self.score is not None and compared is not None:
+            raise contradiction(
+                f"answers.{compared} has no effect with answers.score: the function compares; remove one"
             )
         try:
             re.compile(self.extract or "")

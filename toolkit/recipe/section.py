@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -32,6 +33,14 @@ class Section(BaseModel):
         if isinstance(value, int) and abs(value) > MOST:
             raise PydanticCustomError("impossible", "it is larger than any machine counts; lower it")
         return value
+
+
+FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def function_problem(name: str) -> str:
+    """What is wrong with the name of a function of the user's; empty if nothing is. It is not looked for."""
+    return "" if FUNCTION.fullmatch(name) else f"{name!r} names no function; write module:function, as in scores:length"
 
 
 def contradiction(message: str) -> PydanticCustomError:

@@ -16,14 +16,15 @@ from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.generation.choices import Continued, encode_choices, scored
 from toolkit.generation.complete import Completion, Prompt, complete, sees_padding
-from toolkit.generation.evaluation import Evaluation, choose, comparison_of, evaluate, require_no_comparison
+from toolkit.generation.evaluation import choose, evaluate, require_no_comparison, scoring_of
 from toolkit.generation.load import Loaded, positions_of, stop_tokens
 from toolkit.generation.options import Sampling
 from toolkit.generation.rows import PromptRow, all_right, encode_rows, read_rows
+from toolkit.generation.scorer import Scorer
 from toolkit.model.adapters import base_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
-from toolkit.run.stages import OpenedRun, PreparedRun
+from toolkit.run.stages import Asked, OpenedRun, PreparedRun
 from toolkit.sharding.unit_states import UnitStates
 from toolkit.training.extension import Extension
 from toolkit.training.phase import Phase
@@ -35,24 +36,26 @@ B = TypeVar("B")
 FILE = "answers.file"
 
 
-def read_asked(recipe: Recipe) -> list[PromptRow]:
-    """The prompts that are answered, with the answers that are right; none where no file is named. Collective.
+def read_asked(recipe: Recipe) -> Asked:
+    """What is answered; nothing where no file is named. Collective.
 
     Raises:
-        BadInputError: the file cannot be read, or rows of it cannot be used.
+        BadInputError: the file or the function that scores cannot be read, or rows of the file cannot be used.
     """
-    section = recipe.answers
+    return ranks.on_first_rank(lambda: _read(recipe.answers))
+
+
+def _read(section: AnswersSection) -> Asked:
     if section.file is None:
-        return []
-    path = Path(section.file)
-    rows = ranks.on_first_rank(lambda: read_rows(path, FILE, with_answers=True))
+        return Asked([], None)
+    rows = read_rows(Path(section.file), FILE, with_answers=True, is_scored=section.score is not None)
     pictured = next((row.place for row in rows if row.images), None)
     if pictured is not None:
         raise BadInputError(f"{FILE}: {pictured} has images, which is not built yet; leave such rows out")
     if rows[0].choices:
         require_no_comparison(section, "answers.")
-    comparison_of(rows, section, "answers.")
-    return rows
+    scoring = scoring_of(rows, section, "answers.")
+    return Asked(rows, scoring.fingerprint if isinstance(scoring, Scorer) else None)
 
 
 class Answers(Extension):
@@ -70,7 +73,7 @@ class Answers(Extension):
         recipe = opened.recipe
         self._opened, self._model, self._num_steps = opened, run.inner, run.num_steps
         self._section, self._every = recipe.answers, recipe.training.eval_every_steps
-        self._rows, self._comparison = run.asked, comparison_of(run.asked, recipe.answers)
+        self._rows = run.asked.rows
         base = base_of(run.inner)
         self._loaded = Loaded(
             recipe.model.name_or_path or "the model",
@@ -101,7 +104,7 @@ class Answers(Extension):
         began = time.perf_counter()
         with self._answering(lambda: trainer.enter_phase(Phase.EVALUATE)):
             found = self._chosen() if self._choices else self._written()
-        shares = {f"answer_{name}": share for name, share in found.shares().items()}
+        shares = {f"answer_{name}": share for name, share in found.items()}
         return {**shares, "answer_seconds": time.perf_counter() - began}
 
     def _is_due(self, step: int) -> bool:
@@ -131,7 +134,7 @@ class Answers(Extension):
             base.generation_config = GenerationConfig()  # as `load_model` does: the settings say all
             yield
 
-    def _written(self) -> Evaluation:
+    def _written(self) -> dict[str, float]:
         size, prompts = self._section.batch_size, self._prompts
         # Tried here, by all ranks at once: a rank with one prompt in its batch would not try it.
         if size > 1 and sees_padding(self._loaded, prompts[0].ids):
@@ -143,13 +146,16 @@ class Answers(Extension):
             return complete(self._loaded, batch, sampling)
 
         completions = [completion for batch in _shared(batches, answers) for completion in batch]
-        return evaluate(self._rows, completions, self._comparison)
+        # Once for all: a function of the user's may have effects, and need not be on every host.
+        return ranks.on_first_rank(
+            lambda: evaluate(self._rows, completions, scoring_of(self._rows, self._section, "answers.")).shares()
+        )
 
-    def _chosen(self) -> Evaluation:
+    def _chosen(self) -> dict[str, float]:
         size = self._section.batch_size
         batches = [choices[start : start + size] for choices in self._choices for start in range(0, len(choices), size)]
         flat = (score for batch in _shared(batches, lambda batch: scored(self._loaded, batch)) for score in batch)
-        return choose(self._rows, [[next(flat) for _ in choices] for choices in self._choices])
+        return choose(self._rows, [[next(flat) for _ in choices] for choices in self._choices]).shares()
 
 
 def _shared(batches: list[B], work: Callable[[B], list[T]]) -> list[list[T]]:

@@ -158,7 +158,7 @@ def _extensions_of(
         found.append(WeightAverages(Ema(run.inner, settings.ema)))
     if run.balance.routers:
         found.append(ExpertLoads(run.balance, metrics))
-    if run.asked:
+    if run.asked.rows:
         found.append(Answers(opened, run))
     if settings.patience is not None:
         found.append(EarlyStopping(settings, metrics, lambda trainer: checkpoints.save(trainer, wait=True)))

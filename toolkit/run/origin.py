@@ -30,6 +30,7 @@ class Origin:
         teacher: fingerprint of the model that was learned from; None if there was none.
         versions: of packages, and the machine.
         adapter: fingerprint of the adapter that training went on from; None if there was none.
+        scorer: fingerprint of the source of the user's function that scored answers; None if there was none.
     """
 
     recipe: str
@@ -43,6 +44,7 @@ class Origin:
     teacher: str | None
     versions: dict[str, str]
     adapter: str | None = None
+    scorer: str | None = None
 
     def write(self, export: Path) -> None:
         """Writes it into an export."""
@@ -54,8 +56,8 @@ class Origin:
         path = export / ORIGIN
         try:
             found: Any = json.loads(path.read_text(encoding="utf-8"))
-            # Versions of before could not go on from an adapter.
-            found.setdefault("adapter", None)
+            # Versions of before could not go on from an adapter, and had no functions of the user's.
+            found = {"adapter": None, "scorer": None, **found}
             return cls(**{field.name: found[field.name] for field in fields(cls)})
         except FileNotFoundError:
             raise BadInputError(
@@ -80,4 +82,5 @@ def origin_of(opened: OpenedRun, run: PreparedRun, versions: dict[str, str]) -> 
         run.teacher_fingerprint,
         versions,
         fit_of(run.inner).adapter,
+        run.asked.scorer,
     )

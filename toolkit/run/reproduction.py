@@ -12,6 +12,7 @@ from safetensors import safe_open
 from toolkit.checkpoint.writer import same_bytes
 from toolkit.data import build, tokenizer
 from toolkit.errors import BadInputError
+from toolkit.generation.scorer import load_scorer
 from toolkit.model.load import fingerprint
 from toolkit.objectives.teacher import teacher_section
 from toolkit.paths import fingerprint_of
@@ -19,11 +20,14 @@ from toolkit.recipe.adapter_file import WEIGHTS, started_config
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.origin import Origin
 
+SCORE = "answers.score"
+
 
 def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
-    """Raises BadInputError if the models or the rows are not those of the origin, and names them.
+    """Raises BadInputError if the models, the rows or the code are not those of the origin, and names them.
 
-    The rows are tokenised for that; the run finds them in the cache.
+    A function that scores answers is imported, which runs code. The rows are tokenised for that; the run finds them in
+    the cache.
     """
     models = [("model.name_or_path", recipe.model, origin.base)]
     if recipe.objective.teacher is not None:
@@ -41,6 +45,11 @@ def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
                 f"adapter.start_from: the adapter in {recipe.adapter.start_from!r} is not the one that the export was "
                 "trained from; name the folder that has it: adapter.start_from=..."
             )
+    if recipe.answers.score is not None and load_scorer(recipe.answers.score, SCORE).fingerprint != origin.scorer:
+        raise BadInputError(
+            f"{SCORE}: the source of {recipe.answers.score!r} is not the one that scored the run's answers; bring that "
+            f"back, or name the function that has it: {SCORE}=..."
+        )
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     found = build.build(recipe.data, tokens, recipe.training.seed, recipe.objective)
     if (found.fingerprint, found.content) != (origin.data, origin.content):

@@ -44,6 +44,8 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
         facts["quantised"] = told
     if run.ends is not None:
         facts["stop"] = run.ends
+    if run.asked.scorer is not None:
+        facts["answers"] = f"scored by {recipe.answers.score} (SHA-256 of its source {run.asked.scorer[:16]})"
     if run.teacher is not None:
         facts["teacher"] = teacher_fact(recipe, run.teacher)
     if told := inner.fit.describe():

@@ -159,6 +159,19 @@ class Shown:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """Prompts that the model answers at evaluations.
+
+    Attributes:
+        rows: with the answers that are right; empty: none.
+        scorer: fingerprint of the source of the function that scores answers; None: they are compared.
+    """
+
+    rows: list[PromptRow]
+    scorer: str | None
+
+
+@dataclass(frozen=True)
 class PreparedRun:
     """All that training needs.
 
@@ -168,7 +181,7 @@ class PreparedRun:
         num_positions: samples of the whole run.
         accumulation: how the micro-batches of a step run.
         ends: which tokens end what is learned; None: the model writes no text.
-        asked: prompts that the model answers at evaluations; empty: none.
+        asked: what the model answers at evaluations.
     """
 
     on_meta: MetaModel
@@ -181,7 +194,7 @@ class PreparedRun:
     accumulation: Accumulation
     shown: Shown
     ends: str | None
-    asked: list[PromptRow]
+    asked: Asked
 
     @property
     def model(self) -> nn.Module:

@@ -34,10 +34,12 @@ def written(folder: Path, *rows: Any) -> Path:
 
 def test_rows_are_those_of_an_evaluation(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "3 + 3?"}, {"role": "assistant", "content": "6"}]
-    rows = read_asked(recipe_of(written(tmp_path, QUESTION, {"messages": messages}), "answers.numeric=true"))
+    found = read_asked(recipe_of(written(tmp_path, QUESTION, {"messages": messages}), "answers.numeric=true"))
+    rows = found.rows
     assert [row.answers for row in rows] == [("4",), ("6",)]
     assert rows[1].prompt == messages[:1]
-    assert read_asked(Recipe.load("sft")) == []
+    assert found.scorer is None
+    assert read_asked(Recipe.load("sft")).rows == []
 
 
 def test_a_relative_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
@@ -83,6 +85,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ([*FILE, "answers.numeric=true", "answers.structured=true"], "answers.numeric has no effect with"),
         ([*FILE, "answers.raw=true", "answers.system=Hi"], "answers.system has no effect with"),
         ([*FILE, "answers.strict=true", "answers.numeric=true"], "answers.strict has no effect with"),
+        ([*FILE, "answers.score=scores"], "answers.score: 'scores' names no function; write module:function"),
+        ([*FILE, "answers.score=a b:c"], "answers.score: 'a b:c' names no function; write module:function"),
+        ([*FILE, "answers.score=a:b", "answers.numeric=true"], "answers.numeric has no effect with answers.score"),
         ([*FILE, "answers.extract='('"], "answers.extract: '(' is no regular expression"),
         (
             [*FILE, *UNEVALUATED],

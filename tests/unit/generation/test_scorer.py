@@ -1,0 +1,166 @@
+"""A function of the user's that scores completions: what it is given, what may go wrong, and who may have it run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import refusals
+from support.unsure import save_unsure
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import toolkit
+from toolkit.errors import BadInputError
+from toolkit.generation.complete import Completion
+from toolkit.generation.evaluation import evaluate, summary
+from toolkit.generation.rows import PromptRow, read_rows
+from toolkit.generation.scorer import Scorer, load_scorer
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.origin import Origin
+
+SOURCE = """
+from pathlib import Path
+
+Path(__file__).with_suffix(".imported").touch()
+
+
+def length(completion, row):
+    row.pop("prompt", None)
+    return min(len(completion) / row.get("wanted", 10), 1)
+
+
+def fails(completion, row):
+    return row["nothing"]
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of its own for each test, on Python's path."""
+    name = f"scores_of_{hashlib.sha256(str(tmp_path).encode()).hexdigest()[:12]}"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_scores_are_averaged_and_those_below_one_are_listed(module: str, tmp_path: Path) -> None:
+    rows = [PromptRow(f"f:{n}", "?", "?", fields={"prompt": "?", "wanted": 4}) for n in range(4)]
+    texts = ["abcd", "ab", "a", ""]
+    scorer = load_scorer(f"{module}:length", "--score")
+    found = evaluate(rows, [Completion(text, 1, True) for text in texts], scorer)
+    assert found.accuracy == (1 + 2 / 4 + 1 / 4 + 0) / 4
+    assert found.exact == 1
+    assert [wrong.get("score") for wrong in found.to_dict()["mismatches"]] == [0.5, 0.25, None]
+    assert "accuracy: 43.8% (1 of 4 rows exact)" in summary(found)
+    assert "f:1: 'ab', scored 0.50" in summary(found)
+    assert all(row.fields["prompt"] == "?" for row in rows), "a function changes a row for itself alone"
+    assert scorer.fingerprint == hashlib.sha256((tmp_path / f"{module}.py").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("value", [True, 1, 0.0, 0.5, np.float32(1), np.int64(0), False])
+def test_numbers_from_0_to_1_are_scores(value: Any) -> None:
+    row = PromptRow("f:1", "?", "?")
+    assert Scorer("m:f", lambda _text, _row: value, "", "--score").score("", row) == float(value)
+
+
+@pytest.mark.parametrize("value", [None, "1", 2, -0.1, float("nan"), float("inf"), [1], 1j, torch.tensor(1.0)], ids=str)
+def test_other_values_are_refused_and_name_the_row(value: Any) -> None:
+    with pytest.raises(BadInputError, match=r"--score: m:f returned .* for f:7; allowed: True, False, or a number"):
+        Scorer("m:f", lambda _text, _row: value, "", "--score").score("", PromptRow("f:7", "?", "?"))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no_such_module_at_all:f", "no module 'no_such_module_at_all' on Python's path; set PYTHONPATH"),
+        ("{}:no_such", "has no function 'no_such'"),
+        ("{}:Path.cwd", "has no function 'Path.cwd'"),
+        ("math:sqrt", "'math:sqrt' has no source file"),
+        ("broken_{}:f", r"cannot be imported: ModuleNotFoundError: No module named 'absent_library'"),
+    ],
+)
+def test_what_cannot_be_imported_is_told(name: str, told: str, module: str, tmp_path: Path) -> None:
+    (tmp_path / f"broken_{module}.py").write_text("import absent_library\n")
+    with pytest.raises(BadInputError, match=rf"answers.score: .*{told}"):
+        load_scorer(name.format(module), "answers.score")
+
+
+def test_a_function_that_fails_names_the_row_and_its_line(module: str) -> None:
+    with pytest.raises(BadInputError, match=rf"{module}:fails failed on f:3: KeyError: 'nothing' \(.*{module}.py:13\)"):
+        load_scorer(f"{module}:fails", "--score").score("", PromptRow("f:3", "?", "?"))
+
+
+def test_rows_without_answers_and_rows_to_train_on_are_read(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "a fox"}]
+    given = [{"prompt": "What?", "keys": [1]}, {"messages": turns}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in given))
+    found = read_rows(file, "--eval", with_answers=True, is_scored=True)
+    assert [row.prompt for row in found] == ["What?", turns[:1]]
+    assert [row.answers for row in found] == [(), ("a fox",)]
+    assert [row.fields for row in found] == given
+
+
+def test_the_commands_score_by_it(module: str, tmp_path: Path) -> None:
+    save_unsure(tmp_path)
+    questions = [{"prompt": "What of?", "wanted": 20}, {"prompt": "And then?", "wanted": 20}]
+    file = tmp_path / "asked.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in questions))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    scores = []
+    for row in questions:
+        text = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=tokenizer("<|im_end|>")["input_ids"])
+        scores.append(min(len(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)) / 20, 1))
+    name = f"{module}:length"
+    assert toolkit.evaluate(tmp_path / "model", file, score=name, max_new_tokens=12).accuracy == sum(scores) / 2
+    toolkit.sample(tmp_path / "model", file, tmp_path / "samples", score=name, samples=3, max_new_tokens=12)
+    for line in (tmp_path / "samples/samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        assert sample["score"] == min(len(sample["completion"]) / 20, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["generate", "m", "--eval", "f.jsonl", "--score", "scores"], "--score: 'scores' names no function"),
+        (["generate", "m", "--eval", "f.jsonl", "--score", "a:b", "--numeric"], "--numeric and --score contradict"),
+        (["generate", "m", "--file", "f.txt", "--score", "a:b"], "--score belongs to --eval"),
+        (["sample", "m", "f.jsonl", "--to", "t", "--score", "a:b", "--reward", "r"], "--score and --reward contradict"),
+    ],
+)
+def test_options_that_contradict_it_are_told(words: list[str], told: str) -> None:
+    outcome = refusals.toolkit(*words)
+    assert outcome.code == 2
+    assert told in " ".join(outcome.told.split())
+
+
+def test_a_strangers_recipe_runs_no_code_unless_it_is_allowed(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load("sft", ["answers.file=asked.jsonl", f"answers.score={module}:length"])
+    export, marker = tmp_path / "run/export", tmp_path / f"{module}.imported"
+    export.mkdir(parents=True)
+    Origin(recipe.to_yaml(), 1, "cpu", "ddp", "no", "", None, None, None, {}, None, "0" * 64).write(export)
+    words = ["reproduce", "run/export", "--to", "again"]
+    refused = refusals.toolkit(*words)
+    assert refused.problems(f"answers.score ({module}:length)") == []
+    assert "add --trust-code" in refused.told
+    assert not marker.exists()
+    changed = refusals.toolkit(*words, "--trust-code")
+    assert changed.problems("answers.score") == []
+    assert "is not the one that scored" in " ".join(changed.told.split())
+    assert marker.exists()
+    Origin(
+        Recipe.load("sft", ["model.trust_remote_code=true"]).to_yaml(), 1, "cpu", "ddp", "no", "", None, None, None, {}
+    ).write(export)
+    assert refusals.toolkit(*words).problems("model.trust_remote_code (True)") == []
+    assert not (tmp_path / "again").exists()
