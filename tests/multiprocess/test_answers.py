@@ -110,7 +110,7 @@ def on_two_ranks(folder: Path, names: list[str]) -> None:
     begun = recipe_of(folder, "begun", checkpoint={"every_steps": 8}, answers=scored, **RUNS["zero3"])
     meet()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("toolkit.run.answers.evaluate", fail_at(3))
+        patch.setattr("toolkit.run.answers._shared", fail_at(3))
         with pytest.raises(RuntimeError, match="the power is out"):
             toolkit.finetune(begun)
     assert [line["step"] for line in evaluations(folder / "begun")] == [0, 8]
@@ -129,7 +129,7 @@ def on_two_ranks(folder: Path, names: list[str]) -> None:
 
 
 def fail_at(evaluation: int) -> Any:
-    from toolkit.generation.evaluation import evaluate
+    from toolkit.run.answers import _shared
 
     calls: list[None] = []
 
@@ -137,7 +137,7 @@ def fail_at(evaluation: int) -> Any:
         calls.append(None)
         if len(calls) == evaluation:
             raise RuntimeError("the power is out")
-        return evaluate(*args)
+        return _shared(*args)
 
     return failing
 
