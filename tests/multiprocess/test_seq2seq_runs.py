@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             model.final_logits_bias.normal_()
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    (folder / "scores_of_seq2seq.py").write_text(DIGEST)
+    (folder / "asked.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ASKED))
     for name, count, seed in (("train", 26, 6), ("held_out", 13, 7)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(count, seed)))
     return folder
 
 
+ANSWERED, ANSWER_TOKENS = ("t5", "bart", "ddp", "lora"), 7
+ASKED = [PREFIX + text for text in ("the king", "a fox by the river and the old town", "bread", "who sang of the moon")]
+DIGEST = """
+def digest(completion, row):
+    return sum(completion.encode()) % 997 / 997
+"""
+"""A score by which any other text would be noticed."""
 CHECKPOINTED = {"strategy": "zero3", "activation_checkpointing": 1}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("t5", {"sharding": CHECKPOINTED}),
@@ -75,6 +85,7 @@ def runs(folder: Path, names: list[str]) -> dict[str, Any]:
     from toolkit import Recipe, finetune
 
     ranks, found = int(os.environ["WORLD_SIZE"]), {}
+    sys.path.insert(0, str(folder))
     for name in names:
         meet()
         kind, sections = CASES[name]
@@ -97,6 +108,9 @@ def runs(folder: Path, names: list[str]) -> dict[str, Any]:
             values["checkpoint"] = {"every_steps": 2}
             if name == "resumed":
                 values["checkpoint"] = {"resume": str(folder / f"half-{ranks}/checkpoints/step_00000002")}
+        if name in ANSWERED:
+            values["answers"] = {"file": str(folder / "asked.jsonl"), "score": "scores_of_seq2seq:digest"}
+            values["answers"] |= {"max_new_tokens": ANSWER_TOKENS, "batch_size": 2}
         result = finetune(Recipe.from_mapping({**values, "sharding": {"strategy": "zero3"}, **sections}))
         written = None
         if name == kind:
@@ -170,6 +184,29 @@ def test_the_run_is_a_plain_loop(ranks: int, folder: Path) -> None:
         assert after < before
         assert found["lora"][1] < 1e-4
         generated(folder, expected["t5"]["text"])
+        for name in ANSWERED:
+            last = [record for record in found[name][0] if record["split"] == "eval"][-1]
+            figures = [last[f"answer_{figure}"] for figure in ("accuracy", "stopped", "mean_tokens")]
+            assert figures == pytest.approx(answered_by_hand(folder / f"{name}-2/export"), rel=1e-12), name
+
+
+@torch.no_grad()
+def answered_by_hand(export: Path) -> list[float]:
+    """The figures of the export, each target alone, token by token, without padding and without a cache."""
+    tokenizer, model = AutoTokenizer.from_pretrained(export), AutoModelForSeq2SeqLM.from_pretrained(export).eval()
+    scores, stopped, lengths = [], 0, []
+    for question in ASKED:
+        source, target = tokenizer(question, return_tensors="pt")["input_ids"], [model.config.decoder_start_token_id]
+        while len(target) <= ANSWER_TOKENS:
+            token = int(model(input_ids=source, decoder_input_ids=torch.tensor([target])).logits[0, -1].argmax())
+            if token == tokenizer.eos_token_id:
+                stopped += 1
+                break
+            target.append(token)
+        text = tokenizer.decode(target[1:], skip_special_tokens=True)
+        scores.append(sum(text.encode()) % 997 / 997)
+        lengths.append(len(target) - 1)
+    return [sum(scores) / len(ASKED), stopped / len(ASKED), sum(lengths) / len(ASKED)]
 
 
 def generated(folder: Path, expected: str) -> None:

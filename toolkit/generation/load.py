@@ -118,7 +118,7 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
     model = _whole_model(base, dtype, _quantisation(place, base) if place.is_adapter else None)
     tokenizer = tokenizer_of(place, base)
     stops = stop_tokens(model, tokenizer)
-    model.generation_config = GenerationConfig(**_beginning(model))  # the options say all else
+    model.generation_config = GenerationConfig(**beginning(model))  # the options say all else
     if place.is_adapter:
         model = _with_adapter(model, tokenizer, place)
     reads = bool(model.config.is_encoder_decoder)
@@ -131,7 +131,7 @@ def positions_of(model: Any) -> int | None:
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
-def _beginning(model: Any) -> dict[str, Any]:
+def beginning(model: Any) -> dict[str, Any]:
     """What an encoder-decoder's target begins with: its own tokens, as of mBART's language."""
     own = model.generation_config
     return {name: getattr(own, name, None) for name in ("decoder_start_token_id", "forced_bos_token_id")}

@@ -224,10 +224,12 @@ class Planner:
         """Of prompts and answers that are as long as rows may be, by a model that is whole, as DDP has it, or not."""
         if whole not in self._answerings:
             section, positions = self.recipe.answers, num_positions(self.workload.model)
-            tokens = self.recipe.data.max_length + section.max_new_tokens
-            tokens = tokens if positions is None else min(tokens, positions)
+            prompt, answer = self.recipe.data.max_length, section.max_new_tokens
+            if positions is not None:  # an encoder-decoder's target has all of them for itself
+                before = 0 if self.recipe.objective.spec.encoder_decoder else prompt
+                answer = max(2, min(answer, positions - before))
             with self._without_values():
-                self._answerings[whole] = answering(self.workload, section.batch_size, tokens, whole)
+                self._answerings[whole] = answering(self.workload, section.batch_size, prompt, answer, whole)
         return self._answerings[whole]
 
     def _of_own_batch(self, setup: Setup) -> list[Memory]:

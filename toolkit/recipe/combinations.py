@@ -231,7 +231,6 @@ COMBINATIONS = (
     Combination(("margins", "objectives but reward"), DEFINITION, "", "remove it", is_idle=True),
     Combination(("samples", "no text written"), DEFINITION, "whose model writes no text", "remove it", is_idle=True),
     Combination(("answers", "no text written"), DEFINITION, "whose model writes no text", "remove it", is_idle=True),
-    Combination(("answers", "seq2seq"), NOT_BUILT, "", "remove it, and run toolkit generate --eval on the export"),
     Combination(("answers", "sequence"), NOT_BUILT, "whose ranks share a row", "remove it, or set sharding.sequence=1"),
     Combination(
         ("answers", "experts"),

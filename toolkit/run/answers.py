@@ -17,7 +17,7 @@ from toolkit.errors import BadInputError
 from toolkit.generation.choices import Continued, encode_choices, scored
 from toolkit.generation.complete import Completion, Prompt, complete, sees_padding
 from toolkit.generation.evaluation import choose, evaluate, require_no_comparison, scoring_of
-from toolkit.generation.load import Loaded, positions_of, stop_tokens
+from toolkit.generation.load import Loaded, beginning, positions_of, stop_tokens
 from toolkit.generation.options import Sampling
 from toolkit.generation.rows import PromptRow, all_right, encode_rows, read_rows
 from toolkit.generation.scorer import Scorer
@@ -81,6 +81,7 @@ class Answers(Extension):
             run.tokenizer,
             stop_tokens(base, run.tokenizer),
             positions_of(base),
+            recipe.objective.spec.encoder_decoder,
             collective=opened.plugin.strategy.sharded and ranks.world_size() > 1,
             if_too_large="lower answers.batch_size or answers.max_new_tokens",
         )
@@ -90,13 +91,19 @@ class Answers(Extension):
                 "answers: prompts are asked with the chat template, and no row to train on is written with it; set "
                 "answers.raw=true to ask as the rows do"
             )
+        if recipe.data.source_prefix is not None:
+            opened.console.warn(
+                "answers: prompts are asked as answers.file has them, without data.source_prefix "
+                f"{recipe.data.source_prefix!r}; write it into their rows"
+            )
         self._prompts: list[Prompt] = []
         self._choices: list[list[Continued]] = []
         if self._rows[0].choices:
             self._choices = encode_choices(self._loaded, self._rows, FILE, section.system, section.raw)
         else:
             self._prompts = encode_rows(self._loaded, self._rows, FILE, section.system, section.raw)
-            _require_room(self._loaded, self._rows, self._prompts, section)
+            if not self._loaded.encoder_decoder:  # whose answers have all positions, whatever the prompt
+                _require_room(self._loaded, self._rows, self._prompts, section)
 
     def at_evaluation(self, trainer: Trainer) -> dict[str, Any]:
         if not self._is_due(trainer.global_step):
@@ -131,7 +138,7 @@ class Answers(Extension):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(base.register_forward_pre_hook(lambda *_: beat()).remove)
             stack.callback(setattr, base, "generation_config", base.generation_config)
-            base.generation_config = GenerationConfig()  # as `load_model` does: the settings say all
+            base.generation_config = GenerationConfig(**beginning(base))  # as `load_model` does: the settings say all
             yield
 
     def _written(self) -> dict[str, float]:

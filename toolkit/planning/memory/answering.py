@@ -24,7 +24,8 @@ class Answering:
     """Bytes that a rank holds beside its weights while it writes a batch of answers.
 
     Attributes:
-        cache: keys and values, or the states of recurrent layers, when the answers are whole.
+        cache: keys and values, or the states of recurrent layers, when the answers are whole; of an encoder-decoder
+            the encoder's states, too.
         peak: the most at once, the cache included.
     """
 
@@ -32,14 +33,14 @@ class Answering:
     peak: int
 
 
-def answering(workload: Workload, rows: int, tokens: int, whole: bool) -> Answering:
+def answering(workload: Workload, rows: int, prompt: int, answer: int, whole: bool) -> Answering:
     """Runs the model without memory: a forward that fills its cache, and one of a token more.
 
     The forward that fills it is of whole answers, a little more than of prompts alone.
 
     Args:
         rows: answers of a batch.
-        tokens: of the longest prompt and its answer.
+        prompt, answer: tokens of the longest ones.
         whole: as torch's DDP runs it; under mixed precision parameters are cast where they are used.
     """
     dtype = PRECISIONS[workload.mixed_precision]
@@ -56,17 +57,35 @@ def answering(workload: Workload, rows: int, tokens: int, whole: bool) -> Answer
         stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=casts))
         stack.enter_context(ledger)
         ledger.restart()
-        model = base_of(model)
-        cache = _cache_after(model, rows, tokens - 1, tokens - 1, {})
-        if cache:  # models without one compute all tokens anew
-            cache = _cache_after(model, rows, 1, tokens, cache)
+        kept = _fill(base_of(model), rows, prompt, answer)  # alive while it is counted
         torch.clear_autocast_cache()
-        return Answering(ledger.current - before, ledger.peak - before)
+        found = Answering(ledger.current - before, ledger.peak - before)
+        del kept
+        return found
 
 
-def _cache_after(model: Any, rows: int, new: int, seen: int, cache: dict[str, Any]) -> dict[str, Any]:
-    """The cache behind a forward of `new` tokens, the last of `seen`, by its name; empty where the model has none."""
+def _fill(model: Any, rows: int, prompt: int, answer: int) -> dict[str, Any]:
+    """The cache of whole answers, and of an encoder-decoder the encoder's states; models without one have none."""
+    if model.config.is_encoder_decoder:
+        mask = _ids(rows, prompt)
+        states = model.get_encoder()(input_ids=_ids(rows, prompt), attention_mask=mask)
+        read = {"encoder_outputs": states, "attention_mask": mask}
+        cache = _cache_after(model, read | {"decoder_input_ids": _ids(rows, answer - 1)})
+        cache = _cache_after(model, read | {"decoder_input_ids": _ids(rows, 1)} | cache)
+        return {"states": states} | cache
+    tokens = prompt + answer
+    cache = _cache_after(model, {"input_ids": _ids(rows, tokens - 1), "attention_mask": _ids(rows, tokens - 1)})
+    if not cache:  # it computes all tokens anew
+        return {}
+    return _cache_after(model, {"input_ids": _ids(rows, 1), "attention_mask": _ids(rows, tokens)} | cache)
+
+
+def _ids(rows: int, tokens: int) -> torch.Tensor:
+    return torch.empty(rows, tokens, dtype=torch.long)
+
+
+def _cache_after(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The cache behind a forward, by its name; empty where the model has none."""
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    ids, mask = torch.empty(rows, new, dtype=torch.long), torch.empty(rows, seen, dtype=torch.long)
-    out = model(input_ids=ids, attention_mask=mask, use_cache=True, **last, **cache)
+    out = model(**inputs, **last, use_cache=True)
     return {name: out[name] for name in CACHES if out.get(name) is not None}

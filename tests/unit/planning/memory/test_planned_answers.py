@@ -11,7 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from support.planning_models import config_of
 from support.tiny import tiny_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from toolkit.errors import BadInputError
 from toolkit.planning.check import plan_run
@@ -33,6 +33,8 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": ("deepseek_v3", {}),
     "states": ("mamba", {}),
     "learned positions": ("gpt2", {}),
+    "relative positions of an encoder-decoder": ("t5", {"decoder_start_token_id": 0, "num_decoder_layers": 2}),
+    "an encoder-decoder": ("bart", {}),
 }
 
 
@@ -46,7 +48,11 @@ def configured(name: str) -> Any:
 
 def on_meta(config: Any) -> Any:
     with init_empty_weights(include_buffers=False):
-        return AutoModelForCausalLM.from_config(config)
+        return auto_class(config).from_config(config)
+
+
+def auto_class(config: Any) -> Any:
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def tensors(found: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -61,9 +67,12 @@ def tensors(found: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def written(config: Any, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of the cache of real answers, and the most at once beside the weights, as CUDA's allocator rounds them."""
+    """Bytes of the cache of real answers, and the most at once beside the weights, as CUDA's allocator rounds them.
+
+    Of an encoder-decoder the encoder's states stay, too.
+    """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model = auto_class(config).from_config(config, dtype=dtype).eval()
     ids = torch.randint(3, 60, (ROWS, PROMPT))
     mask = torch.ones_like(ids)
     mask[0, :2] = 0  # padded, as batches of prompts are
@@ -72,11 +81,11 @@ def written(config: Any, dtype: torch.dtype) -> tuple[int, int]:
         ledger.see(tensor)
     before = ledger.current
     with ledger:
-        # The last token is written and not read any more.
+        # The last token is written and not read any more. A target begins with a token of its own.
         out = model.generate(
             input_ids=ids,
             attention_mask=mask,
-            max_new_tokens=ANSWER + 1,
+            max_new_tokens=ANSWER + (not config.is_encoder_decoder),
             eos_token_id=None,
             pad_token_id=0,
             do_sample=False,
@@ -84,17 +93,20 @@ def written(config: Any, dtype: torch.dtype) -> tuple[int, int]:
         )
     cache = out.get("past_key_values") or out.get("cache_params")
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors(cache)}
-    return sum(math.ceil(size / 512) * 512 for size in storages.values()), ledger.peak - before
+    sizes = list(storages.values())
+    if config.is_encoder_decoder:
+        sizes.append(ROWS * PROMPT * config.d_model * dtype.itemsize)
+    return sum(math.ceil(size / 512) * 512 for size in sizes), ledger.peak - before
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_cache_has_the_bytes_of_transformers_own(name: str, precision: str) -> None:
-    config, tokens = configured(name), PROMPT + ANSWER
-    workload = Workload(on_meta(config), None, None, precision, tokens)  # type: ignore[arg-type]
+    config = configured(name)
+    workload = Workload(on_meta(config), None, None, precision, PROMPT + ANSWER)  # type: ignore[arg-type]
     planner = Planner(recipe_with(), workload, presets()["cpu"])
     with planner._without_values():
-        found = answering(workload, ROWS, tokens, whole=False)
+        found = answering(workload, ROWS, PROMPT, ANSWER, whole=False)
     cache, peak = written(config, torch.float32 if precision == "no" else torch.bfloat16)
     assert found.cache == cache
     assert peak <= found.peak <= 2 * peak, "it is of a forward of whole answers"
