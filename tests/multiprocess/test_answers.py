@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from support.moe import mixture
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
 from support.tiny import llama, recipe_values
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import toolkit
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.recipe.schema import AnswersSection
 
 FACTS = {
     "Where does the king walk?": "by the river",
@@ -52,6 +54,8 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "zero3": {"sharding": {"strategy": "zero3"}},
     "lora": {"sharding": {"strategy": "zero3"}, **ADAPTED},
     "nf4": {"sharding": {"strategy": "zero3"}, **NF4},
+    "shared": {"sharding": {"strategy": "zero3", "sequence": 2}, "training": {"micro_batch_size": 4}},
+    "experts": {"model": {"name_or_path": "experts_model"}, "sharding": {"strategy": "zero3", "experts": 2}},
     "averaged": {"sharding": {"strategy": "zero2"}, "training": {"ema": 0.7}},
     "ddp": {"sharding": {"strategy": "ddp"}, **ADAPTED},
     "offloaded": {
@@ -78,9 +82,12 @@ def recipe_of(folder: Path, name: str, **sections: dict[str, Any]) -> toolkit.Re
     return toolkit.Recipe.from_mapping(values)
 
 
+def records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def evaluations(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["split"] == "eval"]
+    return [line for line in records(run) if line["split"] == "eval"]
 
 
 def curve(run: Path) -> list[list[Any]]:
@@ -90,6 +97,8 @@ def curve(run: Path) -> list[list[Any]]:
 ON_FOUR: dict[str, dict[str, dict[str, Any]]] = {
     "nf4-zero3-4": {"sharding": {"strategy": "zero3"}, **NF4},
     "nf4-ddp-4": {"sharding": {"strategy": "ddp"}, **NF4},
+    "shared-4": {"sharding": {"strategy": "zero3", "sequence": 2}, "training": {"micro_batch_size": 2}},
+    "experts-4": {"model": {"name_or_path": "experts_model"}, "sharding": {"strategy": "zero3", "experts": 2}},
 }
 """With rows of two, one of four ranks has no prompt of its own."""
 
@@ -97,7 +106,7 @@ ON_FOUR: dict[str, dict[str, dict[str, Any]]] = {
 def on_four_ranks(folder: Path) -> None:
     for name, sections in ON_FOUR.items():
         meet()
-        toolkit.finetune(recipe_of(folder, name, training={"micro_batch_size": 1}, **sections))
+        toolkit.finetune(recipe_of(folder, name, **{"training": {"micro_batch_size": 1}, **sections}))
 
 
 def on_two_ranks(folder: Path, names: list[str]) -> None:
@@ -107,6 +116,9 @@ def on_two_ranks(folder: Path, names: list[str]) -> None:
     if os.environ["RANK"] == "0":  # the others have no such module
         sys.path.insert(0, str(folder))
     scored = {"score": "scores_of_a_test:equal"}
+    meet()
+    unasked = recipe_of(folder, "unasked", **RUNS["experts"])
+    toolkit.finetune(unasked.model_copy(update={"answers": AnswersSection()}))
     begun = recipe_of(folder, "begun", checkpoint={"every_steps": 8}, answers=scored, **RUNS["zero3"])
     meet()
     with pytest.MonkeyPatch.context() as patch:
@@ -143,13 +155,18 @@ def fail_at(evaluation: int) -> Any:
 
 
 def save_chat_model(folder: Path) -> None:
-    """A Llama of random weights whose tokenizer has chatml's markers."""
+    """A Llama and a mixture of experts of random weights, whose tokenizer has chatml's markers."""
     tokenizer = _train_byte_pairs(iter([*make_texts(20), *FACTS, *FACTS.values()]), 330, MARKERS["chatml"])
     tokenizer.eos_token = "<|endoftext|>"
     use_template(tokenizer, "chatml")
     tokenizer.save_pretrained(folder)
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 48, "intermediate_size": 96}
     llama(**sizes, bos_token_id=None, eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+    experts = folder.with_name("experts_model")
+    tokenizer.save_pretrained(experts)
+    mixture(
+        "qwen3_moe", **sizes, max_position_embeddings=64, pad_token_id=None, eos_token_id=tokenizer.eos_token_id
+    ).save_pretrained(experts)
 
 
 @pytest.fixture(scope="module")
@@ -209,11 +226,11 @@ def test_the_last_figures_are_those_of_the_export(folder: Path, name: str) -> No
 
 
 @pytest.mark.slow
-def test_four_ranks_have_the_figures_of_the_export_of_an_nf4_base(folder: Path) -> None:
+def test_four_ranks_have_the_figures_of_the_export_and_the_curve_of_two(folder: Path) -> None:
     run_on_ranks(on_four_ranks, 4, folder)
     for name in ON_FOUR:
         require_figures_of_the_export(folder, name)
-    assert curve(folder / "nf4-zero3-4") == curve(folder / "nf4-ddp-4") == curve(folder / "nf4")
+        assert curve(folder / name) == curve(folder / name.split("-")[0]), name
 
 
 def require_figures_of_the_export(folder: Path, name: str) -> None:
@@ -223,6 +240,22 @@ def require_figures_of_the_export(folder: Path, name: str) -> None:
     assert [last[key] for key in FIGURES] == by_hand(folder / name / "export")
     found = toolkit.evaluate(folder / name, folder / "facts.jsonl", max_new_tokens=MAX_TOKENS, batch_size=2)
     assert {key: last[f"answer_{key}"] for key in ("accuracy", "stopped", "mean_tokens")} == found.shares()
+
+
+def test_answers_change_nothing_that_is_learned(folder: Path) -> None:
+    """Neither balance losses nor loads of experts count the tokens of answers."""
+    one, other = (folder / f"{name}/export/model.safetensors" for name in ("experts", "unasked"))
+    assert one.read_bytes() == other.read_bytes()
+    told = [
+        [
+            [line.get(key) for key in ("loss", "grad_norm", "balance_loss", "expert_load")]
+            for line in records(folder / name)
+        ]
+        for name in ("experts", "unasked")
+    ]
+    assert told[0] == told[1]
+    assert told[0][1][3] is not None
+    assert "answer_accuracy" not in evaluations(folder / "unasked")[-1]
 
 
 def test_averaged_weights_answer_where_they_are_evaluated(folder: Path) -> None:

@@ -231,13 +231,6 @@ COMBINATIONS = (
     Combination(("margins", "objectives but reward"), DEFINITION, "", "remove it", is_idle=True),
     Combination(("samples", "no text written"), DEFINITION, "whose model writes no text", "remove it", is_idle=True),
     Combination(("answers", "no text written"), DEFINITION, "whose model writes no text", "remove it", is_idle=True),
-    Combination(("answers", "sequence"), NOT_BUILT, "whose ranks share a row", "remove it, or set sharding.sequence=1"),
-    Combination(
-        ("answers", "experts"),
-        NOT_BUILT,
-        "whose tokens travel in each forward",
-        "remove it, or set sharding.experts=1",
-    ),
     Combination(("epochs", "streaming"), DEFINITION, "whose length is not known", "set training.max_steps"),
     # Images
     Combination(("sequence", "images"), NOT_BUILT, "which stand in one part of a row", "set sharding.sequence=1"),
