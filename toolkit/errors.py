@@ -12,21 +12,23 @@ from collections.abc import Iterable
 
 
 class ToolkitError(Exception):
-    """Something a person can act on; the message says what was found and how to mend it."""
+    """An error that a user can act on. The message says what was found and how to fix it."""
 
     exit_code = 1
 
 
 class BadInputError(ToolkitError):
-    """What the user gave cannot be used: a recipe, a file, a folder, a launch configuration."""
+    """The user's input cannot be used: a recipe, a file, a folder, a launch configuration."""
 
     exit_code = 2
 
 
 class RecipeError(BadInputError):
-    """A recipe with one or more wrong fields, all of them reported together.
+    """A recipe has one or more wrong fields. All are reported together.
 
-    `problems` holds one line per wrong field, each beginning with the field's dotted path.
+    Attributes:
+        origin: where the recipe was read, for the message.
+        problems: a line for each wrong field, which starts with the field's dotted path.
     """
 
     def __init__(self, origin: str, problems: list[str]) -> None:
@@ -40,39 +42,39 @@ class RecipeError(BadInputError):
 
 
 class DataError(BadInputError):
-    """A data set that cannot be read or holds nothing to train on."""
+    """A data set cannot be read or holds nothing to train on."""
 
 
 class StoreError(ToolkitError):
-    """A store (`checkpoint.to`) that cannot be reached, refuses, or has not kept what was written."""
+    """A store (`checkpoint.to`) cannot be reached, refuses a request, or has not kept what was written."""
 
 
 class HubError(ToolkitError):
-    """An export that could not be pushed to the hub; it is whole on disk."""
+    """An export could not be pushed to the hub. It is whole on disk."""
 
 
 class UnitError(BadInputError):
-    """No FSDP units can be planned for this model, or an override matches nothing."""
+    """No FSDP units can be planned for the model, or `unit_classes` match nothing."""
 
 
 class UnplannableError(ToolkitError):
-    """A model that does not run on tensors without values, so that nothing can be foretold of it."""
+    """A model does not run on tensors without values, so that its memory and time cannot be planned."""
 
 
 class TrainingError(ToolkitError):
-    """Training cannot go on, for example after too many non-finite losses in a row."""
+    """Training cannot continue, for example after too many non-finite losses in a row."""
 
 
 class RankError(TrainingError):
-    """One rank alone cannot go on, and the others know nothing of it."""
+    """One rank cannot continue, and the others do not know it."""
 
 
 class RankLostError(ToolkitError):
-    """A signal ended a rank, as the kernel does where memory runs out."""
+    """A signal ended a rank, for example the kernel's when memory ran out."""
 
 
 class StoppedError(ToolkitError):
-    """The run was asked to end, by a signal or its time limit, and its state is saved."""
+    """The run was asked to end, by a signal or its time limit. Its state is saved if it could be."""
 
     exit_code = 3
 
@@ -84,20 +86,20 @@ class StalledError(ToolkitError):
 
 
 class ExportError(ToolkitError):
-    """The exported folder does not give the trained model's outputs back."""
+    """The exported folder does not reproduce the trained model's outputs."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, with the next where it ends in a colon; its class where it has none.
+    """Returns the first line of an exception's text, and the second if the first ends with a colon.
 
-    Without a full stop, as it becomes part of a sentence.
+    Without text, returns its class name. Removes a full stop at the end, because the line becomes part of a sentence.
     """
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     return (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0]).rstrip(".")
 
 
 def in_words(error: BaseException) -> str:
-    """Why a library failed, with the class of the exception, as the words alone may be a bare key."""
+    """Returns an exception's class and first line. The line alone may be a bare key, as of KeyError."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -105,7 +107,7 @@ SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY")
 
 
 def without_secrets(text: str) -> str:
-    """Text without the values of environment variables that hold secrets."""
+    """Replaces the values of environment variables that hold secrets by asterisks."""
     for name, value in os.environ.items():
         if len(value) > 3 and SECRET_NAMES.search(name):
             text = text.replace(value, "***")
@@ -113,18 +115,18 @@ def without_secrets(text: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error's sentence that names the closest of the known words; empty where none is close."""
+    """Returns the end of an error's sentence that suggests the closest known word. Empty if none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Whether a collective failed because another rank is gone."""
+    """Returns whether a collective failed because another rank is gone."""
     names = {kind.__name__ for kind in type(error).__mro__}
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
     return "DistError" in names or any(text in str(error) for text in lost)
 
 
 def counted(count: int, noun: str) -> str:
-    """1 row, 2 rows, 1,000 rows."""
+    """Formats a count with its noun: 1 row, 2 rows, 1,000 rows."""
     return f"{count:,} {noun if count == 1 else noun + 's'}"

@@ -1,4 +1,4 @@
-"""What one process does for all: outcomes, errors included, are shared between ranks."""
+"""Runs actions on one rank or on all, and shares results and errors between ranks."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=7)
-"""Longest wait for another rank's preparation (tokenising, downloading); a collective's own is minutes."""
+"""The longest wait for another rank's preparation (tokenising, downloading). A collective's own limit is minutes."""
 
 MEETING_PORTS = range(20_000, 29_000)
 
 
 def world_size() -> int:
-    """Number of ranks; 1 without a process group."""
+    """Returns the number of ranks. 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process's rank; 0 without a process group."""
+    """Returns this process's rank. 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def local_rank() -> int:
-    """This process's rank on its host, as the launcher told it."""
+    """Returns this process's rank on its host, as the launcher set it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def free_port() -> int:
-    """A port of this host at which nothing listens now, for ranks that meet at it seconds later.
+    """Returns a port of this host at which nothing listens now, for a rendezvous of ranks seconds later.
 
-    It lies below those that Linux and others give to connections and to sockets without a port of their own (32,768
-    and above): one of these may be given to another process before rank 0 listens.
+    It is below the ephemeral ports, from which the system serves connections and sockets that name no port (32,768 and
+    above on Linux): the system could give one of these to another process before rank 0 listens.
 
     Raises:
-        OSError: none of 100 such ports is free.
+        OSError: if none of 100 such ports is free.
     """
     for port in random.SystemRandom().sample(MEETING_PORTS, 100):
         with socket.socket() as listener:
@@ -60,10 +60,10 @@ def free_port() -> int:
 
 
 def on_this_device(action: Callable[P, T]) -> Callable[P, T]:
-    """`action` for another thread, begun on the GPU that the calling thread uses.
+    """Wraps `action` for another thread, so that it runs on the GPU that the calling thread uses.
 
-    A new thread starts on GPU 0, where the first thing that it does would make a context of some 500 MiB, once for
-    every rank of the host.
+    A new thread starts on GPU 0. Its first use of the GPU would create a context of some 500 MiB there, once for every
+    rank of the host.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
@@ -76,24 +76,24 @@ def on_this_device(action: Callable[P, T]) -> Callable[P, T]:
 
 
 def fails_alone(error: BaseException) -> bool:
-    """Whether other ranks go on without knowing of this rank's error, perhaps inside a collective."""
+    """Returns whether other ranks do not know of this rank's error and go on, perhaps inside a collective."""
     shared = isinstance(error, ToolkitError) and not isinstance(error, RankError)
     return world_size() > 1 and not shared
 
 
 def on_first_rank(action: Callable[[], T]) -> T:
-    """Runs `action` on rank 0; its result, or what it raises, is every rank's.
+    """Runs `action` on rank 0 and returns its result on every rank. Collective.
 
-    The other ranks wait, however long it takes, and none is left waiting by an error.
+    The other ranks wait as long as it takes, up to `PATIENCE`. If it raises, every rank raises.
     """
-    return _shared(action if rank() == 0 else None)
+    return _first_outcome(action if rank() == 0 else None)
 
 
 def alone_on_first_rank(action: Callable[[], T]) -> T | None:
-    """Runs `action` on rank 0, whose result stays there; None elsewhere. What it raises is every rank's.
+    """Runs `action` on rank 0 and returns its result there, and None on other ranks. If it raises, every rank raises.
 
-    The other ranks wait over the host, for up to `PATIENCE`: inside a collective of NCCL they would give up after ten
-    minutes, which loading a large model or writing to a slow disk can take.
+    The other ranks wait over gloo for up to `PATIENCE`. Inside an NCCL collective they would give up after ten minutes,
+    which loading a large model or writing to a slow disk can take. Collective.
     """
     kept: list[T] = []
     on_first_rank(lambda: kept.append(action()))
@@ -101,17 +101,17 @@ def alone_on_first_rank(action: Callable[[], T]) -> T | None:
 
 
 def usable_cores(process: int = 0) -> int:
-    """Cores that a process may use, this one by default; fewer than there are in a container or a batch job."""
+    """Returns the number of cores that a process may use, this one by default. A batch job may not use all cores."""
     if hasattr(os, "sched_getaffinity"):  # Linux alone has it
         return len(os.sched_getaffinity(process))
     return os.cpu_count() or 1
 
 
 def cores_of_this_rank() -> int:
-    """This rank's share of the host's cores.
+    """Returns this rank's share of the host's cores.
 
-    A launcher may have bound the rank to cores already, its own or those of a NUMA node. The launcher itself, which is
-    the parent, is not bound: if it may use more cores than this rank, the rank shares its cores with fewer others.
+    A launcher may have bound the rank to some cores, such as those of a NUMA node. The launcher, which is the parent
+    process, is not bound. If it may use more cores than this rank, the rank shares its cores with fewer other ranks.
     """
     own, parent = usable_cores(), max(usable_cores(), usable_cores(os.getppid()))
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * own / parent
@@ -119,16 +119,16 @@ def cores_of_this_rank() -> int:
 
 
 def unused_accelerator() -> str | None:
-    """The type of an accelerator that torch knows and the toolkit doesn't run on (`mps`, `xpu`, `npu`), if any."""
+    """Returns the type of an accelerator that torch knows and the toolkit does not run on (`mps`, `xpu`), or None."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None and found.type != "cuda" else None
 
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """torch computes on all cores that this process may use, for what one rank does on the host while others wait.
+    """Makes torch use all cores of this process inside the `with` block, for work of one rank while others wait.
 
-    Launchers give each rank one thread (OMP_NUM_THREADS=1), with which the forward of a large model takes hours.
+    Launchers give each rank one thread (OMP_NUM_THREADS=1). With one thread the forward of a large model takes hours.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(max(before, usable_cores()))
@@ -139,23 +139,23 @@ def all_cores() -> Iterator[None]:
 
 
 def renew_thread_pool() -> None:
-    """Gives a process that was forked a thread pool of its own; called before it starts its first thread.
+    """Gives a forked process a new thread pool. Call this before the process starts its first thread.
 
-    A parent that has set its number of threads, and computed since, hands a pool without threads on to its children.
-    The first use in a child replaces it, without a lock: where two threads come to it at once, as in the first
-    backward, one finds none, and torch ends the process ("Invalid thread pool!").
+    If a parent has set its number of threads and then computed, its children inherit a pool without threads. The first
+    use in a child replaces the pool, without a lock. If two threads use it at once, as in the first backward, one finds
+    no pool, and torch ends the process ("Invalid thread pool!").
     """
     torch.set_num_threads(torch.get_num_threads())
 
 
 def on_each_host(build: Callable[[], Path]) -> Path:
-    """Runs `build` on rank 0, then on the first rank of each host that does not see the path it made.
+    """Runs `build` on rank 0, then on the first rank of each host that does not see the path. Collective.
 
     Args:
-        build: makes a file or folder and returns its path.
+        build: creates a file or folder and returns its path.
 
     Returns:
-        The path on this rank's host. Hosts can differ, where each has an HF_HOME of its own.
+        The path on this rank's host. Hosts can differ if each has its own HF_HOME.
     """
     path = on_first_rank(build)
     leads = local_rank() == 0
@@ -165,11 +165,15 @@ def on_each_host(build: Callable[[], Path]) -> Path:
 
 
 def on_every_rank(action: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Runs `action` on every rank; the results in rank order. Where it fails on one rank, it raises on all.
+    """Runs `action` on every rank and returns the results in rank order. Collective.
 
     Args:
-        what: the action in words, for the error of a rank that runs out of memory or otherwise fails.
-        group: of all ranks, where the caller has one of its own.
+        action: the action.
+        what: describes the action, for the error of a rank that runs out of memory or otherwise fails.
+        group: a group of all ranks. None uses `patient_group`.
+
+    Raises:
+        ToolkitError: on every rank, if the action fails on any rank.
     """
     result: T | None = None
     error: ToolkitError | None = None
@@ -187,7 +191,7 @@ def on_every_rank(action: Callable[[], T], what: str, group: dist.ProcessGroup |
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """`value` of every rank, in rank order, on every rank; waits up to `PATIENCE`, or as `group` does."""
+    """Gathers `value` of every rank, in rank order, on every rank. Waits up to `PATIENCE`, or as `group` does."""
     if world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * world_size()
@@ -195,13 +199,13 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return gathered
 
 
-def _shared(action: Callable[[], T] | None) -> T:
-    """The first outcome of the ranks that have an `action`; the first error of any rank is raised on all."""
+def _first_outcome(action: Callable[[], T] | None) -> T:
+    """Returns the first result of the ranks that have an `action`. Raises the first error of any rank on all."""
     return next(found for acted, found in _outcomes(action) if acted)
 
 
 def _outcomes(action: Callable[[], T] | None) -> list[tuple[bool, T]]:
-    """For each rank whether it had an `action`, and its result; the first error of any rank is raised on all."""
+    """Returns for each rank whether it had an `action`, and its result. Raises the first error of any rank on all."""
     result: T | None = None
     error: ToolkitError | None = None
     unexpected: Exception | None = None
@@ -222,14 +226,14 @@ def _outcomes(action: Callable[[], T] | None) -> list[tuple[bool, T]]:
 
 
 def host_group() -> dist.ProcessGroup:
-    """All ranks over gloo, for tensors in host memory, with the usual timeout. Collective at its first call."""
+    """Returns a gloo group of all ranks with the usual timeout, for host tensors. Collective at its first call."""
     world = dist.group.WORLD
     assert world is not None
     return world if dist.get_backend(world) == dist.Backend.GLOO else _gloo_group(None)
 
 
 def patient_group() -> dist.ProcessGroup:
-    """A host-side group with a long timeout."""
+    """Returns a gloo group of all ranks with the timeout `PATIENCE`. Collective at its first call."""
     return _gloo_group(PATIENCE)
 
 
@@ -237,7 +241,7 @@ _made: dict[timedelta | None, tuple[object, dist.ProcessGroup]] = {}
 
 
 def _gloo_group(timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group of all ranks over gloo, made once in the life of the default group."""
+    """Returns a gloo group of all ranks. Created once in the life of the default group."""
     if timeout not in _made or _made[timeout][0] is not dist.group.WORLD:
         _made[timeout] = (dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout))
     return _made[timeout][1]

@@ -1,7 +1,7 @@
-"""The terminal: text is printed as it is, whoever wrote it.
+"""Prints to the terminal without interpreting text from outside.
 
-Names of folders, rows of data and what a model writes may hold brackets, which rich takes for markup and can fail at,
-and codes that move the cursor or change colours. Here none of them works.
+Folder names, data rows and generated text may contain brackets, which rich would take for markup and can fail on. They
+may also contain codes that move the cursor or change colours. Here none of them has an effect.
 """
 
 from __future__ import annotations
@@ -17,112 +17,118 @@ from rich.console import Console
 from rich.text import Text
 
 PASS_SECONDS = 5.0
-"""Of silence, before what takes that long says what it is and how far."""
+"""Seconds of silence before a long action says what it is and how far it is."""
 
 HARMLESS = {
-    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},  # the pictures of control codes
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},  # pictures of control codes
     0x7F: 0x2421,
     **dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD),
 }
-"""Codes that would move the cursor, change colours or reverse the text after them, and what is shown instead."""
+"""Maps codes that would move the cursor, change colours or reverse text to what is shown instead."""
 
 
 def harmless(text: str) -> str:
-    """Text without codes that would work on the terminal."""
+    """Returns text without codes that would have an effect on the terminal."""
     return text.replace("\r\n", "\n").translate(HARMLESS)
 
 
 def in_notebook() -> bool:
+    """Returns whether this process runs in a notebook."""
     return Console(quiet=True).is_jupyter
 
 
 class Terminal(Console):
-    """A console without markup; colours come by `style`. In a notebook plain text on stdout.
+    """A console without markup, where colours come from `style`. In a notebook it prints plain text to stdout.
 
     Args:
-        quiet: prints nothing, as on ranks other than 0.
-        soft_wrap: leaves the wrapping of long lines to the terminal.
+        stderr: whether to print to stderr instead of stdout.
+        quiet: whether to print nothing, as on ranks other than 0.
+        soft_wrap: whether to leave the wrapping of long lines to the terminal.
     """
 
     def __init__(self, stderr: bool = True, quiet: bool = False, soft_wrap: bool = True) -> None:
-        # rich would make an output of the cell for every line, and in a forked rank a message that never arrives: those
-        # of ipykernel, but for stdout and stderr, are for the process that it started ("attempted to send message from
-        # fork").
+        # rich would make a cell output for every line. In a forked rank it would be a message that never arrives:
+        # except for stdout and stderr, ipykernel's messages come only from the process that it started ("attempted to
+        # send message from fork").
         place: dict[str, Any] = {"stderr": stderr}
         if in_notebook():
             place = {"file": sys.stdout, "force_jupyter": False, "force_terminal": False, "color_system": None}
         super().__init__(**place, quiet=quiet, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
+        """Renders text after `harmless`."""
         return super().render_str(harmless(text), **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        # Where it goes to a file on a full disk: a line that cannot be told is no reason to end a run.
+        """Prints as rich does, but ignores errors of the output, such as a full disk."""
+        # The output may be a file on a full disk: a line that cannot be printed must not end a run.
         with contextlib.suppress(OSError):
             super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
-        """Nobody reads any more: a command's output ends here, and a run goes on."""
+        """Ends a command's output if nobody reads it any more. A run, which prints to stderr, goes on silently."""
         if not self.stderr:
             super().on_broken_pipe()
         self.quiet = True
 
     def warn(self, message: str) -> None:
+        """Prints a warning."""
         self.print(Text.assemble(("warning:", "yellow"), " ", harmless(message)), soft_wrap=True)
 
     def fail(self, message: str) -> None:
+        """Prints an error."""
         self.print(Text.assemble(("error:", "bold red"), " ", harmless(message)), soft_wrap=True)
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: 1:02:03, or 2:03."""
+    """Formats a duration in seconds as 1:02:03 (hours, minutes, seconds) or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def format_time(seconds: float) -> str:
-    """Seconds since 1970 as every page and console writes a time: in UTC, whoever reads it."""
+    """Formats a time in seconds since 1970 in UTC, as on all pages and consoles."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 class Pass:
-    """Says what takes long, and how far it is: first after five seconds, then less and less often.
+    """Prints the progress of a long action: first after five seconds, then less and less often.
 
-    It is called with what is done. Entered as a context it also speaks where nothing calls it, as in a single call of
-    a library.
+    Call it with the number of items done and the total. As a context manager it also prints if nothing calls it, for
+    example during a single library call.
 
     Args:
-        console: quiet on ranks other than 0.
-        what: the thing in words.
+        console: prints the lines. Quiet on ranks other than 0.
+        what: describes the action.
     """
 
     def __init__(self, console: Console, what: str) -> None:
         self._console = console
         self._what = what
         self._over = threading.Event()
-        self._begin()
+        self._restart_clock()
 
-    def _begin(self) -> None:
+    def _restart_clock(self) -> None:
         self._started = time.monotonic()
         self._due = PASS_SECONDS
 
     def __call__(self, done: int, total: int) -> None:
         taken = time.monotonic() - self._started
         if taken >= self._due and done < total:
-            self._tell(f"{done}/{total}  {clock(taken / done * (total - done))} left", taken)
+            self._print_progress(f"{done}/{total}  {clock(taken / done * (total - done))} left", taken)
         if done == total:
-            self._begin()
+            self._restart_clock()
 
-    def _tell(self, how_far: str, taken: float) -> None:
+    def _print_progress(self, how_far: str, taken: float) -> None:
         self._due = taken + min(taken, 12 * PASS_SECONDS)
         self._console.print(f"{self._what}: {how_far}")
 
     def __enter__(self) -> Pass:
         self._over.clear()
-        self._begin()
+        self._restart_clock()
         if not self._console.quiet:
-            threading.Thread(target=self._remind, name="pass", daemon=True).start()
+            threading.Thread(target=self._print_elapsed, name="pass", daemon=True).start()
         return self
 
     def __exit__(
@@ -130,10 +136,10 @@ class Pass:
     ) -> None:
         self._over.set()
 
-    def _remind(self) -> None:
-        """Speaks for a call that does not; in a thread that touches no device."""
-        # Half a second later than a loop would speak for itself, which knows how far it is.
+    def _print_elapsed(self) -> None:
+        """Prints the elapsed time while nothing calls this object. Runs in a thread that touches no device."""
+        # Half a second later than a loop would print, because the loop knows how far it is.
         while not self._over.wait(max(0.0, self._started + self._due - time.monotonic()) + PASS_SECONDS / 10):
             taken = time.monotonic() - self._started
             if taken >= self._due:
-                self._tell(f"under way for {clock(taken)}", taken)
+                self._print_progress(f"under way for {clock(taken)}", taken)

@@ -27,7 +27,7 @@ def run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(recipe: Recipe, _launch: Any, steps: int, folder: Path, _seconds: float) -> ShardedRun:
         result = _run_sharded(recipe, steps, folder)
-        return ranks._merged([result], load_file(folder / "weights.safetensors"))
+        return ranks._merge_results([result], load_file(folder / "weights.safetensors"))
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)  # what another test left behind

@@ -36,7 +36,7 @@ STARTERS = {
     "supervise/flight_recorder.py": "on_this_device",
     "supervise/watched.py": "on_this_device",
     "sharding/by_block.py": "on_this_device",
-    "terminal.py": "_remind",  # prints a line; knows no torch
+    "terminal.py": "_print_elapsed",  # prints a line; knows no torch
     "verify/sharded.py": "_end_with_parent",  # reads a pipe and ends the process; knows no torch
 }
 """File that starts a thread -> what in it sees to the thread's device. Each is run below."""

@@ -1,12 +1,13 @@
-"""`toolkit verify`: the user's model and data for a few steps, plainly and sharded, and compared.
+"""`toolkit verify`: trains the user's model on the user's data for a few steps, plain and sharded, and compares.
 
 The plain side is an ordinary torch loop on one process, in float32, without any of the sharding code.
-The sharded side is what `finetune` runs, built by the same functions, on ranks started as
-`accelerate launch` would, on the CPU over gloo where there are too few GPUs. Dropout is switched off
-on both sides, since ranks draw different masks.
-Tolerances. Without mixed precision: losses 1e-6 and gradient norms 1e-5 relative, as the parity tests
-hold over 20 steps; weights 1e-5 absolute, see `weight_tolerance`. Under bf16 the sharded run computes
-in 16 bits and the plain one does not: losses 2e-2, norms 1e-1, weights twice what AdamW can move one.
+The sharded side is what `finetune` runs, built by the same functions. Its ranks are started as
+`accelerate launch` would start them, on the CPU over gloo if there are too few GPUs. Dropout is off on
+both sides, because ranks draw different masks.
+
+Tolerances without mixed precision: losses 1e-6 and gradient norms 1e-5 relative, as in the parity tests
+over 20 steps; weights 1e-5 absolute, see `weight_tolerance`. Under bf16 the sharded run computes in 16
+bits and the plain one does not: losses 2e-2, norms 1e-1, weights twice as far as AdamW can move one.
 """
 
 from __future__ import annotations
@@ -45,18 +46,20 @@ def verify(
     time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Compares the recipe's first optimizer steps, sharded, with a plain loop on one process.
+    """Compares the first optimizer steps of a sharded run of the recipe with a plain loop on one process.
 
     Args:
-        accelerate_config: strategy, number of processes and precision; unset, what `accelerate launch`
-            would read, or else two ranks under zero3.
-        layers: keep only the first so many blocks of the model.
-        time_limit_seconds: for all ranks together.
-        tell: gets a line of progress now and then.
+        recipe: the recipe to verify.
+        accelerate_config: the file with strategy, number of processes and precision. If unset, the one that
+            `accelerate launch` would read, or else two ranks under zero3.
+        steps: the number of optimizer steps to compare.
+        layers: the number of blocks of the model to keep, from the first on. None keeps all.
+        time_limit_seconds: the time limit for all ranks together.
+        tell: called with a line of progress now and then.
 
     Raises:
-        BadInputError: where the recipe, the config or a number cannot be used.
-        ToolkitError: where a rank fails, dies or does not finish; it names the rank.
+        BadInputError: if the recipe, the config or a number cannot be used.
+        ToolkitError: if a rank fails, dies or does not finish. The message names the rank.
     """
     _require_positive("--steps", steps)
     _require_positive("--layers", layers)
@@ -64,14 +67,14 @@ def verify(
     _require_comparable(recipe, layers)
     launch = read_launch(accelerate_config, recipe)
     quiet_libraries()
-    with TemporaryDirectory(prefix="toolkit-verify-") as name, _undisturbed():
+    with TemporaryDirectory(prefix="toolkit-verify-") as name, _state_restored():
         folder = Path(name)
-        recipe = _harmless(recipe, folder)
+        recipe = _without_traces(recipe, folder)
         recipe, weights = with_layers(recipe, layers, folder)
         tell("plain: one process, float32")
         plain = run_plain(recipe, launch, steps)
         if plain.padded is not None:
-            # The ranks take the plain side's rows, whatever their rounding says.
+            # The ranks use the plain side's rows, whatever their own check of packing would say.
             recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"packing": False})})
         tell(f"sharded: {counted(launch.num_processes, 'CPU rank' if launch.on_cpu else 'GPU rank')}")
         sharded = run_ranks(recipe, launch, len(plain.outcome.losses), folder, time_limit_seconds)
@@ -86,7 +89,7 @@ def verify(
 
 
 def _require_comparable(recipe: Recipe, layers: int | None) -> None:
-    """Raises BadInputError for what the plain side has no loop for."""
+    """Raises BadInputError if the plain loop does not support a setting of the recipe."""
     wanted = {
         "objective.kind": (recipe.objective.kind, sorted(PLAIN_LOSSES)),
         "optimizer.kind": (recipe.optimizer.kind, ["adamw"]),
@@ -114,8 +117,8 @@ def _require_positive(flag: str, value: float | None) -> None:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Leaves this process's random state and its logging as they were; transformers tells of cut blocks otherwise."""
+def _state_restored() -> Iterator[None]:
+    """Restores this process's random state and logging. Silences transformers, which would warn of cut blocks."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -125,8 +128,8 @@ def _undisturbed() -> Iterator[None]:
         transformers.logging.set_verbosity(verbosity)
 
 
-def _harmless(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe without anything that a run leaves behind."""
+def _without_traces(recipe: Recipe, folder: Path) -> Recipe:
+    """Returns the recipe with a temporary output folder and without trackers."""
     training = recipe.training.model_copy(update={"output_dir": str(folder / "run")})
     logging = recipe.logging.model_copy(update={"trackers": []})
     return recipe.model_copy(update={"training": training, "logging": logging})

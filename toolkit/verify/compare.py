@@ -1,4 +1,4 @@
-"""The rows of the report: how far the sharded run may be from the plain one, and how far it is."""
+"""Compares the two runs and makes the rows of the report: each difference with its tolerance."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ FLOAT32_SIZE, FLOAT32_LOAD, FROZEN = 1e-4, 1e-6, 1e-6
 MIXED_LOSS, MIXED_NORM = 2e-2, 1e-1
 MIXED_SIZE, MIXED_LOAD, MIXED_FROZEN = 0.3, 0.05, 1e-2
 REPLAY_TOLERANCE = {"cpu": 0.0, "cuda": 1e-3}
-"""Of gradients, as a share of the largest; on GPUs attention's backward adds up in any order."""
+"""Tolerances of gradients, as a share of the largest one. On GPUs attention's backward adds up in any order."""
 
 NEGLIGIBLE = {False: 1e-4, True: 1e-2}
-"""By whether compute is in 16 bits: of a parameter's gradient beside the largest one, below which it is not the measure
-of its own difference: a key's bias has a gradient of rounding alone."""
+"""Whether compute is in 16 bits -> the smallest gradient, as a share of the largest one, against which a difference is
+measured. A smaller gradient may be rounding alone, like that of a key's bias."""
 
 
 def compare(plain: PlainRun, sharded: ShardedRun, dtype: str) -> list[Row]:
-    """A row per check.
+    """Returns a row for each check.
 
     Args:
-        dtype: in which the recipe holds the weights.
+        plain: the result of the plain loop.
+        sharded: the result of the ranks.
+        dtype: the dtype in which the recipe holds the weights.
     """
     mixed = sharded.precision != "no" or dtype != "float32"
     expected, found = plain.outcome, sharded.outcome
@@ -48,7 +50,7 @@ def compare(plain: PlainRun, sharded: ShardedRun, dtype: str) -> list[Row]:
 
 
 def _series_row(check: str, found: list[float], expected: list[float], tolerance: float) -> Row:
-    """The largest relative difference of a step."""
+    """Returns the row of the largest relative difference among the steps."""
     if len(found) != len(expected):
         return Row(check, None, tolerance, FAILED, f"{len(found)} sharded steps, {len(expected)} plain ones")
     differences = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(found, expected, strict=True)]
@@ -58,16 +60,18 @@ def _series_row(check: str, found: list[float], expected: list[float], tolerance
 
 
 def weight_tolerance(reach: float, largest: float, steps: int, *, mixed: bool, dtype: str) -> tuple[float, float]:
-    """Absolute tolerances of final weights: of elements with a steady gradient, and of the others.
+    """Returns absolute tolerances of final weights: for elements with a steady gradient, and for all others.
 
-    Without mixed precision 1e-5, but at most a tenth of the reach: AdamW moves a weight by about the learning
-    rate whatever its gradient's size, so that early in a warm-up 1e-5 would pass anything. With it, and
-    for the others, twice the reach. The rounding of each step comes on top.
+    Without mixed precision, steady elements get 1e-5, but at most a tenth of the reach: AdamW moves a weight by about
+    the learning rate whatever its gradient's size, so early in a warm-up 1e-5 would accept anything. With mixed
+    precision they get twice the reach, and so do the others. The rounding of each step is added.
 
     Args:
         reach: the sum of the learning rates.
-        largest: weight, absolute.
-        dtype: in which the weights are held.
+        largest: the largest absolute weight.
+        steps: the number of optimizer steps.
+        mixed: whether the sharded run computes in 16 bits.
+        dtype: the dtype in which the weights are held.
     """
     rounding = steps * largest * torch.finfo(getattr(torch, dtype)).eps
     steady = 2 * reach if mixed else min(FLOAT32_WEIGHTS, reach / 10)
@@ -75,9 +79,9 @@ def weight_tolerance(reach: float, largest: float, steps: int, *, mixed: bool, d
 
 
 def _weights_row(plain: PlainRun, found: dict[str, torch.Tensor], mixed: bool, dtype: str) -> Row:
-    """Of what is trained."""
+    """Returns the row of the trained weights."""
     expected = {name: weight for name, weight in plain.outcome.weights.items() if name in plain.trained}
-    unlike = _unlike(found, plain.outcome.weights)
+    unlike = _mismatched_tensors(found, plain.outcome.weights)
     if unlike:
         return Row("weights", None, None, FAILED, unlike)
     largest = max(weight.abs().max().item() for weight in expected.values())
@@ -96,8 +100,8 @@ def _weights_row(plain: PlainRun, found: dict[str, torch.Tensor], mixed: bool, d
     return Row("weights", row.found, tolerance, FAILED if astray else row.verdict, note)
 
 
-def _unlike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
-    """Tells by name what cannot be subtracted; None where everything can."""
+def _mismatched_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
+    """Names the tensors that are missing or have another shape, or returns None if there are none."""
     names = [name for name in expected if name not in found or found[name].shape != expected[name].shape]
     return f"missing in the sharded model, or of another shape: {listed(names)}" if names else None
 
@@ -105,13 +109,13 @@ def _unlike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 def _weight_differences(
     plain: PlainRun, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
 ) -> tuple[dict[str, float], dict[str, float], int]:
-    """Largest difference by parameter: of the steady elements, of the others; and how many those are.
+    """Returns the largest difference in each parameter among steady elements and among the others. NaN is infinite.
 
-    NaN counts as infinite.
+    The last value is the number of the other elements.
     """
     steady_ones, others, num_others = {}, {}, 0
     for name, weight in expected.items():
-        difference = _distance(found[name], weight)
+        difference = _absolute_difference(found[name], weight)
         steady = plain.steady.get(name, torch.ones_like(weight, dtype=torch.bool))
         steady_ones[name] = difference.where(steady, 0.0).max().item()
         others[name] = difference.where(~steady, 0.0).max().item()
@@ -119,19 +123,19 @@ def _weight_differences(
     return steady_ones, others, num_others
 
 
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _absolute_difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     difference = (found.to(expected) - expected).abs()
     return difference.where(~difference.isnan(), math.inf)
 
 
 def _frozen_row(plain: PlainRun, found: dict[str, torch.Tensor], mixed: bool) -> Row:
-    """What is not trained is what it was: of a quantised base, what bitsandbytes makes of each whole matrix."""
+    """Checks that frozen weights are unchanged. A quantised base has bitsandbytes' values of whole matrices."""
     expected = {name: weight for name, weight in plain.outcome.weights.items() if name not in plain.trained}
-    unlike = _unlike(found, expected)
+    unlike = _mismatched_tensors(found, expected)
     if unlike:
         return Row("frozen weights", None, None, FAILED, unlike)
     differences = {
-        name: _distance(found[name], weight).max().item() / max(weight.abs().max().item(), 1e-30)
+        name: _absolute_difference(found[name], weight).max().item() / max(weight.abs().max().item(), 1e-30)
         for name, weight in expected.items()
     }
     where = max(differences, key=lambda name: differences[name])
@@ -140,7 +144,7 @@ def _frozen_row(plain: PlainRun, found: dict[str, torch.Tensor], mixed: bool) ->
 
 
 def _gradients_row(found: Outcome, expected: Outcome, mixed: bool, towers: Set[str]) -> Row:
-    """Every parameter by itself: a norm over all would hide a router, and AdamW's update the size of a gradient."""
+    """Compares each parameter's gradient. A global norm would hide a router, AdamW's update hides a gradient's size."""
     left_out = towers & set(found.without_gradient) & set(expected.without_gradient)
     missing = [name for name in found.without_gradient if name not in left_out]
     if len(found.losses) == 1 and set(missing) <= set(expected.without_gradient):
@@ -164,15 +168,15 @@ def _gradients_row(found: Outcome, expected: Outcome, mixed: bool, towers: Set[s
 
 
 def _loads_row(found: list[list[list[float]]], expected: list[list[list[float]]], tolerance: float) -> Row:
-    """The share of choices of each expert."""
-    pairs = [(_flat(a), _flat(b)) for a, b in zip(found, expected, strict=False)]
+    """Returns the row of each expert's share of choices."""
+    pairs = [(_flatten(a), _flatten(b)) for a, b in zip(found, expected, strict=False)]
     if len(found) != len(expected) or any(len(a) != len(b) for a, b in pairs):
         return Row("expert load", None, tolerance, FAILED, "other layers or experts than in the plain loop")
     difference = max(abs(x - y) for a, b in pairs for x, y in zip(a, b, strict=True))
     return measured("expert load", difference, tolerance, "absolute, of each step, layer and expert")
 
 
-def _flat(loads: list[list[float]]) -> list[float]:
+def _flatten(loads: list[list[float]]) -> list[float]:
     return [share for layer in loads for share in layer]
 
 
@@ -182,7 +186,7 @@ def _replay_row(replay: dict[str, float] | None, device: str) -> Row:
         return Row(check, None, None, NOT_USED, "no activation checkpointing")
     if not replay["blocks"]:
         return Row(check, None, None, FAILED, "no block ran under checkpointing, though the settings ask for it")
-    # Another random state changed nothing, so an equal replay would be no proof.
+    # Another random state changed nothing, so an equal replay would prove nothing.
     if not replay["effect"]:
         return Row(check, None, None, NOT_USED, "the model has no dropout to replay")
     num_blocks = counted(round(replay["blocks"]), "block")
@@ -191,4 +195,5 @@ def _replay_row(replay: dict[str, float] | None, device: str) -> Row:
 
 
 def listed(names: Sequence[str], shown: int = 10) -> str:
+    """Returns the first names, separated by commas, and how many more there are."""
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

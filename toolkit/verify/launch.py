@@ -1,4 +1,4 @@
-"""The Accelerate config of the sharded side, and the environment its launcher would give each rank.
+"""Reads the Accelerate config of the sharded side, and computes the environment that its launcher would give each rank.
 
 `_validate_launch_command` is private to Accelerate; tests/unit/sharding/test_private_names.py guards it.
 """
@@ -28,7 +28,7 @@ TWO_RANKS: dict[str, Any] = {
     "num_processes": 2,
     "fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": DEFAULT_STRATEGY},
 }
-"""The Accelerate config where the user names none and `accelerate config` has made none."""
+"""The Accelerate config if the user names none and `accelerate config` has made none."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,10 @@ class Launch:
     """An Accelerate config, for one machine.
 
     Attributes:
-        origin: where it was read, for messages.
-        on_cpu: whether its ranks are rehearsed on the CPU.
+        values: the keys and values of the config.
+        origin: the path of the file, for messages.
+        num_processes: the number of ranks.
+        on_cpu: whether the ranks run on the CPU.
     """
 
     values: dict[str, Any]
@@ -47,9 +49,10 @@ class Launch:
 
 
 def read_launch(path: Path | None, recipe: Recipe) -> Launch:
-    """The config's values, checked as far as they decide about the ranks.
+    """Reads the config and checks the values that decide about the ranks.
 
-    Raises BadInputError where the file is none, holds no mapping, or cannot launch this recipe.
+    Raises:
+        BadInputError: if the file is missing, holds no mapping, or cannot launch this recipe.
     """
     # As `accelerate launch` does without --config_file.
     if path is None and Path(default_config_file).is_file():
@@ -69,9 +72,10 @@ def read_launch(path: Path | None, recipe: Recipe) -> Launch:
 
 
 def _shape_of(config: AccelerateConfig, num_processes: int, recipe: Recipe) -> MeshShape:
-    """The ranks as the strategy parts them.
+    """Returns the mesh shape of the strategy.
 
-    Raises BadInputError where the strategy is unknown or does not fit the number of processes.
+    Raises:
+        BadInputError: if the strategy is unknown or does not fit the number of processes.
     """
     word = config.strategy or recipe.sharding.strategy or DEFAULT_STRATEGY
     sizes = {"replicate": config.replicate_size, "shard": config.shard_size}
@@ -83,7 +87,11 @@ def _shape_of(config: AccelerateConfig, num_processes: int, recipe: Recipe) -> M
 
 
 def rank_environments(launch: Launch, folder: Path) -> list[dict[str, str]]:
-    """What `accelerate launch` would give each rank, were there one machine with so many processes."""
+    """Returns the environment that `accelerate launch` would give each rank on one machine with all processes.
+
+    Raises:
+        BadInputError: if Accelerate cannot launch with the config, or not under the sharding backend.
+    """
     config = folder / "accelerate.yaml"
     one_machine = {"num_machines": 1, "machine_rank": 0, "main_process_port": free_port(), "rdzv_backend": "static"}
     values = {key: value for key, value in launch.values.items() if key != "main_process_ip"} | one_machine
@@ -91,14 +99,14 @@ def rank_environments(launch: Launch, folder: Path) -> list[dict[str, str]]:
     common = _launcher_environment(config, launch)
     common["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), common.get("PYTHONPATH")]))
     if launch.on_cpu:
-        # The few GPUs that there may be are hidden, or ranks would share them.
+        # Hide the GPUs that exist, or several ranks would share one.
         common |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     world = {"WORLD_SIZE": str(launch.num_processes), "LOCAL_WORLD_SIZE": str(launch.num_processes)}
     return [{**common, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(launch.num_processes)]
 
 
 def _launcher_environment(config: Path, launch: Launch) -> dict[str, str]:
-    # The launcher's own answer is one thread, unless the environment says otherwise.
+    # The launcher's default is one thread, unless the environment sets another number.
     threads = max(1, (os.cpu_count() or 1) // launch.num_processes)
     arguments = ["--config_file", str(config), "--num_cpu_threads_per_process", str(threads), "verify"]
     try:

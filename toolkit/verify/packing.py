@@ -1,4 +1,4 @@
-"""Whether documents that share a sample see each other: their logits together and alone."""
+"""Checks that documents that share a sample do not see each other, by their logits together and alone."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from toolkit.data.samples import Samples, TextSamples
 from toolkit.verify.results import NOT_USED, Row, measured
 
 PACKING_TOLERANCE = 1e-4
-"""Of logits, as a share of the largest; a leak is orders of magnitude more, rounding less."""
+"""Tolerance of logits, as a share of the largest one. A leak differs by orders of magnitude more, rounding by less."""
 
 PACKING_SAMPLES = 256
-"""Samples among which the best packed one is looked for."""
+"""The number of samples among which the check looks for the two longest documents that share one."""
 
 
 def packing_row(model: nn.Module, samples: Samples) -> Row:
-    """Documents that share a sample must not see each other: their logits are those of each alone."""
+    """Returns the row that compares the logits of two documents in one sample with those of each alone."""
     if not isinstance(samples, TextSamples) or not samples.packed:
         return Row("packing", None, None, NOT_USED, "no documents share a sample")
     found = two_documents(samples)
     if found is None:
         return Row("packing", None, None, NOT_USED, "the samples hold too few tokens")
     first, second, origin = found
-    apart = torch.cat([_logits(model, [first]), _logits(model, [second])])  # (T, V)
-    together = _logits(model, [first, second])
+    apart = torch.cat([_logits_of_row(model, [first]), _logits_of_row(model, [second])])  # (T, V)
+    together = _logits_of_row(model, [first, second])
     difference = relative_difference(together, apart)
     note = f"logits of two documents of {len(first)} and {len(second)} tokens, {origin}, together and alone"
     return measured("packing", difference, PACKING_TOLERANCE, note)
 
 
 def two_documents(samples: TextSamples) -> tuple[list[int], list[int], str] | None:
-    """Token ids of two documents that share a sample, as long as there are, and where they are from."""
+    """Returns the token ids of two documents that share a sample, as long as possible, and says where they are from.
+
+    If no sample holds two documents, takes parts of two samples. Returns None if these have too few tokens.
+    """
     looked_at = [samples.documents(number) for number in range(min(PACKING_SAMPLES, len(samples)))]
     pairs = [pair for documents in looked_at for pair in itertools.pairwise(documents)]
     if pairs:
@@ -47,8 +50,8 @@ def two_documents(samples: TextSamples) -> tuple[list[int], list[int], str] | No
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, documents: list[list[int]]) -> torch.Tensor:
-    """(T, V) of one row of documents, whose positions restart."""
+def _logits_of_row(model: nn.Module, documents: list[list[int]]) -> torch.Tensor:
+    """Returns the logits (T, V) of one row of documents. Positions restart at each document."""
     device = next(model.parameters()).device
     ids = torch.tensor([list(itertools.chain(*documents))], device=device)
     positions = torch.tensor([[i for document in documents for i in range(len(document))]], device=device)

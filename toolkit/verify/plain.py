@@ -1,4 +1,4 @@
-"""The plain side: an ordinary torch loop on one process, in float32, without any of the sharding code."""
+"""Runs the plain side: an ordinary torch loop on one process, in float32, without any of the sharding code."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ from toolkit.verify.results import Outcome, PlainRun, Row
 
 
 def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
+    """Trains the recipe's model in the plain loop, on the global batches of the sharded run.
+
+    Args:
+        recipe: the recipe to verify.
+        launch: decides the number of ranks, and so the global batch, and the device.
+        steps: the largest number of optimizer steps.
+    """
     training, kind = recipe.training, recipe.objective.kind
     tokens = tokenizer.load(recipe.model, recipe.data, kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
@@ -53,10 +60,10 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     device = torch.device("cpu" if launch.on_cpu else "cuda")
     model = plain_model(recipe, built).to(device).train()
     set_dropout(model, 0.0)
-    leak = _leak(recipe, model, data, device)
+    leak = _packing_leak(recipe, model, data, device)
     if leak is not None:
         padded, data = leak, without_packing(recipe, tokens)
-    packing = _packing(model, data, device)
+    packing = _packing_check(model, data, device)
     groups = launch.num_processes // recipe.sharding.sequence  # of ranks that share their rows
     num_micro_batches = groups * training.gradient_accumulation_steps
     samples_per_step = training.micro_batch_size * num_micro_batches
@@ -72,8 +79,8 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     return replace(plain, padded=padded)
 
 
-def _leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device: torch.device) -> str | None:
-    """Why rows must not share a sample, where the recipe leaves it open; else the packing's row tells of a leak."""
+def _packing_leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device: torch.device) -> str | None:
+    """Returns why rows must not share a sample if the recipe leaves that open. Else `packing_row` reports a leak."""
     if not may_pad(recipe, data) or not isinstance(data.train, TextSamples):
         return None
     objective, size = CausalLM(model, packed=True), recipe.training.micro_batch_size
@@ -87,7 +94,7 @@ def _leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device: torch.d
     return None
 
 
-def _packing(model: nn.Module, data: TokenisedData, device: torch.device) -> Row:
+def _packing_check(model: nn.Module, data: TokenisedData, device: torch.device) -> Row:
     if isinstance(data.train, PictureSamples):
         return pictures_row(model, data.train, device)
     return packing_row(model, data.train)
@@ -102,7 +109,17 @@ def plain_loop(
     packing: Row,
     routers: PlainRouters | None = None,
 ) -> PlainRun:
-    """AdamW as anybody would write it: one step per window, at the learning rates given."""
+    """Trains with AdamW, one optimizer step for each list of micro-batches.
+
+    Args:
+        model: the plain model, in float32.
+        recipe: its optimizer settings and gradient clipping are used.
+        loss: the plain loss of the objective.
+        windows: the micro-batches of each optimizer step.
+        rates: the learning rate of each step.
+        packing: the row of the packing check, for the result.
+        routers: the plain router losses of a mixture of experts, or None.
+    """
     section, limit = recipe.optimizer, recipe.training.max_grad_norm
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decaying = matrices(model)
@@ -110,7 +127,7 @@ def plain_loop(
         {"params": [p for p in named.values() if id(p) in decaying], "weight_decay": section.weight_decay},
         {"params": [p for p in named.values() if id(p) not in decaying], "weight_decay": 0.0},
     ]
-    # Not fused, as the sharded side's is: the two go different ways inside torch.
+    # Not fused, unlike the sharded side: so the two take different paths inside torch.
     optimizer = torch.optim.AdamW(groups, betas=(section.beta1, section.beta2), eps=section.eps, foreach=False)
     steadiness = _Steadiness(named, section.beta2)
     losses, norms, with_gradient = [], [], set()
@@ -142,7 +159,7 @@ def plain_loop(
 
 
 def _accumulate(model: nn.Module, plain_loss: PlainLoss, window: list[Batch], routers: PlainRouters | None) -> float:
-    """Backward over the whole global batch; the mean loss over its target tokens."""
+    """Runs backward over the whole global batch. Returns the mean loss over its target tokens."""
     num_targets = sum(map(plain_loss.num_targets, window))
     mean = 0.0
     if routers is not None:
@@ -162,16 +179,16 @@ def _global_norm(named: Mapping[str, nn.Parameter]) -> float:
 
 
 def is_felt(gradient: torch.Tensor | None) -> bool:
-    """Whether this rank's part of a gradient is there and not all zero."""
+    """Returns whether this rank's part of a gradient (any shape) exists and is not all zero."""
     return gradient is not None and bool(local_tensor(gradient).any())
 
 
 class _Steadiness:
-    """Tells the elements whose gradient stayed well above rounding in every step.
+    """Finds the elements whose gradient stayed well above rounding in every step.
 
-    AdamW divides by the gradient's own size. Where that is next to nothing (a key's bias, whose gradient
-    is zero but for rounding; an element that happens to change sign), rounding alone decides the
-    direction of a whole step, on one process as on many. Such elements are held to a wider tolerance.
+    AdamW divides by the gradient's own size. If that is almost nothing (a key's bias, whose gradient is only rounding,
+    or an element whose gradient changes sign), rounding alone decides the direction of a whole step, on one process as
+    on many. Such elements get a wider tolerance.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], beta2: float) -> None:
@@ -181,7 +198,7 @@ class _Steadiness:
         self._steady = {name: torch.ones_like(p, dtype=torch.bool) for name, p in named.items()}
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
-        """After a step: elements whose running gradient is small beside their tensor's or the model's."""
+        """Updates after a step. Elements with a gradient far below their tensor's or the model's become unsteady."""
         self._step += 1
         correction = 1 - self._beta2**self._step
         # The running mean of squared gradients, which AdamW divides by.
@@ -193,11 +210,12 @@ class _Steadiness:
             self._steady[name] &= (squares / correction >= floor) | (squares == 0)
 
     def found(self) -> dict[str, torch.Tensor]:
+        """Returns a boolean tensor in the shape of each parameter: whether an element is steady."""
         return {name: steady.cpu() for name, steady in self._steady.items()}
 
 
 def set_dropout(model: nn.Module, probability: float) -> None:
-    """Sets every dropout of a model: modules, numbers that its layers keep, and its configuration."""
+    """Sets every dropout probability of a model: in modules, in attributes of its layers, and in its configuration."""
     config: Any = getattr(model, "config", None)
     configs = [] if config is None else [config, config.get_text_config()]
     for owner in [*model.modules(), *configs]:
@@ -209,5 +227,5 @@ def set_dropout(model: nn.Module, probability: float) -> None:
 
 
 def _names_dropout(name: str) -> bool:
-    """`attention_dropout`, `resid_pdrop`, `layerdrop`, `router_jitter_noise`: what makes training random."""
+    """Returns whether an attribute makes training random: `attention_dropout`, `layerdrop`, `router_jitter_noise`."""
     return re.search("drop|jitter", name) is not None

@@ -1,7 +1,7 @@
-"""The plain side's model: transformers', in float32, on bitsandbytes' own numbers, with peft's own adapters.
+"""Builds the plain side's model: transformers' model in float32, with bitsandbytes' values and peft's adapters.
 
-Which layers are quantised and adapted is read off the run's model, and told in its facts. Their values are not: whole
-matrices are quantised by bitsandbytes and become ordinary linear layers, and peft adds its own layers.
+The run's model decides which layers are quantised and adapted, as the report's facts say. It does not decide their
+values: bitsandbytes quantises whole matrices, which become ordinary linear layers, and peft adds its own layers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from toolkit.recipe.recipe import Recipe
 
 
 def plain_model(recipe: Recipe, built: Any) -> nn.Module:
-    """The recipe's model before its first step, everything in float32; not by the toolkit's reading of slices.
+    """Returns the recipe's model before its first step, all in float32. Does not use the toolkit's loading of slices.
 
     Args:
-        built: the toolkit's, without weights.
+        recipe: names the model and its adapters.
+        built: the toolkit's model, without weights.
     """
     torch.manual_seed(recipe.training.seed)
-    model = _whole(recipe, built)
+    model = _load_whole(recipe, built)
     train_parts(model, trained_parts(base_of(built)))
     freeze_untrained(model)
     quantised = [path.replace(".base_layer", "") for path, _ in quantised_layers(base_of(built))]
@@ -38,10 +39,10 @@ def plain_model(recipe: Recipe, built: Any) -> nn.Module:
     elif quantised:
         _dequantise_stored(model)
     model = model.float()
-    return _adapted(model, recipe, built) if has_adapter(built) else model
+    return _add_adapters(model, recipe, built) if has_adapter(built) else model
 
 
-def _whole(recipe: Recipe, built: Any) -> PreTrainedModel:
+def _load_whole(recipe: Recipe, built: Any) -> PreTrainedModel:
     section, config = recipe.model, base_of(built).config
     settings: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     if section.attention != "auto":
@@ -51,13 +52,13 @@ def _whole(recipe: Recipe, built: Any) -> PreTrainedModel:
         return auto.from_config(config, **settings)
     if recipe.adapter.quantize != "none" or not any(quantised_layers(built)):
         settings["config"] = config
-    # Otherwise the files say that they are quantised, which `built` has taken out of its configuration.
+    # Otherwise transformers reads from the files that they are quantised; `built` has removed that from its config.
     return auto.from_pretrained(section.name_or_path, revision=section.revision, use_safetensors=True, **settings)
 
 
 @torch.no_grad()
 def _quantise(layer: nn.Module, recipe: Recipe) -> None:
-    """Gives a linear layer the values that are left of its weights in 4 or 8 bits."""
+    """Quantises the weights of a linear layer to 4 or 8 bits and back."""
     from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_quant, quantize_4bit
 
     weight: Any = layer.weight
@@ -73,7 +74,7 @@ def _quantise(layer: nn.Module, recipe: Recipe) -> None:
 
 @torch.no_grad()
 def _dequantise_stored(model: nn.Module) -> None:
-    """Puts ordinary linear layers where transformers has loaded bitsandbytes' own."""
+    """Replaces the bitsandbytes layers that transformers has loaded by ordinary linear layers."""
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
 
@@ -86,13 +87,13 @@ def _dequantise_stored(model: nn.Module) -> None:
             if layer.bias is not None:
                 plain.bias.data = layer.bias.data
             model.set_submodule(path, plain)
-    # transformers forbids to change the type of a quantised model, which this one is no more.
+    # transformers refuses to change the dtype of a quantised model, which this one no longer is.
     model.is_quantized = False  # type: ignore[assignment]
     vars(model).pop("quantization_method", None)
 
 
-def _adapted(model: PreTrainedModel, recipe: Recipe, built: Any) -> nn.Module:
-    """peft's model, with the first values that docs/adapters.md tells, or those that peft reads from a folder."""
+def _add_adapters(model: PreTrainedModel, recipe: Recipe, built: Any) -> nn.Module:
+    """Returns peft's model, with the initial values of docs/adapters.md or the values of an adapter's folder."""
     import peft
 
     if recipe.adapter.start_from is not None:
@@ -122,6 +123,6 @@ def _adapted(model: PreTrainedModel, recipe: Recipe, built: Any) -> nn.Module:
 
 
 def _generator(recipe: Recipe, name: str) -> torch.Generator:
-    """Seeded by the run's seed and the parameter's name."""
+    """Returns a generator seeded by the run's seed and the parameter's name."""
     digest = hashlib.sha256(f"{recipe.training.seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)

@@ -1,4 +1,4 @@
-"""The plain side's rows with images: each alone, as transformers' processor and its own model have it."""
+"""Runs the plain side's rows with images one by one, through transformers' own processor and model."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ from toolkit.verify.packing import PACKING_TOLERANCE
 from toolkit.verify.results import NOT_USED, Row, measured
 
 ROWS = "rows"
-"""Where a batch has its rows, each with what the model is given of it."""
+"""The key of a batch that holds its rows, each with the inputs of the model."""
 
 
 @dataclass(frozen=True)
 class PictureRows(PictureSamples):
-    """Samples whose batches have, beside their text, each row by itself; one more if no row has an image."""
+    """Samples whose batches also hold each row separately. A batch without images has one more row with an image."""
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        rows: Any = [row for number in numbers for row in self._rows(number)]
+        """Returns a text batch of these samples with the separate rows under `ROWS`; its tensors have shape (1, T)."""
+        rows: Any = [row for number in numbers for row in self._rows_of_sample(number)]
         if not any(self.has_picture(number) for number in numbers):
             picture, ids = self.pictures.smallest
-            rows.append(self._given(torch.tensor(ids), [False] * len(ids), [picture]))
+            rows.append(self._inputs_of(torch.tensor(ids), [False] * len(ids), [picture]))
         return {**TextSamples.batch(self, numbers), ROWS: rows}
 
-    def _rows(self, number: int) -> list[dict[str, Any]]:
+    def _rows_of_sample(self, number: int) -> list[dict[str, Any]]:
         pieces = zip(self.tokens(number), self.seen(number), strict=True)
-        return [self._given(torch.tensor(ids.tolist()), targets.tolist(), shown) for (ids, targets), shown in pieces]
+        return [
+            self._inputs_of(torch.tensor(ids.tolist()), targets.tolist(), shown) for (ids, targets), shown in pieces
+        ]
 
-    def _given(self, ids: torch.Tensor, targets: list[bool], pictures: list[Any]) -> dict[str, Any]:
+    def _inputs_of(self, ids: torch.Tensor, targets: list[bool], pictures: list[Any]) -> dict[str, Any]:
         made = self.pictures.tensors([pictures]) if pictures else {}
         labels = torch.where(torch.tensor(targets), ids, IGNORED)
         kinds = torch.isin(ids, torch.tensor(sorted(self.pictures.token_ids))).long()
@@ -50,7 +53,7 @@ class PictureRows(PictureSamples):
 
 
 def row_by_row(data: TokenisedData) -> TokenisedData:
-    """The data with each row by itself in its batches, if rows have images."""
+    """Returns the data with each row separate in its batches, if rows have images."""
     if not isinstance(data.train, PictureSamples):
         return data
     samples = data.train
@@ -58,9 +61,10 @@ def row_by_row(data: TokenisedData) -> TokenisedData:
 
 
 class PlainPictures(PlainCausal):
-    """Cross-entropy of the next tokens of each row. What images alone reach has a gradient in every micro-batch."""
+    """Cross-entropy of each row. Weights that only images reach have a gradient in every micro-batch."""
 
     def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Returns the scalar sum of the losses over all target tokens."""
         device = next(model.parameters()).device
         taken = inspect.signature(base_of(model).forward).parameters
         total = torch.zeros((), device=device, requires_grad=True)
@@ -70,7 +74,7 @@ class PlainPictures(PlainCausal):
             labels, kinds = given.pop("labels")[0, 1:], given.pop("kinds")
             told = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
             logits = model(**given, **told, use_cache=False).logits[0, :-1]
-            # Times 0, as a row without targets has no mean.
+            # Times 0: a row without targets still takes part in backward.
             total = total + 0.0 * logits.sum()
             if bool((labels != IGNORED).any()):
                 total = total + F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
@@ -78,11 +82,11 @@ class PlainPictures(PlainCausal):
 
 
 def pictures_row(model: nn.Module, samples: PictureSamples, device: torch.device) -> Row:
-    """Rows that share a sample must not see each other's images, nor each other.
+    """Checks that rows that share a sample see neither each other nor each other's images.
 
     Raises:
-        SightError: images do not reach the model as they should.
-        LeakError: rows see each other.
+        SightError: if images do not reach the model as they should.
+        LeakError: if rows see each other.
     """
     check = check_pictures(model, model, CausalLM(model, samples.packed), samples, device, in_16_bits=False)
     if check is None or not check.shared:

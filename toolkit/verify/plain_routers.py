@@ -1,6 +1,6 @@
-"""The losses of a mixture's routers, written out: terms of the loss like any other, autograd for the rest.
+"""Computes the router losses of a mixture of experts as plain terms of the loss, and leaves the rest to autograd.
 
-The formulas, and over which tokens they are taken, are those of docs/experts.md.
+The formulas, and the tokens over which they are taken, are those of docs/experts.md.
 """
 
 from __future__ import annotations
@@ -24,13 +24,22 @@ BIAS = "e_score_correction_bias"
 
 @dataclass
 class Seen:
-    """What each layer's router gave in a forward: its logits, (tokens, experts), and the experts, (tokens, k)."""
+    """The router outputs of a forward.
+
+    Attributes:
+        logits: the logits of each layer, (tokens, experts).
+        chosen: the expert indices of each layer, (tokens, k).
+    """
 
     logits: list[torch.Tensor]
     chosen: list[torch.Tensor]
 
     def choices(self, real: torch.Tensor) -> list[torch.Tensor]:
-        """Of each layer, how many of the real tokens chose each expert."""
+        """Counts for each layer how many of the real tokens chose each expert, (experts,).
+
+        Args:
+            real: whether a token is not padding, (tokens,).
+        """
         pairs = zip(self.logits, self.chosen, strict=True)
         return [F.one_hot(chosen[real], logits.shape[-1]).sum(dim=(0, 1)).double() for logits, chosen in pairs]
 
@@ -39,11 +48,13 @@ class PlainRouters:
     """Adds the losses of a model's routers to those of a step, and records their loads.
 
     Args:
-        groups: micro-batches that the ranks run at the same time.
+        model: the plain model.
+        recipe: sets the coefficients.
+        groups: the number of micro-batches that the ranks run at the same time.
 
     Attributes:
-        loads: of each step and layer, the share of choices of each expert.
-        balance: of each step, the balance loss without its coefficient.
+        loads: for each step and layer, the share of choices of each expert.
+        balance: for each step, the balance loss without its coefficient.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: int) -> None:
@@ -61,7 +72,7 @@ class PlainRouters:
 
     @contextmanager
     def watching(self) -> Iterator[Seen]:
-        """Records what the routers do in the forward inside."""
+        """Records the router outputs of the forward inside the `with` block."""
         seen = Seen([], [])
 
         def ask(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -71,7 +82,7 @@ class PlainRouters:
             seen.logits += [one.flatten(0, -2) for one in output.router_logits or ()]
 
         def look(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            # The indices that the experts are really computed for.
+            # The indices of the experts that are really computed.
             tensors = (one for one in (*args, *kwargs.values()) if torch.is_tensor(one))
             seen.chosen.append(next(one for one in tensors if one.dtype == torch.long).flatten(0, -2))
 
@@ -88,8 +99,16 @@ class PlainRouters:
 
     @torch.no_grad()
     def begin(self, window: list[Batch], forward: Callable[[Batch], torch.Tensor]) -> None:
-        """Looks at all micro-batches of a step: the share of each expert is known only after the forward."""
-        self._tokens = max(1, sum(int(_real(batch).sum()) for batch in window))
+        """Runs the forwards of all micro-batches of a step, because the experts' shares are known only afterwards.
+
+        Args:
+            window: the micro-batches of the step.
+            forward: runs the model on a micro-batch. Its output, of any shape, is not used.
+
+        Raises:
+            BadInputError: if the model does not show which experts it computes.
+        """
+        self._tokens = max(1, sum(int(_is_real(batch).sum()) for batch in window))
         self._choices, self._sums = [], []  # by micro-batch and layer
         for batch in window:
             with self.watching() as seen:
@@ -100,13 +119,13 @@ class PlainRouters:
                     "cannot be verified"
                 )
             self._experts_of_a_token = [one.shape[-1] for one in seen.chosen]
-            real = _real(batch).to(seen.logits[0].device)
+            real = _is_real(batch).to(seen.logits[0].device)
             self._choices.append(seen.choices(real))
-            self._sums.append([self._scores(one)[real].double().sum(dim=0) for one in seen.logits])
+            self._sums.append([self._router_scores(one)[real].double().sum(dim=0) for one in seen.logits])
         totals = [torch.stack(layer).sum(dim=0) for layer in zip(*self._choices, strict=True)]
         self.loads.append([(total / total.sum().clamp_min(1)).tolist() for total in totals])
         terms = [
-            len(sums) * (self._share(number, layer) @ sums)
+            len(sums) * (self._load_share(number, layer) @ sums)
             for number, layers in enumerate(self._sums)
             for layer, sums in enumerate(layers)
         ]
@@ -114,24 +133,26 @@ class PlainRouters:
         self._totals = totals
 
     def loss(self, number: int, batch: Batch, seen: Seen) -> torch.Tensor:
-        """Of a micro-batch, its part of the step's mean over layers and tokens.
+        """Returns the router losses of a micro-batch, a scalar: its part of the step's mean over layers and tokens.
 
         Args:
-            number: of the micro-batch in its step.
+            number: the index of the micro-batch in its step.
+            batch: the micro-batch.
+            seen: the router outputs of its forward.
         """
-        real = _real(batch).to(seen.logits[0].device)
+        real = _is_real(batch).to(seen.logits[0].device)
         total = torch.zeros((), device=real.device)
         for layer, logits in enumerate(seen.logits):
-            share = self._share(number, layer).float()
-            balance = len(share) * (self._scores(logits) * share).sum(dim=-1)
+            share = self._load_share(number, layer).float()
+            balance = len(share) * (self._router_scores(logits) * share).sum(dim=-1)
             squares = logits.float().logsumexp(dim=-1).square()
             total = total + (self._coefficient * balance + self._z * squares)[real].sum()
         return total / (self._tokens * len(seen.logits))
 
-    def _share(self, number: int, layer: int) -> torch.Tensor:
-        """f_e: choices of each expert for each token, as a micro-batch of this number knows them, (experts,)."""
-        # Without a coefficient nothing is minimised, and the whole step is told. Otherwise a round of all ranks
-        # knows the rounds before it alone, unless they run by block.
+    def _load_share(self, number: int, layer: int) -> torch.Tensor:
+        """Returns f_e, (experts,): the choices of each expert per token, as far as this micro-batch knows them."""
+        # Without a coefficient nothing is minimised, and the figure of the whole step is reported. Otherwise
+        # micro-batches that run at the same time know only themselves and earlier ones, unless they run by block.
         whole = self._whole_step or not self._coefficient
         last = len(self._choices) if whole else (number // self._groups + 1) * self._groups
         counted = torch.stack([choices[layer] for choices in self._choices[:last]]).sum(dim=0)
@@ -139,20 +160,20 @@ class PlainRouters:
 
     @torch.no_grad()
     def end(self) -> None:
-        """After an optimizer step: moves the biases of experts with too few choices up, and of the others down."""
+        """Raises the biases of experts with too few choices and lowers the others. Call after an optimizer step."""
         for bias, total in zip(self._biases, self._totals, strict=False):
             bias += self._bias_rate * (total.mean() - total).sign().to(bias)
 
-    def _scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """(tokens, experts): softmax, or sigmoids divided by their sum, of DeepSeek V3 and its kin."""
+    def _router_scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns scores (tokens, experts): softmax, or normalised sigmoids as in DeepSeek V3 and similar models."""
         if not self._sigmoid:
             return logits.float().softmax(dim=-1)
         scores = logits.float().sigmoid()
         return scores / scores.sum(dim=-1, keepdim=True)
 
 
-def _real(batch: Batch) -> torch.Tensor:
-    """(tokens,): whether a token is no padding."""
+def _is_real(batch: Batch) -> torch.Tensor:
+    """Returns whether each token is not padding, (tokens,)."""
     ids = batch["input_ids"]
     lengths = batch.get("lengths", torch.full(ids.shape[:1], ids.shape[-1]))
     return (torch.arange(ids.shape[-1]) < lengths[:, None]).flatten()

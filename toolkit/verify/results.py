@@ -1,4 +1,4 @@
-"""What the two sides of `toolkit verify` give, and the rows that its report is made of."""
+"""Defines the results of the two sides of `toolkit verify`, and the rows of its report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ import torch
 OK, FAILED, NOT_USED = "ok", "FAILED", "not used"
 
 REHEARSED_DROPOUT = 0.1
-"""Probability under which the replay of dropout is checked, where the model itself has none."""
+"""The dropout probability under which the replay of checkpointed blocks is checked."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One check. `found` and `tolerance` are numbers where the check has a measure, None elsewhere."""
+    """One check.
+
+    Attributes:
+        check: the name of the check.
+        found: the measured difference, or None if the check measures nothing.
+        tolerance: the largest difference that is allowed, or None.
+        verdict: `OK`, `FAILED` or `NOT_USED`.
+        note: what was measured, in words.
+    """
 
     check: str
     found: float | None
@@ -28,31 +36,33 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found: facts about both runs, and a row per check."""
+    """The report of `verify`: facts about both runs, and a row for each check."""
 
     facts: dict[str, str]
     rows: list[Row]
 
     @property
     def verdict(self) -> str:
+        """Returns `FAILED` if a check failed, else `OK`."""
         return FAILED if any(row.verdict == FAILED for row in self.rows) else OK
 
     def to_json(self) -> str:
+        """Returns the report as JSON."""
         return json.dumps(finite({"verdict": self.verdict, **asdict(self)}), indent=2)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One way of running the steps.
+    """The results of one side.
 
     Attributes:
-        losses: mean over the step's target tokens, per optimizer step.
-        grad_norms: before clipping.
-        weights: of every parameter after the last step, whole, by name.
-        without_gradient: trainable parameters whose gradient was missing or zero in every step.
-        sizes: of the mean gradient (AdamW's first moment) of each trained parameter, its Euclidean norm.
-        loads: of each step and layer with experts, the share of choices of each expert.
-        balance: of each step, the balance loss of a mixture of experts, without its coefficient.
+        losses: the mean loss over the target tokens of each optimizer step.
+        grad_norms: the gradient norm of each step, before clipping.
+        weights: every whole parameter after the last step, by name.
+        without_gradient: the trainable parameters whose gradient was missing or zero in every step.
+        sizes: the 2-norm of each trained parameter's mean gradient (AdamW's first moment).
+        loads: for each step and layer with experts, the share of choices of each expert.
+        balance: the balance loss of each step of a mixture of experts, without its coefficient.
     """
 
     losses: list[float]
@@ -66,15 +76,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class PlainRun:
-    """The plain loop's outcome and what the comparison needs beside it.
+    """The results of the plain loop.
 
     Attributes:
-        trained: names of the parameters that are trained.
-        steady: elements of each parameter whose gradient stayed well above rounding, see `_Steadiness`.
+        outcome: the results to compare.
+        trained: the names of the trained parameters.
+        steady: for each parameter a boolean tensor of its shape: whether an element's gradient stayed well above
+            rounding, see `_Steadiness`.
         reach: the farthest that AdamW can have moved a weight: the sum of the learning rates.
         packing: the row about documents that share a sample.
-        padded: why rows are padded although `data.packing` is not set; None where that is not so.
-        towers: names of the trained parameters that see; a tower may leave some out, as LLaVA does its last layer.
+        padded: why rows are padded although `data.packing` is not set, or None if they are not.
+        towers: the names of trained parameters of vision towers. A tower may not use some, like LLaVA's last layer.
     """
 
     outcome: Outcome
@@ -88,7 +100,15 @@ class PlainRun:
 
 @dataclass(frozen=True)
 class ShardedRun:
-    """The ranks' outcome. `replay`: see `_replay`; None without activation checkpointing."""
+    """The results of the ranks.
+
+    Attributes:
+        outcome: the results to compare.
+        facts: what the report says about the run.
+        precision: the mixed precision of the run.
+        device: the type of device.
+        replay: the check of dropout under activation checkpointing, or None without it.
+    """
 
     outcome: Outcome
     facts: dict[str, str]
@@ -98,7 +118,7 @@ class ShardedRun:
 
 
 def finite(value: Any) -> Any:
-    """JSON knows no infinity and no NaN: they become text."""
+    """Replaces infinity and NaN by text, because JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -107,5 +127,5 @@ def finite(value: Any) -> Any:
 
 
 def measured(check: str, found: float, tolerance: float, note: str) -> Row:
-    """A NaN is a failure."""
+    """Returns the row of a measured difference. NaN fails."""
     return Row(check, found, tolerance, OK if found <= tolerance else FAILED, note)

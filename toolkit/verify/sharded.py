@@ -1,4 +1,4 @@
-"""One rank of the sharded side, started by `toolkit.verify.ranks`."""
+"""Runs one rank of the sharded side. `toolkit.verify.ranks` starts it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from toolkit.verify.results import REHEARSED_DROPOUT
 
 
 def rank_main(folder: Path) -> int:
-    """Runs this process's part of the sharded side, and leaves `rank-N.json` in `folder`."""
+    """Runs this rank and writes `rank-N.json` to `folder`. Returns the exit code."""
     # A parent that is killed cannot end its ranks, which would wait in a collective.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
@@ -60,14 +60,14 @@ def rank_main(folder: Path) -> int:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the one that started it is gone, however that went."""
-    while os.read(0, 1):  # the file itself: a thread inside Python's own stdin spoils the exit
+    """Ends this process when the one that started it is gone, however it ended."""
+    while os.read(0, 1):  # the raw descriptor: a thread that blocks in Python's stdin disturbs the exit
         pass
     os._exit(1)
 
 
 def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
-    """`finetune`'s own parts, for a few steps; rank 0 leaves the weights in `folder`."""
+    """Runs a few steps with the same parts as `finetune`. Rank 0 writes the weights to `folder`."""
     quiet_libraries()
     plugins = build_plugins(recipe)
     accelerator = build_accelerator(recipe, plugins, folder / "run")
@@ -77,12 +77,12 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     opened = OpenedRun(recipe, accelerator, plugin, folder / "run", Terminal(quiet=not accelerator.is_main_process))
     run = prepare_run(opened)
     if run.checked.padded is not None:
-        # The plain side has packed them, as the recipe leaves it open.
+        # The recipe leaves packing open, and the plain side has packed the rows.
         raise BadInputError(f"data.packing: {run.checked.padded}; set data.packing=false")
     model = run.inner
     # The plain side draws no masks that these ranks could share.
     set_dropout(model, 0.0)
-    result = _train(opened, run, steps, folder)
+    result = _run_steps(opened, run, steps, folder)
     result["facts"] = facts_of(opened, run)
     # On every rank: gathering is collective, and rank 0 alone gets the tensors.
     tensors = as_peft_has_them(model, dequantised(model, whole_tensors(state_once(model))))
@@ -90,15 +90,15 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     if accelerator.is_main_process:
         save_file(weights, folder / "weights.safetensors")
     checkpointed = plugin.checkpointing is not None
-    # Offload takes gradients away as they come; blocks are checkpointed in the same way with and without it.
+    # Offload removes gradients as they arrive. Blocks are checkpointed in the same way with and without it.
     offloaded = plugin.offload is not None
-    result["replay"] = _replay(accelerator, run) if checkpointed and not offloaded else None
+    result["replay"] = _check_replay(accelerator, run) if checkpointed and not offloaded else None
     release(accelerator, plugin)
     return result
 
 
-def _train(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) -> dict[str, Any]:
-    """The trainer's own steps. A parameter had a gradient where its first moment is not zero."""
+def _run_steps(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) -> dict[str, Any]:
+    """Runs the trainer's steps. A parameter counts as having had a gradient if its first moment is not zero."""
     recipe, accelerator, model = opened.recipe, opened.accelerator, run.inner
     named = {peft_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = inner_optimizer(run.sharded.optimizer)
@@ -139,17 +139,17 @@ def _train(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) -> dic
     }
 
 
-def _replay(accelerator: Accelerator, run: PreparedRun) -> dict[str, float]:
-    """Gradients of this rank's first micro-batch, blocks checkpointed and not, from one random state.
+def _check_replay(accelerator: Accelerator, run: PreparedRun) -> dict[str, float]:
+    """Compares gradients of this rank's first micro-batch with and without checkpointing, from one random state.
 
     Returns:
-        `blocks`: forwards under checkpointing; `difference`: of the gradients, as a share of the
-        largest; `effect`: what another random state changes, 0 where the model has no dropout.
+        `blocks`: the number of forwards under checkpointing. `difference`: the difference of the gradients, as a share
+        of the largest. `effect`: the difference that another random state makes, 0 if the model has no dropout.
     """
     set_dropout(run.inner, REHEARSED_DROPOUT)
     batch = next(iter(run.windows))[0]
     checkpointed = _gradients(accelerator, run, batch, seed=0)
-    with _direct_blocks() as calls:
+    with _without_checkpointing() as calls:
         direct = _gradients(accelerator, run, batch, seed=0)
         blocks = len(calls)
         other = _gradients(accelerator, run, batch, seed=1)
@@ -161,8 +161,8 @@ def _replay(accelerator: Accelerator, run: PreparedRun) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _direct_blocks() -> Iterator[list[str]]:
-    """Checkpointed blocks run as if they were not; yields a list that gets an item for each of their forwards."""
+def _without_checkpointing() -> Iterator[list[str]]:
+    """Runs checkpointed blocks without checkpointing. Yields a list that gets an item for each of their forwards."""
     calls: list[str] = []
 
     def direct(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ def _direct_blocks() -> Iterator[list[str]]:
         return forward(*args, **kwargs)
 
     stock = vars(checkpointing)["checkpoint"]
-    vars(checkpointing)["checkpoint"] = direct  # what `checkpoint_blocks` has the blocks call
+    vars(checkpointing)["checkpoint"] = direct  # the function that checkpointed blocks call
     try:
         yield calls
     finally:
@@ -179,7 +179,7 @@ def _direct_blocks() -> Iterator[list[str]]:
 
 
 def _gradients(accelerator: Accelerator, run: PreparedRun, batch: Batch, seed: int) -> list[torch.Tensor]:
-    """This rank's parts of the gradients of one micro-batch."""
+    """Returns this rank's parts of the gradients of one micro-batch."""
     torch.manual_seed(1000 * seed + accelerator.process_index)
     moved = send_to_device(run.objective.on_host(batch), accelerator.device)
     accelerator.backward(run.objective.loss_sum(run.model, moved))
@@ -189,7 +189,7 @@ def _gradients(accelerator: Accelerator, run: PreparedRun, batch: Batch, seed: i
 
 
 def _largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Over all tensors, as a share of the largest element; infinite where tensors are missing."""
+    """Returns the largest difference as a share of the largest element. Infinite if tensors are missing."""
     if len(found) != len(expected):
         return math.inf
     pairs = [(a, b) for a, b in zip(found, expected, strict=True) if b.numel()]

@@ -1,4 +1,4 @@
-"""`--layers`: the recipe's model with its first blocks only."""
+"""Shrinks the recipe's model to its first blocks, for `--layers`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,22 @@ from toolkit.recipe.schema import ModelSection
 
 
 def with_layers(recipe: Recipe, layers: int | None, folder: Path) -> tuple[Recipe, str]:
-    """The recipe with its model shrunk to its first blocks, and where the weights come from."""
+    """Returns the recipe with its model shrunk to its first blocks, and says where the weights come from.
+
+    Args:
+        recipe: the recipe.
+        layers: the number of blocks to keep. None keeps all.
+        folder: a temporary folder, for the shrunk model.
+
+    Raises:
+        BadInputError: if the model has fewer blocks, or its configuration cannot be read.
+    """
     section = recipe.model
     if layers is None:
         return recipe, f"of {section.name_or_path}" if section.name_or_path else "random, as the recipe says"
     if section.config is not None:
         fields = dict(section.config)
-        shrink(fields, _configuration_of(fields), layers)
+        shrink(fields, _build_config(fields), layers)
         origin = f"random, as the recipe says; the first {counted(layers, 'block')}"
         return _with_model(recipe, {"config": fields}), origin
     source, shrunk = source_folder(section), folder / "model-cut"
@@ -35,7 +44,7 @@ def with_layers(recipe: Recipe, layers: int | None, folder: Path) -> tuple[Recip
     trust = section.trust_remote_code
     writer = writer_class(AutoConfig.from_pretrained(shrunk, trust_remote_code=trust))
     auto = AutoModelForSeq2SeqLM if recipe.objective.spec.encoder_decoder else writer
-    if not _has_its_weights(auto, shrunk, section):
+    if not _has_all_weights(auto, shrunk, section):
         _write_random_weights(auto, shrunk, section, recipe.training.seed)
         origin = f"random: {name} holds no weights that fit its first {layers} blocks"
     # The files also hold the blocks that were cut off, which have no place now.
@@ -46,7 +55,7 @@ def _with_model(recipe: Recipe, update: dict[str, Any]) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
 
 
-def _configuration_of(fields: dict[str, Any]) -> PretrainedConfig:
+def _build_config(fields: dict[str, Any]) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(**fields)
     except (ValueError, KeyError, TypeError) as error:
@@ -54,17 +63,23 @@ def _configuration_of(fields: dict[str, Any]) -> PretrainedConfig:
 
 
 def shrink(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:
-    """Cuts the fields of a configuration, in place, to its first blocks; lists of an item per block as well.
+    """Changes the fields of a configuration in place, so that it has only the first blocks.
 
-    Of an encoder-decoder to the first blocks of each.
+    Lists with an item for each block are cut too. An encoder-decoder keeps the first blocks of each half.
 
-    Raises BadInputError where the model has fewer blocks, or does not tell how many.
+    Args:
+        fields: the fields of the configuration, changed in place.
+        config: the configuration of the whole model.
+        layers: the number of blocks to keep.
+
+    Raises:
+        BadInputError: if the model has fewer blocks, or does not say how many it has.
     """
     text = config.get_text_config()
     found = getattr(text, "num_hidden_layers", None)
     if not isinstance(found, int):
         raise BadInputError(f"--layers: {type(config).__name__} has no num_hidden_layers; leave --layers out")
-    # An encoder-decoder's other half.
+    # The other half of an encoder-decoder.
     others = {key: getattr(text, key, None) for key in ("decoder_layers", "num_decoder_layers")}
     depths = {key: depth for key, depth in others.items() if isinstance(depth, int)}
     deepest = max([found, *depths.values()])
@@ -81,6 +96,11 @@ def shrink(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> Non
 
 
 def source_folder(section: ModelSection) -> Path:
+    """Returns the folder of the model, downloaded from the hub if needed.
+
+    Raises:
+        BadInputError: if `model.name_or_path` is a path and there is no such folder.
+    """
     assert section.name_or_path is not None
     require_folder(section.name_or_path, "model.name_or_path")
     folder = Path(section.name_or_path).expanduser()
@@ -91,7 +111,7 @@ def source_folder(section: ModelSection) -> Path:
 
 
 def _copy_model(source: Path, target: Path, layers: int, section: ModelSection) -> None:
-    """A folder like `source` with a shrunk configuration. Weights are linked, and never written through."""
+    """Copies `source` with a shrunk configuration. Weights are symbolic links and are never written."""
     target.mkdir()
     for file in source.iterdir():
         if file.suffix == ".safetensors":
@@ -107,8 +127,8 @@ def _copy_model(source: Path, target: Path, layers: int, section: ModelSection) 
     (target / "config.json").write_text(json.dumps(fields), encoding="utf-8")
 
 
-def _has_its_weights(auto: Any, folder: Path, section: ModelSection) -> bool:
-    """Whether every parameter of the shrunk model is stored, in its shape."""
+def _has_all_weights(auto: Any, folder: Path, section: ModelSection) -> bool:
+    """Returns whether the folder stores every parameter of the shrunk model, in its shape."""
     try:
         _, found = auto.from_pretrained(folder, trust_remote_code=section.trust_remote_code, output_loading_info=True)
     except (OSError, ValueError, RuntimeError):

@@ -186,11 +186,11 @@ def test_a_part_on_any_rank_is_a_gradient() -> None:
         {**result, "with_gradient": ["a"], "replay": {"difference": 0.0}, "moments": {"a": (3, 5.0), "b": (2, 9.0)}},
         {**result, "with_gradient": ["b"], "replay": {"difference": 1.0}, "moments": {"a": (1, 4.0), "b": (2, 9.0)}},
     ]
-    merged = ranks._merged(results, {})
+    merged = ranks._merge_results(results, {})
     assert merged.outcome.without_gradient == []
     assert merged.outcome.sizes == {"a": 3.0, "b": 3.0}, "a is in parts, b is whole on both ranks"
     assert merged.replay == {"difference": 1.0}
-    assert ranks._merged(results[:1], {}).outcome.without_gradient == ["b"]
+    assert ranks._merge_results(results[:1], {}).outcome.without_gradient == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -434,13 +434,13 @@ def test_the_failure_names_the_rank(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").write_text("connection lost\n")
     (tmp_path / "rank-1.log").write_text("out of memory\n")
     (tmp_path / "rank-0.json").write_text(json.dumps({"error": "connection lost", "bad_input": False}))
-    killed = ranks._failure([1, -9], tmp_path)
+    killed = ranks._failure_error([1, -9], tmp_path)
     assert str(killed).startswith("verify: rank 1 was ended by SIGKILL")
     assert "out of memory" in str(killed)
-    assert "rank 1 died with exit code 3" in str(ranks._failure([0, 3], tmp_path))
-    assert "rank 0 failed: connection lost" in str(ranks._failure([1, None], tmp_path))
+    assert "rank 1 died with exit code 3" in str(ranks._failure_error([0, 3], tmp_path))
+    assert "rank 0 failed: connection lost" in str(ranks._failure_error([1, None], tmp_path))
     (tmp_path / "rank-1.json").write_text(json.dumps({"error": "no such file", "bad_input": True}))
-    assert isinstance(ranks._failure([None, 1], tmp_path), BadInputError)
-    late = ranks._lateness([0, None], tmp_path, 5)
+    assert isinstance(ranks._failure_error([None, 1], tmp_path), BadInputError)
+    late = ranks._timeout_error([0, None], tmp_path, 5)
     assert isinstance(late, ToolkitError)
     assert "rank 1: not done in 5 s" in str(late)
