@@ -179,7 +179,7 @@ MUTATIONS = [
     (WAYS["moved to the device"], Mutation("engine.OffloadEngine._move_to_device", "self.flush()")),
     (
         replace(WAYS["checkpoint"], executor=None),
-        Mutation("state._copied", '.to("cpu", copy=True)', '.to("cpu", copy=True, non_blocking=True)'),
+        Mutation("state._copy_to_host", '.to("cpu", copy=True)', '.to("cpu", copy=True, non_blocking=True)'),
     ),
     # A step that takes so long that the next forward has come.
     (

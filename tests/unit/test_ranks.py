@@ -87,7 +87,7 @@ def test_data_is_made_ahead_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -
 def test_a_checkpoint_is_written_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     devices = Devices(monkeypatch)
     writer = Checkpointer(tmp_path, CheckpointSection(asynchronous=True), lambda text: None)
-    monkeypatch.setattr(writer, "_write", lambda job: devices.note("written"))
+    monkeypatch.setattr(writer, "_write_checkpoint", lambda job: devices.note("written"))
     monkeypatch.setattr("toolkit.checkpoint.writer.replace", lambda job, **changes: job)
     monkeypatch.setattr("toolkit.checkpoint.writer.host_copy", lambda tensors: tensors)
     job: Any = type("Job", (), {"tensors": {}, "records": []})()

@@ -1,7 +1,8 @@
-"""Checkpoints of a run: whole or not there, verified, and read on any number of ranks.
+"""Saves and loads checkpoints: atomic, verified, and readable on any number of ranks.
 
-manifest.py says what counts; writer.py saves; reader.py finds and loads; session.py ties both to a run;
-consolidate.py makes a Hugging Face folder of one. Listing checkpoints imports no torch.
+manifest.py decides which checkpoints count, writer.py saves, resume.py finds the one to resume from, reader.py loads
+it, session.py connects them to a run, and consolidate.py converts a checkpoint to a Hugging Face folder. Listing
+checkpoints imports no torch.
 """
 
 from toolkit.checkpoint.manifest import Checkpoint, Manifest, latest, list_checkpoints, read_checkpoint

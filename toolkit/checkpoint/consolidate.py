@@ -1,4 +1,4 @@
-"""From a sharded checkpoint to a folder that `from_pretrained` loads: on one process, a file at a time."""
+"""Converts a sharded checkpoint to a folder that `from_pretrained` loads, in one process, one file at a time."""
 
 from __future__ import annotations
 
@@ -53,36 +53,44 @@ from toolkit.recipe.schema import AdapterSection, ExportSection
 EXPORT_TYPES = ("float32", "bfloat16", "float16")
 
 MODEL_FILES = "model"
-"""Folder of a run with the model's configuration and tokenizer."""
+"""The folder of a run with the model's configuration and tokenizer."""
 
 STORED_NAMES = "stored_names.json"
-"""Of the tensors in the base's files; null: it had none."""
+"""The file with the names of the tensors in the base's files, or null if it had none."""
 
 
 def export_checkpoint(
     run: Path, folder: Path, manifest: Manifest, to: Path, settings: ExportSettings, verify: bool
 ) -> float | None:
-    """Writes `to`, whole or not at all.
+    """Writes the export, whole or not at all.
 
-    Host memory: one of its files at a time; to verify, the model twice.
+    Holds one file of the export in host memory at a time, and to verify, the model twice.
+
+    Args:
+        run: the output folder of the run.
+        folder: the folder of the checkpoint.
+        manifest: the manifest of the checkpoint.
+        to: the new folder.
+        settings: how the export is written.
+        verify: whether to reload the export and compare its logits.
 
     Returns:
-        The largest difference of logits between checkpoint and export, as a share of the largest logit;
-        None if it was not looked for, or where the export is an adapter.
+        The largest difference of logits between checkpoint and export, as a share of the largest logit. None without
+        `verify`, and for an adapter.
 
     Raises:
-        BadInputError: a checkpoint that is not what was written, or a folder that exists.
-        ExportError: if the export gives other logits.
+        BadInputError: if the checkpoint is damaged, or the folder exists.
+        ExportError: if the export has other logits.
     """
     if to.exists():
         raise BadInputError(f"--to: {str(to)!r} exists; name a new folder")
     problem = check_files(folder, manifest, manifest.files)
     if problem is not None:
         raise BadInputError(f"{str(folder)!r}: {problem}")
-    config, tokenizer = _configuration(run / MODEL_FILES)
+    config, tokenizer = _load_configuration(run / MODEL_FILES)
     model = _empty_model(config, manifest)
-    # Written beside its place and renamed: what is cut off is never taken for a model. Under a name of its own, as two
-    # exports to one place would write into each other's files.
+    # Write beside the target and rename, so that an interrupted export is never taken for a model. The name is unique,
+    # because two exports to one place would write into each other's files.
     unfinished = to.with_name(f".{to.name}.{uuid.uuid4().hex}.unfinished")
     unfinished.mkdir(parents=True)
     try:
@@ -93,23 +101,23 @@ def export_checkpoint(
             carry_over(run / MODEL_FILES, unfinished, [PROCESSORS])
             difference = None
         else:
-            names = FileNames(model, _stored_names(run / MODEL_FILES / STORED_NAMES))
+            names = FileNames(model, _read_stored_names(run / MODEL_FILES / STORED_NAMES))
             write_weights(tensors, {name for name, _ in model.named_parameters()}, unfinished, settings, names)
             take_generation_settings(model, str(run / MODEL_FILES))
             write_configuration(model, tokenizer, unfinished, settings.dtype)
             carry_over(run / MODEL_FILES, unfinished)
-            difference = _difference(folder, manifest, config, unfinished, settings) if verify else None
+            difference = _compare_logits(folder, manifest, config, unfinished, settings) if verify else None
         if difference is not None:
             require_close(difference, TOLERANCE[settings.dtype])
         let_others_read(unfinished)
-        _put(unfinished, to)
+        _rename_export(unfinished, to)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return difference
 
 
-def _configuration(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """The run's configuration and tokenizer; a run's folder may come from anywhere, and none of its code is run."""
+def _load_configuration(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Loads the run's configuration and tokenizer. The folder may come from anywhere, so none of its code is run."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         return config, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -120,8 +128,8 @@ def _configuration(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerB
         ) from error
 
 
-def _stored_names(path: Path) -> frozenset[str] | None:
-    """None, as of a base without files, where the run is of a version that did not write them."""
+def _read_stored_names(path: Path) -> frozenset[str] | None:
+    """Reads the names of the base's tensors. Returns None for a base without files, and for runs of older versions."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -129,8 +137,8 @@ def _stored_names(path: Path) -> frozenset[str] | None:
     return frozenset(map(str, found)) if isinstance(found, list) else None
 
 
-def _put(unfinished: Path, to: Path) -> None:
-    """Moves an export to its place, unless another has got there first."""
+def _rename_export(unfinished: Path, to: Path) -> None:
+    """Renames an export to its final name. Raises BadInputError if another process has created that folder."""
     try:
         os.rename(unfinished, to)
     except OSError as error:
@@ -139,10 +147,13 @@ def _put(unfinished: Path, to: Path) -> None:
 
 @dataclass(frozen=True)
 class Exported:
-    """An export of a checkpoint: its folder, the step, and the difference of logits, if it was looked for.
+    """An export of a checkpoint.
 
     Attributes:
-        is_adapter: without its base, and then its logits are not compared.
+        folder: the folder of the export.
+        step: the step of the checkpoint.
+        logits_difference: the difference of logits, or None if they were not compared.
+        is_adapter: whether it is an adapter without its base, whose logits are not compared.
     """
 
     folder: Path
@@ -162,40 +173,40 @@ def export_run(
 ) -> Exported:
     """Converts a run's checkpoint to a folder that `from_pretrained` loads, in one process.
 
-    Of a run in a store the checkpoint is copied first, to a folder beside `to` that is deleted afterwards.
+    If the run is in a store, first copies the checkpoint to a folder beside `to`, and deletes that folder afterwards.
 
     Args:
-        run: its folder, or its place in a store (s3://bucket/runs/first).
-        to: new folder.
-        checkpoint: its step; None: the last.
-        dtype: of the weights: float32, bfloat16 or float16.
-        verify: reload the folder and compare its logits.
-        max_shard_gib: largest file of weights (GiB).
-        average: export the averaged weights (`training.ema`) where the checkpoint has them; otherwise the last ones.
+        run: the output folder, or the run's URL in a store (s3://bucket/runs/first).
+        to: the new folder.
+        checkpoint: the step of the checkpoint. None takes the last one.
+        dtype: the dtype of the weights: float32, bfloat16 or float16.
+        verify: whether to reload the folder and compare its logits.
+        max_shard_gib: the size of the largest file of weights (GiB).
+        average: whether to export averaged weights (`training.ema`) if the checkpoint has them.
 
     Raises:
-        BadInputError: no such checkpoint, one that is damaged, files of no size, or a folder that exists.
-        ExportError: if the export gives other logits.
+        BadInputError: if there is no such checkpoint, it is damaged, the folder exists, or a value is not allowed.
+        ExportError: if the export has other logits.
     """
     to = Path(to)
     if not max_shard_gib > 0:
         raise BadInputError(f"--max-shard-gib: found {max_shard_gib:g}; allowed: a number greater than 0")
     if is_store(str(run)):
-        return _export_stored(StorePath(str(run)), to, checkpoint, dtype, verify, max_shard_gib, average)
+        return _export_from_store(StorePath(str(run)), to, checkpoint, dtype, verify, max_shard_gib, average)
     run = Path(run)
     if dtype not in EXPORT_TYPES:
         raise BadInputError(f"dtype: unknown {dtype!r}; allowed: {', '.join(EXPORT_TYPES)}")
-    folder = _last(run) if checkpoint is None else step_folder(run, checkpoint)
+    folder = _last_folder(run) if checkpoint is None else step_folder(run, checkpoint)
     manifest = read_checkpoint(folder)
     settings = ExportSettings(getattr(torch, dtype), int(max_shard_gib * GIB), average=average)
     difference = export_checkpoint(run, folder, manifest, to, settings, verify)
     return Exported(to, manifest.step, difference, manifest.recipe["adapter"]["kind"] != "none")
 
 
-def _export_stored(
+def _export_from_store(
     store: StorePath, to: Path, step: int | None, dtype: str, verify: bool, max_shard_gib: float, average: bool
 ) -> Exported:
-    """The export of a checkpoint in a store, by way of a folder that looks like its run's."""
+    """Exports a checkpoint from a store. Copies it to a temporary folder with the layout of a run's."""
     last = latest(store) if step is None else look_at(step_folder(store, step))
     if last is None or last.manifest is None or last.problem is not None:
         found = "it has none" if last is None else f"{last.folder.name}: {last.problem}"
@@ -215,8 +226,8 @@ def _export_stored(
         return export_run(run, to, last.step, dtype, verify, max_shard_gib, average)
 
 
-def _last(run: Path) -> Path:
-    """The folder of the last whole checkpoint."""
+def _last_folder(run: Path) -> Path:
+    """Returns the folder of the last whole checkpoint. Raises BadInputError if there is none."""
     last = latest(run)
     if last is None:
         if not run.is_dir():
@@ -226,7 +237,7 @@ def _last(run: Path) -> Path:
 
 
 def _empty_model(config: PretrainedConfig, manifest: Manifest) -> PreTrainedModel:
-    """The run's model without weights, with adapters where it has them."""
+    """Builds the run's model without weights, with its adapters, if any."""
     with init_empty_weights():
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     model.tie_weights()
@@ -239,10 +250,15 @@ def _empty_model(config: PretrainedConfig, manifest: Manifest) -> PreTrainedMode
 
 
 def read_whole(folder: Path, manifest: Manifest, max_bytes: int, average: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's tensors, whole, under their names in the model, some `max_bytes` in memory at a time.
+    """Yields the model's whole tensors with their names in the model. Holds about `max_bytes` in memory at a time.
+
+    The tensors are on the host, in the shape and dtype of the manifest.
 
     Args:
-        average: averages in place of the weights, where the checkpoint has them.
+        folder: the folder of the checkpoint.
+        manifest: the manifest of the checkpoint.
+        max_bytes: the bytes of the tensors that are read at once.
+        average: whether to read the averages in place of the weights, if the checkpoint has them.
     """
     group: dict[str, torch.Tensor] = {}
     for name in [name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)]:
@@ -250,12 +266,12 @@ def read_whole(folder: Path, manifest: Manifest, max_bytes: int, average: bool) 
         dtype, shape = manifest.tensors[stored]
         group[stored] = torch.empty(shape, dtype=getattr(torch, dtype))
         if sum(tensor.nbytes for tensor in group.values()) >= max_bytes:
-            yield from _loaded(folder, group)
+            yield from _read_group(folder, group)
             group = {}
-    yield from _loaded(folder, group)
+    yield from _read_group(folder, group)
 
 
-def _loaded(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_group(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     if tensors:
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     for name, tensor in tensors.items():
@@ -263,14 +279,14 @@ def _loaded(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[st
 
 
 @torch.no_grad()
-def _difference(folder: Path, manifest: Manifest, config: object, export: Path, settings: ExportSettings) -> float:
-    """Of the logits between the checkpoint's own tensors and the reloaded export, on arbitrary tokens."""
+def _compare_logits(folder: Path, manifest: Manifest, config: object, export: Path, settings: ExportSettings) -> float:
+    """Returns the difference of logits between the checkpoint and the reloaded export, on random tokens."""
     model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     state = dict(read_whole(folder, manifest, 2**62, settings.average))
     # Not strict: tied weights are in a checkpoint once.
     model.load_state_dict(state, strict=False)
     model.tie_weights()
-    # In the exported type, so that its rounding is no difference.
+    # In the exported dtype, so that its rounding does not count as a difference.
     model = model.to(settings.dtype).eval()
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     tokens = torch.randint(0, vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))

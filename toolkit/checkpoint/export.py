@@ -1,7 +1,7 @@
-"""A folder that `from_pretrained` loads: safetensors, configuration, tokenizer.
+"""Exports a model to a folder that `from_pretrained` loads: safetensors, configuration, tokenizer.
 
-Weights are written as they stream from the ranks: rank 0 holds one file's tensors at a time, the
-others their shards.
+Weights are written as they stream from the ranks: rank 0 holds the tensors of one file at a time, the other ranks hold
+only their shards.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from toolkit.paths import BASE_FILE, GIB
 from toolkit.sharding.shards import shard_group, shard_shape, sharded_dim, state_once
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference of logits after reloading, as a share of the largest logit, by exported type."""
+"""The largest allowed difference of logits after reloading, as a share of the largest logit, by exported dtype."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class ExportSettings:
     """How the folder is written.
 
     Attributes:
-        dtype: of the weights; buffers keep theirs.
-        max_shard_bytes: largest safetensors file, unless one tensor is larger.
-        merge: adapters are added to the weights; otherwise they are all that is written.
-        average: of a checkpoint, the averages (`training.ema`) in place of the weights, if it has them.
+        dtype: the dtype of the weights. Buffers keep theirs.
+        max_shard_bytes: the size of the largest safetensors file, unless one tensor is larger.
+        merge: whether to merge adapters into the weights. Otherwise only the adapters are written.
+        average: whether to export a checkpoint's averages (`training.ema`) in place of the weights, if it has them.
     """
 
     dtype: torch.dtype
@@ -75,13 +75,13 @@ def export(
     folder: Path,
     settings: ExportSettings,
 ) -> None:
-    """Writes `folder`, whole or not at all. Every rank calls this.
+    """Writes `folder`, whole or not at all. Collective.
 
     Raises:
-        ToolkitError: on every rank, where the disk does not take it.
+        ToolkitError: on every rank, if the files cannot be written.
     """
     inner = accelerator.unwrap_model(model)
-    unfinished = _unfinished(folder)
+    unfinished = _unfinished_folder(folder)
     problems: list[Exception] = []
 
     def finish() -> None:
@@ -105,17 +105,17 @@ def export(
     except (OSError, SafetensorError) as error:  # on rank 0, and all of its collectives are done
         problems.append(error)
     try:
-        ranks.on_first_rank(lambda: _told(finish, unfinished))
+        ranks.on_first_rank(lambda: _finish_or_explain(finish, unfinished))
     finally:
         if ranks.rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _unfinished(folder: Path) -> Path:
+def _unfinished_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.unfinished")
 
 
-def _told(finish: Callable[[], None], place: Path) -> None:
+def _finish_or_explain(finish: Callable[[], None], place: Path) -> None:
     try:
         finish()
     except (OSError, SafetensorError) as error:
@@ -126,35 +126,39 @@ def _told(finish: Callable[[], None], place: Path) -> None:
 
 
 def require_room(model: nn.Module, folder: Path, settings: ExportSettings) -> None:
-    """Raises OSError (ENOSPC) where the disk has less room than the export needs; clears away what one had begun."""
-    shutil.rmtree(_unfinished(folder), ignore_errors=True)
-    needed, free = _num_bytes(model, settings), shutil.disk_usage(folder.parent).free
+    """Checks that the disk has room for the export. Deletes an unfinished export first.
+
+    Raises:
+        OSError: with ENOSPC, if the disk has less free space than the export needs.
+    """
+    shutil.rmtree(_unfinished_folder(folder), ignore_errors=True)
+    needed, free = _export_bytes(model, settings), shutil.disk_usage(folder.parent).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"it needs {needed:,} bytes in {str(folder.parent)!r}, where {free:,} are free")
 
 
-def _num_bytes(model: nn.Module, settings: ExportSettings) -> int:
-    """Of the weights that an export writes, about; a quantised base that is merged takes more."""
+def _export_bytes(model: nn.Module, settings: ExportSettings) -> int:
+    """Returns the approximate bytes of the weights that an export writes. A merged quantised base takes more."""
     kept = [p for p in model.parameters() if is_whole(model, settings) or p.requires_grad]
     return sum(parameter.numel() for parameter in kept) * settings.dtype.itemsize
 
 
 def let_others_read(folder: Path) -> None:
-    """Gives the files of a folder that has just been made the mode that the umask decides."""
-    # safetensors makes its files readable by their owner alone. The umask shows in the folder: to read it, one
-    # would have to set it, for all threads.
+    """Gives the files of a new folder the mode that the umask implies."""
+    # safetensors makes its files readable by their owner only. The mode of the folder shows the umask. Reading the
+    # umask itself would mean to set it, for all threads.
     mode = folder.stat().st_mode & 0o666
     for path in folder.iterdir():
         path.chmod(mode)
 
 
 def is_whole(model: nn.Module, settings: ExportSettings) -> bool:
-    """Whether the export is a model, and not an adapter alone."""
+    """Returns whether the export is a whole model, and not only an adapter."""
     return settings.merge or not has_adapter(model)
 
 
 def _write_model(model: nn.Module, folder: Path, settings: ExportSettings) -> None:
-    """Weights alone, as they stream from the ranks. Collective."""
+    """Writes the weights or the adapter, as they stream from the ranks. Collective."""
     if not has_adapter(model):
         names = file_names(model)
         write_weights(
@@ -171,15 +175,17 @@ def _write_model(model: nn.Module, folder: Path, settings: ExportSettings) -> No
 
 
 def file_names(model: nn.Module) -> FileNames:
-    """Those of the files that the model was loaded from."""
+    """Returns the names of tensors in the files from which the model was loaded."""
     return FileNames(base_of(model), fit_of(model).stored)
 
 
 def carry_over(base: Path | None, folder: Path, patterns: Sequence[str] = CARRIED) -> None:
-    """Copies what belongs to the base and holds of its export, too: how it reads pictures or sound, and its licence.
+    """Copies files of the base that also apply to its export: processors of images or audio, and the licence.
 
     Args:
-        patterns: of the names of files.
+        base: the folder of the base, or None, which copies nothing.
+        folder: the folder of the export. Files that it has are kept.
+        patterns: match the names of the files to copy.
     """
     for pattern in patterns if base is not None else ():
         for path in sorted(base.glob(pattern)):  # type: ignore[union-attr]
@@ -188,10 +194,11 @@ def carry_over(base: Path | None, folder: Path, patterns: Sequence[str] = CARRIE
 
 
 def names_fact(folder: Path, stored: Set[str] | None) -> str | None:
-    """Says which tensors of the base an export lacks, and which it has beside them; None if there are none.
+    """Says which tensors of the base an export lacks, and which are new. Returns None if there are none.
 
     Args:
-        stored: names in the base's files; None: it had none.
+        folder: the folder of the export.
+        stored: the names of the tensors in the base's files, or None if it had no files.
     """
     found = names_in_files(folder)
     if stored is None or found == stored:
@@ -202,28 +209,32 @@ def names_fact(folder: Path, stored: Set[str] | None) -> str | None:
 
 
 def whole_tensors(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Every tensor, whole on rank 0 and None elsewhere. Collective."""
+    """Yields every tensor by name, whole on rank 0 and None on other ranks. Collective.
+
+    Args:
+        state: tensors of any shape by name; sharded ones are DTensors.
+    """
     for name, tensor in state.items():
         yield name, gather_on_rank_zero(tensor)
 
 
 def gather_on_rank_zero(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The whole of a tensor on rank 0; None on the other ranks. Collective for DTensors."""
+    """Returns a whole tensor (any shape) on rank 0, and None on other ranks. Collective for DTensors."""
     if not isinstance(tensor, DTensor):
         return tensor if ranks.rank() == 0 else None
     group = shard_group(tensor)
     size, dim = dist.get_world_size(group), sharded_dim(tensor)
-    # With offload the shards are on the host, and NCCL gathers on the device.
+    # With offload the shards are on the host, but NCCL gathers on the device.
     local = tensor.to_local().to(tensor.device_mesh.device_type)
-    # The last shards can have fewer rows, and gather wants equal shapes.
+    # The last shards can have fewer rows, but gather needs equal shapes.
     padded = local.new_zeros(shard_shape(tensor))
     padded.narrow(dim, 0, local.shape[dim]).copy_(local)
-    # With replicas every shard group gathers; only the one of rank 0 is kept below.
+    # With replicas every shard group gathers. Only the result of rank 0 is kept below.
     first = dist.get_rank(group) == 0
     parts = [torch.empty_like(padded) for _ in range(size)] if first else None
     dist.gather(padded, parts, group=group, group_dst=0)
     if not first and padded.device.type != "cpu":
-        # NCCL returns at once, and counts ten minutes from then: no more than one waits while rank 0 writes a file.
+        # NCCL returns at once, and its ten minutes start then. So only one gather may wait while rank 0 writes a file.
         torch.get_device_module(padded.device).current_stream().synchronize()
     if ranks.rank() != 0:
         return None
@@ -238,25 +249,32 @@ def write_weights(
     settings: ExportSettings,
     names: FileNames,
 ) -> None:
-    """Writes tensors as they come; on rank 0, where alone they are.
+    """Writes tensors to safetensors files as they arrive. Only rank 0 has them and writes.
 
     Args:
-        trained: names of parameters, which are converted to the settings' type; buffers keep theirs.
-        names: under which they are written.
+        tensors: whole tensors of any shape on rank 0, None on other ranks, by name.
+        trained: the names of parameters, which are converted to the settings' dtype. Buffers keep theirs.
+        folder: the folder of the export.
+        settings: how the files are written.
+        names: the names of tensors in the files.
+
+    Raises:
+        OSError: on rank 0, if a file cannot be written. All collectives of `tensors` are done then.
+        SafetensorError: as OSError.
     """
     tensors = iter(tensors)
     try:
-        _write_files(names.in_files(_converted(tensors, trained, settings.dtype)), folder, settings)
+        _write_files(names.in_files(_on_host(tensors, trained, settings.dtype)), folder, settings)
     except (OSError, SafetensorError):
         for _ in tensors:  # the other ranks still send theirs
             pass
         raise
 
 
-def _converted(
+def _on_host(
     tensors: Iterable[tuple[str, torch.Tensor | None]], trained: Set[str], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What rank 0 has, on the host, parameters in this type; on other ranks nothing."""
+    """Yields rank 0's tensors on the host, with parameters in `dtype`. Yields nothing on other ranks."""
     for name, whole in tensors:
         if whole is not None:
             yield name, whole.to(device="cpu", dtype=dtype if name in trained else whole.dtype)
@@ -281,13 +299,13 @@ def _write_files(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, sett
 
 
 def _write_file(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> list[str]:
-    # The final name holds the number of files, which is known at the end only.
+    # The final name contains the number of files, which is known only at the end.
     save_file(tensors, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
     return list(tensors)
 
 
 def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
-    """The names that transformers looks for, which hold the number of files."""
+    """Renames the files to the names that transformers expects, which contain the number of files."""
     if len(files) == 1:
         os.replace(folder / "part-0.safetensors", folder / "model.safetensors")
         return
@@ -303,14 +321,21 @@ def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
 def write_configuration(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
 ) -> None:
-    """What belongs to the weights: configuration, generation settings, tokenizer."""
-    # The configuration belongs to the live model, which is still verified in its own type.
+    """Writes the configuration, the generation settings and the tokenizer.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        folder: the folder of the export.
+        dtype: the dtype of the exported weights, for the configuration.
+    """
+    # The configuration belongs to the live model, which is still verified in its own dtype.
     dtype_before = model.config.dtype
     model.config.dtype = dtype
     model.config.save_pretrained(folder)
     model.config.dtype = dtype_before
     if model.can_generate():
-        # Not by `save_pretrained`, which refuses what many a base has, as a temperature without sampling.
+        # Not by `save_pretrained`, which refuses settings that many bases have, such as a temperature without sampling.
         model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
     tokenizer.save_pretrained(folder)
 
@@ -322,13 +347,16 @@ def reload(
     base: PretrainedConfig | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The exported model in evaluation mode; on `device` if it is sure to have room, else on the host.
+    """Loads the exported model in evaluation mode, on `device` if that surely has room, else on the host.
 
     Args:
-        base: configuration of the model that an exported adapter belongs to.
-        trust_remote_code: whether the model's own Python code is run, as the recipe says.
+        folder: the folder of the export.
+        device: the preferred device.
+        dtype: the dtype of the weights.
+        base: the configuration of the model that an exported adapter belongs to.
+        trust_remote_code: whether to run the model's own Python code, as the recipe says.
     """
-    # Never left to transformers, which would ask on the terminal.
+    # Always set: otherwise transformers would ask on the terminal.
     trust = {"trust_remote_code": trust_remote_code}
     plain = {**trust, "use_safetensors": True}
     if device.type == "cuda":
@@ -359,15 +387,17 @@ def verify(
     logits_of: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor],
     batch: dict[str, torch.Tensor],
 ) -> float:
-    """Compares the trained model's logits with those of the export on one batch. Every rank calls this.
+    """Compares the trained model's logits with those of the export on one batch. Collective.
 
     Args:
-        reloaded: on rank 0, None elsewhere.
-        logits_of: the objective's.
-        batch: of the objective.
+        accelerator: the accelerator of the run.
+        model: the trained model.
+        reloaded: the export on rank 0, None on other ranks.
+        logits_of: the objective's function that returns logits, of the same shape for both models.
+        batch: a batch of the objective.
 
     Returns:
-        The largest difference, as a share of the largest logit; 0 on ranks other than 0.
+        Rank 0's largest difference, as a share of the largest logit.
 
     Raises:
         ExportError: on every rank, if it is more than `TOLERANCE`.
@@ -386,8 +416,12 @@ def verify(
 
 
 def require_close(difference: float, tolerance: float) -> None:
-    """Raises ExportError if the logits of an export differ by more than the tolerance."""
-    # Written this way round, NaN is refused, too.
+    """Checks the logits of an export.
+
+    Raises:
+        ExportError: if they differ by more than the tolerance, or by NaN.
+    """
+    # Written this way round, NaN is refused too.
     if not difference <= tolerance:
         raise ExportError(
             f"the exported folder gives other logits than the trained model: they differ by {difference:.1e} of the "
@@ -396,7 +430,7 @@ def require_close(difference: float, tolerance: float) -> None:
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, as a share of the largest element of `b`."""
+    """Returns the largest difference of two tensors of one shape, as a share of the largest element of `b`."""
     # Logits that are all zero would divide by zero.
     return ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
 
@@ -405,10 +439,10 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def sample_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, seed: int
 ) -> str:
-    """What follows `prompt`, or a target for it, drawn at temperature 0.8 from the 95 % most likely tokens."""
-    # `generate` refuses arguments that the model does not take, as token types of a causal model.
+    """Samples a continuation of `prompt`, or a target of an encoder-decoder, at temperature 0.8 and top-p 0.95."""
+    # `generate` refuses arguments that the model does not take, such as token types of a causal model.
     encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    # Of the model's own settings its end tokens alone: beams or penalties of its makers would make another draw.
+    # Keep only the end tokens of the model's own settings: its beams or penalties would change the sampling.
     plain = GenerationConfig.from_model_config(model.config)
     plain.eos_token_id = model.generation_config.eos_token_id
     model.generation_config = plain

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder holds and when it counts: files, their checksums, and the marker of completion.
+"""Defines what a checkpoint's folder holds and when it counts: files, their checksums, and the completion marker.
 
     checkpoints/step_00000100/
         shard-00001-model-00001-of-00001.safetensors   this rank's part of the tensors, a GiB a file
@@ -7,9 +7,8 @@
         manifest.json                                  everything else: step, data position, recipe, checksums
         COMPLETE                                       the manifest's checksum; written last
 
-A folder without a COMPLETE that fits its manifest does not count, and neither does one whose weights or step were not
-finite: training that goes on from it has nothing to learn. Nothing in it is a pickle, and files that the manifest does
-not name are refused.
+A folder counts only if its COMPLETE fits its manifest, and if its weights and its step were finite: otherwise training
+could learn nothing from there. Nothing in it is a pickle, and files that the manifest does not name are refused.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ MANIFEST = "manifest.json"
 COMPLETE = "COMPLETE"
 METRICS = "metrics.jsonl"
 UNFINISHED = ".unfinished"
-"""Ending of the hidden folders in which a checkpoint is written."""
+"""The ending of the hidden folders in which a checkpoint is written."""
 SET_ASIDE = ".set_aside"
-"""Ending of the folder of a checkpoint that a run has passed over; it does not count any more."""
+"""The ending of the folder of a checkpoint that a run has passed over. It does not count any more."""
 PASSED_OVER = "PASSED_OVER"
-"""In a store, where a folder cannot be renamed: the mark of a checkpoint that a run has set aside; says why."""
+"""The file that marks a checkpoint in a store as passed over, because folders in it cannot be renamed. It says why."""
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 # No separator and no leading dot, so that a name stays in its folder.
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CHUNK_BYTES = 2**22
 UNKNOWN = -1
-"""Step of a folder whose name tells none."""
+"""The step of a folder whose name does not contain one."""
 ITEM_BYTES = {"int16": 2, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-"""Bytes of an element by the types of tensors that have more than one."""
+"""Bytes of an element, by dtype, if it has more than one."""
 
 Place = Path | StorePath
 P = TypeVar("P", Path, StorePath)
@@ -57,7 +56,7 @@ P = TypeVar("P", Path, StorePath)
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size and SHA-256 of a file."""
+    """The size of a file in bytes and its SHA-256."""
 
     bytes: int
     sha256: str
@@ -65,29 +64,29 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is, apart from its tensors.
+    """Everything of a checkpoint except its tensors. Fields that an older version did not write have their defaults.
 
     Attributes:
-        step: optimizer steps taken.
-        samples: of the run, seen by all ranks; the data position, in the seed's global order.
-        world_size, strategy, precision: of the run that wrote it; another may read it.
-        recipe: resolved, as it was.
+        step: the number of optimizer steps taken.
+        samples: the number of samples that all ranks have seen: the data position in the seed's global order.
+        world_size, strategy, precision: those of the run that wrote it. A run with others may read it.
+        recipe: the resolved recipe of that run.
         data: identifies the tokenised data.
-        content: of a stream, what was read of its files to know them again; None in checkpoints of before.
-        stream: where a stream goes on; None: the position says all.
-        trainer: counters.
-        scaler: state of fp16's gradient scaler; None without.
-        eval_loss: of the last evaluation; None if there was none.
-        merit: of that evaluation by `training.best_by`, the larger the better; None if there was none, and in
-            checkpoints of before, whose loss says it.
-        base: fingerprint of the files of the base, if training goes on to need it: its weights are frozen, or it is
-            the reference. None if not, and in checkpoints of before there was a reference here.
-        teacher: fingerprint of the files of the model that is learned from; None if there is none.
-        adapter: fingerprint of the adapter that training began with (`adapter.start_from`); None if it was new.
-        non_finite: what is not finite in it, in words; None: its weights are, and so was its step.
-        loads: of experts, since the last record of them: over how many steps, and their sums; None: there are none.
-        tensors: name -> [type, shape of the whole].
-        files: name -> size and checksum.
+        content: identifies the files of a stream by their content.
+        stream: the position in a stream, or None if `samples` is enough.
+        trainer: the trainer's counters.
+        scaler: the state of fp16's gradient scaler, or None without it.
+        eval_loss: the loss of the last evaluation, or None if there was none.
+        merit: the figure of that evaluation by `training.best_by`, the larger the better. None if there was none. For
+            checkpoints of older versions it follows from `eval_loss`.
+        base: the fingerprint of the base's files if training still needs the base: its weights are frozen, or it is
+            the reference. Otherwise None; older versions may have no fingerprint of a reference.
+        teacher: the fingerprint of the teacher's files, or None if there is none.
+        adapter: the fingerprint of the adapter of `adapter.start_from`, or None if training began with a new one.
+        non_finite: what is not finite in it, in words, or None if its weights and its step are finite.
+        loads: the number of steps since the last record of expert loads, and their sums. None without experts.
+        tensors: the dtype and the whole shape of each tensor, by name.
+        files: the size and checksum of each file, by name.
     """
 
     step: int
@@ -115,32 +114,38 @@ class Manifest:
     format: int = FORMAT
 
     def to_json(self) -> str:
+        """Returns the manifest as JSON."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Manifest:
-        """Raises ValueError for what is not a manifest.
+        """Reads a manifest from JSON. Ignores unknown fields. Fields that an older version did not write get defaults.
 
-        Fields that this version does not know are left out, and what an older one did not write has its default.
+        Raises:
+            ValueError: if the text is not a manifest of this format.
         """
-        # Strict: a manifest may come from anywhere, and what it says is used as it is.
-        manifest = _adapter().validate_json(text, strict=True)
+        # Strict: a manifest may come from anywhere, and its values are used unchanged.
+        manifest = _type_adapter().validate_json(text, strict=True)
         if manifest.format != FORMAT:
             raise ValueError(f"format {manifest.format}, but this version reads {FORMAT}")
         return manifest
 
 
 @functools.cache
-def _adapter() -> TypeAdapter[Manifest]:
+def _type_adapter() -> TypeAdapter[Manifest]:
     return TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder of `checkpoints/`; `problem` says why it does not count, if so.
+    """A folder of `checkpoints/`.
 
     Attributes:
-        unfinished: it has no marker: it is being written, or its writing was cut off.
+        folder: the folder.
+        step: the step by its name or its manifest.
+        manifest: the manifest, or None if it could not be read.
+        problem: why the checkpoint does not count, or None if it counts.
+        unfinished: whether it has no marker, because it is being written or its writing was interrupted.
     """
 
     folder: Place
@@ -151,42 +156,47 @@ class Checkpoint:
 
 
 def place_of(name: str | Path) -> Place:
-    """What a name stands for: a path, or a place in a store."""
+    """Returns the path or the place in a store that a name stands for."""
     return StorePath(str(name).rstrip("/")) if is_store(str(name)) else Path(name)
 
 
 def step_folder(run: P, step: int) -> P:
+    """Returns the folder of the checkpoint of a step."""
     return run / FOLDER / f"step_{step:08d}"
 
 
 def list_checkpoints(run: Place) -> list[Checkpoint]:
-    """All of a run, by step. What has no marker yet is listed with that as its problem."""
+    """Returns all checkpoints of a run, by step. Those without a marker have that as their problem."""
     found = []
-    for folder in _children(run / FOLDER):
+    for folder in _list_folder(run / FOLDER):
         match = STEP_FOLDER.fullmatch(folder.name)
         if match is not None and folder.is_dir():
-            checkpoint = _read(folder, int(match[1]))
+            checkpoint = _read_folder(folder, int(match[1]))
             if not (checkpoint.unfinished and (folder / PASSED_OVER).exists()):
                 found.append(checkpoint)
     # By number: past eight digits the names no longer sort like their steps.
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def _children(folder: Place) -> Iterator[Place]:
+def _list_folder(folder: Place) -> Iterator[Place]:
     try:
         yield from folder.iterdir()
-    except OSError:  # there is none, or it cannot be listed; of a store that fails, StoreError is no OSError
+    except OSError:  # no such folder, or it cannot be listed; a store that fails raises StoreError, which is no OSError
         return
 
 
 def latest(run: Place) -> Checkpoint | None:
-    """The last checkpoint that counts: found by looking, no link can lie."""
+    """Returns the last checkpoint that counts, or None. Lists all, because a link to the last one could be wrong."""
     whole = [checkpoint for checkpoint in list_checkpoints(run) if checkpoint.problem is None]
     return whole[-1] if whole else None
 
 
 def read_checkpoint(folder: Place) -> Manifest:
-    """The manifest of a checkpoint that counts. Raises BadInputError if it does not."""
+    """Reads the manifest of a checkpoint.
+
+    Raises:
+        BadInputError: if the checkpoint does not count.
+    """
     checkpoint = look_at(folder)
     if checkpoint.manifest is None or checkpoint.problem is not None:
         raise BadInputError(f"{str(folder)!r} is no whole checkpoint: {checkpoint.problem}; name another")
@@ -194,11 +204,11 @@ def read_checkpoint(folder: Place) -> Manifest:
 
 
 def look_at(folder: Place) -> Checkpoint:
-    """The checkpoint of a folder; whether it counts, but for its files' contents (`check_files`)."""
-    return _read(folder, UNKNOWN)
+    """Reads a checkpoint's folder and checks it, except for the content of its files (see `check_files`)."""
+    return _read_folder(folder, UNKNOWN)
 
 
-def _read(folder: Place, step: int) -> Checkpoint:
+def _read_folder(folder: Place, step: int) -> Checkpoint:
     try:
         marker = (folder / COMPLETE).read_bytes().strip()
     except FileNotFoundError:
@@ -214,9 +224,9 @@ def _read(folder: Place, step: int) -> Checkpoint:
         if marker != hashlib.sha256(text).hexdigest().encode():
             return Checkpoint(folder, step, None, f"{COMPLETE} does not fit {MANIFEST}")
         manifest = Manifest.from_json(text)
-        # One listing for all: in a store each look at a file is a request.
+        # One listing for all files: in a store each query of a file is a request.
         there = {path.name: path for path in folder.iterdir() if path.name not in (MANIFEST, COMPLETE)}
-        problem = _misnamed(there, manifest) or _lacking(manifest) or _missing(there, manifest)
+        problem = _bad_file_name(there, manifest) or _incomplete_manifest(manifest) or _missing_file(there, manifest)
     except FileNotFoundError as error:
         return Checkpoint(folder, step, None, f"{Path(str(error.filename)).name} is missing")
     except ValidationError as error:
@@ -229,13 +239,13 @@ def _read(folder: Place, step: int) -> Checkpoint:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """The first field that is wrong, and why."""
+    """Returns the first wrong field and why it is wrong."""
     found = error.errors(include_url=False, include_input=False)[0]
     return ": ".join(filter(None, [".".join(map(str, found["loc"])), found["msg"]]))
 
 
-def _lacking(manifest: Manifest) -> str | None:
-    """What no checkpoint is without: records, generators of each rank, tensors of a known type and a plain shape."""
+def _incomplete_manifest(manifest: Manifest) -> str | None:
+    """Checks the manifest for what every checkpoint has: records, generators of each rank, tensors of a plain shape."""
     if manifest.step < 0 or manifest.samples < 0 or not 0 < manifest.world_size < len(manifest.files):
         named, num_ranks = counted(len(manifest.files), "file"), counted(manifest.world_size, "rank")
         return f"{MANIFEST} names {named} for {num_ranks} at step {manifest.step}"
@@ -249,35 +259,35 @@ def _lacking(manifest: Manifest) -> str | None:
             return f"{MANIFEST} describes {name} as {str(described)[:80]}, which is no tensor"
         num_bytes += size
     stored = sum(entry.bytes for name, entry in manifest.files.items() if name.endswith(".safetensors"))
-    # Otherwise a few bytes could ask for any amount of memory.
+    # Otherwise a manifest of a few bytes could request any amount of memory.
     if num_bytes > stored:
         return f"{MANIFEST} describes tensors of {num_bytes:,} bytes, but names files of {stored:,}"
     return None
 
 
 def _tensor_bytes(described: list[Any]) -> int | None:
-    """Size of a tensor as the manifest describes it; None for what is no such description."""
+    """Returns the bytes of a tensor as the manifest describes it, or None if that is no valid description."""
     match described:
         case [str(dtype), list(shape)] if dtype.isidentifier() and all(type(n) is int and n >= 0 for n in shape):
-            # Of a type that is not listed at least a byte: it may be one that a later torch has.
+            # At least one byte for an unlisted dtype, which a later torch may have.
             return ITEM_BYTES.get(dtype, 1) * math.prod(shape)
     return None
 
 
-def _misnamed(there: Mapping[str, Place], manifest: Manifest) -> str | None:
-    """A manifest from elsewhere must not lead out of its folder."""
+def _bad_file_name(there: Mapping[str, Place], manifest: Manifest) -> str | None:
+    """Checks that all names are plain files of the folder. A foreign manifest must not lead out of it."""
     for name in manifest.files:
         if FILE_NAME.fullmatch(name) is None or (name in there and there[name].is_symlink()):
             return f"{MANIFEST} names {name!r}, which is no plain file of its folder"
     return None
 
 
-def _missing(there: Mapping[str, Place], manifest: Manifest) -> str | None:
-    """Files that are not there, that have another size, or that nobody has named."""
+def _missing_file(there: Mapping[str, Place], manifest: Manifest) -> str | None:
+    """Returns the first file that is missing, has another size, or is not named in the manifest, in words."""
     if there.keys() != manifest.files.keys():
         odd = sorted(there.keys() ^ manifest.files.keys())
         return f"{odd[0]} is {'not named in' if odd[0] in there else 'missing, but named in'} {MANIFEST}"
-    # Sizes alone: checksums are compared when a checkpoint is loaded or verified (`check_files`).
+    # Only sizes: checksums are compared when a checkpoint is loaded or verified (`check_files`).
     for name, entry in manifest.files.items():
         size = there[name].stat().st_size
         if size != entry.bytes:
@@ -286,7 +296,7 @@ def _missing(there: Mapping[str, Place], manifest: Manifest) -> str | None:
 
 
 def check_files(folder: Place, manifest: Manifest, names: Iterable[str]) -> str | None:
-    """The first of the named files whose content is not what was written; None if all are."""
+    """Compares checksums. Returns the first of the named files that is damaged, in words, or None if all are good."""
     for name in names:
         try:
             found = file_entry(folder / name)
@@ -298,6 +308,7 @@ def check_files(folder: Place, manifest: Manifest, names: Iterable[str]) -> str 
 
 
 def file_entry(path: Place) -> FileEntry:
+    """Reads a file and returns its size and checksum."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -307,7 +318,7 @@ def file_entry(path: Place) -> FileEntry:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Writes a file that is on the disk when this returns."""
+    """Writes a file and waits until it is on the disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -315,7 +326,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Waits until a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

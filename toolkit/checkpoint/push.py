@@ -1,4 +1,4 @@
-"""Pushing an export to the hub, where the recipe asks for it."""
+"""Pushes an export to the hub if the recipe asks for it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from toolkit.recipe.schema import ExportSection
 from toolkit.terminal import Pass, Terminal
 
 WEIGHTS = ["model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"]
-"""Of an earlier export in the repository. Those that the new one lacks are removed: transformers would load an old
-`model.safetensors` and overlook a new index."""
+"""Weights of an earlier export in the repository. Those that the new one lacks are removed, because transformers would
+load an old `model.safetensors` and ignore a new index."""
 
 
 def require_login(settings: ExportSection) -> None:
-    """Raises BadInputError, before anything runs, where the export could not be pushed after training."""
+    """Checks before training that the export can be pushed after it.
+
+    Raises:
+        BadInputError: if the hub is offline or no token is found, and the recipe asks to push.
+    """
     if settings.push_to_hub is None:
         return
     if huggingface_hub.is_offline_mode():
@@ -35,26 +39,26 @@ def require_login(settings: ExportSection) -> None:
 
 
 def push_export(settings: ExportSection, folder: Path) -> None:
-    """Pushes a whole export, card included; rank 0 does, the others wait over the host. Every rank calls this.
+    """Pushes a whole export, card included. Rank 0 pushes, and the others wait over gloo. Collective.
 
     Raises:
-        HubError: on every rank, where the hub cannot be reached or refuses.
+        HubError: on every rank, if the hub cannot be reached or refuses the export.
     """
     name = settings.push_to_hub
     if name is None:
         return
     console = Terminal(quiet=ranks.rank() != 0)
     with Pass(console, f"pushing the export to {name}"):
-        address = ranks.on_first_rank(lambda: _pushed(name, settings.hub_private, folder))
+        address = ranks.on_first_rank(lambda: _upload_folder(name, settings.hub_private, folder))
     console.print(f"pushed to {address}", markup=False)
 
 
-def _pushed(name: str, private: bool, folder: Path) -> str:
-    """The address of the commit that holds the folder's files."""
+def _upload_folder(name: str, private: bool, folder: Path) -> str:
+    """Uploads the folder's files and returns the address of the commit."""
     api = HfApi()
     try:
         api.create_repo(name, private=private, exist_ok=True)
-        # An existing repository keeps its visibility, whatever is asked.
+        # An existing repository keeps its visibility, whatever the setting.
         if private and not api.model_info(name).private:
             raise HubError(
                 f"export.push_to_hub: {name!r} is on the hub already, and public; set export.hub_private=false to push "
@@ -74,7 +78,7 @@ def _pushed(name: str, private: bool, folder: Path) -> str:
 
 
 def _why(error: Exception) -> str:
-    """The hub's own words where it has answered; those of the library are about a request's number and address."""
+    """Returns the hub's own message if it answered. The library's message only has the request's id and address."""
     if not isinstance(error, HfHubHTTPError):
         return in_words(error)
     said = error.server_message or first_line(error)

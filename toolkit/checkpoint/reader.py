@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a run, and reading it back, on any number of ranks."""
+"""Checks that a checkpoint fits a run, and loads it on any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 
 MATTERS = ("model", "data", "objective", "adapter", "optimizer.kind", "training.seed", "training.ema")
-"""Sections and fields of a recipe without which the state of another run means something else."""
+"""Sections and fields of a recipe that must be the same for a checkpoint's state to have the same meaning."""
 
 HARMLESS = (
     "model.allow_new_weights",
@@ -38,19 +38,28 @@ HARMLESS = (
     "data.max_validation_samples",
     "data.validation",
 )
-"""Fields of these that may change all the same."""
+"""Fields of these sections that may change nevertheless."""
 
 SETTLED = ("data.template_date",)
-"""Fields that a run settles and saves if its recipe leaves them open, and that it takes from there when it goes on."""
+"""Fields that a run decides and saves if its recipe leaves them open. A resumed run reads them from the checkpoint."""
 
 
 def require_same_run(saved: dict[str, Any], now: dict[str, Any], place: str) -> None:
-    """Raises BadInputError, listing the differences, where a recipe differs in what matters."""
-    old, new = _flat(saved), _flat(now)
+    """Checks that two recipes agree in everything that the state depends on.
+
+    Args:
+        saved: the resolved recipe of the checkpoint.
+        now: the resolved recipe of this run.
+        place: the checkpoint, for the message.
+
+    Raises:
+        BadInputError: if they differ. The message lists the differences.
+    """
+    old, new = _flatten(saved), _flatten(now)
     differences = [
-        f"  - {key}: {_shown(old.get(key, 'unset'))} there, {_shown(new.get(key, 'unset'))} now"
+        f"  - {key}: {_format_value(old.get(key, 'unset'))} there, {_format_value(new.get(key, 'unset'))} now"
         for key in sorted(old.keys() | new.keys())
-        if _matters(key) and old.get(key) != new.get(key) and not (key in SETTLED and new.get(key) is None)
+        if _must_agree(key) and old.get(key) != new.get(key) and not (key in SETTLED and new.get(key) is None)
     ]
     if differences:
         listed = "\n".join(differences)
@@ -60,31 +69,31 @@ def require_same_run(saved: dict[str, Any], now: dict[str, Any], place: str) -> 
         )
 
 
-def _shown(value: Any) -> str:
-    """As YAML has it."""
+def _format_value(value: Any) -> str:
+    """Formats a value as YAML would."""
     return value if value == "unset" else json.dumps(value, ensure_ascii=False)
 
 
 def same_run(saved: Path, now: dict[str, Any]) -> bool:
-    """Whether the resolved recipe in a file is that of the same run."""
+    """Returns whether the resolved recipe in a file is that of the same run."""
     try:
-        # Loaded, not just read: what is written leaves out fields that have no effect.
+        # Load it, do not only parse it: the file leaves out fields that have no effect.
         require_same_run(Recipe.load(saved).model_dump(mode="json"), now, str(saved))
     except (OSError, BadInputError):
         return False
     return True
 
 
-def _matters(key: str) -> bool:
+def _must_agree(key: str) -> bool:
     within = [part for part in MATTERS if key == part or key.startswith(f"{part}.")]
     return bool(within) and not any(key == part or key.startswith(f"{part}.") for part in HARMLESS)
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= _flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
@@ -97,18 +106,26 @@ def load_tensors(
     optimizer: torch.optim.Optimizer,
     more: Mapping[str, torch.Tensor],
 ) -> None:
-    """Reads the state into a model, an optimizer and tensors of extensions, sharded as they are now. Collective.
+    """Loads the state into a model, an optimizer and tensors of extensions, as they are sharded now. Collective.
+
+    Args:
+        folder: the folder of the checkpoint.
+        manifest: its manifest.
+        model: not wrapped in DDP.
+        optimizer: torch's optimizer.
+        more: tensors of extensions (any shape), by their names in a checkpoint. Filled in place.
 
     Raises:
-        BadInputError: if the checkpoint's tensors are not theirs.
+        BadInputError: if the checkpoint's tensors do not fit in name, dtype or shape, cannot be read, or hold values
+            that no training leaves.
     """
     tensors = _without_unused(model, optimizer, with_optimizer_state(model, optimizer, more), manifest.tensors)
     # Types and shapes are compared before anything is read, for an error that names the tensor.
-    problem = _misfit(manifest.tensors, described(tensors))
+    problem = _first_mismatch(manifest.tensors, described(tensors))
     if problem is not None:
         raise BadInputError(f"{str(folder)!r} is the checkpoint of another model or optimizer: {problem}")
     try:
-        # Over the hosts: inside a collective of NCCL the first rank would give up on the last after ten minutes.
+        # Over gloo: inside an NCCL collective the first rank would give up on the last one after ten minutes.
         group = ranks.patient_group() if ranks.world_size() > 1 else None
         reader = HuggingFaceStorageReader(str(folder))
         load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -121,9 +138,9 @@ def load_tensors(
             "checkpoint before it"
         )
     put_back(model, optimizer, tensors)
-    # With offload the tensors are the masters on the host; this makes the device's weights of them.
+    # With offload the tensors are the masters on the host. This sets the weights on the device from them.
     state = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
-    # Not strict: tied weights are there once, and of an adapted model only what is trained.
+    # Not strict: tied weights are there once, and an adapted model has only its trained tensors there.
     model.load_state_dict(state, strict=False)
 
 
@@ -133,26 +150,27 @@ def _without_unused(
     tensors: dict[str, torch.Tensor],
     saved: Mapping[str, list[Any]],
 ) -> dict[str, torch.Tensor]:
-    """The tensors, without the optimizer's state of parameters that no step had used when the others were saved.
+    """Returns the tensors without optimizer state of parameters that no step had used before the save.
 
-    They had none, as the last layer of LLaVA's tower never has: the optimizer begins with them when a gradient comes.
+    The checkpoint has no state for them, as for the last layer of LLaVA's tower. The optimizer creates it when a
+    gradient comes.
     """
-    used = {_stepped(name) for name in saved} - {None}
+    used = {_parameter_of_state(name) for name in saved} - {None}
     if not used:
         return tensors
     unused = {name for name, parameter in model.named_parameters() if parameter in optimizer.state} - used
     for name, parameter in model.named_parameters():
         if name in unused:
             del optimizer.state[parameter]
-    return {name: tensor for name, tensor in tensors.items() if _stepped(name) not in unused}
+    return {name: tensor for name, tensor in tensors.items() if _parameter_of_state(name) not in unused}
 
 
-def _stepped(name: str) -> str | None:
-    """The parameter whose optimizer state a tensor of a checkpoint is; None if it is something else."""
+def _parameter_of_state(name: str) -> str | None:
+    """Returns the parameter to which a tensor of optimizer state belongs, or None for another tensor."""
     return name.removeprefix(OPTIMIZER).rpartition(".")[0] if name.startswith(OPTIMIZER) else None
 
 
-def _misfit(saved: dict[str, list[Any]], live: dict[str, list[Any]]) -> str | None:
+def _first_mismatch(saved: dict[str, list[Any]], live: dict[str, list[Any]]) -> str | None:
     for name in sorted(saved.keys() | live.keys()):
         if name not in live:
             return f"it holds {name}, which is not there now"
@@ -164,7 +182,11 @@ def _misfit(saved: dict[str, list[Any]], live: dict[str, list[Any]]) -> str | No
 
 
 def require_consistent(manifest: Manifest, records: list[dict[str, Any]]) -> None:
-    """Raises ValueError if the counters of a checkpoint contradict each other or its records."""
+    """Checks the counters of a checkpoint.
+
+    Raises:
+        ValueError: if they contradict each other or the records.
+    """
     counters, step = manifest.trainer, manifest.step
     if counters.get("global_step") != step:
         raise ValueError(f"trainer.global_step is {counters.get('global_step')}, and step is {step}")
@@ -182,11 +204,11 @@ def require_consistent(manifest: Manifest, records: list[dict[str, Any]]) -> Non
 
 
 def read_random_states(folder: Path) -> dict[str, Any]:
-    """This rank's random number generators; the checkpoint must be of as many ranks."""
+    """Reads the random states of this rank. The checkpoint must be of the same number of ranks."""
     path = folder / f"rank_{ranks.rank():05d}.json"
     return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The run's metrics up to the checkpoint."""
+    """Reads the run's metrics up to the checkpoint."""
     return [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]

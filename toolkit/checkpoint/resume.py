@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest good one. What is newer and no good is named, and set aside."""
+"""Finds the checkpoint from which a run resumes: the newest good one. Names newer damaged ones and sets them aside."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from toolkit.errors import BadInputError
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a run goes on from.
+    """The checkpoint from which a run resumes.
 
     Attributes:
-        start: the folder and manifest of a checkpoint, every file of which is what was written; None: the beginning.
-            Of one in a store, a copy.
-        passed_over: newer checkpoints that are no good, the newest first; `problem` says why.
-        origin: where the checkpoint lies.
-        is_own: whether that is the run's own output folder or store.
+        start: the folder and manifest of a verified checkpoint, or of the local copy of one in a store. None starts
+            from the beginning.
+        passed_over: newer checkpoints that are not good, the newest first. Their `problem` says why.
+        origin: the path or URL of the checkpoint.
+        is_own: whether it is in the run's own output folder or store.
     """
 
     start: tuple[Path, Manifest] | None
@@ -49,22 +49,22 @@ class Resumption:
 def find(
     run: Path, resume: str, recipe: dict[str, Any], store: StorePath | None = None, copies: bool = True
 ) -> Resumption:
-    """The checkpoint to go on from, every file of it read. Collective.
+    """Finds the checkpoint to resume from, and verifies every file of it. Collective.
 
-    Changes nothing, but that what lies in a store is copied into a hidden folder of `run`.
+    Changes nothing, except that it copies a checkpoint from a store to a hidden folder of `run`.
 
     Args:
         run: the output folder.
-        resume: `auto`: the newest good checkpoint of the output folder and the store, if any; `never`; or a
-            checkpoint's or a run's folder.
-        recipe: resolved, of this run.
-        store: where this run keeps its checkpoints, if not in the output folder.
-        copies: False: nothing is copied, and of what lies in a store only sizes and the manifest are looked at.
+        resume: `auto` for the newest good checkpoint of the output folder and the store, `never`, or the folder of a
+            checkpoint or of a run.
+        recipe: the resolved recipe of this run.
+        store: the store of this run's checkpoints, or None if they are in the output folder.
+        copies: whether to copy a checkpoint from a store. If not, only its sizes and its manifest are checked.
 
     Raises:
-        BadInputError: a path without a good checkpoint, a recipe that differs in what matters, an earlier
-            checkpoint than the output folder's last, or an output folder of which no checkpoint is good.
-        StoreError: a store that cannot be read.
+        BadInputError: if the path has no good checkpoint, the recipe differs in what matters, the output folder or the
+            store has later checkpoints, or all checkpoints of the run are damaged.
+        StoreError: if the store cannot be read.
     """
     if resume == "never":
         ranks.on_first_rank(lambda: _require_no_later(run, -1, store) if store is not None else None)
@@ -74,9 +74,9 @@ def find(
     for candidate in candidates:
         manifest = candidate.manifest
         if candidate.problem is None and manifest is not None:
-            # Before anything of it is read, which may be copied from far away.
+            # Before its files are read, which may mean to copy them from far away.
             require_same_run(manifest.recipe, recipe, str(candidate.folder))
-            folder, problem = _read_whole(run, candidate.folder, manifest, copies)
+            folder, problem = _verify_files(run, candidate.folder, manifest, copies)
             if problem is None:
                 if resume != "auto":
                     ranks.on_first_rank(lambda step=candidate.step: _require_no_later(run, step, store))  # type: ignore[misc]
@@ -84,10 +84,10 @@ def find(
                 return Resumption((folder, manifest), tuple(passed_over), str(candidate.folder), is_own)
             candidate = replace(candidate, problem=problem)
         passed_over.append(candidate)
-    # What was not finished never counted: of such a run nothing is lost that had been saved.
+    # Unfinished checkpoints never counted: if there are only these, nothing that was saved is lost.
     lost = [checkpoint for checkpoint in passed_over if not checkpoint.unfinished]
     if lost or (passed_over and resume != "auto"):
-        raise BadInputError(_nothing_is_good(resume if resume != "auto" else str(run), lost or passed_over))
+        raise BadInputError(_no_good_checkpoint(resume if resume != "auto" else str(run), lost or passed_over))
     return Resumption(None, tuple(passed_over))
 
 
@@ -98,14 +98,14 @@ def _is_own(folder: Place, run: Path, store: StorePath | None) -> bool:
 
 
 def set_aside(passed_over: tuple[Checkpoint, ...], run: Path, store: StorePath | None = None) -> list[str]:
-    """Renames what is passed over in `run`, so that nothing takes it for a checkpoint; what was done, for people.
+    """Renames passed-over checkpoints in `run`, so that nothing takes them for checkpoints. Says what it did.
 
-    In `store` it gets another mark. What lies in another run's folder stays as it is.
+    In `store` they get a mark instead. Those in another run's folder are not changed.
     """
-    return [_set_aside(checkpoint, _is_own(checkpoint.folder, run, store)) for checkpoint in passed_over]
+    return [_rename_or_mark(checkpoint, _is_own(checkpoint.folder, run, store)) for checkpoint in passed_over]
 
 
-def _set_aside(checkpoint: Checkpoint, is_own: bool) -> str:
+def _rename_or_mark(checkpoint: Checkpoint, is_own: bool) -> str:
     folder = checkpoint.folder
     if not is_own:
         return f"passed over {folder}: {checkpoint.problem}"
@@ -125,16 +125,16 @@ def _set_aside(checkpoint: Checkpoint, is_own: bool) -> str:
 
 
 def _candidates(run: Path, resume: str, store: StorePath | None) -> list[Checkpoint]:
-    """The checkpoints to try, in turn. Of two of a step the local one, which may be of a time before the store."""
+    """Returns the checkpoints to try, in order. For equal steps the local one comes first: it may predate the store."""
     if resume == "auto":
-        # An interrupted copy is nothing to pass over: it is cleared away later.
+        # An interrupted copy is not passed over, but deleted later.
         stored = [c for c in list_checkpoints(store) if not c.unfinished] if store is not None else []
         return sorted([*stored, *list_checkpoints(run)], key=lambda checkpoint: checkpoint.step)[::-1]
     path = place_of(resume)
     if isinstance(path, Path):
         path = path.expanduser().resolve()
     if STEP_FOLDER.fullmatch(path.name) is not None:
-        read_checkpoint(path)  # the one that was asked for, or none
+        read_checkpoint(path)  # this one or none
         return [look_at(path)]
     if (path / FOLDER).is_dir():
         found = list_checkpoints(path)[::-1]
@@ -147,10 +147,11 @@ def _candidates(run: Path, resume: str, store: StorePath | None) -> list[Checkpo
     )
 
 
-def _read_whole(run: Path, folder: Place, manifest: Manifest, copies: bool) -> tuple[Path, str | None]:
-    """Where it lies, or was copied to, and the first file that is not what was written. Collective.
+def _verify_files(run: Path, folder: Place, manifest: Manifest, copies: bool) -> tuple[Path, str | None]:
+    """Verifies a checkpoint's files, and copies them first from a store. Each rank reads its share. Collective.
 
-    Each rank reads its share.
+    Returns:
+        The local folder, and the first file that is missing or damaged, in words, or None.
     """
     if isinstance(folder, StorePath):
         here = incoming(run, manifest)
@@ -164,7 +165,7 @@ def _read_whole(run: Path, folder: Place, manifest: Manifest, copies: bool) -> t
 
 
 def _require_no_later(run: Path, step: int, store: StorePath | None) -> None:
-    """Later checkpoints would be of weights that the new run never has, and be taken for its last."""
+    """Raises BadInputError for later checkpoints. They have other weights, and would be taken for the run's last."""
     for place in (run, store):
         found = list_checkpoints(place) if place is not None else []
         later = [c.folder.name for c in found if c.problem is None and c.step > step]
@@ -177,7 +178,7 @@ def _require_no_later(run: Path, step: int, store: StorePath | None) -> None:
             )
 
 
-def _nothing_is_good(place: str, found: list[Checkpoint]) -> str:
+def _no_good_checkpoint(place: str, found: list[Checkpoint]) -> str:
     listed = "\n".join(f"  - {checkpoint.folder.name}: {checkpoint.problem}" for checkpoint in found)
     return (
         f"checkpoint.resume: no checkpoint of {place!r} is good:\n{listed}\n"

@@ -1,4 +1,4 @@
-"""Which checkpoints are deleted when a new one counts."""
+"""Decides which checkpoints to delete once a new one counts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from toolkit.recipe.schema import CheckpointSection
 
 
 def superseded(found: list[Checkpoint], settings: CheckpointSection) -> list[Checkpoint]:
-    """Checkpoints to delete, by `keep_last`, `keep_every` and `keep_best`.
+    """Returns the checkpoints to delete, by `keep_last`, `keep_every` and `keep_best`.
 
-    Those that do not count take no good one's place, and stay; of those that are not finite, the last.
+    Checkpoints that do not count are not counted among those to keep, and stay. Of those with non-finite values only
+    the last stays.
     """
     whole = [checkpoint for checkpoint in found if checkpoint.manifest is not None and checkpoint.problem is None]
     if settings.num_kept is None:

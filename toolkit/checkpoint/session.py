@@ -1,4 +1,4 @@
-"""The checkpoints of one run: when they are due, what goes into them, and going on from one."""
+"""Connects checkpoints to a run: decides when to save, collects the state, and restores it."""
 
 from __future__ import annotations
 
@@ -38,24 +38,25 @@ from toolkit.training.step import Step
 from toolkit.training.trainer import Trainer
 
 TELL_SECONDS = 10.0
-"""Between two lines about a copy that the end of a run waits for."""
+"""Seconds between two lines about a copy for which the end of a run waits."""
 
 PARTING_SECONDS = 20.0
-"""A rank that ends alone waits no longer for its copy to a store: the others are to hear of it within a minute."""
+"""How long a rank that ends alone waits for its copy to a store: the others must hear of it within a minute."""
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets")
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a run writes into its checkpoints, by which it is known again.
+    """Identifies a run in its checkpoints.
 
     Attributes:
-        recipe: resolved, as plain JSON.
-        strategy: as an Accelerate config would say it; for people.
+        recipe: the resolved recipe, as plain JSON.
+        seed: the seed of the run.
+        strategy: the strategy as an Accelerate config spells it, for people.
         data: identifies the tokenised data.
-        content: identifies the files of a stream; None if there is none.
-        teacher: fingerprint of the model that is learned from, which is not saved; None if there is none.
+        content: identifies the files of a stream, or None if there is none.
+        teacher: the fingerprint of the teacher, which is not saved, or None if there is none.
     """
 
     recipe: dict[str, Any]
@@ -67,14 +68,18 @@ class RunIdentity:
 
 
 class RunCheckpoints(Extension):
-    """Saves the state of a run, and restores it. As a block it waits at its end for what is written and copied.
+    """Saves and restores the state of a run. As a context manager it waits at its end for saves and copies.
 
     Args:
+        accelerator: the accelerator of the run.
         run: the output folder.
-        store: where the checkpoints are kept instead; None: in the output folder.
+        section: the settings of checkpoints.
+        identity: identifies the run.
+        model: the model that `accelerator.prepare` returned.
+        optimizer: torch's optimizer.
+        metrics: the records of the run, and where warnings go.
+        store: the store for the checkpoints, or None to keep them in the output folder.
         heartbeat: beats while this rank waits.
-        model: as `accelerator.prepare` gave it.
-        optimizer: torch's own.
     """
 
     def __init__(
@@ -106,17 +111,17 @@ class RunCheckpoints(Extension):
         self._saved_at = time.monotonic()
 
     def wants_save(self) -> bool:
-        """Tells whether it is time for a save by `every_minutes`; the clock of rank 0 decides for all."""
+        """Returns whether a save is due by `every_minutes`. The clock of rank 0 decides for all ranks."""
         minutes = self._section.minutes
         return ranks.rank() == 0 and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
     def between_steps(self, trainer: Trainer, step: Step) -> None:
-        """Saves the state if a checkpoint is due or asked for.
+        """Saves the state if a checkpoint is due or requested.
 
         Raises:
-            StoppedError: a rank was asked to end; the state is saved, if it could be.
+            StoppedError: if a rank was asked to end. The state is saved, if it could be.
         """
-        # Before what is due: one save, which the end waits for.
+        # First, so that there is one save, for which the end waits.
         if step.stop is not None:
             saved = self.save(trainer, wait=True)
             what = "its state is saved; the same command goes on from there" if saved else "its state was NOT saved"
@@ -126,7 +131,7 @@ class RunCheckpoints(Extension):
             self.save(trainer)
 
     def save(self, trainer: Trainer, wait: bool = False) -> bool:
-        """Saves the state after the trainer's last step, unless that is done; whether it is, as far as is known."""
+        """Saves the state after the last step, unless that is done. Returns whether it is saved, as far as is known."""
         trainer.enter_phase(Phase.SAVE)
         # The last step of a run can be due by `every_steps`, too.
         if self._saved_step == trainer.global_step:
@@ -156,7 +161,7 @@ class RunCheckpoints(Extension):
             eval_loss=evals[-1]["loss"] if evals else None,
             merit=merit if math.isfinite(merit) else None,
             non_finite=_non_finite_step(trainer),
-            **_merged(extension.state() for extension in trainer.extensions),
+            **_merge(extension.state() for extension in trainer.extensions),
             date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             versions={package: version(package) for package in PACKAGES},
         )
@@ -167,11 +172,11 @@ class RunCheckpoints(Extension):
 
     @property
     def missing(self) -> str | None:
-        """Why the last checkpoint is not in the store; None: it is, or there is no store."""
+        """Returns why the last checkpoint is not in the store, or None if it is, or if there is no store."""
         return self._checkpointer.uploads.missing if self._checkpointer.uploads is not None else None
 
     def _is_copied(self) -> bool:
-        """Waits until the last checkpoint is in the store, if there is one; whether it is."""
+        """Waits until the last checkpoint is in the store. Returns whether it is, or True without a store."""
         if self._checkpointer.uploads is None:
             return True
         missing = self._checkpointer.uploads.finish(PATIENCE_SECONDS, self._wait_on)
@@ -204,12 +209,20 @@ class RunCheckpoints(Extension):
     def restore(
         self, folder: Path, manifest: Manifest, trainer: Trainer, schedule: LambdaLR, num_positions: int
     ) -> None:
-        """Goes on from a checkpoint: the state, the position in the data, the records, the generators.
+        """Restores a checkpoint: the state, the position in the data, the records and the random generators.
 
-        On another number of ranks the generators are seeded anew, from the seed and the step.
+        If the number of ranks has changed, seeds the generators from the seed and the step.
 
         Args:
-            num_positions: samples of the whole run.
+            folder: the folder of the checkpoint.
+            manifest: its manifest.
+            trainer: the trainer of this run.
+            schedule: the schedule of the learning rate.
+            num_positions: the number of samples of the whole run.
+
+        Raises:
+            BadInputError: if the data, the base or the teacher has changed, or the checkpoint does not hold the state
+                of a run.
         """
         is_other_stream = manifest.content not in (None, self._identity.content)
         if manifest.data != self._identity.data or is_other_stream:
@@ -228,21 +241,21 @@ class RunCheckpoints(Extension):
                 "name that teacher, or start anew with another training.output_dir"
             )
         try:
-            self._restore(folder, manifest, trainer, schedule, num_positions)
+            self._restore_state(folder, manifest, trainer, schedule, num_positions)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-            # Its checksums fit: it was written by somebody, or something, else.
+            # Its checksums fit, so another program has written it.
             raise BadInputError(
                 f"{str(folder)!r} holds something else than a run's state: {type(error).__name__}: "
                 f"{first_line(error)}; move it elsewhere, and the run goes on from the checkpoint before it"
             ) from error
 
-    def _restore(
+    def _restore_state(
         self, folder: Path, manifest: Manifest, trainer: Trainer, schedule: LambdaLR, num_positions: int
     ) -> None:
         records = ranks.on_first_rank(lambda: reader.read_records(folder))
         reader.require_consistent(manifest, records)
         reader.load_tensors(folder, manifest, self._model, self._optimizer, _tensors_of(trainer))
-        # The schedule has no state in the checkpoint: it follows from the steps, and waits in those that are skipped.
+        # The schedule has no state in the checkpoint: it follows from the steps, without those that were skipped.
         for _ in range(manifest.step - manifest.trainer.get("skipped_steps", 0)):
             schedule.step()
         trainer.resume(manifest.trainer, manifest.samples, num_positions, manifest.stream)
@@ -257,12 +270,16 @@ class RunCheckpoints(Extension):
         else:
             set_seed(self._identity.seed + manifest.step, device_specific=True)
         self._saved_step = manifest.step
-        ranks.gather_objects(None)  # every rank has read
+        ranks.gather_objects(None)  # now every rank has read
         clear_incoming(self._run)
 
 
 def require_output_dir(run: Path) -> None:
-    """Raises ToolkitError on every rank if the folder of a run that goes on was deleted or renamed. Collective."""
+    """Checks that the output folder of the current run still exists. Collective.
+
+    Raises:
+        ToolkitError: on every rank, if it was deleted or renamed.
+    """
 
     def look() -> None:
         if not (run / "recipe.yaml").exists():
@@ -274,12 +291,12 @@ def require_output_dir(run: Path) -> None:
     ranks.on_first_rank(look)
 
 
-def _merged(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _merge(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: value for mapping in mappings for key, value in mapping.items()}
 
 
 def _tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return _merged(extension.tensors() for extension in trainer.extensions)
+    return _merge(extension.tensors() for extension in trainer.extensions)
 
 
 def _non_finite_step(trainer: Trainer) -> str | None:

@@ -1,4 +1,4 @@
-"""The state of a run as named tensors, and of this rank's random number generators."""
+"""Collects the state of a run as named tensors, and the state of this rank's random number generators."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from toolkit.model.adapters import has_adapter, trained_names
 from toolkit.sharding.shards import beside, local_tensor, state_once
 
 MODEL, OPTIMIZER = "model.", "optimizer."
-"""Come before the names of the model's tensors, and of the optimizer's; averages begin with `average.`"""
+"""The prefixes of the model's and the optimizer's tensors. Averages start with `average.`"""
 
 
 def named_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, more: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> dict[str, torch.Tensor]:
-    """The live tensors of model, optimizer and what else is saved: DTensors where they are sharded, tied weights once.
+    """Returns the live tensors of model, optimizer and extensions by name. Sharded ones are DTensors of whole shape.
 
-    Of an adapted model only what is trained: the rest is where it was. With offload they are the float32
-    masters and the moments on the host, as without. A tensor without dimensions is shown with one, and a
-    quantised moment as the float32 values it stands for, which is a copy: see `put_back`.
+    Tied weights are there once. An adapted model has only its trained tensors, because the others are in the base. With
+    offload the tensors are the float32 masters and the moments on the host. A 0-dim tensor is returned with shape (1,).
+    A quantised moment is returned as its float32 values, which are a copy: see `put_back`.
 
     Args:
         model: not wrapped in DDP.
-        more: tensors of extensions, by their names in a checkpoint.
+        optimizer: torch's optimizer.
+        more: tensors of extensions (any shape), by their names in a checkpoint.
     """
     state = state_once(model)
     kept_names = trained_names(model) if has_adapter(model) else state.keys()
@@ -53,15 +54,15 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> It
 
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
-"""Keys of an optimizer's running means of squared gradients."""
+"""The keys of an optimizer's running means of squared gradients."""
 
 
 @torch.no_grad()
 def first_impossible(tensors: dict[str, torch.Tensor]) -> str | None:
-    """The first tensor of a state on this rank that no training leaves, and why; None: there is none.
+    """Returns the first tensor (any shape) on this rank with values that no training leaves, and why, or None.
 
-    Weights, averages and moments are finite, and a mean of squares is not below zero. Buffers of a model may be
-    anything.
+    Averages and moments must be finite, and a mean of squares must not be negative. The model's tensors are not
+    checked: its buffers may have any values.
     """
     for name, tensor in tensors.items():
         local = local_tensor(tensor)
@@ -77,15 +78,16 @@ def first_impossible(tensors: dict[str, torch.Tensor]) -> str | None:
 
 @torch.no_grad()
 def first_non_finite(tensors: dict[str, torch.Tensor], parameters: Iterable[str]) -> str | None:
-    """The first of the model's parameters that is not finite on this rank; None if all are.
+    """Returns the first of the model's parameters that is not finite on this rank, or None if all are.
 
     Args:
-        parameters: their names. Buffers are not looked at: a mask may hold infinities.
+        tensors: tensors of any shape, as `named_tensors` returns them.
+        parameters: the names of the parameters to check. Not buffers: a mask may hold infinities.
     """
     for name in parameters:
         local = local_tensor(tensors[MODEL + name]) if MODEL + name in tensors else torch.empty(0)
         if local.is_floating_point() and local.numel():
-            # One pass and no memory, unlike `isfinite().all()`; what is not a number comes through as it is.
+            # One pass and no memory, unlike `isfinite().all()`. NaN is passed on.
             extremes = torch.stack(torch.aminmax(local))
             if not extremes.isfinite().all():
                 return name
@@ -93,14 +95,15 @@ def first_non_finite(tensors: dict[str, torch.Tensor], parameters: Iterable[str]
 
 
 def is_quantised(tensor: torch.Tensor) -> bool:
-    """Whether this rank's part is a tensor subclass, as torchao's moments are."""
+    """Returns whether this rank's part of a tensor (any shape) is of a subclass, like torchao's moments."""
     return type(local_tensor(tensor)) not in (torch.Tensor, nn.Parameter)
 
 
 def unquantised(tensor: torch.Tensor) -> torch.Tensor:
-    """The float32 values of a quantised tensor, sharded as it is; another tensor as it is.
+    """Returns the float32 values of a quantised tensor, in its shape and sharding, or another tensor unchanged.
 
-    Blocks of values share a scale, and where they begin depends on the number of ranks: only values fit any.
+    Blocks of values share a scale, and the start of the blocks depends on the number of ranks. Only plain values can be
+    loaded on any number.
     """
     if not is_quantised(tensor):
         return tensor
@@ -110,19 +113,30 @@ def unquantised(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def put_back(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
-    """Quantises the optimizer's tensors from what `named_tensors` gave, filled since."""
+    """Quantises loaded values into the optimizer's quantised moments.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer.
+        tensors: the tensors (any shape) that `named_tensors` returned, filled since then.
+    """
     for name, value in _optimizer_tensors(model, optimizer):
         if is_quantised(value):
             quantise_into(local_tensor(value), local_tensor(tensors[name]))
 
 
 def quantise_into(moment: Any, values: torch.Tensor) -> None:
-    """Gives a quantised moment the values that one of its kind stood for: in the same blocks, the same codes."""
-    if not hasattr(moment, "qmap"):  # of float8, which reaches as far down as up
+    """Sets a quantised moment to dequantised values. In the same blocks it gets the same codes again.
+
+    Args:
+        moment: a tensor of torchao with 8 or 4 bits or float8, changed in place.
+        values: float32, of the moment's shape.
+    """
+    if not hasattr(moment, "qmap"):  # float8, whose range is symmetric
         moment.copy_(values)
         return
-    # The signed maps end at 1 and above -1. By its largest value, as `copy_` has it, a block with that one below zero
-    # would shrink each time.
+    # The signed maps end at 1 and above -1. `copy_` scales a block by its largest absolute value, so a block in which
+    # that value is negative would shrink each time.
     blocks, qmap = values.reshape(-1, moment.block_size), moment.qmap
     scale = blocks.amax(1)
     if qmap.min() < 0:
@@ -138,64 +152,65 @@ def quantise_into(moment: Any, values: torch.Tensor) -> None:
 def with_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, more: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """`named_tensors`, after the optimizer has made the tensors that it otherwise makes in its first step."""
-    # torch makes missing state by a step on zeros of its own. Taken for parameters that no rank used, these once
-    # cost every resumed run its moments (docs/log.md).
+    """Has the optimizer create the state of its first step. Returns `named_tensors`, with tensors of any shape."""
+    # torch creates missing state by a step on zero gradients. When these counted as unused by all ranks, every resumed
+    # run lost its moments (docs/log.md).
     get_optimizer_state_dict(model, optimizer)
     return named_tensors(model, optimizer, more)
 
 
 def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A copy on the host, which training does not touch any more."""
-    return {name: _copied(tensor) for name, tensor in tensors.items()}
+    """Copies this rank's parts of tensors (any shape) to the host, so that training does not change them."""
+    return {name: _copy_to_host(tensor) for name, tensor in tensors.items()}
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    # A copy also where it is on the host already: the next step changes the live tensor.
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    # Copy even if it is on the host already: the next step changes the live tensor.
     local = local_tensor(tensor).to("cpu", copy=True)
     return beside(tensor, local) if isinstance(tensor, DTensor) else local
 
 
 def described(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
-    """Name -> [type, shape of the whole], for the manifest."""
+    """Returns [dtype, whole shape] of each tensor by name, for the manifest."""
     return {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
 
 
 def first_failure(error: CheckpointException) -> str:
-    """The first rank that failed inside torch.distributed.checkpoint, and what it said."""
+    """Names the first rank that failed inside torch.distributed.checkpoint, with its message."""
     rank, found = next(iter(error.failures.items()))
     return f"rank {rank}: {first_line(found[0])}"
 
 
 def random_states() -> dict[str, Any]:
-    """This rank's random number generators, as plain values."""
+    """Returns the states of this rank's random number generators, as plain JSON values."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states = {
-        "torch": _encoded(torch.get_rng_state()),
+        "torch": _to_base64(torch.get_rng_state()),
         "python": [version, list(numbers), gauss],
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
     }
     if torch.cuda.is_available():
-        # Of this rank's device alone; the other devices are other ranks'.
-        states["cuda"] = _encoded(torch.cuda.get_rng_state())
+        # Only of this rank's device; the other devices belong to other ranks.
+        states["cuda"] = _to_base64(torch.cuda.get_rng_state())
     return states
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(_decoded(states["torch"]))
+    """Restores the states that `random_states` returned."""
+    torch.set_rng_state(_from_base64(states["torch"]))
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_decoded(states["cuda"]))
+        torch.cuda.set_rng_state(_from_base64(states["cuda"]))
 
 
-def _encoded(state: torch.Tensor) -> str:
-    # Text, because it goes into JSON: nothing of a checkpoint is a pickle.
+def _to_base64(state: torch.Tensor) -> str:
+    # Text for JSON: nothing in a checkpoint is a pickle.
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 
 
-def _decoded(text: str) -> torch.Tensor:
+def _from_base64(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

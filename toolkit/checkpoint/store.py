@@ -1,7 +1,7 @@
-"""A store that fsspec reads and writes, as S3: paths in it, and files that are compared after they were copied.
+"""Reads and writes stores such as S3 through fsspec, and verifies files after it has copied them.
 
-Credentials and endpoints are the driver's own matter (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on, and files that
-the drivers know): they stand in no recipe and no message.
+The drivers read credentials and endpoints themselves (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on, and their own
+files). They appear in no recipe and no message.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from toolkit import ranks
 from toolkit.errors import BadInputError, StoreError, ToolkitError, in_words, without_secrets
 
 EXTRAS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs")}
-"""Protocol -> its driver, and the extra of this package that installs it; the others are part of fsspec."""
+"""Protocol -> its driver, and the extra of this package that installs it. Other drivers are part of fsspec."""
 
 PART_BYTES = 2**24
-"""Of an object that is copied in parts."""
+"""The bytes of a part of an object that is copied in parts."""
 
 PARTS_AT_ONCE = 4
-"""In memory: 64 MiB a rank. By default s3fs holds ten of 50 MiB."""
+"""The parts that are in memory at once: 64 MiB per rank. By default s3fs holds ten parts of 50 MiB."""
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What a listing says of a file or folder."""
+class _Entry:
+    """What a listing says about a file or folder."""
 
     is_folder: bool
     is_link: bool
@@ -40,16 +40,16 @@ class _Found:
 
 @dataclass(frozen=True)
 class StorePath:
-    """A file or folder in a store: of `pathlib.Path` what checkpoints use.
+    """A file or folder in a store, with the methods of `pathlib.Path` that checkpoints use.
 
-    A store that fails is no damage: all but FileNotFoundError is raised as StoreError.
+    A failing store is not the same as a damaged checkpoint, so all errors but FileNotFoundError become StoreError.
 
     Attributes:
-        url: as `s3://bucket/runs/first`, without a slash at the end.
+        url: the URL, such as `s3://bucket/runs/first`, without a slash at the end.
     """
 
     url: str
-    _found: _Found | None = field(default=None, compare=False, repr=False)
+    _found: _Entry | None = field(default=None, compare=False, repr=False)
 
     def __truediv__(self, name: str) -> StorePath:
         return StorePath(f"{self.url}/{name}")
@@ -59,115 +59,144 @@ class StorePath:
 
     @property
     def name(self) -> str:
+        """Returns the last part of the URL."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> StorePath:
+        """Returns the folder that contains it."""
         return StorePath(self.url.rpartition("/")[0])
 
     def is_relative_to(self, other: StorePath) -> bool:
+        """Returns whether it is `other` or lies inside it."""
         return f"{self.url}/".startswith(f"{other.url}/")
 
     def iterdir(self) -> Iterator[StorePath]:
-        """The files and folders in it. Raises FileNotFoundError if there is none."""
-        with _driven(self.url) as (system, path):
+        """Yields the files and folders in it.
+
+        Raises:
+            FileNotFoundError: if there is no such folder.
+        """
+        with _file_system(self.url) as (system, path):
             entries = system.ls(path, detail=True)
         for entry in entries:
             name = entry["name"].rstrip("/").rpartition("/")[2]
             if name and entry["name"].rstrip("/") != path.rstrip("/"):
-                yield StorePath(f"{self.url}/{name}", _described(entry))
+                yield StorePath(f"{self.url}/{name}", _read_entry(entry))
 
-    def stat(self) -> _Found:
-        """Its `st_size` (bytes) and kind."""
+    def stat(self) -> _Entry:
+        """Returns its `st_size` (bytes), and whether it is a folder or a link."""
         if self._found is not None:
             return self._found
-        with _driven(self.url) as (system, path):
-            return _described(system.info(path))
+        with _file_system(self.url) as (system, path):
+            return _read_entry(system.info(path))
 
     def require_driver(self) -> None:
-        """Raises BadInputError if there is no driver for it."""
-        with _driven(self.url):
+        """Imports the driver.
+
+        Raises:
+            BadInputError: if the driver cannot be imported.
+        """
+        with _file_system(self.url):
             pass
 
     def exists(self) -> bool:
-        with _driven(self.url) as (system, path):
+        """Returns whether it exists."""
+        with _file_system(self.url) as (system, path):
             return bool(system.exists(path))
 
     def is_dir(self) -> bool:
+        """Returns whether it is an existing folder."""
         try:
             return self.stat().is_folder
         except FileNotFoundError:
             return False
 
     def is_symlink(self) -> bool:
+        """Returns whether it is a link."""
         return self.stat().is_link
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        with _driven(self.url) as (system, path):
+        """Opens the file in a binary mode."""
+        with _file_system(self.url) as (system, path):
             return system.open(path, mode)  # type: ignore[no-any-return]
 
     def read_bytes(self) -> bytes:
-        with _driven(self.url) as (system, path):
+        """Reads the whole file."""
+        with _file_system(self.url) as (system, path):
             return system.cat_file(path)  # type: ignore[no-any-return]
 
     def write_bytes(self, content: bytes) -> None:
-        """Writes a small file, and reads it back."""
-        with _driven(self.url) as (system, path):
+        """Writes a small file and reads it back.
+
+        Raises:
+            StoreError: if it reads back differently.
+        """
+        with _file_system(self.url) as (system, path):
             system.pipe_file(path, content)
             same = system.cat_file(path) == content
         if not same:
             raise StoreError(f"{self.url} reads back differently from what was written")
 
     def unlink(self) -> None:
-        """Deletes a file, if it is there."""
-        with _driven(self.url) as (system, path):
+        """Deletes the file, if it exists."""
+        with _file_system(self.url) as (system, path):
             if system.exists(path):
                 system.rm_file(path)
 
     def remove_tree(self) -> None:
-        """Deletes a folder and all that is in it, if it is there."""
-        with _driven(self.url) as (system, path):
+        """Deletes the folder and everything in it, if it exists."""
+        with _file_system(self.url) as (system, path):
             if system.exists(path):
                 system.rm(path, recursive=True)
 
     def put(self, source: Path, sha256: str) -> None:
-        """Copies a file here and compares the copy; one that is here already stays. Raises StoreError."""
+        """Copies a local file to this place, unless it is there already, and verifies the copy.
+
+        Args:
+            source: the local file.
+            sha256: its checksum.
+
+        Raises:
+            StoreError: if the copy differs, or the store fails.
+        """
         if self.holds(source, sha256):
             return
-        with _driven(self.url) as (system, path):
-            system.put_file(str(source), path, **self._in_parts())
+        with _file_system(self.url) as (system, path):
+            system.put_file(str(source), path, **self._copy_options())
         if not self.holds(source, sha256):
             raise StoreError(f"{self.url} is not what was copied: its checksum differs")
 
     def get(self, to: Path) -> None:
-        """Copies it to a local file."""
-        with _driven(self.url) as (system, path):
-            system.get_file(path, str(to), **self._in_parts())
+        """Copies the file to a local one."""
+        with _file_system(self.url) as (system, path):
+            system.get_file(path, str(to), **self._copy_options())
 
-    def _in_parts(self) -> dict[str, int]:
-        """Options of a copy, of the driver that would take much memory without."""
+    def _copy_options(self) -> dict[str, int]:
+        """Returns options that limit the memory of a copy, for the driver that needs them."""
         is_s3 = self.url.startswith("s3://")
         return {"chunksize": PART_BYTES, "max_concurrency": PARTS_AT_ONCE} if is_s3 else {}
 
     def holds(self, source: Path, sha256: str) -> bool:
-        """Whether this is a copy of a file: by the store's own checksum, else by reading it back.
+        """Returns whether this is a copy of a local file, by the store's own checksum or else by reading it back.
 
         Args:
-            sha256: of the file.
+            source: the local file.
+            sha256: its checksum.
         """
-        with _driven(self.url) as (system, path):
+        with _file_system(self.url) as (system, path):
             try:
                 entry = system.info(path)
             except FileNotFoundError:
                 return False
             if entry["size"] != source.stat().st_size:
                 return False
-            # A sum that differs tells nothing: of an encrypted object it is not of the content.
+            # A different sum proves nothing: the sum of an encrypted object is not that of its content.
             return has_own_sum(entry, source) or _sha256(system, path) == sha256
 
 
 def store_of(url: str | None) -> StorePath | None:
-    """The store that a recipe names, with its driver imported. Collective.
+    """Returns the store that a recipe names, or None, and imports its driver. Collective.
 
     Raises:
         BadInputError: on every rank, if the driver is missing on one.
@@ -179,16 +208,17 @@ def store_of(url: str | None) -> StorePath | None:
     return store
 
 
-def _described(entry: dict[str, Any]) -> _Found:
-    return _Found(entry["type"] == "directory", bool(entry.get("islink")), int(entry["size"] or 0))
+def _read_entry(entry: dict[str, Any]) -> _Entry:
+    return _Entry(entry["type"] == "directory", bool(entry.get("islink")), int(entry["size"] or 0))
 
 
 def has_own_sum(entry: dict[str, Any], source: Path) -> bool:
-    """Whether the checksum that a store tells of an object is that of a file.
+    """Returns whether the checksum that a store reports for an object is that of a local file.
 
     Args:
-        entry: what fsspec tells: `ETag` of S3, the MD5 sum of an object or, of one in parts, of its parts' sums;
-            `md5Hash` of GCS.
+        entry: what fsspec reports. S3's `ETag` is the MD5 sum of an object, or for one in parts, of the parts' sums.
+            GCS has `md5Hash`.
+        source: the local file.
     """
     tag, encoded = str(entry.get("ETag", "")).strip('"'), entry.get("md5Hash")
     if re.fullmatch(r"[0-9a-f]{32}", tag) or encoded:
@@ -220,8 +250,8 @@ def _sha256(system: Any, path: str) -> str:
 
 
 @contextmanager
-def _driven(url: str) -> Iterator[tuple[Any, str]]:
-    """The store's file system, and the path in it; what goes wrong in the block is told in plain words."""
+def _file_system(url: str) -> Iterator[tuple[Any, str]]:
+    """Yields the store's file system and the path in it. Turns errors of the driver into StoreError in plain words."""
     protocol = url.partition("://")[0]
     try:
         # Imported here: only a run with a store needs it. No listing is cached: other ranks and hosts write, too.
@@ -240,7 +270,7 @@ def _driven(url: str) -> Iterator[tuple[Any, str]]:
         raise FileNotFoundError(errno.ENOENT, "no such file or folder", url) from error
     except ToolkitError:
         raise
-    # Drivers raise what their libraries raise: of the network, of HTTP, of the cloud's own.
+    # Drivers raise the exceptions of their libraries: of the network, of HTTP, of the cloud.
     except Exception as error:
         if "Credentials" in type(error).__name__:
             raise BadInputError(

@@ -1,4 +1,4 @@
-"""Saves: sharded through torch.distributed.checkpoint, synced, read back, renamed, marked. Or nothing at all."""
+"""Saves checkpoints atomically: sharded by torch.distributed.checkpoint, synced, read back, renamed and marked."""
 
 from __future__ import annotations
 
@@ -49,15 +49,19 @@ from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.shards import local_tensor
 
 DELETED = ".deleted"
-"""Ending of the hidden folders in which a checkpoint is deleted."""
+"""The ending of the hidden folders in which a checkpoint is deleted."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One save: what rank 0 tells, the tensors, this rank's generators, and the run's records so far.
+    """One save.
 
     Attributes:
-        parameters: the model's, by name, which must be finite.
+        manifest: the manifest without tensors and files. That of rank 0 is written.
+        tensors: the state by name, of any shapes; see `named_tensors`.
+        parameters: the names of the model's parameters, which must be finite.
+        random_states: the states of this rank's random number generators.
+        records: the run's records so far.
     """
 
     manifest: Manifest
@@ -70,13 +74,17 @@ class Job:
 class Checkpointer:
     """Writes the checkpoints of a run.
 
-    Every rank calls `save` at the same steps. With asynchronous saving, the state is copied to the host and
-    written by a thread, over a process group of its own; the next save waits for it.
+    Every rank calls `save` at the same steps. With asynchronous saving, a thread writes a copy of the state on the
+    host, over a separate process group. The next save waits for it.
 
     Args:
         run: the run's folder, which all ranks see unless there is a store.
-        warn: told of a save that failed; the run goes on, and the last whole checkpoint stays.
-        store: where the checkpoints are kept instead of `run`; copied there by a thread, from each rank's own folder.
+        settings: the settings of checkpoints.
+        warn: called if a save fails. The run goes on, and the last whole checkpoint stays.
+        store: the store to which a thread copies each rank's files, or None to keep the checkpoints in `run`.
+
+    Attributes:
+        uploads: copies checkpoints to the store. None without a store.
     """
 
     def __init__(
@@ -85,72 +93,73 @@ class Checkpointer:
         self._run = run
         self._settings = settings
         self._warn = warn
-        # A group of its own: the thread's collectives must not mix with those of training, and gloo needs no device.
+        # A separate group: the thread's collectives must not mix with those of training, and gloo needs no device.
         self._group = dist.new_group(backend="gloo", timeout=ranks.PATIENCE) if ranks.world_size() > 1 else None
         if self._group is not None:
-            # A rank that refuses the run next would take its side of the group down while others still connect.
+            # A rank that refuses the run next would destroy its side of the group while others still connect.
             dist.barrier(self._group)
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
         self.uploads = Uploads(run, store, settings, warn) if store is not None else None
 
     def save(self, job: Job, wait: bool = False) -> bool:
-        """Saves, or begins to; whether the last save that has ended counts.
+        """Saves, or starts to. Returns whether the last save that has ended counts.
 
         Args:
-            wait: return when it is written, as the end of a run does.
+            job: the save.
+            wait: whether to return only when it is written, for the end of a run.
         """
         whole = self.wait()
         if self._settings.asynchronous and not wait:
-            # Copied before this returns: the next step changes the tensors, and adds to the records.
+            # Copy before this returns: the next step changes the tensors, and adds to the records.
             job = replace(job, tensors=host_copy(job.tensors), records=list(job.records))
             self._thread = threading.Thread(
-                target=ranks.on_this_device(self._write), args=(job,), name="checkpoint", daemon=True
+                target=ranks.on_this_device(self._write_checkpoint), args=(job,), name="checkpoint", daemon=True
             )
             self._thread.start()
             return whole
-        self._write(job)
-        return self._report()
+        self._write_checkpoint(job)
+        return self._report_problem()
 
     def wait(self) -> bool:
-        """Returns when the save that is being written has ended; whether it counts."""
+        """Waits until the save that is being written has ended. Returns whether it counts."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        return self._report()
+        return self._report_problem()
 
-    def _report(self) -> bool:
-        # The writing thread only leaves its problem; it is told from here, where the metrics are written.
+    def _report_problem(self) -> bool:
+        # The writing thread only leaves its problem. This thread, which writes the metrics, reports it.
         problem, self._problem = self._problem, None
         if problem is not None:
             self._warn(problem)
         return problem is None
 
-    def _write(self, job: Job) -> None:
-        """Collective over the save's own group. Any rank's problem is every rank's."""
+    def _write_checkpoint(self, job: Job) -> None:
+        """Writes a checkpoint. Collective over the save's own group. If a rank fails, every rank reports it."""
         step = job.manifest.step
         folder = step_folder(self._run, step) if self.uploads is None else self.uploads.folder(step)
         unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
-        # One folder for all ranks or, where the disk may be the host's own, one for each.
+        # One folder for all ranks or, if each host may have its own disk, one for each rank.
         leads = ranks.rank() == 0 or self.uploads is not None
         try:
-            self._together(lambda: _begin(unfinished) if leads else None)
+            self._on_every_rank(lambda: _create_folder(unfinished) if leads else None)
             self._save_tensors(job.tensors, unfinished)
-            entries = self._together(lambda: _finish_rank(job, unfinished))
+            entries = self._on_every_rank(lambda: _write_rank_files(job, unfinished))
             files = {name: entry for found in entries for name, entry in found.items()}
             non_finite = self._non_finite(job)
             manifest = replace(job.manifest, files=files, tensors=described(job.tensors), non_finite=non_finite)
-            self._together(lambda: self._publish(manifest, unfinished, folder) if leads else None)
+            self._on_every_rank(lambda: self._publish(manifest, unfinished, folder) if leads else None)
             if (uploads := self.uploads) is not None:
-                uploads.begin(*self._together(lambda: uploads.offer(manifest))[0])
+                uploads.begin(*self._on_every_rank(lambda: uploads.offer(manifest))[0])
             if non_finite is not None:
                 self._problem = (
                     f"the checkpoint of step {manifest.step} does not count: {non_finite}; the last good one stays, "
                     "and a restart goes on from there"
                 )
-        # Whatever it is, as a full disk: it costs one checkpoint, not the run.
+        # Any error, such as a full disk, costs one checkpoint, not the run.
         except Exception as error:
-            # Without the lost rank the run does not go on, and what that rank failed at is what is to be read.
+            # The run cannot go on without the lost rank, whose own error is the one to read.
             why = "another rank has ended" if is_lost_peer(error) else f"{first_line(error)}; the run goes on"
             self._problem = (
                 f"the checkpoint of step {job.manifest.step} was not saved: {why}, and the last whole checkpoint stays"
@@ -159,8 +168,8 @@ class Checkpointer:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
     def _non_finite(self, job: Job) -> str | None:
-        """What is not finite in the state, on any rank."""
-        found = self._together(lambda: first_non_finite(job.tensors, job.parameters))
+        """Returns what is not finite in the state on any rank, in words, or None."""
+        found = self._on_every_rank(lambda: first_non_finite(job.tensors, job.parameters))
         broken = [name for name in found if name is not None]
         return f"{broken[0]} holds values that are not finite" if broken else job.manifest.non_finite
 
@@ -172,40 +181,44 @@ class Checkpointer:
             raise ToolkitError(first_failure(error)) from error
 
     def _publish(self, manifest: Manifest, unfinished: Path, folder: Path) -> None:
-        """Names the files, moves the folder to its place, marks it, and clears old ones away.
+        """Writes the manifest, renames the folder, writes the marker and deletes old checkpoints.
 
-        If there is a store, all but the move is done there, when every rank's files are there.
+        With a store, the marker and the deletion follow there, once it has every rank's files.
         """
         if self.uploads is None:
             _require_files(manifest, unfinished)
         text = manifest.to_json()
         write_synced(unfinished / MANIFEST, text)
         sync(unfinished)
-        if folder.exists():  # of a save that was interrupted between here and the marker, or of other weights
+        if folder.exists():  # from a save that was interrupted before the marker, or with other weights
             shutil.rmtree(folder)
         # Sync, rename, sync, mark: a crash at any point leaves a folder without a marker, which does not count.
         os.replace(unfinished, folder)
         try:
-            # The rename is in the parent folder's names, so these are synced, too.
+            # The rename changes the entries of the parent folder, so sync that too.
             sync(folder.parent)
             if self.uploads is not None:
                 return
-            _mark(folder, hashlib.sha256(text.encode()).hexdigest())
+            _write_marker(folder, hashlib.sha256(text.encode()).hexdigest())
         except OSError:
-            remove(folder)  # as on a full disk, where it would stand in the way of the next save
+            remove(folder)  # for example on a full disk, where it would block the next save
             raise
-        # Only now: until the marker is on the disk, the older ones are all that counts.
+        # Only now: until the marker is on the disk, only the older checkpoints count.
         for old in superseded(list_checkpoints(self._run), self._settings):
             remove(step_folder(self._run, old.step))
 
-    def _together(self, action: Callable[[], Any]) -> list[Any]:
+    def _on_every_rank(self, action: Callable[[], Any]) -> list[Any]:
         return ranks.on_every_rank(action, "write a checkpoint", self._group)
 
 
 def files_of(tensors: dict[str, torch.Tensor], num_ranks: int) -> dict[str, int]:
-    """Number of the file, from 1 on, of each tensor: of each rank's parts about `CHECKPOINT_FILE_BYTES` a file.
+    """Assigns each tensor to a numbered file, from 1 on. Each rank's file has about `CHECKPOINT_FILE_BYTES`.
 
-    The storage writer holds a file's tensors in memory a second time while it writes it, so files are small.
+    The storage writer holds a second copy of a file's tensors in memory while it writes it, so files are small.
+
+    Args:
+        tensors: tensors of any shape by name.
+        num_ranks: the number of ranks that share each tensor.
     """
     files, number, filled = {}, 1, 0
     for name, tensor in tensors.items():
@@ -217,8 +230,8 @@ def files_of(tensors: dict[str, torch.Tensor], num_ranks: int) -> dict[str, int]
     return files
 
 
-def _mark(folder: Path, checksum: str) -> None:
-    """Writes the marker whole or not at all: a disk that is full lets a file be made, and then nothing into it."""
+def _write_marker(folder: Path, checksum: str) -> None:
+    """Writes the marker whole or not at all. A full disk would let a file be created, but not filled."""
     hidden = folder / f".{COMPLETE}"
     write_synced(hidden, checksum)
     os.replace(hidden, folder / COMPLETE)
@@ -226,17 +239,17 @@ def _mark(folder: Path, checksum: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Deletes a checkpoint; one that is half deleted does not stand in its place, and is cleared away later."""
+    """Deletes a checkpoint. Renames it first, so that a half-deleted one does not count and is deleted later."""
     hidden = folder.with_name(f".{folder.name}{DELETED}")
     try:
         os.replace(folder, hidden)
     except OSError:
-        return  # as on a file system that has become read-only: it stays, and counts
+        return  # for example a file system that has become read-only: it stays, and counts
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _require_files(manifest: Manifest, folder: Path) -> None:
-    """Raises ToolkitError if rank 0 lacks a file that another rank has written, as on a disk of its own."""
+    """Raises ToolkitError if rank 0 does not see a file that another rank has written, perhaps to another disk."""
     missing = [name for name, entry in manifest.files.items() if not _has_size(folder / name, entry.bytes)]
     if missing:
         raise ToolkitError(
@@ -252,13 +265,13 @@ def _has_size(path: Path, num_bytes: int) -> bool:
         return False
 
 
-def _begin(unfinished: Path) -> None:
+def _create_folder(unfinished: Path) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
 
 
-def _finish_rank(job: Job, folder: Path) -> dict[str, FileEntry]:
-    """Writes this rank's own files, reads its tensors back, and syncs all of it."""
+def _write_rank_files(job: Job, folder: Path) -> dict[str, FileEntry]:
+    """Writes this rank's other files, reads its tensors back, and syncs all files."""
     # The storage writer counts ranks from 1.
     mine = sorted(folder.glob(f"shard-{ranks.rank() + 1:05d}-*.safetensors"))
     for path in mine:
@@ -275,7 +288,15 @@ def _finish_rank(job: Job, folder: Path) -> dict[str, FileEntry]:
 
 
 def require_same(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Raises ToolkitError if a written file does not hold the state, byte for byte."""
+    """Checks that a written file holds the state, byte for byte.
+
+    Args:
+        path: the safetensors file.
+        tensors: the state by name; this rank's part of each has the shape of the tensor in the file.
+
+    Raises:
+        ToolkitError: if a tensor differs.
+    """
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (no dict)
             live = local_tensor(tensors[name]).cpu()
@@ -285,7 +306,7 @@ def require_same(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compares shapes, types and bits: what is not a number equals itself here."""
+    """Returns whether two tensors have the same shape, dtype and bits. NaN equals itself."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.numel() == 0:
@@ -294,19 +315,19 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _step_of(set_aside: Path) -> float:
-    """The step of a checkpoint that was set aside; infinite if the name does not say it."""
+    """Returns the step of a checkpoint that was set aside, or infinity if the name does not contain it."""
     number = set_aside.name.partition(SET_ASIDE)[0].removeprefix("step_")
     return int(number) if number.isdecimal() else math.inf
 
 
 def clear_unfinished(run: Path) -> None:
-    """Deletes what interrupted saves and deletions have left. Called by one process, before any save."""
+    """Deletes what interrupted saves and deletions have left. One process calls it, before any save."""
     leftovers = [path for ending in (UNFINISHED, DELETED) for path in (run / FOLDER).glob(f".step_*{ending}")]
     last = latest(run)
-    # Earlier versions took the marker away before the rest.
+    # Earlier versions deleted the marker before the rest.
     old = [c.step for c in list_checkpoints(run) if c.unfinished and last is not None and c.step < last.step]
     leftovers += [step_folder(run, step) for step in old]
-    # Of a save that was killed between its rename and its mark; a damaged one keeps the mark, and stays.
+    # From a save that was killed between rename and marker. A damaged checkpoint has its marker, and stays.
     aside = [path for path in (run / FOLDER).glob(f"step_*{SET_ASIDE}*") if not (path / COMPLETE).exists()]
     leftovers += [path for path in aside if last is not None and _step_of(path) <= last.step]
     for folder in leftovers:

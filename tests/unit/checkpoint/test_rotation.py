@@ -10,7 +10,7 @@ import pytest
 from test_manifest import PLAIN
 
 from toolkit.checkpoint.manifest import Checkpoint
-from toolkit.checkpoint.reader import _misfit, require_same_run
+from toolkit.checkpoint.reader import _first_mismatch, require_same_run
 from toolkit.checkpoint.rotation import superseded
 from toolkit.errors import BadInputError
 from toolkit.recipe.schema import CheckpointSection
@@ -110,7 +110,7 @@ def test_every_difference_that_matters_is_listed() -> None:
 
 def test_tensors_that_do_not_fit_are_named() -> None:
     there = {"a": ["float32", [2]], "b": ["float32", [3]]}
-    assert _misfit(there, dict(there)) is None
-    assert _misfit(there, {"a": there["a"]}) == "it holds b, which is not there now"
-    assert _misfit({"a": there["a"]}, there) == "it lacks b"
-    assert _misfit(there, there | {"b": ["bfloat16", [3]]}) == "b is float32 [3] there, bfloat16 [3] now"
+    assert _first_mismatch(there, dict(there)) is None
+    assert _first_mismatch(there, {"a": there["a"]}) == "it holds b, which is not there now"
+    assert _first_mismatch({"a": there["a"]}, there) == "it lacks b"
+    assert _first_mismatch(there, there | {"b": ["bfloat16", [3]]}) == "b is float32 [3] there, bfloat16 [3] now"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.checkpoint.consolidate import _configuration, _put
+from toolkit.checkpoint.consolidate import _load_configuration, _rename_export
 from toolkit.errors import BadInputError
 
 
@@ -19,7 +19,7 @@ def test_code_of_the_folder_is_neither_run_nor_asked_about(tmp_path: Path, monke
     config = {"model_type": "stranger", "auto_map": {"AutoConfig": "stranger.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInputError, match="without running code of the folder"):
-        _configuration(tmp_path)
+        _load_configuration(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -28,7 +28,7 @@ def test_two_exports_to_one_place(tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(name)
-    _put(tmp_path / "first", tmp_path / "to")
+    _rename_export(tmp_path / "first", tmp_path / "to")
     with pytest.raises(BadInputError, match="was made meanwhile"):
-        _put(tmp_path / "second", tmp_path / "to")
+        _rename_export(tmp_path / "second", tmp_path / "to")
     assert (tmp_path / "to" / "config.json").read_text() == "first"
