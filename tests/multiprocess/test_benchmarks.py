@@ -232,6 +232,18 @@ def test_the_benchmark_of_the_heads_loss_runs(tmp_path: Path) -> None:
     assert record["peak_mib"].keys() == record["cpu_time_ratio"].keys() >= {"whole logits", "ours"}
 
 
+def test_the_growth_benchmark(tmp_path: Path) -> None:
+    records = run(["benchmarks/growth.py", "--parts", "report", "order"], tmp_path / "growth.jsonl")
+    assert [record["part"] for record in records] == ["report", "order"]
+    assert all(len(record["found"]) == len(record["sizes"]) == 3 for record in records)
+
+
+def test_an_exponent_is_the_slope_of_logarithms(modules: None) -> None:
+    import growth
+
+    assert growth.exponent((10, 100, 1000), [3.0, 300.0, 30_000.0]) == pytest.approx(2)
+
+
 @pytest.mark.slow
 def test_the_acceptance_script_runs_through(tmp_path: Path) -> None:
     """Every step of it, on the CPU."""
