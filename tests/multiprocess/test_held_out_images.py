@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ KINDS = ("llava", "gemma3", "idefics3")
 TEXTS = [" ".join(text.split()[:4]) for text in make_texts(8, seed=4)]
 COUNTS = [1, 0, 2, 0, 0, 1, 0, 0]
 HELD_OUT = 3
-NEW_TOKENS = 40
+NEW_TOKENS, ANSWER_TOKENS = 40, 6
+DIGEST = """
+def digest(completion, row):
+    return sum(completion.encode()) % 997 / 997
+"""
+"""A score by which any other text would be noticed."""
+TENSORS = {"return_tensors": "pt"}
 PREFERRED: dict[str, int] = {}
 """Model -> how often the token of an image was the likeliest."""
 
@@ -30,6 +37,7 @@ PREFERRED: dict[str, int] = {}
 def runs(folder: Path) -> None:
     from toolkit import Recipe, finetune
 
+    sys.path.insert(0, str(folder))
     for kind in KINDS:
         meet()
         values = recipe_values(
@@ -37,6 +45,9 @@ def runs(folder: Path) -> None:
         )
         values["data"] |= {"max_length": 160, "validation": str(folder / "held_out.jsonl")}
         values["logging"] = {"held_out_samples": HELD_OUT}
+        values["answers"] = {"file": str(folder / "rows.jsonl"), "score": "scores_of_images:digest"}
+        values["answers"] |= {"max_new_tokens": ANSWER_TOKENS, "batch_size": 2}
+        values["sharding"] = {"strategy": "zero3"}
         values["training"]["micro_batch_size"] = 1
         finetune(Recipe.from_mapping(values))
 
@@ -54,6 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prefer_images(folder / "llava")
     rows = (folder / "rows.jsonl").read_text().splitlines()
     (folder / "held_out.jsonl").write_text("\n".join(rows[:HELD_OUT]))
+    (folder / "scores_of_images.py").write_text(DIGEST)
     run_on_ranks(runs, 2, folder)
     return folder
 
@@ -98,6 +110,35 @@ def test_what_a_run_writes_is_what_transformers_writes(kind: str, folder: Path) 
         assert [list(image.convert("RGB").getdata()) for image in shown] == [list(i.getdata()) for i in expected]
         assert kind != "llava" or PREFERRED["llava"] > 0, "the token of an image would have been chosen"
         assert 2 * EYES[kind]["token"] not in sample["prompt"], "one token stands for a stretch"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_with_images_are_answered_while_the_run_trains(kind: str, folder: Path) -> None:
+    """On two ranks, of which one has two of the three rows with images, and the other two batches of texts of three."""
+    assert (sum(map(bool, COUNTS)), len(COUNTS)) == (3, 8)
+    lines = [json.loads(line) for line in (folder / f"{kind}-run/metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["split"] == "eval"][-1]
+    found = [last[f"answer_{name}"] for name in ("accuracy", "stopped", "mean_tokens")]
+    answers = [answered(folder, kind, number) for number in range(len(COUNTS))]
+    if kind != "llava":  # which would write the token of an image, as it likes best
+        assert len({text for text, *_ in answers}) > 2
+    digests = [sum(text.encode()) % 997 / 997 for text, *_ in answers]
+    stopped, lengths = ([answer[place] for answer in answers] for place in (1, 2))
+    assert found == pytest.approx([sum(each) / len(COUNTS) for each in (digests, stopped, lengths)], rel=1e-12)
+
+
+def answered(folder: Path, kind: str, number: int) -> tuple[str, bool, int]:
+    """A row's answer by transformers' processor and model; whether a token ends it, and its length."""
+    processor = AutoProcessor.from_pretrained(folder / kind)
+    model = AutoModelForImageTextToText.from_pretrained(folder / f"{kind}-run/export", dtype=torch.float32).eval()
+    count, first, word = COUNTS[number], sum(COUNTS[:number]), TEXTS[number].split()[0]
+    text = f"<|im_start|>user\n{(EYES[kind]['written'] + word) * count or word}<|im_end|>\n<|im_start|>assistant\n"
+    inputs = processor(text=[text], images=[[picture(first + i) for i in range(count)]] if count else None, **TENSORS)
+    start = inputs["input_ids"].shape[1]
+    ids = model.generate(**inputs, max_new_tokens=ANSWER_TOKENS, do_sample=False, eos_token_id=None)[0, start:].tolist()
+    ends = processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", processor.tokenizer.eos_token or "<|im_end|>"])
+    stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    return processor.tokenizer.decode(ids[:stop], skip_special_tokens=True), stop < len(ids), stop
 
 
 @pytest.mark.parametrize("page", ["report.html", "data_report.html"])

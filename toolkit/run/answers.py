@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from toolkit import ranks
+from toolkit.data.picture_samples import PictureSamples
 from toolkit.errors import BadInputError
 from toolkit.generation.choices import Continued, encode_choices, scored
 from toolkit.generation.complete import Completion, Prompt, complete, sees_padding
@@ -49,13 +50,21 @@ def _read(section: AnswersSection) -> Asked:
     if section.file is None:
         return Asked([], None)
     rows = read_rows(Path(section.file), FILE, with_answers=True, is_scored=section.score is not None)
-    pictured = next((row.place for row in rows if row.images), None)
-    if pictured is not None:
-        raise BadInputError(f"{FILE}: {pictured} has images, which is not built yet; leave such rows out")
     if rows[0].choices:
         require_no_comparison(section, "answers.")
     scoring = scoring_of(rows, section, "answers.")
     return Asked(rows, scoring.fingerprint if isinstance(scoring, Scorer) else None)
+
+
+def require_sighted(asked: Asked, train: object) -> None:
+    """Raises BadInputError where rows with images are asked and none are trained on: only then the model has towers.
+
+    Args:
+        train: the samples to train on.
+    """
+    pictured = next((row.place for row in asked.rows if row.images), None)
+    if pictured is not None and not isinstance(train, PictureSamples):
+        raise BadInputError(f"{FILE}: {pictured} has images, and no row to train on has any; leave such rows out")
 
 
 class Answers(Extension):
@@ -143,16 +152,23 @@ class Answers(Extension):
 
     def _written(self) -> dict[str, float]:
         size, prompts = self._section.batch_size, self._prompts
+        texts = [number for number, prompt in enumerate(prompts) if prompt.shown is None]
         # Tried here, by all ranks at once: a rank with one prompt in its batch would not try it.
-        if size > 1 and sees_padding(self._loaded, prompts[0].ids):
+        if size > 1 and texts and sees_padding(self._loaded, prompts[texts[0]].ids):
             size = 1
-        batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         sampling = Sampling(self._section.max_new_tokens, 0.0)
 
-        def answers(batch: list[Prompt]) -> list[Completion]:
-            return complete(self._loaded, batch, sampling)
+        def answers(batch: list[int]) -> list[Completion]:
+            return complete(self._loaded, [prompts[number] for number in batch], sampling)
 
-        completions = [completion for batch in _shared(batches, answers) for completion in batch]
+        of_texts = [texts[start : start + size] for start in range(0, len(texts), size)]
+        pictured = [[number] for number, prompt in enumerate(prompts) if prompt.shown is not None]
+        written: dict[int, Completion] = {}
+        # Apart, and one by one: a prompt with images enters units that others do not, on all ranks or on none.
+        for batches in (of_texts, pictured):
+            for batch, found in zip(batches, _shared(batches, answers), strict=True):
+                written.update(zip(batch, found, strict=True))
+        completions = [written[number] for number in range(len(prompts))]
         # Once for all: a function of the user's may have effects, and need not be on every host.
         return ranks.on_first_rank(
             lambda: evaluate(self._rows, completions, scoring_of(self._rows, self._section, "answers.")).shares()

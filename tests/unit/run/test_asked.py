@@ -15,7 +15,8 @@ from toolkit.generation.complete import Prompt
 from toolkit.generation.rows import PromptRow
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
-from toolkit.run.answers import Answers, _require_room, _shared, read_asked
+from toolkit.run.answers import Answers, _require_room, _shared, read_asked, require_sighted
+from toolkit.run.stages import Asked
 
 QUESTION = {"prompt": "2 + 2?", "answer": "4"}
 UNEVALUATED = ["data.validation_fraction=null", "training.eval_every_steps=null", "logging.held_out_samples=0"]
@@ -64,13 +65,22 @@ def test_a_relative_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
             ["answers.strict=true"],
             "answers.strict has no effect on rows with choices",
         ),
-        ({"prompt": "?", "answer": "a", "image": "a.png"}, [], "answers.file: .*asked.jsonl:1"),
     ],
 )
 def test_rows_that_cannot_be_answered_are_named(tmp_path: Path, row: Any, words: list[str], told: str) -> None:
-    (tmp_path / "a.png").write_bytes(b"")
     with pytest.raises(BadInputError, match=told):
         read_asked(recipe_of(written(tmp_path, row), *words))
+
+
+def test_images_are_refused_where_none_are_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"")
+    rows = [QUESTION, QUESTION | {"image": "a.png"}]
+    asked = read_asked(recipe_of(written(tmp_path, *rows)))
+    with pytest.raises(
+        BadInputError, match=r"answers.file: .*asked.jsonl:2 has images, and no row to train on has any"
+    ):
+        require_sighted(asked, object())
+    require_sighted(Asked(asked.rows[:1], None), object())
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
