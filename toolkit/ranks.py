@@ -102,7 +102,7 @@ def alone_on_first_rank(action: Callable[[], T]) -> T | None:
 
 def usable_cores(process: int = 0) -> int:
     """Returns the number of cores that a process may use, this one by default. A batch job may not use all cores."""
-    if hasattr(os, "sched_getaffinity"):  # Linux alone has it
+    if hasattr(os, "sched_getaffinity"):  # only Linux has it
         return len(os.sched_getaffinity(process))
     return os.cpu_count() or 1
 

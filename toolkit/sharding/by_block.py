@@ -188,7 +188,7 @@ class ByBlock:
             self._states.return_to_forward()
 
         rounds = self._forward(forwards, begin_backward)
-        # Every window has the same graph: the first one tells.
+        # Every optimizer step has the same graph, so checking the first one is enough.
         self._is_checked = True
         on_backward()
         self._backward(rounds)
@@ -252,12 +252,12 @@ class ByBlock:
                 for one in passes:
                     is_last = one is passes[-1]
                     if is_last:
-                        # Its reduction has had all passes but this one to hide behind. The buffer goes before the
-                        # next unit is gathered beside this one.
+                        # That reduction could overlap with all passes but this one. Its buffer is freed before the
+                        # next unit is gathered.
                         self._states.end_passes(reduced)
                     self._states.begin_unit_backward(unit, is_last)
                     one.backward()
-                    # What lies between units has no hook of FSDP2's: the root's share of it is added up here.
+                    # FSDP2 has no hook for the graph between units: the root's share of it is added up here.
                     self._states.end_passes([*inside, *self._staying])
                 reduced = inside
         self._states.end_window()

@@ -99,7 +99,7 @@ def _checkpointed_forward(block: nn.Module, offload: bool) -> Callable[..., Any]
         _require_no_cache(block, (*args, *kwargs.values()))
         pin = torch.cuda.is_available()
         with torch.autograd.graph.save_on_cpu(pin_memory=pin) if offload else contextlib.nullcontext():
-            # Reentrant checkpoints give no gradients where no input needs one, as behind frozen embeddings. Accelerate
+            # Reentrant checkpoints give no gradients if no input needs one, as after frozen embeddings. Accelerate
             # 1.15 does not preserve the random state: with dropout 0.5 gradients were off by 0.0265 of 0.181.
             how = functools.partial(checkpoint, use_reentrant=False, context_fn=for_second_forward)
             return how(forward, *args, preserve_rng_state=True, **kwargs)

@@ -53,8 +53,8 @@ def compile_blocks(model: nn.Module, plan: UnitPlan, compilation: Compilation) -
 
     Call this before `checkpoint_blocks`: a checkpoint calls the compiled forward twice, with its own random state.
     """
-    torch.compiler.reset()  # graphs of a run before in this process count towards the limit of recompilations
-    # Otherwise the backward is compiled in the backward, where it is too late to run a block eagerly.
+    torch.compiler.reset()  # graphs of an earlier run in this process count towards the limit of recompilations
+    # Otherwise the backward is compiled when it runs, and then it is too late to run a block eagerly.
     config: Any = importlib.import_module("torch._functorch.config")
     config.force_non_lazy_backward_lowering = True
     for path in (path for unit in plan.blocks for path in unit.modules):
@@ -63,7 +63,7 @@ def compile_blocks(model: nn.Module, plan: UnitPlan, compilation: Compilation) -
 
 
 def _compiled_or_eager(forward: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
-    from torch._dynamo.exc import TorchDynamoException  # seconds to import, for nothing where nothing is compiled
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import, so only if needed
 
     compiled = torch.compile(forward, backend=compilation.backend)
     has_run = False
@@ -80,7 +80,7 @@ def _compiled_or_eager(forward: Callable[..., Any], compilation: Compilation) ->
             # run, an error is one of its inputs.
             if has_run and not isinstance(error, TorchDynamoException):
                 raise
-            found = forward(*args, **kwargs)  # which raises itself what is no fault of the compiler
+            found = forward(*args, **kwargs)  # raises the error itself if it is not the compiler's
             compilation.problem = " ".join(str(error).split("\n")[:2])  # what failed, and how
             warnings.warn(f"training.compile: {compilation.describe()}; the run goes on", stacklevel=2)
         has_run = True

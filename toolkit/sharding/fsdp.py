@@ -86,7 +86,7 @@ def fill_missing_gradients(group: Any) -> list[DTensor]:
         # torch 2.15 refuses a gradient of another type than the tensor's own or this, which FSDP2 sets there.
         whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None) or whole.dtype)
     if missing and any(parameter.unsharded_accumulated_grad is not None for parameter in trainable):
-        # A window that is reduced once is summed in float32, and FSDP2 reduces gradients of one type alone.
+        # Gradients that are reduced once per optimizer step are summed in float32, and FSDP2 reduces only one type.
         for parameter in trainable:
             if parameter.unsharded_accumulated_grad is None:
                 parameter.to_accumulated_grad_if_needed()

@@ -154,8 +154,8 @@ def _init_uncast(parameter: Any, policy: MixedPrecisionPolicy) -> None:
 
 def _init_beside_rounded(parameter: Any, policy: MixedPrecisionPolicy) -> None:
     _init_uncast(parameter, policy)
-    # FSDP2 wants one type of all shards of a unit, to which it rounds their gradients. `param_dtype` stays None: what
-    # it casts it copies before it allocates the gather's memory, which is where `before_reading_shards` waits.
+    # FSDP2 needs one dtype for all shards of a unit, to which it rounds their gradients. `param_dtype` stays None:
+    # FSDP2 copies what it casts before it allocates the gather's memory, and only there `before_reading_shards` waits.
     parameter.orig_dtype = policy.param_dtype or parameter.orig_dtype
 
 

@@ -144,8 +144,8 @@ def average_over(module: nn.Module, num_own: int, num_ranks: int) -> None:
     """
     assert isinstance(module, FSDPModule)
     module.set_custom_reduce_scatter(_ReduceScatter(num_ranks))
-    # One rank calls no reduce-scatter: there FSDP2 itself divides, before the hook, and once more behind it where it is
-    # told to sum.
+    # A single rank calls no reduce-scatter. Then FSDP2 itself divides before the hook, and once more after it if it is
+    # set to sum.
     is_alone = num_own == 1
     module.set_gradient_divide_factor(num_ranks if is_alone else 1)
     module.set_force_sum_reduction_for_comms(not is_alone)

@@ -41,14 +41,17 @@ class UnitPlan:
 
     @property
     def blocks(self) -> tuple[Unit, ...]:
+        """Returns the units of kind `block`."""
         return tuple(unit for unit in self.units if unit.kind == "block")
 
     @property
     def num_parameters(self) -> int:
+        """Returns the number of parameters of all units."""
         return sum(unit.num_parameters for unit in self.units)
 
     @property
     def num_bytes(self) -> int:
+        """Returns the bytes of all units."""
         return sum(unit.num_bytes for unit in self.units)
 
     def groups(self) -> list[tuple[str, list[Unit]]]:

@@ -1,4 +1,4 @@
-"""Moves FSDP2's units through their states, in ordinary runs and in runs by block. Only this module does.
+"""Moves FSDP2's units through their states, and owns the order of these moves, in ordinary runs and in runs by block.
 
 FSDP2's record of a unit holds the state of its parameters, and the state of the current pass through the unit:
 
@@ -107,8 +107,8 @@ class UnitStates:
             unit.reshard()
             for parameter in copied:  # a group's, which FSDP2 frees when backward has gathered them
                 parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
-            # torch 2.11 goes on waiting for a module that was not called (a head whose weight alone is used), and
-            # gathers the unit no more.
+            # torch 2.11 keeps waiting for a module that was not called (a head of which only the weight is used), and
+            # never gathers the unit again.
             unit._get_fsdp_state()._modules_to_run_forward.clear()
 
     @contextmanager

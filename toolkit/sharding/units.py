@@ -234,6 +234,7 @@ class _Roles:
     norm: str | None
 
     def paths(self) -> set[str]:
+        """Returns the paths of those that exist."""
         return {path for path in (self.embeddings, self.head, self.norm) if path is not None}
 
 

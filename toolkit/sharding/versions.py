@@ -104,7 +104,7 @@ PRIVATE_NAMES = (
     # UnitStates.end_window, return_to_forward: a backward in the midst of a forward frees nothing of the root.
     PrivateName(f"{_STATE}:FSDPState._root_post_backward_final_callback", ("fsdp_param_group.post_backward()",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup.reshard", ("self._training_state == TrainingState.FORWARD",)),
-    # fsdp_replaced.gather_in_float32: types are a parameter's own, gathered as bytes where they differ.
+    # fsdp_replaced.gather_in_float32: types are a parameter's own, gathered as bytes if they differ.
     PrivateName(f"{_FSDP}_fsdp_param:FSDPParam.init_dtype_attrs", ("mp_policy", "self.reduce_dtype = reduce_dtype")),
     PrivateName(f"{_COLLECTIVES}foreach_all_gather", ("dtype == torch.uint8",)),
     # fsdp_replaced.wrap_as_dtensor: what a unit's shards are shown as; gloo.average_over: how gradients are divided.
@@ -117,7 +117,7 @@ PRIVATE_NAMES = (
     PrivateName(
         f"{_COLLECTIVES}foreach_reduce", ("reduce_output.copy_(reduce_scatter_input / gradient_divide_factor)",)
     ),
-    # UnitStates.backward_by_unit, end_passes: the end of a pass is looked at where it was.
+    # UnitStates.backward_by_unit, end_passes: when FSDP2 ends the passes of all units.
     PrivateName(
         f"{_STATE}:FSDPState._register_root_post_backward_final_callback",
         ("if self._state_ctx.post_backward_final_callback_queued:",),
@@ -186,7 +186,7 @@ PRIVATE_NAMES = (
             "with device_handle.stream(reduce_scatter_stream):",
             "reduce_output = reduce_scatter_comm.allocate(",
             "all_reduce_hook(reduce_output)",
-            # 2.15 casts each parameter's gradient to the parameter's own type, in a function of its own.
+            # 2.15 casts each parameter's gradient to the parameter's own type, in a separate function.
             ("_to_dtype_if_needed(reduce_output, orig_dtype)", "_cast_and_view_sharded_grads("),
             "hook(fsdp_param.sharded_param)",
         ),
@@ -203,7 +203,7 @@ PRIVATE_NAMES = (
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("def _is_hsdp(self)",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("self.comm_ctx.reduce_scatter_stream,",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("self._all_reduce_state = AllReduceState(",)),
-    # shards.beside: a DTensor whose local part lies on the host.
+    # shards.beside: a DTensor whose local part is on the host.
     PrivateName(
         "torch.distributed.tensor._dtensor_spec:DTensorSpec", ("mesh: DeviceMesh", "placements:", "tensor_meta:")
     ),

@@ -84,7 +84,7 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     set_dropout(model, 0.0)
     result = _run_steps(opened, run, steps, folder)
     result["facts"] = facts_of(opened, run)
-    # On every rank: gathering is collective, and rank 0 alone gets the tensors.
+    # On every rank, because gathering is collective. Only rank 0 gets the tensors.
     tensors = as_peft_has_them(model, dequantised(model, whole_tensors(state_once(model))))
     weights = {name: t.float().cpu().contiguous() for name, t in tensors if t is not None}
     if accelerator.is_main_process:

@@ -52,8 +52,8 @@ class Capture:
         self._units.append(unit)
         unit.modules[0].set_all_reduce_hook(lambda reduced: self._on_reduced(unit, reduced))
         free_reduced_gradient(unit.modules[0])
-        # Weakly: a tensor's hooks are held where Python's garbage collection does not look. By way of this object each
-        # of them kept the model, its state and its process group for the life of the process.
+        # Weakly: Python's garbage collector does not see a tensor's hooks. Through this object each hook would keep the
+        # model, its state and its process group alive until the process ends.
         own_drop = weakref.WeakMethod(self._drop_rounded)
 
         def drop(parameter: torch.Tensor) -> None:

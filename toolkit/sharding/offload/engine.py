@@ -97,7 +97,7 @@ class OffloadEngine:
         self.executor, self.reason = choose(
             settings.executor, optimizer, self._device, self.threads, max(unit.numel for unit in units)
         )
-        # One rank reduces nothing: what lands is the gradient of one backward in the type of compute, if all have it.
+        # One rank reduces nothing: it gets the gradient of one backward, in the compute type if all parameters have it.
         types = {slot.parameter.dtype for unit in units for slot in unit.slots}
         exact = next(iter(types)) if len(types) == 1 and ranks.world_size() == 1 and not accumulates else torch.float32
         self.state = OffloadedState(
@@ -109,7 +109,7 @@ class OffloadEngine:
         self._worker = Worker(self._device, self.threads)
         self._used = UsedParameters(model)
         self._agreed = False
-        # The model keeps its engine: who lets go of the model, as at the end of a Trainer, gives the host memory back.
+        # The model holds its engine, so that dropping the model (as at the end of a Trainer) frees the host memory.
         model.offload_engine = self  # type: ignore[assignment]
         self._end = weakref.finalize(self, _free_memory, self._worker, self._handle, self.state.slabs)
         # Not at the end of the process: the device may wait for a rank that is gone.
@@ -123,18 +123,18 @@ class OffloadEngine:
         on_device = self.executor == "device_stream"
         for unit in self.state.units:
             for slot in unit.slots:
-                # By name: giving a model its weights puts new parameters where the units found theirs.
+                # By name: loading the weights replaces the parameters that the units found.
                 slot.parameter = parameters[slot.name]
                 slot.group = groups.get(id(slot.parameter))
-                # A fused optimizer wants the count on the device where it steps.
+                # A fused optimizer needs the count on the device on which it steps.
                 slot.step = torch.zeros((), device=self._device if on_device or unit.resident else "cpu")
         self._executors = self._make_executors()
         once = self.settings.during_backward
         self._capture = Capture(self._device, self._is_last, self._on_landed, once)
         for unit in self.state.units:
             self._capture.attach(unit)
-            # In the gather, not before the forward: an explicit prefetch gathers a unit ahead of its forward. A wait
-            # there trained on old weights, without an error, and losses were off by 8e-2 to 1e-1.
+            # Wait in the gather, not before the forward: an explicit prefetch gathers a unit ahead of its forward. With
+            # a wait before the forward, training silently used old weights, and losses were off by 8e-2 to 1e-1.
             before_reading_shards(unit.modules[0], functools.partial(self._wait_for_weights, unit))
             for module in unit.modules:
                 module.register_forward_pre_hook(functools.partial(self._note_order, unit))
@@ -180,7 +180,7 @@ class OffloadEngine:
         # In the order given, and without those that have no gradient: as zeros they would change the order of the sum,
         # and its last bit.
         stacked = torch.stack([norms[id(parameter)] for parameter in listed if id(parameter) in norms])
-        # Over one copy's shards: replicas hold the same gradients, which would be counted again.
+        # Only over the shards of one replica: others hold the same gradients, which would be counted again.
         if dist.get_world_size(self._group) > 1:
             squares = stacked**2
             dist.all_reduce(squares, group=self._group)
@@ -238,7 +238,7 @@ class OffloadEngine:
             self._agree_on_used([unit])
             if unit.present:
                 self._submit_step(unit, hyper_parameters(self.optimizer), None, unit.landed)
-            # The task holds it from here on, and nothing is left for `step` to hand in again.
+            # The task holds it from now on, so that `step` does not hand it in again.
             unit.gradient = None
 
     def _finish_window(self) -> None:
@@ -285,13 +285,13 @@ class OffloadEngine:
                     _copy_to_shards(step, begin, weights)
                 unit.arrived = stream.record_event()
             executor.sent(unit.arrived)
-        # Last: who has waited for it reads `arrived` next.
+        # Last: whoever waits for this reads `arrived` next.
         unit.published.set()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_order(self, unit: OffloadedUnit, *_: object) -> None:
         """Records the order of units before each module's forward: the next forward needs them in this order."""
-        # An evaluation tells nothing of the next training forward; checkpointed blocks run a second time, in backward.
+        # An evaluation does not predict the next training forward. Checkpointed blocks run a second time, in backward.
         if torch.is_grad_enabled() and unit not in self._seen:
             self._seen.append(unit)
 
@@ -348,7 +348,7 @@ class OffloadEngine:
         if self._device.type == "cpu":
             return  # device and host are one memory
         _, total = self._handle.mem_get_info(self._device)
-        # Reserved, not allocated: what lies in the allocator's gaps cannot be had for this.
+        # Reserved, not allocated: the gaps of the allocator cannot be used for this.
         room = int(DEVICE_SHARE * total) - self._handle.max_memory_reserved(self._device)
         moved = []
         for unit in self.state.hosted:
@@ -362,7 +362,7 @@ class OffloadEngine:
     @torch.no_grad()
     def _move_to_device(self, units: Sequence[OffloadedUnit]) -> None:
         """Makes units resident and moves their state."""
-        # Otherwise the worker might step what has been copied already, in its old place.
+        # Otherwise the worker could step state in its old place after it has been copied.
         self.flush()
         for unit in units:
             self.state.move_to_device(unit)

@@ -136,7 +136,7 @@ def _measure_rates(
 def _measure_rate(name: str, optimizer: torch.optim.Optimizer, device: torch.device, threads: int) -> float:
     unit = _probe_unit(state_names(optimizer))
     pin = device.type == "cuda"
-    # As `OffloadedState` has it: state is pinned only where it streams.
+    # As in `OffloadedState`: state is pinned only if it is streamed.
     if pin and name == "device_stream":
         unit.master = unit.master.pin_memory()
         unit.moments = {key: moment.pin_memory() for key, moment in unit.moments.items()}

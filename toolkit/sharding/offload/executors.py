@@ -120,7 +120,7 @@ class FlatOptimizer:
             for group, params in zip(self._groups, members, strict=True)
         ]
         self._inner = type(optimizer)(options)  # type: ignore[call-arg]
-        # torch makes the state of a parameter that has none, in memory of its own; so all of them have one.
+        # torch would create missing state in its own memory, so set the state of all parameters.
         for i, master_view in self._masters.items():
             slot = unit.slots[i]
             state = {name: slot.view(flat) for name, flat in moments.items()}

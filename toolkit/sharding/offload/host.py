@@ -47,6 +47,7 @@ class HostPlan:
 
     @property
     def total(self) -> int:
+        """Returns the bytes of all four."""
         return self.masters + self.moments + self.gradients + self.staging
 
     def __str__(self) -> str:
@@ -105,7 +106,7 @@ def require_host_memory(plan: HostPlan) -> None:
     needed: dict[tuple[object, ...], int] = defaultdict(int)
     for total, rooms, _ in told:
         for room in rooms:
-            # Ranks share a host's memory: each may fit alone, and all together not.
+            # Ranks share a host's memory: each one may fit, but not all together.
             needed[room.key] += total
     # Every rank looks at the figures of all, so that all raise the same error and none is left in a collective.
     for _, rooms, held in told:

@@ -109,7 +109,7 @@ def read_units(model: nn.Module) -> list[OffloadedUnit]:
             if parameter.requires_grad:
                 local = local_tensor(parameter)
                 slots.append(Slot(names[id(parameter)], parameter, offset, local.shape))
-                # Padded: in the flat gradient every rank has ceil(rows / F) rows, also where it holds fewer.
+                # Padded: in the flat gradient every rank has ceil(rows / F) rows, even if it holds fewer.
                 offset += shard_shape(parameter).numel()
         if slots:
             units.append(OffloadedUnit(slots[0].name.rpartition(".")[0], modules, slots, offset))

@@ -111,7 +111,7 @@ def _step_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     # Left out: the parameters, how torch runs the step, and the initial learning rate that schedulers note.
     left_out = ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "initial_lr")
     settings = {key: value for key, value in group.items() if key not in left_out}
-    # A learning rate may be a tensor, which a scheduler changes in place: a copy of the dict alone would follow it.
+    # A learning rate may be a tensor, which a scheduler changes in place: a copy of only the dict would follow it.
     return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
 
 

@@ -139,14 +139,14 @@ class OffloadedState:
 
     @property
     def _needs_scratch(self) -> bool:
-        # torch steps with float32 gradients alone; our kernel reads bfloat16 as it is.
+        # torch steps only with float32 gradients; our kernel reads bfloat16 directly.
         return self._executor == "cpu_torch" and self._gradient_dtype != torch.float32
 
     def _allocate(self) -> None:
         lengths = [unit.numel for unit in self.hosted]
         pin = self.device.type == "cuda"
-        # Pinned is only what the device copies. Masters and moments, most of the memory, are read by the host alone
-        # unless they stream through the device.
+        # Pin only what the device copies. Only the host reads masters and moments, most of the memory, unless they are
+        # streamed through the device.
         pin_state = pin and self._executor == "device_stream"
         masters = self.slabs.cut(lengths, torch.float32, pin_state)
         moments = {name: self.slabs.cut(lengths, torch.float32, pin_state) for name in self._names}
