@@ -26,7 +26,9 @@ STARTS_RANKS = ("train", "verify", "doctor", "status")
 STAND_INS = {
     "meta-llama/Llama-3.2-1B-Instruct": "model",
     "meta-llama/Llama-3.1-8B": "model",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "model",
     "outputs/chat": "outputs/notes",
+    "outputs/calls": "outputs/notes",
     "outputs/hand": "outputs/notes",
     "outputs/dpo/export": "outputs/notes",
     "s3://bucket/runs/first": "outputs/notes",
