@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shlex
 import struct
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,15 @@ def source_name(source: str) -> str:
 def is_hub_name(name: str) -> bool:
     """Returns whether a model's name is a hub name, and not the path of a folder, existing or not."""
     return not (name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).expanduser().exists())
+
+
+def told_of_checkpoint(folder: Path) -> str | None:
+    """What to do with a checkpoint's folder where a run or a model is meant; None where it is no checkpoint's."""
+    step = re.fullmatch(r"step_(\d{8,})", folder.name)
+    if step is None or folder.parent.name != "checkpoints":
+        return None
+    export = ["toolkit", "export", str(folder.parent.parent), "--checkpoint", str(int(step[1])), "--to", "FOLDER"]
+    return f"{str(folder)!r} is one checkpoint of a run; export it by `{shlex.join(export)}`"
 
 
 def require_folder(name: str, field: str) -> None:

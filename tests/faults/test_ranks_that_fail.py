@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -128,3 +129,33 @@ def test_the_error_of_the_rank_that_fails_is_told(recipe: Path, point: str) -> N
     assert saved[-1:] == {"parts": [], "data": [], "export": ["step_00000004"]}.get(point, ["step_00000002"])
     usable = [c.folder.name for c in list_checkpoints(folder / f"out-{point}") if c.problem is None]
     assert usable == saved, "what was saved before is whole"
+
+
+def met_and_lost(folder: str) -> None:
+    """Rank 1 is killed when all have met, before the ranks have made the group for long waits."""
+    from toolkit import Recipe, finetune
+    from toolkit.run import opening
+    from toolkit.supervise import rendezvous
+
+    build = opening.build_accelerator
+
+    def built(*arguments: Any) -> Any:
+        accelerator = build(*arguments)
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return accelerator
+
+    opening.build_accelerator, rendezvous.SHORTEST_SECONDS = built, 3.0
+    home = Path(folder)
+    values = recipe_values(home / "model", home / "rows.jsonl", home / "out", home / "cache", stall_minutes=0.01)
+    finetune(Recipe.from_mapping(values))
+
+
+def test_a_rank_that_ends_before_the_first_group_is_waited_for_no_longer_than_one_that_never_came(
+    tmp_path: Path,
+) -> None:
+    """torch waits in `new_group` as long as the group may wait, which is seven days for preparations."""
+    with ranks.started(met_and_lost, 2, str(tmp_path)) as processes:
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [4, -signal.SIGKILL]

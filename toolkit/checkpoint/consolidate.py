@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
+from pydantic import ValidationError
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,6 +38,7 @@ from toolkit.checkpoint.manifest import (
     check_files,
     latest,
     look_at,
+    place_of,
     read_checkpoint,
     step_folder,
 )
@@ -47,8 +49,8 @@ from toolkit.model.adapters import add_adapter, has_adapter, quantise, write_ada
 from toolkit.model.file_names import FileNames
 from toolkit.model.load import PROCESSORS, auto_class, take_generation_settings
 from toolkit.optim.ema import AVERAGE
-from toolkit.paths import GIB, is_store
-from toolkit.recipe.schema import AdapterSection, ExportSection
+from toolkit.paths import GIB, told_of_checkpoint
+from toolkit.recipe.schema import LARGEST_SHARD_GIB, AdapterSection, ExportSection
 
 EXPORT_TYPES = ("float32", "bfloat16", "float16")
 
@@ -88,11 +90,11 @@ def export_checkpoint(
     if problem is not None:
         raise BadInputError(f"{str(folder)!r}: {problem}")
     config, tokenizer = _load_configuration(run / MODEL_FILES)
-    model = _empty_model(config, manifest)
+    model = _empty_model(config, manifest, folder)
     # Write beside the target and rename, so that an interrupted export is never taken for a model. The name is unique,
     # because two exports to one place would write into each other's files.
     unfinished = to.with_name(f".{to.name}.{uuid.uuid4().hex}.unfinished")
-    unfinished.mkdir(parents=True)
+    _make_folder(unfinished, to)
     try:
         tensors = read_whole(folder, manifest, settings.max_shard_bytes, settings.average)
         if has_adapter(model):
@@ -135,6 +137,14 @@ def _read_stored_names(path: Path) -> frozenset[str] | None:
     except (OSError, ValueError):
         return None
     return frozenset(map(str, found)) if isinstance(found, list) else None
+
+
+def _make_folder(folder: Path, to: Path) -> None:
+    """Makes a folder for an export. Raises BadInputError that names `to`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"--to: {str(to)!r} cannot be made: {error.strerror}; name another folder") from error
 
 
 def _rename_export(unfinished: Path, to: Path) -> None:
@@ -189,17 +199,18 @@ def export_run(
         ExportError: if the export has other logits.
     """
     to = Path(to)
-    if not max_shard_gib > 0:
-        raise BadInputError(f"--max-shard-gib: found {max_shard_gib:g}; allowed: a number greater than 0")
-    if is_store(str(run)):
-        return _export_from_store(StorePath(str(run)), to, checkpoint, dtype, verify, max_shard_gib, average)
-    run = Path(run)
+    if not 0 < max_shard_gib <= LARGEST_SHARD_GIB:
+        allowed = f"a number greater than 0 and up to {LARGEST_SHARD_GIB:g}"
+        raise BadInputError(f"--max-shard-gib: found {max_shard_gib:g}; allowed: {allowed}")
+    place = place_of(run)
+    if isinstance(place, StorePath):
+        return _export_from_store(place, to, checkpoint, dtype, verify, max_shard_gib, average)
     if dtype not in EXPORT_TYPES:
         raise BadInputError(f"dtype: unknown {dtype!r}; allowed: {', '.join(EXPORT_TYPES)}")
-    folder = _last_folder(run) if checkpoint is None else step_folder(run, checkpoint)
+    folder = _last_folder(place) if checkpoint is None else step_folder(place, checkpoint)
     manifest = read_checkpoint(folder)
     settings = ExportSettings(getattr(torch, dtype), int(max_shard_gib * GIB), average=average)
-    difference = export_checkpoint(run, folder, manifest, to, settings, verify)
+    difference = export_checkpoint(place, folder, manifest, to, settings, verify)
     return Exported(to, manifest.step, difference, manifest.recipe["adapter"]["kind"] != "none")
 
 
@@ -212,7 +223,7 @@ def _export_from_store(
         found = "it has none" if last is None else f"{last.folder.name}: {last.problem}"
         shown = shlex.quote(str(store))
         raise BadInputError(f"{str(store)!r} has no such whole checkpoint ({found}); see toolkit checkpoints {shown}")
-    to.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(to.parent, to)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as folder:
         run = Path(folder)
         problem = fetch(step_folder(store, last.step), last.manifest, step_folder(run, last.step))
@@ -232,21 +243,35 @@ def _last_folder(run: Path) -> Path:
     if last is None:
         if not run.is_dir():
             raise BadInputError(f"there is no folder {str(run)!r}; name that of a run")
+        if (told := told_of_checkpoint(run)) is not None:
+            raise BadInputError(told)
         raise BadInputError(f"{str(run)!r} has no whole checkpoint; see toolkit checkpoints {shlex.quote(str(run))}")
     return step_folder(run, last.step)
 
 
-def _empty_model(config: PretrainedConfig, manifest: Manifest) -> PreTrainedModel:
+def _empty_model(config: PretrainedConfig, manifest: Manifest, folder: Path) -> PreTrainedModel:
     """Builds the run's model without weights, with its adapters, if any."""
+    section, base, revision = _trained_as(manifest, folder)
     with init_empty_weights():
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     model.tie_weights()
-    recipe = manifest.recipe
-    if recipe["adapter"]["kind"] == "none":
+    if section.kind == "none":
         return model
-    section = AdapterSection.model_validate({**recipe["adapter"]})
     quantise(model, section)
-    return add_adapter(model, section, recipe["model"]["name_or_path"], recipe["model"]["revision"])
+    return add_adapter(model, section, base, revision)
+
+
+def _trained_as(manifest: Manifest, folder: Path) -> tuple[AdapterSection, str, str | None]:
+    """What was trained of which base, and its revision. Raises BadInputError where the manifest does not tell."""
+    try:
+        model, adapter = manifest.recipe["model"], manifest.recipe["adapter"]
+        # As it was written all settings are set, of which none but this has an effect then.
+        section = AdapterSection() if adapter["kind"] == "none" else AdapterSection.model_validate({**adapter})
+        return section, model["name_or_path"], model["revision"]
+    except (KeyError, TypeError, ValidationError) as error:
+        raise BadInputError(
+            f"{str(folder)!r}: the recipe in {MANIFEST} is not a run's ({first_line(error)}); name another checkpoint"
+        ) from error
 
 
 def read_whole(folder: Path, manifest: Manifest, max_bytes: int, average: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, counted, first_line
-from toolkit.paths import is_store
+from toolkit.paths import STORES, is_store
 
 FORMAT = 1
 FOLDER = "checkpoints"
@@ -160,6 +160,20 @@ def place_of(name: str | Path) -> Place:
     return StorePath(str(name).rstrip("/")) if is_store(str(name)) else Path(name)
 
 
+def place_named(name: str) -> Place:
+    """What a name on a command line stands for. Raises BadInputError for what is no folder in a store that is known."""
+    protocol, _, place = name.partition("://")
+    if not is_store(name):
+        return Path(name).expanduser()
+    if protocol not in STORES or not place.strip("/"):
+        allowed = ", ".join(f"{known}://" for known in STORES)
+        raise BadInputError(
+            f"{name!r} is no folder in a store that is known; name a folder, or one in a store, for example "
+            f"s3://bucket/runs/first; allowed: {allowed}"
+        )
+    return place_of(name)
+
+
 def step_folder(run: P, step: int) -> P:
     """Returns the folder of the checkpoint of a step."""
     return run / FOLDER / f"step_{step:08d}"
@@ -198,6 +212,8 @@ def read_checkpoint(folder: Place) -> Manifest:
         BadInputError: if the checkpoint does not count.
     """
     checkpoint = look_at(folder)
+    if checkpoint.unfinished and not folder.is_dir():
+        raise BadInputError(f"there is no checkpoint {str(folder)!r}; name another (`toolkit checkpoints` lists them)")
     if checkpoint.manifest is None or checkpoint.problem is not None:
         raise BadInputError(f"{str(folder)!r} is no whole checkpoint: {checkpoint.problem}; name another")
     return checkpoint.manifest
@@ -205,7 +221,8 @@ def read_checkpoint(folder: Place) -> Manifest:
 
 def look_at(folder: Place) -> Checkpoint:
     """Reads a checkpoint's folder and checks it, except for the content of its files (see `check_files`)."""
-    return _read_folder(folder, UNKNOWN)
+    named = STEP_FOLDER.fullmatch(folder.name)
+    return _read_folder(folder, UNKNOWN if named is None else int(named[1]))
 
 
 def _read_folder(folder: Place, step: int) -> Checkpoint:

@@ -105,7 +105,7 @@ class RunCheckpoints(Extension):
         ranks.on_first_rank(lambda: clear_unfinished(run))
         if store is not None:
             ranks.on_first_rank(lambda: upload.clear_unfinished(store))
-        self._checkpointer = Checkpointer(run, section, metrics.warn, store)
+        self._checkpointer = Checkpointer(run, section, metrics.warn, store, heartbeat.wait)
         self._told = time.monotonic()
         self._saved_step = -1
         self._saved_at = time.monotonic()
@@ -185,7 +185,7 @@ class RunCheckpoints(Extension):
         return missing is None
 
     def _wait_on(self, what: str) -> None:
-        self._heartbeat.enter_phase(Phase.SAVE)
+        self._heartbeat.wait()
         if time.monotonic() - self._told > TELL_SECONDS:
             self._told = time.monotonic()
             self._metrics.tell(what)

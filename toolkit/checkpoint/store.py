@@ -95,10 +95,13 @@ class StorePath:
         """Imports the driver.
 
         Raises:
-            BadInputError: if the driver cannot be imported.
+            BadInputError: if the driver cannot be imported, or a file stands in place of the folder.
         """
-        with _file_system(self.url):
-            pass
+        with _file_system(self.url) as (_, path):
+            if self.url.startswith("file://"):
+                first = next(folder for folder in (Path(path), *Path(path).parents) if folder.exists())
+                if not first.is_dir():
+                    raise BadInputError(f"checkpoint.to: {str(first)!r} is no folder; name another place")
 
     def exists(self) -> bool:
         """Returns whether it exists."""

@@ -52,6 +52,10 @@ DELETED = ".deleted"
 """The ending of the hidden folders in which a checkpoint is deleted."""
 
 
+WAIT_SECONDS = 1.0
+"""Between looks at a save that is waited for."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One save.
@@ -82,17 +86,26 @@ class Checkpointer:
         settings: the settings of checkpoints.
         warn: called if a save fails. The run goes on, and the last whole checkpoint stays.
         store: the store to which a thread copies each rank's files, or None to keep the checkpoints in `run`.
+        waits: called while this rank waits for a save that makes progress, so that the wait is no stall.
 
     Attributes:
         uploads: copies checkpoints to the store. None without a store.
     """
 
     def __init__(
-        self, run: Path, settings: CheckpointSection, warn: Callable[[str], None], store: StorePath | None = None
+        self,
+        run: Path,
+        settings: CheckpointSection,
+        warn: Callable[[str], None],
+        store: StorePath | None = None,
+        waits: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
         self._settings = settings
         self._warn = warn
+        self._waits = waits
+        self._place: Path | None = None  # the folder of the current save
+        self._num_done = 0
         # A separate group: the thread's collectives must not mix with those of training, and gloo needs no device.
         self._group = dist.new_group(backend="gloo", timeout=ranks.PATIENCE) if ranks.world_size() > 1 else None
         if self._group is not None:
@@ -123,10 +136,20 @@ class Checkpointer:
 
     def wait(self) -> bool:
         """Waits until the save that is being written has ended. Returns whether it counts."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        seen: tuple[int, int] | None = None
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(WAIT_SECONDS)
+            # A slow disk is no stall, but one that hangs is.
+            if (progress := (self._num_done, _bytes_in(self._place))) != seen:
+                seen = progress
+                self._waits()
+        self._thread = None
         return self._report_problem()
+
+    def _note_progress(self) -> None:
+        self._num_done += 1
+        if threading.current_thread() is not self._thread:
+            self._waits()
 
     def _report_problem(self) -> bool:
         # The writing thread only leaves its problem. This thread, which writes the metrics, reports it.
@@ -139,13 +162,13 @@ class Checkpointer:
         """Writes a checkpoint. Collective over the save's own group. If a rank fails, every rank reports it."""
         step = job.manifest.step
         folder = step_folder(self._run, step) if self.uploads is None else self.uploads.folder(step)
-        unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
+        self._place = unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
         # One folder for all ranks or, if each host may have its own disk, one for each rank.
         leads = ranks.rank() == 0 or self.uploads is not None
         try:
             self._on_every_rank(lambda: _create_folder(unfinished) if leads else None)
             self._save_tensors(job.tensors, unfinished)
-            entries = self._on_every_rank(lambda: _write_rank_files(job, unfinished))
+            entries = self._on_every_rank(lambda: _write_rank_files(job, unfinished, self._note_progress))
             files = {name: entry for found in entries for name, entry in found.items()}
             non_finite = self._non_finite(job)
             manifest = replace(job.manifest, files=files, tensors=described(job.tensors), non_finite=non_finite)
@@ -270,13 +293,28 @@ def _create_folder(unfinished: Path) -> None:
     unfinished.mkdir(parents=True)
 
 
-def _write_rank_files(job: Job, folder: Path) -> dict[str, FileEntry]:
-    """Writes this rank's other files, reads its tensors back, and syncs all files."""
+def _bytes_in(folder: Path | None) -> int:
+    """Returns the size of the files that all ranks have written to a folder; 0 if there is none."""
+    try:
+        return sum(path.stat().st_size for path in folder.iterdir()) if folder is not None else 0
+    except OSError:  # renamed or deleted meanwhile
+        return 0
+
+
+def _write_rank_files(job: Job, folder: Path, note_progress: Callable[[], None]) -> dict[str, FileEntry]:
+    """Writes this rank's other files, reads its tensors back, and syncs all files.
+
+    Args:
+        job: the save.
+        folder: the folder of the files.
+        note_progress: called after each file of tensors.
+    """
     # The storage writer counts ranks from 1.
     mine = sorted(folder.glob(f"shard-{ranks.rank() + 1:05d}-*.safetensors"))
     for path in mine:
         require_same(path, job.tensors)
         sync(path)
+        note_progress()
     states = folder / f"rank_{ranks.rank():05d}.json"
     write_synced(states, json.dumps(job.random_states))
     mine.append(states)

@@ -20,6 +20,9 @@ DEFAULT_RECIPE = "quickstart"
 DEFAULT_GPU_CONFIG, DEFAULT_CPU_CONFIG = "zero3", "cpu_2"
 """Accelerate configs that `toolkit train` starts from where none is named."""
 
+MOST_CPU_RANKS = 1024
+"""Of one machine: each takes half a GiB before its model, and a port."""
+
 FILES = {".yaml", ".yml", ".json"}
 """Of recipes, Accelerate configs and profiles of hardware."""
 
@@ -87,7 +90,8 @@ GpusOption = Annotated[
     int | None, typer.Option(min=1, help="Number of GPUs. By default all GPUs of this machine.", show_default=False)
 ]
 CpuOption = Annotated[
-    int | None, typer.Option(min=1, help="Train on the CPU with this many processes.", show_default=False)
+    int | None,
+    typer.Option(min=1, max=MOST_CPU_RANKS, help="Train on the CPU with this many processes.", show_default=False),
 ]
 ConfigOption = Annotated[
     str | None,
@@ -111,7 +115,7 @@ def split_arguments(arguments: Sequence[str] | None, option: str | None) -> tupl
     named = overrides.pop(0) if overrides and "=" not in overrides[0] else None
     if named is not None and option is not None:
         raise BadInputError(f"two recipes are given: {named!r} and --recipe {option}; leave one of them out")
-    return named or option or DEFAULT_RECIPE, overrides
+    return next(name for name in (named, option, DEFAULT_RECIPE) if name is not None), overrides
 
 
 def load_recipe(arguments: Sequence[str] | None, option: str | None) -> Recipe:

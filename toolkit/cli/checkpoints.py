@@ -26,9 +26,9 @@ def checkpoints(
     as_json: AsJson = False,
 ) -> None:
     """List a run's checkpoints. Exit code 1 if a finished one is damaged or holds non-finite weights."""
-    from toolkit.checkpoint.manifest import list_checkpoints, place_of
+    from toolkit.checkpoint.manifest import list_checkpoints, place_named
 
-    place = place_of(run)
+    place = place_named(run)
     if not place.is_dir():
         raise BadInputError(f"{run!r}: no such folder; name the training.output_dir or the checkpoint.to of a run")
     found = list_checkpoints(place)

@@ -40,8 +40,9 @@ def export(
     """Convert a checkpoint to a Hugging Face folder, in one process, with one of its files in memory at a time."""
     type_name = parse_dtype(dtype)
     from toolkit.checkpoint.consolidate import export_run
+    from toolkit.checkpoint.manifest import place_named
 
-    done = export_run(run, to, checkpoint, type_name, check, max_shard_gib, average)
+    done = export_run(str(place_named(run)), to, checkpoint, type_name, check, max_shard_gib, average)
     if as_json:
         print(json.dumps({**dataclasses.asdict(done), "folder": str(done.folder), "dtype": type_name}, indent=1))
         return

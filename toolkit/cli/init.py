@@ -126,7 +126,7 @@ def _machine(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine
         cpu = CPU_RANKS
     preset = preset_of_device(torch.cuda.get_device_name(0)) if here and hardware is None and cpu is None else None
     device = preset or hardware_of(
-        hardware or ("cpu" if cpu is not None else "h100_sxm"),
+        hardware if hardware is not None else "cpu" if cpu is not None else "h100_sxm",
         device_memory_gib=host_gib_of_a_rank(cpu) if cpu is not None and hardware is None else None,
     )
     if (device.device_type == "cpu") != (cpu is not None):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.cli.arguments import (
+    MOST_CPU_RANKS,
     AsJson,
     ConfigOption,
     RecipeArguments,
@@ -48,12 +49,16 @@ Gpus = Annotated[
     ),
 ]
 Cpu = Annotated[
-    int | None, typer.Option(min=1, help="Plan for this many processes on this machine's CPU.", show_default=False)
+    int | None,
+    typer.Option(
+        min=1, max=MOST_CPU_RANKS, help="Plan for this many processes on this machine's CPU.", show_default=False
+    ),
 ]
 HardwareName = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="Plan for this hardware: a preset (--list-hardware), `calibrated`, or the path of a profile.",
+        show_default=DEFAULT_HARDWARE,
         autocompletion=complete_hardware,
     ),
 ]
@@ -90,7 +95,7 @@ def plan(
     recipe: RecipeOption = None,
     gpus: Gpus = None,
     cpu: Cpu = None,
-    hardware: HardwareName = DEFAULT_HARDWARE,
+    hardware: HardwareName = None,
     config: ConfigOption = None,
     gpus_per_node: GpusPerNode = None,
     device_memory_gib: DeviceMemory = None,
@@ -117,14 +122,18 @@ def plan(
         _print_presets()
         return
     if calibrate:
-        _calibrate(gpus or 1)
+        _calibrate(1 if gpus is None else gpus)
         return
+    _require_meant({"--longest-row": longest_row}, {"--all": every_row, "--explain": explain, "--trace": trace})
+    _require_meant({"--longest-row": longest_row}, {"--plot": plot is not None})
+    if plot is not None:
+        _require_picture(plot)
     loaded = load_recipe(arguments, recipe)
     settle_hub(loaded)
     device = hardware_of(
-        hardware if cpu is None else _cpu_alone(gpus, hardware),
+        (DEFAULT_HARDWARE if hardware is None else hardware) if cpu is None else _cpu_alone(gpus, hardware),
         device_memory_gib=device_memory_gib if cpu is None or device_memory_gib is not None else _share(cpu),
-        gpus_per_node=gpus_per_node,
+        gpus_per_node=gpus_per_node if cpu is None or gpus_per_node is not None else _cpu_ranks_of_a_node(cpu),
         host_memory_gib=host_memory_gib,
         link_gbs=link_gbs,
         nic_gbs=nic_gbs,
@@ -141,9 +150,30 @@ def plan(
         raise typer.Exit(1)
 
 
-def _cpu_alone(gpus: int | None, hardware: str) -> str:
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def _require_meant(alone: dict[str, bool], others: dict[str, bool]) -> None:
+    """Raises BadInputError where an option is given beside one that leaves it without effect."""
+    for option in [option for option, given in alone.items() if given]:
+        if idle := [other for other, given in others.items() if given]:
+            raise BadInputError(f"{idle[0]} has no effect with {option}; leave one of them out")
+
+
+def _require_picture(plot: Path) -> None:
+    """Raises BadInputError for the name of a file that would be another one's, or of no picture."""
+    if plot.suffix not in PICTURES:
+        raise BadInputError(f"--plot: {str(plot)!r} is no name of a picture; allowed: {', '.join(PICTURES)}")
+
+
+def _cpu_ranks_of_a_node(cpu: int) -> int:
+    """All of them: they are this machine's."""
+    return max(cpu, presets()["cpu"].devices_per_node)
+
+
+def _cpu_alone(gpus: int | None, hardware: str | None) -> str:
     """The preset of CPU ranks. Raises BadInputError where GPUs are asked for, too."""
-    if gpus is not None or hardware not in (DEFAULT_HARDWARE, "cpu"):
+    if gpus is not None or hardware not in (None, "cpu"):
         raise BadInputError("--cpu excludes --gpus and --hardware; leave one of them out")
     return "cpu"
 

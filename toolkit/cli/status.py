@@ -25,7 +25,7 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
     Exit code 1 if it is neither.
     """
     from toolkit.run.finished import is_finished
-    from toolkit.supervise.rank_status import COLUMNS, GONE_SECONDS, cells, read_statuses, verdict
+    from toolkit.supervise.rank_status import COLUMNS, GONE_SECONDS, cells, late_ranks, read_statuses, verdict
 
     if not run.is_dir():
         raise BadInputError(f"{str(run)!r}: no such folder; name the training.output_dir of a run")
@@ -33,7 +33,7 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
     if is_finished(run) and min((rank.silent_seconds for rank in ranks), default=0.0) > GONE_SECONDS:
         ranks = []  # killed behind its report: the run is done, and the next start clears these away
     gone = _gone(run, [rank.silent_seconds for rank in ranks])
-    late = [rank.rank for rank in ranks if rank.is_late(STANDING_SECONDS)]
+    late = [rank.rank for rank in late_ranks(ranks, STANDING_SECONDS)]
     told = verdict(ranks, STANDING_SECONDS) if late else None
     if as_json:
         found = {"ranks": [asdict(rank) for rank in ranks], "late": late, "verdict": gone or told}

@@ -173,7 +173,7 @@ def launcher_options(
             raise BadInputError(f"{_why_no_gpu()}; --cpu 2 trains on the CPU with two processes")
     elif gpus is not None and (found := count_gpus()) < gpus:
         raise BadInputError(f"--gpus {gpus}: this machine has {found}; --cpu {gpus} runs the same ranks on the CPU")
-    path = find_config(config or (DEFAULT_CPU_CONFIG if cpu is not None else DEFAULT_GPU_CONFIG))
+    path = find_config(config if config is not None else DEFAULT_CPU_CONFIG if cpu is not None else DEFAULT_GPU_CONFIG)
     machines = _checked(path).get("num_machines", 1)
     if isinstance(machines, int) and machines > 1:
         raise BadInputError(
@@ -184,11 +184,13 @@ def launcher_options(
     processes = cpu if cpu is not None else gpus
     if processes is not None:
         options += ["--num_processes", str(processes)]
-    word = strategy or (recipe.sharding.strategy if recipe is not None and config is None else None)
+    word = strategy
+    if word is None and recipe is not None and config is None:
+        word = recipe.sharding.strategy
     if word is not None:
         from toolkit.sharding.strategy import parse_strategy
 
-        parse_strategy(word, "--strategy" if strategy else "sharding.strategy")
+        parse_strategy(word, "--strategy" if strategy is not None else "sharding.strategy")
         options += ["--fsdp_sharding_strategy", word]
     return options
 

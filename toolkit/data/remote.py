@@ -43,6 +43,8 @@ def local_copies(url: str, field: str) -> tuple[Path, ...]:
     """
     folder = user_cache() / "downloads"
     index = folder / f"{digest('url', url)}.json"
+    if not url.partition("://")[2].strip("/"):
+        raise DataError(f"{field}: {url!r} names no file; name one, for example s3://bucket/rows.jsonl")
     with _told(url, field):
         try:
             copies = _download(url, folder)

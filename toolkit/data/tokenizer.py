@@ -27,7 +27,7 @@ from toolkit.data.sources import identify_rows, open_source
 from toolkit.data.template_arguments import set_defaults
 from toolkit.data.template_date import set_date
 from toolkit.data.templates import MARKERS, use_template
-from toolkit.errors import BadInputError, in_words
+from toolkit.errors import BadInputError, first_line, in_words
 from toolkit.paths import require_folder
 from toolkit.recipe.schema import DataSection, ModelSection
 from toolkit.terminal import Pass, Terminal
@@ -68,12 +68,26 @@ def _load(model: ModelSection, data: DataSection, objective: str) -> PreTrainedT
     revision = None if model.tokenizer else model.revision
     require_safe_stored(name, revision, field)  # the tokenizer's class may be found by the configuration's
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
+        found = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
+        require_settings(found)
+        return found
     except Exception as error:  # transformers and tokenizers raise a great many kinds about a broken file
+        if type(error).__name__.startswith("StrictDataclass"):  # of the configuration, by which the class is found
+            told = f"config.json of {name!r} cannot be used: {first_line(error)}"
+            raise BadInputError(f"{field}: {told}. Correct it, or name another model") from error
         raise BadInputError(
             f"{field}: no tokenizer can be loaded from {name!r}: {in_words(error)}. Correct its tokenizer.json, "
             "tokenizer_config.json or config.json, download them again, or name another one"
         ) from error
+
+
+def require_settings(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for settings of tokenizer_config.json that transformers takes unseen, and fails over later."""
+    length, template = tokenizer.model_max_length, tokenizer.chat_template
+    if not isinstance(length, int | float):
+        raise ValueError(f"model_max_length is {length!r}, and needs to be a number")
+    if template is not None and not isinstance(template, str | dict):
+        raise ValueError(f"chat_template is {template!r}, and needs to be text")
 
 
 def train(data: DataSection, vocab_size: int, objective: str = "causal_lm") -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BadInputError, ToolkitError, first_line
-from toolkit.paths import BASE_FILE, fingerprint_of, require_folder
+from toolkit.paths import BASE_FILE, fingerprint_of, require_folder, told_of_checkpoint
 from toolkit.recipe.adapter_file import read_config
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def find_model(source: str) -> Place:
     found = _in_folder(folder) or _in_folder(folder / "export")
     if found is not None:
         return found
+    if (told := told_of_checkpoint(folder)) is not None:
+        raise BadInputError(told)
     if any((folder / name).exists() for name in ("recipe.yaml", "checkpoints", "metrics.jsonl")):
         raise BadInputError(
             f"{source!r}: the run has no export; make one of its last checkpoint: "
@@ -210,11 +212,13 @@ def tokenizer_of(place: Place, base: Place) -> PreTrainedTokenizerBase:
 
     from toolkit.data.pictures import set_source
     from toolkit.data.pixel_limits import CONFIGURATIONS
+    from toolkit.data.tokenizer import require_settings
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             chosen.name, trust_remote_code=False, local_files_only=not chosen.on_hub, padding_side="left"
         )
+        require_settings(tokenizer)
     except Exception as error:  # as above
         raise BadInputError(f"{chosen.name!r}: no tokenizer can be loaded: {first_line(error)}") from error
     reads = any((Path(place.name) / name).is_file() for name in CONFIGURATIONS)

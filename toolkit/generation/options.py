@@ -43,6 +43,9 @@ CONTRADICTIONS = {
 }
 """Options that exclude each other -> why. The first is the one to leave out."""
 
+LEAST_TEMPERATURE = 0.001
+"""By which logits are divided without leaving the numbers that their type has."""
+
 CHOICES = {"--dtype": ("auto", "float32", "bfloat16", "float16"), "--device": ("auto", "cpu", "cuda")}
 
 
@@ -124,8 +127,15 @@ class Options:
         for option, count in (("--max-new-tokens", self.max_new_tokens), ("--batch-size", self.batch_size)):
             if count is not None and count < 1:
                 yield f"{option}: {count} is too small; allowed: 1 or more"
-        if temperature is not None and not 0 <= temperature < math.inf:
-            yield f"--temperature: {temperature} is out of range; allowed: 0 (always the most likely token) or more"
+        if temperature is not None and temperature != 0 and not LEAST_TEMPERATURE <= temperature < math.inf:
+            least = f"0 (always the most likely token), or {LEAST_TEMPERATURE} and more"
+            yield f"--temperature: {temperature} is out of range; allowed: {least}"
+        for option, value in (("--top-p", top_p), ("--seed", seed)):
+            if temperature == 0 and value is not None:
+                yield (
+                    f"{option} and --temperature 0 contradict each other: it takes the most likely token; leave "
+                    f"{option} out"
+                )
         if top_p is not None and not 0 < top_p <= 1:
             yield f"--top-p: {top_p} is out of range; allowed: more than 0, at most 1 (all tokens)"
         if seed is not None and not 0 <= seed < 2**63:
@@ -138,7 +148,7 @@ class Options:
         try:
             re.compile(self.extract or "")
         except re.error as error:
-            yield f"--extract: {self.extract!r} is no regular expression of Python: {error}"
+            yield f"--extract: {self.extract!r} is no regular expression of Python: {error}; correct it"
         if self.score is not None and (problem := function_problem(self.score)):
             yield f"--score: {problem}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,6 +90,17 @@ def find_reward_model(source: str) -> str:
             f"--reward: {source!r} is {what}; name the export of a whole model of the objective reward (with adapters: "
             "export.merge=true)"
         )
+    try:
+        config = json.loads((Path(place.name) / "config.json").read_text(encoding="utf-8"))
+        architecture = str((config.get("architectures") or [""])[0])
+    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise BadInputError(
+            f"--reward: {source!r} cannot be loaded: config.json is damaged ({first_line(error)}); name another export"
+        ) from error
+    if not architecture.endswith("ForSequenceClassification"):
+        raise BadInputError(
+            f"--reward: {source!r} ({architecture}) is no reward model; name an export of the objective reward"
+        )
     return place.name
 
 
@@ -106,10 +118,10 @@ def reward_model(source: str, dtype: str, device: str) -> Iterator[RewardModel]:
     with quiet():
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            architecture = (config.architectures or [""])[0]
-            if not architecture.endswith("ForSequenceClassification") or config.num_labels != 1:
+            if config.num_labels != 1:
                 raise BadInputError(
-                    f"--reward: {source!r} ({architecture}) is no reward model; name an export of the objective reward"
+                    f"--reward: {source!r} is no reward model: it tells {config.num_labels} classes; name an export of "
+                    "the objective reward"
                 )
             model = AutoModelForSequenceClassification.from_pretrained(
                 folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False

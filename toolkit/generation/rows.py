@@ -77,7 +77,7 @@ def read_rows(path: Path, option: str, with_answers: bool, is_scored: bool = Fal
 
     named = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not named:
-        raise BadInputError(f"{option}: {str(path)!r} holds no prompt")
+        raise BadInputError(f"{option}: {str(path)!r} holds no prompt; write one a line")
     make = _plain_row if path.suffix == ".txt" else partial(_json_row, path.parent, with_answers, is_scored)
     rows = all_right(option, [(place, partial(make, place, line)) for place, line in named])
     if len({bool(row.choices) for row in rows}) > 1:
@@ -101,7 +101,8 @@ def all_right(option: str, attempts: Iterable[tuple[str, Callable[[], T]]]) -> l
     if problems:
         more = len(problems) - PROBLEMS_SHOWN
         shown = [*problems[:PROBLEMS_SHOWN], *([f"  and {more} more"] if more > 0 else [])]
-        raise BadInputError("\n".join([f"{option}: rows that cannot be used: {len(problems)}", *shown]))
+        told = f"{option}: rows that cannot be used: {len(problems)}; correct them, or take them out"
+        raise BadInputError("\n".join([told, *shown]))
     return good
 
 
@@ -219,7 +220,7 @@ def _choices(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or len(value) < 2 or not all(isinstance(text, str) and text for text in value):
         raise BadInputError(f"choices: {json.dumps(value)[:LENGTH_SHOWN]}; needed: a list of at least two texts")
     if len(set(value)) < len(value):
-        raise BadInputError("choices: one stands there twice")
+        raise BadInputError("choices: one stands there twice; name each once")
     return tuple(_whole(text, "a choice") for text in value)
 
 

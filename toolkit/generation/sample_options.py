@@ -10,6 +10,9 @@ from toolkit.errors import BadInputError
 from toolkit.generation.evaluation import COMPARES
 from toolkit.generation.options import Options
 
+MOST_SAMPLES = 10_000
+"""Of one prompt, which a rank holds before it writes them."""
+
 
 @dataclass(frozen=True)
 class SampleOptions:
@@ -83,8 +86,8 @@ class SampleOptions:
         )
 
     def _problems(self) -> Iterator[str]:
-        if self.samples < 1:
-            yield f"--samples: {self.samples} is too small; allowed: 1 or more"
+        if not 1 <= self.samples <= MOST_SAMPLES:
+            yield f"--samples: {self.samples} is out of range; allowed: 1 to {MOST_SAMPLES:,}"
         if self.temperature == 0 and self.samples > 1:
             yield (
                 f"--temperature 0 and --samples {self.samples} contradict each other: always the most likely token "

@@ -77,7 +77,8 @@ class Sampled:
             else f"right: {mean:.1%} of the samples; {best:.1%} of the prompts have a right one",
         ]
         if self.left_out:
-            lines.append(f"in no other file: {counted(self.left_out, 'sample')} cut at --max-new-tokens, or empty")
+            cut = "cut at --max-new-tokens or the model's last position, or empty"
+            lines.append(f"in no other file: {counted(self.left_out, 'sample')} {cut}")
         for name, rows in self.rows.items():
             lacking = self.num_prompts - rows if name != LABELS else 0
             why = "whose samples are all scored alike" if name == PAIRS else "without a sample to learn"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -93,6 +94,7 @@ def begin(options: SampleOptions, rows: Sequence[PromptRow]) -> tuple[list[Sampl
     try:
         folder.mkdir(parents=True, exist_ok=True)
         clear_interrupted_writes(folder)
+        _require_own(folder)
         settings = _json(folder / SETTINGS, (folder / SETTINGS).read_text("utf-8")) if _is_there(folder) else None
         lines = (folder / SAMPLES).read_bytes().splitlines(keepends=True) if settings is not None else []
     except OSError as error:
@@ -108,6 +110,21 @@ def begin(options: SampleOptions, rows: Sequence[PromptRow]) -> tuple[list[Sampl
     if len(found) < len(lines):
         write(folder, found)
     return found, settings["chat_template"]
+
+
+def _require_own(folder: Path) -> None:
+    """Raises BadInputError for a folder with visible files that this command has not written."""
+    others = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    if others and not {SETTINGS, SAMPLES, SFT, PAIRS, LABELS}.intersection(others):
+        raise BadInputError(
+            f"--to: {str(folder)!r} holds files of something else ({others[0]}); name a new folder, or an empty one"
+        )
+
+
+def give_back(folder: Path) -> None:
+    """Takes away the folder of a command that has written nothing."""
+    with contextlib.suppress(OSError):  # it is not empty, or gone
+        folder.rmdir()
 
 
 def rows_at_a_time(options: SampleOptions) -> int:

@@ -17,7 +17,7 @@ from toolkit.generation.reward import find_reward_model, reward_model
 from toolkit.generation.rows import PromptRow, completions, encode_rows, read_rows
 from toolkit.generation.sample_options import SampleOptions
 from toolkit.generation.sampled_rows import Asked, Sampled, write_rows
-from toolkit.generation.samples import Sample, append, begin, rows_at_a_time, start_file, write
+from toolkit.generation.samples import Sample, append, begin, give_back, rows_at_a_time, start_file, write
 from toolkit.terminal import Terminal
 
 T = TypeVar("T")
@@ -49,9 +49,13 @@ def sample(options: SampleOptions) -> Sampled:
         ToolkitError: where the model fails.
     """
     rows = ranks.on_first_rank(lambda: read_prompts(options))
-    found, chat_template = ranks.on_first_rank(lambda: begin(options, rows))
-    if len(found) < len(rows) * options.samples:
-        found, chat_template = _go_on(options, rows, found)
+    try:
+        found, chat_template = ranks.on_first_rank(lambda: begin(options, rows))
+        if len(found) < len(rows) * options.samples:
+            found, chat_template = _go_on(options, rows, found)
+    finally:
+        if ranks.rank() == 0:
+            give_back(options.to)
     assert chat_template is not None
     asked = Asked(chat_template, options.system)
     scored = _scored(options, rows, found, asked)

@@ -30,6 +30,15 @@ def require_possible(config: PretrainedConfig, field: str, name: str, where: str
             "depend on later tokens and on the length of its row; name another model, such as BART or T5"
         )
     text = config.get_text_config()
+    if not isinstance(text, PretrainedConfig | dict):
+        raise BadInputError(
+            f"{field}: the text_config of {name!r} is {text!r}, and needs to be an object. Correct {where}"
+        )
+    named = config.architectures
+    if named is not None and not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
+        raise BadInputError(
+            f"{field}: the architectures of {name!r} are {named!r}, and need to be a list of names. Correct {where}"
+        )
     wrong = [f"{key} is {size}" for key in SIZES if isinstance(size := getattr(text, key, 1), int) and size < 1]
     if wrong:
         raise BadInputError(
@@ -51,10 +60,11 @@ def _odd_numbers(values: dict[str, Any]) -> list[str]:
     needs: dict[tuple[str, ...], tuple[str, Callable[[float], bool]]] = {
         ("dropout", "pdrop", "dropout_prob"): (f"from 0 to {MOST_DROPOUT}", lambda value: 0 <= value <= MOST_DROPOUT),
         ("_eps", "_epsilon"): (f"from 0 to {MOST_EPS}", lambda value: 0 <= value <= MOST_EPS),
-        ("rope_theta",): ("above 0", lambda value: 0 < value < math.inf),
+        ("rope_theta", "rope_factor"): ("above 0", lambda value: 0 < value < math.inf),
     }
     inner = values.get("rope_parameters")
-    flat = {**values, **(inner if isinstance(inner, dict) else {})}
+    rope = inner if isinstance(inner, dict) else {}
+    flat = {**values, **rope, "rope_factor": rope.get("factor")}
     return [
         f"{key} is {value}, and needs to be {what}"
         for endings, (what, holds) in needs.items()

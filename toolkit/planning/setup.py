@@ -102,10 +102,14 @@ def factors(ranks: int) -> list[int]:
     return [size for size in range(2, ranks) if ranks % size == 0]
 
 
+MOST_RANKS = 2**20
+"""Of a plan, which tries every size of a group that divides them."""
+
+
 def require_ranks(ranks: int, hardware: Hardware) -> None:
     """Raises BadInputError where the ranks don't fill whole nodes."""
-    if ranks < 1:
-        raise BadInputError(f"--gpus: {ranks}; allowed: 1 or more")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise BadInputError(f"--gpus: {ranks}; allowed: 1 to {MOST_RANKS:,}")
     if ranks > hardware.devices_per_node and ranks % hardware.devices_per_node:
         raise BadInputError(
             f"--gpus: {ranks} is not a multiple of the {hardware.devices_per_node} devices per node; give a multiple, "

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Sequence
 from datetime import date
@@ -75,6 +76,8 @@ def _describe(root: type[Section], details: ErrorDetails) -> str:
     if details["type"] == "missing":
         return f"{path}: missing; needs {_allowed(root, location) or 'a value'}"
     value = details["input"]
+    if details["loc"][-1] == "[key]":
+        return f"{_dotted(details['loc'][:-2])}: found the key {value!r} ({_type_name(value)}); keys are text: quote it"
     if details["type"] == "impossible":
         return f"{path}: {details['msg']}"
     found = "found null" if value is None else f"found {value!r} ({_type_name(value)})"
@@ -106,6 +109,8 @@ def _has_field(annotation: Any, key: str) -> bool:
 
 
 def _type_name(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "not finite"
     return {"dict": "mapping", "str": "text"}.get(type(value).__name__, type(value).__name__)
 
 
@@ -142,6 +147,8 @@ def allowed_values(annotation: Any, bounds: Sequence[Any] = ()) -> list[str]:
     limits = [
         f"{words} {_plain(getattr(bound, key))}" for bound in bounds for key, words in BOUNDS if hasattr(bound, key)
     ]
+    if kind is str and (shapes := [shape for bound in bounds if (shape := getattr(bound, "pattern", None))]):
+        return [f"{name} that matches {shapes[0]}"]
     if kind is str and any(getattr(bound, "min_length", 0) for bound in bounds):
         return [f"non-empty {name}"]
     return [" and ".join([f"{name} {limits[0]}", *limits[1:]]) if limits and kind in (int, float) else name]

@@ -665,7 +665,7 @@ class AnswersSection(Section):
             re.compile(self.extract or "")
         except re.error as error:
             raise contradiction(
-                f"answers.extract: {self.extract!r} is no regular expression of Python: {error}"
+                f"answers.extract: {self.extract!r} is no regular expression of Python: {error}; correct it"
             ) from None
         return self
 
@@ -787,6 +787,10 @@ class LoggingSection(Section):
         return self
 
 
+LARGEST_SHARD_GIB = 1e6
+"""Of an exported file of weights: no file system holds a larger file."""
+
+
 class ExportSection(Section):
     """The folder that `from_pretrained` loads."""
 
@@ -795,7 +799,10 @@ class ExportSection(Section):
         None, description="Store the exported weights in this type; null: model.dtype."
     )
     max_shard_gib: float = Field(
-        4.0, gt=0.0, description="Split the weights into safetensors files of at most this size (GiB)."
+        4.0,
+        gt=0.0,
+        le=LARGEST_SHARD_GIB,
+        description="Split the weights into safetensors files of at most this size (GiB).",
     )
     merge: bool = Field(False, description="Merge the adapters into the weights and export a whole model.")
     verify: bool = Field(True, description="Reload the exported folder and compare its logits on one batch.")

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import METRICS, Checkpoint, Place, latest, place_of
+from toolkit.checkpoint.manifest import METRICS, Checkpoint, Place, latest, place_named
+from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, counted, first_line
 from toolkit.pages.compared import ComparedRun, short_names
 from toolkit.pages.run_metrics import Metrics
 from toolkit.pages.status import state_in, told_in
-from toolkit.paths import ORIGIN, STORES, is_store
+from toolkit.paths import ORIGIN
 from toolkit.recipe.load import NOT_YAML, dotted, yaml_value
 from toolkit.run.finished import is_finished
 from toolkit.supervise.rank_status import GONE_SECONDS, REPORT, read_statuses
@@ -35,13 +36,10 @@ def read_runs(names: Sequence[str]) -> list[ComparedRun]:
     """
     if len(names) < 2:
         raise BadInputError("one run has nothing to be compared with; name two or more")
-    if unknown := [name for name in names if is_store(name) and name.partition("://")[0] not in STORES]:
-        allowed = ", ".join(f"{protocol}://" for protocol in STORES)
-        raise BadInputError(f"{unknown[0]!r}: no store of this kind is known; name a folder, or one of {allowed}")
-    full = [name.rstrip("/") if is_store(name) else str(Path(name).expanduser().resolve()) for name in names]
+    places = [place if isinstance(place, StorePath) else place.resolve() for place in map(place_named, names)]
+    full = [str(place) for place in places]
     if twice := [name for name in full if full.count(name) > 1]:
         raise BadInputError(f"{twice[0]!r} is named twice; name each run once")
-    places = [place_of(name) for name in full]
     found = [_require_run(place) for place in places]
     return [
         _read_run(name, place, checkpoint)

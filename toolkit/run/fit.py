@@ -107,7 +107,7 @@ def fit(
         last_samples(accelerator, run, prompts, output_dir)
     # On all ranks: inside a collective the others would give up waiting for a full disk.
     require_output_dir(output_dir)
-    ranks.on_first_rank(lambda: patiently(metrics.catch_up, "metrics.jsonl", console.warn))
+    ranks.on_first_rank(lambda: patiently(metrics.catch_up, "metrics.jsonl", console.warn, heartbeat.wait))
     if profile is not None:
         console.print(_where_time_went(profile.seconds), markup=False)
     if run.data.stream is not None:

@@ -40,6 +40,9 @@ def open_run(recipe: Recipe) -> Iterator[OpenedRun]:
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
     with timed_rendezvous(recipe.training.stall_minutes):
         accelerator = build_accelerator(recipe, plugins, output_dir)
+        if ranks.world_size() > 1:
+            # While a group is made, torch waits for a rank that has ended as long as the group may: here for days.
+            ranks.patient_group()
     forget_peaks(accelerator.device)
     console = Terminal(quiet=not accelerator.is_main_process)
     with released_at_last(accelerator, plugin), ended_with_launcher():

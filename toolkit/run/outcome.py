@@ -46,6 +46,8 @@ from toolkit.supervise.rank_status import REPORT
 from toolkit.terminal import Pass, Terminal
 from toolkit.training.durable_writes import patiently
 from toolkit.training.early_stopping import patience_is_over
+from toolkit.training.heartbeat import Heartbeat
+from toolkit.training.phase import Phase
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,7 +124,9 @@ def result_of(
     return FinetuneResult(output_dir, export_dir, metrics, first, last, sample, difference, seconds, doubts)
 
 
-def export_model(opened: OpenedRun, run: PreparedRun) -> tuple[Path | None, float | None, str | None]:
+def export_model(
+    opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat
+) -> tuple[Path | None, float | None, str | None]:
     """Writes and checks the export; returns its folder, the difference of logits and a sample of text. Collective."""
     settings = opened.recipe.export
     if not settings.enabled:
@@ -131,7 +135,12 @@ def export_model(opened: OpenedRun, run: PreparedRun) -> tuple[Path | None, floa
     dtype = getattr(torch, settings.dtype or opened.recipe.model.dtype)
     how = ExportSettings(dtype, int(settings.max_shard_gib * GIB), settings.merge)
     console = Terminal(quiet=ranks.rank() != 0)
-    ranks.on_first_rank(lambda: patiently(lambda: require_room(run.inner, folder, how), "the export", console.warn))
+
+    def has_room() -> None:
+        require_room(run.inner, folder, how)
+
+    ranks.on_first_rank(lambda: patiently(has_room, "the export", console.warn, heartbeat.wait))
+    heartbeat.enter_phase(Phase.EXPORT)
     with Pass(console, "exporting the model"):
         export(opened.accelerator, run.model, run.tokenizer, folder, how)
     with Pass(console, "checking the export"):

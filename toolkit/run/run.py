@@ -109,12 +109,12 @@ def _finetune(recipe: Recipe) -> FinetuneResult:
             heartbeat.enter_phase(Phase.RESTORE)
             fitted = fit(opened, run, found, store, heartbeat, live)
             heartbeat.enter_phase(Phase.EXPORT)
-            export_dir, difference, sample = export_model(opened, run)
+            export_dir, difference, sample = export_model(opened, run, heartbeat)
             seconds = time.perf_counter() - started
             guess = uniform_guess(run.objective, run.inner, opened.recipe.objective.class_weights)
             result = result_of(output_dir, fitted.records, export_dir, difference, sample, seconds, guess)
             pages = functools.partial(write_pages, opened, run, facts, result, fitted.step_seconds)
-            ranks.on_first_rank(lambda: patiently(pages, "the report and the model card", console.warn))
+            ranks.on_first_rank(lambda: patiently(pages, "the report and the model card", console.warn, heartbeat.wait))
         if output is not None:
             output.finish(result)
         else:

@@ -61,5 +61,5 @@ def method_of(
     others = [other.name for other in METHODS.values() if layout.kind in other.layouts]
     raise BadInputError(
         f"--method {name} does not learn from rows with {' + '.join(KINDS[layout.kind])}; "
-        f"for these: {', '.join(others)}"
+        f"allowed for these: {', '.join(others)}"
     )

@@ -14,7 +14,10 @@ REPORT = "report.html"
 FOLDER = ".beats"
 """A folder in the output folder of a current run, with a file for each host and stacks of late ranks."""
 
-PATIENCE = {"start": 36.0, "restore": 6.0, "save": 3.0, "export": 6.0}
+WAIT = "wait"
+"""The phase of a rank that waits for a disk or a store, and has seen it make progress."""
+
+PATIENCE = {"start": 36.0, "restore": 6.0, "save": 3.0, "export": 6.0, WAIT: 3.0}
 """How many times longer than others these phases may take, because they read, tokenise or write everything at once."""
 
 FROZEN_SHARE = 0.5
@@ -85,14 +88,20 @@ class RankStatus:
         """Returns whether the process is dead, or its watchdog thread has been silent for too long."""
         return self.is_dead or self.silent_seconds > FROZEN_SHARE * limit
 
-    def is_late(self, limit: float) -> bool:
-        """Returns whether it died, is stopped or silent for too long, or takes longer than its phase may take."""
+    def is_late(self, limit: float, is_excused: bool = False) -> bool:
+        """Returns whether it died, is stopped or silent for too long, or takes longer than its phase may take.
+
+        Args:
+            limit: seconds.
+            is_excused: whether a phase may take any time, because another rank waits for a disk.
+        """
         if self.is_dead:
             return self.silent_seconds > min(limit, DEAD_SECONDS)
         if self.silent_seconds > SILENT_PATIENCE * limit:
             return True
         patience = PATIENCE.get(self.phase, 1.0)
-        return self.seconds > patience * limit or (self.is_stopped and self.silent_seconds > limit)
+        stands = self.seconds > patience * limit and not is_excused
+        return stands or (self.is_stopped and self.silent_seconds > limit)
 
     @property
     def where(self) -> str:
@@ -103,6 +112,12 @@ class RankStatus:
     def process(self) -> str:
         """Returns the state of the process in words."""
         return STATES.get(self.state, "runs" if self.state else "")
+
+
+def late_ranks(places: Sequence[RankStatus], limit: float) -> list[RankStatus]:
+    """Returns the ranks that hold up the run. While one waits for a slow disk or store, the others may wait for it."""
+    waits = any(place.phase == WAIT and not place.is_late(limit) and not place.is_frozen(limit) for place in places)
+    return [place for place in places if place.is_late(limit, waits)]
 
 
 def behind(places: Sequence[RankStatus], limit: float) -> list[RankStatus]:

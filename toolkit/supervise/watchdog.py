@@ -24,6 +24,7 @@ from toolkit.supervise.rank_status import (
     RankStatus,
     account,
     host_files,
+    late_ranks,
     read_host,
     to_text,
     verdict,
@@ -100,7 +101,7 @@ class Watch:
         with contextlib.suppress(OSError):  # a full disk must not end the run
             atomic_write(self._host_file, to_text(here, self._looks, time.time()))
         places = self._limit_to_awake_time(sorted([*here, *self._remote_ranks(now)], key=lambda place: place.rank), now)
-        if not any(place.is_late(self._limit) for place in places):
+        if not late_ranks(places, self._limit):
             if self._late_looks:
                 with contextlib.suppress(OSError):
                     self._stack_of(self._rank).unlink(missing_ok=True)

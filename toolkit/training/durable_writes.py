@@ -105,11 +105,14 @@ class LinesFile:
             self._waiting, self._lines, self._size = [*self._lines, *self._waiting], [], 0
 
 
-def patiently(write: Callable[[], bool | None], what: str, warn: Callable[[str], None]) -> None:
+def patiently(
+    write: Callable[[], bool | None], what: str, warn: Callable[[str], None], waits: Callable[[], None]
+) -> None:
     """Calls `write` until it can write, for up to `PATIENCE_SECONDS`; says once a minute what waits.
 
     Args:
         write: raises OSError, or returns False, where it could not.
+        waits: called every few seconds of the wait, which is no stall.
     """
     started, told = time.monotonic(), -TELL_SECONDS
     while True:
@@ -125,6 +128,7 @@ def patiently(write: Callable[[], bool | None], what: str, warn: Callable[[str],
         if now - told >= TELL_SECONDS:
             told = now
             warn(f"{what} cannot be written ({reason}); waiting for room")
+        waits()
         time.sleep(RETRY_SECONDS)
 
 

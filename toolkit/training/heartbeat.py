@@ -47,10 +47,22 @@ class Heartbeat(Extension):
     def __init__(self, memory: bytearray | mmap.mmap | None = None) -> None:
         self._memory = bytearray(RECORD_BYTES) if memory is None else memory
         self._sequence = 0
+        self._step = 0
 
     def enter_phase(self, phase: Phase, step: int = 0) -> None:
-        self._sequence = sequence = self._sequence + 1
-        _BEAT.pack_into(self._memory, 0, sequence, phase, step, time.monotonic_ns(), sequence)
+        self._sequence, self._step = self._sequence + 1, step
+        self._write(phase)
+
+    def wait(self) -> None:
+        """Says that this rank waits for a disk or a store, which goes on. Ranks that wait for it are not late then.
+
+        It is none of the beats that are counted: of ranks that train the same steps one may wait more often.
+        """
+        self._write(Phase.WAIT)
+
+    def _write(self, phase: Phase) -> None:
+        sequence = self._sequence
+        _BEAT.pack_into(self._memory, 0, sequence, phase, self._step, time.monotonic_ns(), sequence)
 
 
 def mark_watched(memory: bytearray | mmap.mmap, now_ns: int, pid: int) -> None:

@@ -18,3 +18,4 @@ class Phase(IntEnum):
     EVALUATE = 7
     EXPORT = 8
     RESTORE = 9
+    WAIT = 10

@@ -32,6 +32,11 @@ def tokenized(**fields: Any) -> Spoil:
     return lambda folder: rewritten(folder / "tokenizer.json", fields)
 
 
+def set_of_tokenizer(**fields: Any) -> Spoil:
+    """tokenizer_config.json with other fields."""
+    return lambda folder: rewritten(folder / "tokenizer_config.json", fields)
+
+
 def rewritten(path: Path, fields: dict[str, Any]) -> None:
     values = json.loads(path.read_text()) | fields
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
@@ -265,6 +270,98 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "tokenizer with a number too large": (
         tokenized(added_tokens=[], model={"type": "WordLevel", "vocab": {"a": 0, "king": 900}, "unk_token": "a"}),
         "rows; use the tokenizer",
+    ),
+    "architectures as a number": (configured(architectures=3), "the architectures of {folder} are 3, and need to be"),
+    "architectures of numbers": (configured(architectures=[3]), "need to be a list of names"),
+    "architectures as text": (configured(architectures="LlamaForCausalLM"), "need to be a list of names"),
+    "a text config that is a number": (configured(text_config=3), "the text_config of {folder} is 3"),
+    "a text config that is a list": (configured(text_config=[]), "the text_config of {folder} is []"),
+    "rope with a factor below 0": (
+        configured(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": -1.0}),
+        "rope_factor is -1.0, and needs to be above 0",
+    ),
+    "rope with a factor of 0": (
+        configured(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}),
+        "rope_factor is 0.0",
+    ),
+    "rope with a factor as text": (
+        configured(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": "x"}),
+        "model.name_or_path",
+    ),
+    "rope as text": (configured(rope_parameters="default"), "model.name_or_path"),
+    "rope of a kind that is a number": (configured(rope_parameters={"rope_type": 3}), "model.name_or_path"),
+    "llama3's rope without its rest": (
+        configured(rope_parameters={"rope_type": "llama3", "factor": 8.0}),
+        "model.name_or_path",
+    ),
+    "layers as true": (
+        configured(num_hidden_layers=True),
+        "config.json of {folder} cannot be used: Validation error for field 'num_hidden_layers'",
+    ),
+    "layers as a list": (configured(num_hidden_layers=[]), "Field 'num_hidden_layers' expected int, got list"),
+    "hidden size null": (configured(hidden_size=None), "Field 'hidden_size' expected int, got NoneType"),
+    "heads as text": (configured(num_attention_heads="4"), "Field 'num_attention_heads' expected int, got str"),
+    "heads as a fraction": (configured(num_attention_heads=2.5), "Field 'num_attention_heads' expected int"),
+    "key heads as text": (configured(num_key_value_heads="2"), "num_key_value_heads"),
+    "key heads below 0": (configured(num_key_value_heads=-2), "num_key_value_heads is -2 in config.json"),
+    "middle size as a list": (configured(intermediate_size=[]), "Field 'intermediate_size' expected int"),
+    "middle size below 0": (configured(intermediate_size=-1), "negative dimension -1"),
+    "vocabulary below 0": (configured(vocab_size=-5), "vocab_size is -5"),
+    "vocabulary as true": (configured(vocab_size=True), "Field 'vocab_size' expected int, got bool"),
+    "positions null": (configured(max_position_embeddings=None), "Field 'max_position_embeddings' expected int"),
+    "epsilon null": (configured(rms_norm_eps=None), "Field 'rms_norm_eps' expected float, got NoneType"),
+    "activation as a number": (configured(hidden_act=3), "Field 'hidden_act' expected str, got int"),
+    "attention bias as text": (configured(attention_bias="x"), "Field 'attention_bias' expected bool, got str"),
+    "dropout as text": (configured(attention_dropout="x"), "attention_dropout"),
+    "head dimension as text": (configured(head_dim="8"), "Field 'head_dim' with value '8'"),
+    "head dimension below 0": (configured(head_dim=-8), "negative dimension"),
+    "type of weights as a list": (configured(dtype=[]), "model.name_or_path"),
+    "cache as text": (configured(use_cache="x"), "Field 'use_cache' expected bool, got str"),
+    "types of layers as a number": (configured(layer_types=3), "model.name_or_path"),
+    "types of layers that are too few": (configured(layer_types=[]), "num_hidden_layers"),
+    "labels as a number": (configured(id2label=3), "model.name_or_path"),
+    "numbers of labels as text": (configured(id2label={"a": 3}), "model.name_or_path"),
+    "end of text as a list of texts": (configured(eos_token_id=["a"]), "eos_token_id"),
+    "begin of text as a list": (configured(bos_token_id=[]), "bos_token_id"),
+    "padding as a fraction": (configured(pad_token_id=2.5), "pad_token_id"),
+    "a map of code that is a number": (configured(auto_map=3), "model.name_or_path"),
+    "a quantisation that is text": (configured(quantization_config="nf4"), "config.json"),
+    "a quantisation without a method": (configured(quantization_config={}), "quantization_config"),
+    "positions of the tokenizer as text": (
+        set_of_tokenizer(model_max_length="long"),
+        "model_max_length is 'long', and needs to be a number",
+    ),
+    "positions of the tokenizer as a list": (set_of_tokenizer(model_max_length=[]), "model_max_length is []"),
+    "a chat template that is a number": (set_of_tokenizer(chat_template=3), "chat_template is 3, and needs to be text"),
+    "end of text that is no text": (set_of_tokenizer(eos_token=3), "Special token eos_token"),
+    "end of text that is a list": (set_of_tokenizer(eos_token=[]), "Special token eos_token"),
+    "end of text beyond the vocabulary": (set_of_tokenizer(eos_token="<nope>"), "rows; use the tokenizer"),
+    "padding beyond the vocabulary": (set_of_tokenizer(pad_token="<nope>"), "rows; use the tokenizer"),
+    "begin of text that is a number": (set_of_tokenizer(bos_token=3), "Special token bos_token"),
+    "added tokens that are a number": (set_of_tokenizer(added_tokens_decoder=3), "tokenizer_config.json"),
+    "added tokens of odd numbers": (set_of_tokenizer(added_tokens_decoder={"a": 3}), "added_tokens_decoder"),
+    "special tokens that are text": (set_of_tokenizer(additional_special_tokens="x"), "extra_special_tokens"),
+    "special tokens that are numbers": (set_of_tokenizer(additional_special_tokens=[3]), "tokenizer_config.json"),
+    "a side of padding that there is not": (set_of_tokenizer(padding_side="up"), "Padding side"),
+    "a side of truncation that there is not": (set_of_tokenizer(truncation_side="up"), "Truncation side"),
+    "code for the tokenizer that is a number": (set_of_tokenizer(auto_map=3), "tokenizer_config.json"),
+    "tokenizer of another version": (tokenized(version="9.0"), "Unknown tokenizer version '9.0'"),
+    "truncation below 0": (tokenized(truncation={"max_length": -1}), "tokenizer.json"),
+    "padding as text": (tokenized(padding="x"), "tokenizer.json"),
+    "added tokens of numbers": (tokenized(added_tokens=[3]), "tokenizer.json"),
+    "added tokens with an odd number": (tokenized(added_tokens=[{"id": "x"}]), "tokenizer.json"),
+    "an unknown normalizer": (tokenized(normalizer={"type": "X"}), "Normalizer"),
+    "an unknown split": (tokenized(pre_tokenizer={"type": "X"}), "PreTokenizer"),
+    "an unknown end": (tokenized(post_processor={"type": "X"}), "PostProcessor"),
+    "an unknown decoder": (tokenized(decoder={"type": "X"}), "Decoder"),
+    "pairs without a vocabulary": (tokenized(model={"type": "BPE"}), "Missing vocab"),
+    "pairs with a number below 0": (
+        tokenized(model={"type": "BPE", "vocab": {"a": -1}, "merges": []}),
+        "expected u32",
+    ),
+    "pairs that are not in the vocabulary": (
+        tokenized(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}),
+        "out of vocabulary",
     ),
     "settings of the tokenizer are cut": (cut("tokenizer_config.json"), "tokenizer_config.json"),
     "settings of the tokenizer are a list": (written("tokenizer_config.json", "[]"), "tokenizer_config.json"),

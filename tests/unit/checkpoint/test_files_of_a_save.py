@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -11,7 +15,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from toolkit.checkpoint import writer
-from toolkit.checkpoint.writer import Checkpointer, files_of
+from toolkit.checkpoint.writer import Checkpointer, Job, files_of
 from toolkit.recipe.schema import CheckpointSection
 
 
@@ -39,3 +43,31 @@ def test_of_more_ranks_each_writes_its_part(monkeypatch: pytest.MonkeyPatch) -> 
     state = {f"layer.{i}": torch.zeros(100) for i in range(10)}
     assert list(files_of(state, 1).values()) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert list(files_of(state, 4).values()) == [1] * 10
+
+
+def test_a_wait_for_a_save_is_told_while_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time that something was written; a save that hangs says nothing."""
+    monkeypatch.setattr(writer, "WAIT_SECONDS", 0.02)
+    waits: list[float] = []
+    checkpointer = Checkpointer(
+        tmp_path, CheckpointSection(), pytest.fail, waits=lambda: waits.append(time.monotonic())
+    )
+    hangs, last = threading.Event(), [0.0]
+
+    def written_slowly(job: Job) -> None:
+        checkpointer._place = tmp_path / "unfinished"
+        checkpointer._place.mkdir()
+        with (checkpointer._place / "file").open("wb", buffering=0) as file:
+            for _ in range(10):
+                time.sleep(0.05)
+                file.write(b"x")
+                last[0] = time.monotonic()
+        hangs.wait(1.5)
+
+    monkeypatch.setattr(checkpointer, "_write_checkpoint", written_slowly)
+    monkeypatch.setattr(writer, "replace", lambda job, **changes: job)
+    job: Any = SimpleNamespace(tensors={}, records=[])
+    checkpointer.save(job)
+    checkpointer.wait()
+    assert 3 <= len(waits) <= 12, "ten bytes, the folder and the beginning"
+    assert waits[-1] - last[0] < 1.0, "no word while it hangs"

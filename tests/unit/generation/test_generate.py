@@ -855,7 +855,8 @@ def test_columns_of_null_are_skipped(tmp_path: Path) -> None:
 
 
 def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match=r"cannot be used: 25\n(.*not JSON\n){10}  and 15 more$"):
+    told = r"cannot be used: 25; correct them, or take them out\n(.*not JSON\n){10}  and 15 more$"
+    with pytest.raises(BadInputError, match=told):
         read_rows(write_lines(tmp_path / "rows.jsonl", "?\n" * 25), "--file", False)
 
 

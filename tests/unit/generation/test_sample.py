@@ -311,7 +311,7 @@ def test_the_command(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("-n 0 --top-p 2", ["--samples: 0 is too small", "--top-p: 2.0 is out of range"]),
+        ("-n 0 --top-p 2", ["--samples: 0 is out of range; allowed: 1 to 10,000", "--top-p: 2.0 is out of range"]),
         ("--temperature 0", ["--temperature 0 and --samples 8 contradict each other"]),
         ("--reward x --numeric", ["--numeric and --reward contradict each other"]),
         ("--strict --structured", ["--strict and --structured contradict each other"]),

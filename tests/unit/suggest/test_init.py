@@ -288,7 +288,7 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
         (["model", "strange.jsonl"], "data.columns."),
         (
             ["model", "chat.jsonl", "--method", "dpo"],
-            "--method dpo does not learn from rows with messages; for these: full, lora, qlora",
+            "--method dpo does not learn from rows with messages; allowed for these: full, lora, qlora",
         ),
         (["model", "semicolons.csv"], "They are separated by ';': save the file with commas"),
         (
@@ -306,7 +306,7 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
         ),
         (
             ["model", "chat.jsonl", "--method", "pretrain"],
-            "does not learn from rows with messages; for these: full, lora",
+            "does not learn from rows with messages; allowed for these: full, lora",
         ),
         (["model", "chat.jsonl", "--method", "ful"], "unknown 'ful'; did you mean 'full'?"),
         (

@@ -185,6 +185,26 @@ def test_a_beat_in_time_starts_anew(tmp_path: Path) -> None:
         assert looks(watch, host, 0, beat, beat + 58) is None
 
 
+def test_a_wait_for_a_slow_disk_holds_nobody_up(tmp_path: Path) -> None:
+    """Rank 1 waits for its last save, which goes on; rank 0 waits for rank 1 in a collective, and cannot say so."""
+    host = Host(tmp_path, "one", [0, 1])
+    host.beat(0, Phase.COLLECTIVE, 0.0, step=7)
+    watch, beats = host.watch(0), Heartbeat(host.records[1])
+    with pytest.MonkeyPatch.context() as patch:
+        beats.enter_phase(Phase.SAVE, 7)
+        for now in range(0, 900, 30):
+            patch.setattr("time.monotonic_ns", lambda now=now: int(now * 1e9))
+            beats.wait()
+            host.alive(1, now)
+            assert looks(watch, host, 0, now, now + 30) is None, "fifteen minutes, of one that is allowed"
+    host.alive(1, 1000)
+    beat = read_heartbeat(host.records[1])
+    assert beat is not None
+    assert (beat.sequence, beat.phase, beat.step) == (1, Phase.WAIT, 7), "it is no beat that ranks count alike"
+    ended = next(now for now in range(900, 2000, 3) if host.alive(1, now) or looks(watch, host, 0, now, now + 1))
+    assert ended == 870 + 3 * LIMIT + 9, "a disk that hangs is a stall: the third look after three minutes"
+
+
 def test_a_rank_that_is_dead_is_waited_for_a_minute(
     tmp_path: Path, killed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,17 +91,20 @@ def failing(times: int, error: Exception) -> Callable[[], None]:
 def test_the_end_of_a_run_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     told: list[str] = []
+    waits: list[None] = []
     full = OSError(errno.ENOSPC, "No space left on device")
     wrapped = BadInputError("cannot be written")
     wrapped.__cause__ = full
     for error in (full, wrapped):
         told.clear()
-        patiently(failing(30, error), "the report", told.append)
+        waits.clear()
+        patiently(failing(30, error), "the report", told.append, lambda: waits.append(None))
         assert told == ["the report cannot be written (No space left on device); waiting for room"] * 3
+        assert len(waits) == 30, "the watch hears of each"
     with pytest.raises(ToolkitError, match="start the same command again"):
-        patiently(failing(10**4, full), "the report", told.append)
+        patiently(failing(10**4, full), "the report", told.append, lambda: None)
     with pytest.raises(PermissionError):
-        patiently(failing(1, PermissionError(errno.EACCES, "no")), "the report", told.append)
+        patiently(failing(1, PermissionError(errno.EACCES, "no")), "the report", told.append, lambda: None)
 
 
 def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

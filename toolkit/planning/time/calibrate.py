@@ -54,7 +54,7 @@ def calibrate(seconds: float = 20.0, *, ranks: int = 1) -> Hardware:
     """
     cores = usable_cores()
     if not 1 <= ranks <= cores:
-        raise BadInputError(f"ranks: {ranks}; allowed: 1 to {cores}, the cores of this machine")
+        raise BadInputError(f"--gpus: {ranks}; allowed: 1 to {cores}, the cores of this machine")
     has_gpu = torch.cuda.is_available()
     each = seconds / 10
     hardware = _gpu(each) if has_gpu else _cpu(each, ranks, cores)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,6 +34,9 @@ CALIBRATED = "calibrated"
 """The name of the profile that `calibrate` stores for this machine."""
 
 DATA = Path(__file__).with_suffix(".yaml")
+
+MOST = 1e12
+"""GiB, GB/s or devices: far beyond what there is, and no byte of it is beyond a float's numbers."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,8 @@ def hardware_of(
     for option, (attribute, value, unit) in given.items():
         if value is None:
             continue
-        if not (math.isfinite(value) and value > 0):
-            raise BadInputError(f"{option}: {value}; allowed: a number above 0")
+        if not 0 < value <= MOST:
+            raise BadInputError(f"{option}: {value}; allowed: a number above 0, and at most {MOST:g}")
         # GiB and counts are whole, GB/s are not.
         changes[attribute] = int(value * unit) if isinstance(unit, int) else value * unit
     return dataclasses.replace(_named(name), **changes)
