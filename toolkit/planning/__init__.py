@@ -1,4 +1,4 @@
-"""Before anything runs: will it fit, what to pick, how fast will it be.
+"""Plans a run before it starts: whether it fits, which setup to pick and how fast it will be.
 
     from toolkit.planning import hardware_of, plan
     found = plan(Recipe.load("sft"), hardware_of("h100_sxm"), 8)
@@ -27,7 +27,7 @@ _HOMES = {
 }
 
 _FORMER = {"Row": "PlanRow"}
-"""Names that scripts may still use -> what they are called now."""
+"""Former names that scripts may still use -> their current names."""
 
 __all__ = ["Hardware", "Plan", "PlanRow", "Setup", "hardware_of", "plan"]
 

@@ -1,4 +1,4 @@
-"""The plan of a run that is about to start: told, held against what there is, and kept beside what is measured."""
+"""Plans a run that is about to start, compares the plan with the memory there is, and keeps it for the report."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from toolkit.sharding.strategy import MeshShape, Strategy
 
 @dataclass(frozen=True)
 class Planned:
-    """What a run is expected to hold on each device.
+    """The memory that a run is expected to hold on each device.
 
     Attributes:
-        peak: the moment in which it holds most; None where the model cannot be probed.
-        room: bytes of the device's memory; of a CPU rank, what it holds and its share of what the host has free.
-        checkpointing: of activations: what was asked for, or for `auto` what the memory needs.
-        by_block: whether the micro-batches of a step go through each unit together: what was asked for, or for `auto`
-            what is faster and fits.
-        why: of `auto`.
-        problem: why it cannot be probed.
+        peak: the moment in which it holds most, or None if the model cannot be probed.
+        room: bytes of the device's memory; for a CPU rank, what it holds and its share of the host's free memory.
+        checkpointing: of activations, as the user set it or, for `auto`, as the memory needs it.
+        by_block: whether the micro-batches of a step go through each unit together, as the user set it or, for `auto`,
+            if that fits and is faster.
+        why: the reason for the choice of `auto`.
+        problem: why the model cannot be probed.
         process: bytes that a CPU rank's process held before the run's state: Python, libraries and data.
     """
 
@@ -51,11 +51,11 @@ class Planned:
 
     @property
     def peak_bytes(self) -> int | None:
-        """What is measured beside it: of the device, or on CPU ranks of the whole process."""
+        """The planned figure to compare with the measured one: the device's, or a CPU rank's whole process."""
         return None if self.peak is None else self.process + self.peak.total
 
     def describe(self) -> str:
-        """For people: the peak, what is largest in it, and the room."""
+        """Describes the peak, its largest part and the room."""
         if self.peak is None:
             return f"not planned: {self.problem}"
         kind, num_bytes = self.peak.largest
@@ -81,30 +81,30 @@ def plan_run(
     teacher: nn.Module | None = None,
     pictures: PictureSamples | None = None,
 ) -> Planned:
-    """The plan of this run, from the model on the meta device that it will train.
+    """Plans this run from the model on the meta device that it will train.
 
     Args:
-        checkpointings: the first with which it fits well is taken, or else the last.
-        teacher: of a distillation.
-        pictures: the rows, if they have pictures.
+        checkpointings: the first with which the run fits well is taken, or else the last.
+        teacher: the frozen model of a distillation.
+        pictures: the samples, if they have pictures.
 
     Raises:
-        BadInputError: where the peak alone is more than the memory there is: it cannot fit.
+        BadInputError: if the peak alone exceeds the memory, or the host's memory cannot hold what is offloaded.
     """
     # The run's own model on the meta device: nothing is loaded twice, and what is planned is what is trained.
     workload = workload_of_model(recipe, model, mixed_precision, label_counts, teacher)
     if pictures is not None:
         workload = with_pictures(workload, pictures)
-    known, training = _hardware(device), recipe.training
-    # Only memory counts for an unknown GPU, whose times are not asked for.
+    known, training = _hardware_of_device(device), recipe.training
+    # An unknown GPU is planned for memory alone; no time is read from this preset.
     planner = Planner(recipe, workload, known or presets()["h100_sxm"])
     *others, last = checkpointings
     size, accumulation = training.micro_batch_size, training.gradient_accumulation_steps
     setup, why = Setup(strategy, mesh, offload, last, size, accumulation, recipe.sharding.accumulate == "by_block"), ""
     process = psutil.Process().memory_info().rss if device.type == "cpu" else 0
-    room = process + _room(device)
+    room = process + _room_bytes(device)
     try:
-        # From the fastest: with each n-th block checkpointed a step takes up to 1 / 3n longer.
+        # Fastest first: with every n-th block checkpointed a step takes up to 1 / 3n longer.
         for checkpointing in others:
             lighter = replace(setup, checkpointing=checkpointing)
             if _fits_well(planner.peak(lighter), lighter, room - process, device):
@@ -117,17 +117,17 @@ def plan_run(
         peak = planner.peak(setup)
         if device.type != "cpu":
             _require_host_memory(planner.rank_host_bytes(setup))
-    except UnplannableError as error:  # no reason not to train it
+    except UnplannableError as error:  # a model that cannot be planned may still train
         return Planned(None, room, last, setup.by_block, "not planned", first_line(error))
     planned = Planned(peak, room, setup.checkpointing, setup.by_block, why, process=process)
-    # Without headroom: this refuses only what is impossible; what is tight is told and tried.
+    # Without headroom: only what is impossible is refused; a tight run is reported and tried.
     if process + peak.total > room:
         raise BadInputError(f"this run cannot fit: {planned.describe()}. {_advice(planner, setup, room - process)}")
     return planned
 
 
 def _require_host_memory(num_bytes: int) -> None:
-    """Raises BadInputError where the ranks of this host need more than it has free, for offload and saves together."""
+    """Raises BadInputError if this host's ranks need more memory for offload and saves than it has free."""
     needed, free = num_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1")), free_host_bytes()
     if needed > free:
         raise BadInputError(
@@ -138,17 +138,17 @@ def _require_host_memory(num_bytes: int) -> None:
 
 
 def _fits_well(peak: Memory, setup: Setup, room: int, device: torch.device) -> bool:
-    standing = standing_bytes("cuda", setup) if device.type == "cuda" else 0  # a CPU rank has taken it already
+    standing = standing_bytes("cuda", setup) if device.type == "cuda" else 0  # a CPU rank has allocated it already
     return peak.total * HEADROOM["fits"] + standing <= room
 
 
-def _hardware(device: torch.device) -> Hardware | None:
-    """The device's data sheet, with as many devices a node as this run has there; None: it is not known."""
+def _hardware_of_device(device: torch.device) -> Hardware | None:
+    """Returns the device's data sheet with this run's devices per node, or None for an unknown device."""
     known = preset_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else presets()["cpu"]
     return known and replace(known, devices_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _room(device: torch.device) -> int:
+def _room_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     # CPU ranks of a machine share what it has.
@@ -156,7 +156,7 @@ def _room(device: torch.device) -> int:
 
 
 def _advice(planner: Planner, setup: Setup, room: int) -> str:
-    """The single changes after which it would fit."""
+    """Names the single changes after which the run would fit."""
     if planner.peak(setup).moment == ANSWERS:
         return "Lower answers.batch_size or answers.max_new_tokens"
     changes = smaller_setups(planner.recipe, setup, planner.workload.mixed_precision, planner.can_chunk)

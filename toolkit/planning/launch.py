@@ -1,4 +1,4 @@
-"""The command that runs a row of the plan."""
+"""Writes the command that runs a row of the plan."""
 
 from __future__ import annotations
 
@@ -19,29 +19,33 @@ from toolkit.sharding.strategy import OFFLOAD, parse_strategy
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """What starts a setup."""
+    """A command that starts a setup, with notes for the user."""
 
     command: str
     notes: tuple[str, ...] = field(default=())
 
 
 def launch_of(found: Plan, row: PlanRow, recipe_name: str, overrides: list[str]) -> LaunchCommand:
-    """The command that runs a row: `accelerate launch` in a checkout, `toolkit train` elsewhere where it can."""
+    """Returns the command that runs a row: `accelerate launch` in a checkout, elsewhere `toolkit train` if it can."""
     setup, hardware = row.setup, found.hardware
     # The row's own settings come last: they win over what was typed for the plan.
-    settings = dict(text.partition("=")[::2] for text in overrides) | _settings(found, setup)
+    settings = dict(text.partition("=")[::2] for text in overrides) | _row_settings(found, setup)
     work = shlex.join([recipe_name, *(f"{key}={value}" for key, value in settings.items())])
     nodes = -(-setup.ranks // hardware.devices_per_node)
-    path = shipped_folder("accelerate_configs") / f"{_config(setup, hardware)}.yaml"
+    path = shipped_folder("accelerate_configs") / f"{_config_name(setup, hardware)}.yaml"
     config, said = shlex.quote(shown_path(path)), read_accelerate_config(path)
-    # To the launcher and not in the recipe, which must not differ from the config.
-    strategy = setup.strategy.name + (OFFLOAD if setup.offload else "") if _names_another(found, setup, said) else ""
+    # Given to the launcher, because the recipe must not contradict the config.
+    strategy = (
+        setup.strategy.name + (OFFLOAD if setup.offload else "") if _names_another_strategy(found, setup, said) else ""
+    )
     precision = "" if found.mixed_precision == said.mixed_precision else found.mixed_precision
     is_on_one = nodes == 1 and not setup.strategy.replicated
     if Path(shown_path(path)).is_absolute() and is_on_one and not precision:  # not in a checkout
         device = "cpu" if hardware.device_type == "cpu" else "gpus"
         word = f" --strategy {strategy}" if strategy else ""
-        return LaunchCommand(f"toolkit train {work} --config {_config(setup, hardware)} --{device} {setup.ranks}{word}")
+        return LaunchCommand(
+            f"toolkit train {work} --config {_config_name(setup, hardware)} --{device} {setup.ranks}{word}"
+        )
     words = [f"accelerate launch --config_file {config} --num_processes {setup.ranks}"]
     words += [f"--fsdp_sharding_strategy {strategy}"] if strategy else []
     words += [f"--mixed_precision {precision}"] if precision else []
@@ -56,8 +60,8 @@ def launch_of(found: Plan, row: PlanRow, recipe_name: str, overrides: list[str])
     return LaunchCommand(" ".join([*words, script, work]), tuple(notes))
 
 
-def _settings(found: Plan, setup: Setup) -> dict[str, str]:
-    """What the recipe has to say for this row."""
+def _row_settings(found: Plan, setup: Setup) -> dict[str, str]:
+    """Returns the recipe settings that this row needs."""
     section = found.recipe.sharding
     settings = {
         "training.micro_batch_size": str(setup.micro_batch_size),
@@ -73,7 +77,7 @@ def _settings(found: Plan, setup: Setup) -> dict[str, str]:
     # The recipe and the Accelerate config may both name a strategy, but must not differ.
     if section.strategy is not None:
         settings["sharding.strategy"] = setup.strategy.name
-    if setup.offload and not _config(setup, found.hardware).endswith("offload"):
+    if setup.offload and not _config_name(setup, found.hardware).endswith("offload"):
         settings["sharding.offload"] = "optimizer"
     elif section.offload == "optimizer" and not setup.offload:
         settings["sharding.offload"] = "none"
@@ -94,16 +98,16 @@ def _checkpoint_settings(section: ShardingSection, asked: Checkpointing | None) 
     return settings
 
 
-def _names_another(found: Plan, setup: Setup, said: AccelerateConfig) -> bool:
-    """Whether an Accelerate config's strategy is not the setup's, and that matters."""
-    assert said.strategy is not None  # as every shipped one does
-    # The configs of one rank serve every strategy, but for a recipe that names its own.
+def _names_another_strategy(found: Plan, setup: Setup, said: AccelerateConfig) -> bool:
+    """Returns whether an Accelerate config's strategy differs from the setup's and that has an effect."""
+    assert said.strategy is not None  # every shipped config names one
+    # The configs of one rank serve every strategy, unless the recipe names one.
     matters = setup.ranks > 1 or found.recipe.sharding.strategy is not None
     return matters and parse_strategy(said.strategy, said.origin) != setup.strategy
 
 
-def _config(setup: Setup, hardware: Hardware) -> str:
-    """Name of the Accelerate config that a setup starts from."""
+def _config_name(setup: Setup, hardware: Hardware) -> str:
+    """Returns the name of the Accelerate config that a setup starts from."""
     if hardware.device_type == "cpu":
         return "cpu_2"
     # One rank holds every shard, so the strategies don't differ.

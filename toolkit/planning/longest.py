@@ -1,4 +1,4 @@
-"""The longest row that a machine holds, and the settings that reach it."""
+"""Finds the longest row that a machine holds, and the settings that reach it."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from toolkit.sharding.chunks import CHUNK_TOKENS
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 PROBED = (16 * 1024, 32 * 1024)
-"""Tokens of a rank: at any moment it holds a sum and a multiple of them. Two numbers tell it for all lengths whose peak
-is at the same moment."""
+"""Tokens of a rank that are probed. At any moment memory is a constant plus a multiple of the tokens, so two probes
+predict all lengths whose peak is at the same moment."""
 
 STEP = 1024
-"""Lengths are multiples of so many tokens a rank."""
+"""Lengths are multiples of this many tokens per rank."""
 
 SPARED = 0.005
-"""Share of a device's memory that may stay free where the two numbers have told too long a row."""
+"""Share of a device's memory that may stay free if the two probes predicted too long a row."""
 
 
 @dataclass(frozen=True)
 class LongestRow:
-    """A row and the plan of a step of it.
+    """A row and the plan of a step on it.
 
     Attributes:
         settings: the overrides that reach it.
-        num_positions: the longest that the model's own configuration allows; None: any.
+        num_positions: the longest row that the model's own configuration allows, or None if it sets no limit.
     """
 
     tokens: int
@@ -48,7 +48,7 @@ class LongestRow:
     num_positions: int | None
 
     def describe(self) -> str:
-        """For people."""
+        """Describes the row, its peak and its settings."""
         host = f", {self.row.host_bytes / GIB:.0f} GiB of host memory a node" if self.row.host_bytes else ""
         return (
             f"{self.tokens:,} tokens: peak {self.row.peak.total / GIB:.1f} GiB{host}, about {self.row.time.mid:,.0f} s "
@@ -65,16 +65,16 @@ class LongestRow:
 
 
 def longest_rows(recipe: Recipe, hardware: Hardware, ranks: int, precision: str) -> dict[Verdict, LongestRow]:
-    """The longest row with headroom (`fits`) and without (`tight`), with flash attention.
+    """Returns the longest row with headroom (`fits`) and without (`tight`), with flash attention.
 
-    As many ranks share it as can. Parameters are sharded among all, and every block is checkpointed.
+    As many ranks share it as can. Parameters are sharded among all ranks, and every block is checkpointed.
 
     Raises:
-        BadInputError: where no row fits, or ranks cannot share rows.
+        BadInputError: if no row fits, or ranks cannot share rows.
     """
     require_ranks(ranks, hardware)
     refuse(replace(Settings.of(recipe), longest_row=True))
-    search = _Search(recipe, hardware, precision, _parts(recipe, ranks, precision))
+    search = _Search(recipe, hardware, precision, _most_ranks_per_row(recipe, ranks, precision))
     found = {verdict: search.longest(verdict, ranks) for verdict in HEADROOM}
     rows = {verdict: row for verdict, row in found.items() if row is not None}
     if not rows:
@@ -82,8 +82,8 @@ def longest_rows(recipe: Recipe, hardware: Hardware, ranks: int, precision: str)
     return rows
 
 
-def _parts(recipe: Recipe, ranks: int, precision: str) -> int:
-    """The most ranks that can share a row of the model."""
+def _most_ranks_per_row(recipe: Recipe, ranks: int, precision: str) -> int:
+    """Returns the most ranks that can share a row of the model."""
     config = base_of(workload_of(_with_rows(recipe, STEP, 1), precision).model).config.get_text_config()
     heads = getattr(config, "num_attention_heads", 1)
     return max(number for number in range(1, ranks + 1) if ranks % number == 0 and heads % number == 0)
@@ -95,7 +95,7 @@ def _with_rows(recipe: Recipe, tokens: int, parts: int) -> Recipe:
 
 
 class _Line(NamedTuple):
-    """What two lengths tell of all: tokens of a rank at which the first memory is full, and its room without any."""
+    """A line through two lengths: tokens of a rank at which a memory is full first, and the room without tokens."""
 
     limit: float
     room: float
@@ -107,11 +107,11 @@ class _Search:
         self._planners: dict[int, Planner] = {}
 
     def longest(self, verdict: Verdict, ranks: int) -> LongestRow | None:
-        """Of all setups; None where no row fits."""
+        """Returns the longest row of all setups, or None if no row fits."""
         setups = list(_setups(self.recipe, ranks, self.precision, self.planner(PROBED[0]).can_chunk))
         lines = {setup: self._line(setup, verdict) for setup in setups}
         setup = max(setups, key=lambda setup: lines[setup].limit)
-        local, row, shorter, longer = _rounded(lines[setup].limit), None, (0, -lines[setup].room), None
+        local, row, shorter, longer = _rounded_down(lines[setup].limit), None, (0, -lines[setup].room), None
         while local > shorter[0]:
             tried = self.planner(local).row(setup)
             excess = max(self._excess(tried, verdict))
@@ -121,11 +121,11 @@ class _Search:
                 row, shorter = tried, (local, excess)
             if longer is None or (row is not None and -shorter[1] < SPARED * self.hardware.memory_bytes):
                 break
-            local = min(_between(shorter, longer), longer[0] - STEP)
+            local = min(_interpolated(shorter, longer), longer[0] - STEP)
         if row is None:
             return None
         positions = num_positions(self.planner(PROBED[0]).workload.model)
-        return LongestRow(shorter[0] * self.parts, tuple(_settings(setup, self.parts)), row, positions)
+        return LongestRow(shorter[0] * self.parts, tuple(_overrides(setup, self.parts)), row, positions)
 
     def _line(self, setup: Setup, verdict: Verdict) -> _Line:
         (few, many) = (self._excess(self.planner(local).row(setup), verdict) for local in PROBED)
@@ -134,27 +134,27 @@ class _Search:
         return _Line(limit, min(slope * PROBED[0] - a for a, slope in zip(few, slopes, strict=True)))
 
     def _excess(self, row: PlanRow, verdict: Verdict) -> list[float]:
-        """Bytes more than the device has, and than the host has."""
+        """Returns the bytes by which a row exceeds the device's memory, and the host's."""
         hardware = self.hardware
         need = row.peak.total * HEADROOM[verdict] + standing_bytes(hardware.device_type, row.setup)
         host = [] if hardware.host_memory_bytes is None else [row.host_bytes - float(hardware.host_memory_bytes)]
         return [need - hardware.memory_bytes, *host]
 
     def planner(self, local: int) -> Planner:
-        if local not in self._planners:  # what setups share is probed once
+        if local not in self._planners:  # setups share a planner, which probes once
             recipe = _with_rows(self.recipe, local * self.parts, self.parts)
             workload = replace(workload_of(recipe, self.precision), attention=UNMASKED)
             self._planners[local] = Planner(recipe, workload, self.hardware)
         return self._planners[local]
 
 
-def _between(shorter: tuple[int, float], longer: tuple[int, float]) -> int:
-    """Tokens at which the line through two lengths, each with the bytes that it lacks, crosses zero."""
+def _interpolated(shorter: tuple[int, float], longer: tuple[int, float]) -> int:
+    """Returns the tokens at which the line through two lengths, each with its excess bytes, crosses zero."""
     (low, room), (high, excess) = (shorter[0], -shorter[1]), longer
-    return _rounded(low + (high - low) * room / (room + excess))
+    return _rounded_down(low + (high - low) * room / (room + excess))
 
 
-def _rounded(tokens: float) -> int:
+def _rounded_down(tokens: float) -> int:
     return int(tokens) // STEP * STEP
 
 
@@ -168,7 +168,7 @@ def _setups(recipe: Recipe, ranks: int, precision: str, can_chunk: bool) -> Iter
             yield setup
 
 
-def _settings(setup: Setup, parts: int) -> Iterator[str]:
+def _overrides(setup: Setup, parts: int) -> Iterator[str]:
     if parts > 1:
         yield f"sharding.sequence={parts}"
     yield "sharding.activation_checkpointing=1"

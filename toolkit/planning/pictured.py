@@ -1,4 +1,4 @@
-"""Micro-batches of rows with pictures, as a plan takes them: those that hold most."""
+"""Plans micro-batches of rows with pictures: those that need the most memory."""
 
 from __future__ import annotations
 
@@ -25,33 +25,34 @@ from toolkit.recipe.recipe import Recipe
 
 
 def workload_on_rows(recipe: Recipe, mixed_precision: str) -> Workload:
-    """The workload of a recipe on its own rows, if the model sees, they have images, and they lie on this machine.
+    """Returns the workload of a recipe on its own rows, or `workload_of` if it cannot use them.
 
-    The rows are tokenised as a run does it, which finds that done. Else as `workload_of`.
+    It uses the rows if the model takes images, the rows have some, and they are on this machine. They are tokenised as
+    in a run, which then finds them in the cache.
 
     Raises:
-        BadInputError: there is no such model.
+        BadInputError: if there is no such model.
     """
     workload = workload_of(recipe, mixed_precision)
     if not sees(base_of(workload.model)):
         return workload
-    samples = _with_images(recipe)
-    # Of rows that are elsewhere the recipe knows best.
-    shows = samples is not None or (recipe.model.train is not None and _is_away(recipe))
+    samples = _samples_with_images(recipe)
+    # For rows that are not on this machine, the recipe decides.
+    shows = samples is not None or (recipe.model.train is not None and _is_remote(recipe))
     parts = asked_parts(recipe.model, recipe.adapter, shows)
     if set(parts) != {LANGUAGE}:
         workload = workload_of(recipe, mixed_precision, parts)
     return workload if samples is None else with_pictures(workload, samples)
 
 
-def _is_away(recipe: Recipe) -> bool:
-    """Whether some training rows do not lie on this machine, or are streamed."""
+def _is_remote(recipe: Recipe) -> bool:
+    """Returns whether some training rows are not on this machine, or are streamed."""
     return recipe.data.streaming or any(not glob(os.path.expanduser(source.path)) for source in recipe.data.train)
 
 
-def _with_images(recipe: Recipe) -> PictureSamples | None:
-    """The training samples, if rows have images; None if not, or if they are not here."""
-    if not recipe.objective.spec.sees_pictures or _is_away(recipe):
+def _samples_with_images(recipe: Recipe) -> PictureSamples | None:
+    """Returns the training samples if rows have images, or None if not or if they are not on this machine."""
+    if not recipe.objective.spec.sees_pictures or _is_remote(recipe):
         return None
     if not any(has_pictures(open_source(source, "data.train")) for source in recipe.data.train):
         return None
@@ -61,20 +62,20 @@ def _with_images(recipe: Recipe) -> PictureSamples | None:
 
 
 LOOKED_AT = 4096
-"""Samples among which those with the most pictures are looked for."""
+"""Number of samples that are searched for those with the most pictures."""
 
 
 def with_pictures(workload: Workload, samples: PictureSamples) -> Workload:
-    """The workload on real micro-batches: of the most tokens of pictures, and if there are such, of text alone.
+    """Returns the workload on real micro-batches: those with the most picture tokens, and of text alone if there are any.
 
-    The latter are longer by what stands for the small picture behind their rows.
+    The latter are longer by the tokens of the small picture that is appended to their rows.
     """
-    shown, blind = _with_most(samples), _without(samples)
+    shown, blind = _by_picture_tokens(samples), _first_without_picture(samples)
     _, smallest = samples.pictures.smallest
 
     def batch(numbers: Sequence[int], length: int) -> Batch:
         with unset_fake_temporarily():  # decodes pictures, while the planner's modes are on
-            return _lengthened(samples.batch(numbers), length, samples.pad_id)
+            return _padded_to_length(samples.batch(numbers), length, samples.pad_id)
 
     length = samples.max_length
     with_most = replace(
@@ -86,8 +87,8 @@ def with_pictures(workload: Workload, samples: PictureSamples) -> Workload:
     return replace(with_most, also=(lambda size: batch([blind[0]] * size, longer),))
 
 
-def _with_most(samples: PictureSamples) -> list[int]:
-    """Numbers of the samples with pictures, those with the most tokens of them first; of none the first sample."""
+def _by_picture_tokens(samples: PictureSamples) -> list[int]:
+    """Returns the numbers of the samples with pictures, most picture tokens first; without pictures, sample 0."""
     placeholders = np.array(sorted(samples.pictures.token_ids))
     looked_at = range(min(LOOKED_AT, len(samples)))
     counts = {
@@ -96,13 +97,13 @@ def _with_most(samples: PictureSamples) -> list[int]:
     return [number for number in sorted(counts, key=lambda n: -counts[n]) if counts[number]] or [0]
 
 
-def _without(samples: PictureSamples) -> list[int]:
-    """The first sample without a picture, if there is one."""
+def _first_without_picture(samples: PictureSamples) -> list[int]:
+    """Returns the first sample without a picture, if there is one."""
     return [n for n in range(min(LOOKED_AT, len(samples))) if not samples.has_picture(n)][:1]
 
 
-def _lengthened(batch: Batch, length: int, pad_id: int) -> Batch:
-    """A batch of rows of `length` tokens, as the longest ones of a run are."""
+def _padded_to_length(batch: Batch, length: int, pad_id: int) -> Batch:
+    """Returns the batch with rows padded to `length` tokens, the longest of a run."""
     missing = length - batch["input_ids"].shape[1]
     if missing <= 0:
         return batch

@@ -1,4 +1,4 @@
-"""What a setup holds, sends and takes, and whether it fits."""
+"""Computes the memory, traffic and time of a setup, and whether it fits."""
 
 from __future__ import annotations
 
@@ -39,45 +39,45 @@ from toolkit.sharding.units import stacked_experts
 Verdict = Literal["fits", "tight", "no"]
 
 HEADROOM: dict[Verdict, float] = {"fits": 1.25, "tight": 1.05}
-"""Times the peak: what CUDA's allocator has reserved was 1.19 to 1.23 times what was allocated in published runs of
-eager training, and little more than it with expandable segments, which the toolkit asks for."""
+"""Factor on the peak: CUDA's allocator reserved 1.19 to 1.23 times the allocated bytes in published runs of eager
+training, and little more than the allocated bytes with expandable segments, which the toolkit sets."""
 
 CONTEXT_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}
-"""Of a rank before it holds anything: CUDA's context and NCCL's buffers; Python and its libraries."""
+"""Bytes of a rank before it holds anything: CUDA's context and NCCL's buffers; Python and its libraries."""
 
 WORKSPACE_BYTES = 32 * 2**20
-"""Of cuBLAS, for each thread that multiplies on a stream (Hopper; less on older devices). They are never freed."""
+"""cuBLAS's workspace for each thread that multiplies on a stream (Hopper; less on older devices); never freed."""
 
 ANSWERS = "answers to held-out prompts"
-"""A moment of an evaluation."""
+"""Name of the moment of an evaluation in which answers are written."""
 
 FORWARDS = ("gather", "forward")
-"""What the names of moments begin with in which units are gathered for a forward."""
+"""Prefixes of the moments in which units are gathered for a forward."""
 
 AS_FAST = 1.01
-"""Rows within so much of the fastest count as equally fast: times are estimates."""
+"""Rows within this factor of the fastest count as equally fast, because times are estimates."""
 
 DTYPES = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 COMPUTE_BYTES = {"no": None, "bf16": 2, "fp16": 2}
 
 MOMENTS = 2
-"""Of AdamW, which alone can be offloaded by a recipe."""
+"""Moments of AdamW, the only optimizer that a recipe can offload."""
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What a setup needs and does.
+    """The needs and the speed of a setup.
 
     Attributes:
         peak: the moment in which a rank holds most on its device.
-        moments: all of them, in the order of a step.
-        need: bytes of the device's memory that the peak asks for, with headroom and context.
-        host_bytes: of offloaded state and checkpoints, of all ranks of a node.
-        traffic: of one optimizer step.
-        time: of one optimizer step.
-        tokens: of one optimizer step of all ranks.
-        dealing: how ranks that do not divide a layer's experts share them; empty elsewhere.
-        problem: why it does not fit; empty where it does.
+        moments: all moments, in the order of a step.
+        need: bytes of the device's memory for the peak, with headroom and context.
+        host_bytes: host memory for offloaded state and checkpoints, of all ranks of a node.
+        traffic: the traffic of one optimizer step.
+        time: the time of one optimizer step.
+        tokens: tokens of one optimizer step of all ranks.
+        dealing: how ranks that do not divide a layer's experts share them, or empty.
+        problem: why the setup does not fit, or empty.
     """
 
     setup: Setup
@@ -94,12 +94,12 @@ class PlanRow:
 
     @property
     def tokens_per_second(self) -> tuple[float, float, float]:
-        """Of all ranks: low, mid, high."""
+        """Tokens per second of all ranks: low, mid, high."""
         return tuple(self.tokens / seconds for seconds in (self.time.high, self.time.mid, self.time.low))  # type: ignore[return-value]
 
 
 class Planner:
-    """Rows of one workload; what they share is probed once."""
+    """Plans rows of one workload; what they share is probed once."""
 
     def __init__(self, recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
         self.recipe, self.workload, self.hardware = recipe, workload, hardware
@@ -108,7 +108,11 @@ class Planner:
         self._on_shared_rows: dict[int, Planner] = {}
 
     def on_shared_rows(self, sequence: int) -> Planner:
-        """Of the same model, each of whose rows so many ranks share. Raises BadInputError where they cannot."""
+        """Returns the planner of the same model with rows that `sequence` ranks share.
+
+        Raises:
+            BadInputError: if so many ranks cannot share them.
+        """
         if sequence not in self._on_shared_rows:
             recipe = shared_by(self.recipe, sequence)
             self._on_shared_rows[sequence] = Planner(recipe, with_rows_of(self.workload, recipe), self.hardware)
@@ -116,12 +120,12 @@ class Planner:
 
     @cached_property
     def units(self) -> list[UnitShape]:
-        model, plan = self.workload.model, self._sharded.plan
+        model, plan = self.workload.model, self._sharded_prober.plan
         stepped_by_muon = block_matrices(model, plan) if self.recipe.optimizer.kind == "muon" else []
         return unit_shapes(model, plan, self.workload.mixed_precision, stepped_by_muon, self.workload.experts)
 
     def settings(self, setup: Setup) -> Settings:
-        """What the table of combinations looks at, if the recipe runs so."""
+        """Returns what the table of combinations checks if the recipe runs with this setup."""
         settings = settings_of(self.recipe, setup, self.workload.mixed_precision)
         first = next((unit.name for unit in self.units if unit.trains_float32), None)
         torch_sums, device = autograd_sums_gradients(), self.hardware.device_type
@@ -129,12 +133,12 @@ class Planner:
         return replace(settings, device=device, keeps_float32=first, sums_in_autograd=torch_sums, has_pictures=seen)
 
     def refusals(self, setup: Setup) -> list[Refusal]:
-        """Why a run refuses a setup; empty if it does not."""
+        """Returns why a run refuses a setup; empty if it does not."""
         return refusals(self.settings(setup))
 
     @cached_property
     def teacher_units(self) -> list[UnitShape]:
-        """Of the frozen model that is learned from, if any."""
+        """Units of the teacher, if there is one."""
         teacher = self.workload.teacher
         if teacher is None:
             return []
@@ -142,30 +146,35 @@ class Planner:
         return teacher_shapes(teacher, plan, self.workload.mixed_precision)
 
     @cached_property
-    def _sharded(self) -> Prober:
+    def _sharded_prober(self) -> Prober:
         return Prober(self.workload)
 
     @cached_property
-    def _whole(self) -> Prober:
+    def _whole_prober(self) -> Prober:
         return Prober(self.workload, whole=True)
 
     @cached_property
     def can_chunk(self) -> bool:
-        """Whether the blocks have what may run for a few tokens at a time."""
-        return num_in_chunks(self.workload.model, self._sharded.plan) > 0
+        """Whether the blocks have parts that may run for a few tokens at a time."""
+        return num_in_chunks(self.workload.model, self._sharded_prober.plan) > 0
 
     def probe(self, setup: Setup) -> Probe:
-        """Of one micro-batch."""
-        key = self._key(setup)
+        """Probes one micro-batch of a setup.
+
+        Raises:
+            BadInputError: if the recipe cannot run so.
+            UnplannableError: if the model cannot run on tensors without values.
+        """
+        key = self._probe_key(setup)
         if key not in self._probes:
-            prober = self._whole if key[0] else self._sharded
+            prober = self._whole_prober if key[0] else self._sharded_prober
             with self._without_values():
                 self._probes[key] = prober.probe(setup.micro_batch_size, setup.checkpointing)
         return self._probes[key]
 
     @contextmanager
     def _without_values(self) -> Iterator[None]:
-        """Has models run inside. Raises UnplannableError for what they do that tensors without values cannot."""
+        """Lets models run inside; raises UnplannableError if they need the values of tensors."""
         try:
             with without_logs(), grouped_products():
                 yield
@@ -179,60 +188,60 @@ class Planner:
                 f"planned: {in_words(error)}{cure}"
             ) from error
 
-    def _key(self, setup: Setup) -> tuple[bool, int, Checkpointing | None]:
-        """What a probe depends on: whether the model is whole, as DDP has it, the micro-batch, the checkpoints."""
-        # Where its states alone do not fit, DDP's activations, a little larger, need no probe of their own.
-        whole = not setup.strategy.sharded and self._states <= self.hardware.memory_bytes
+    def _probe_key(self, setup: Setup) -> tuple[bool, int, Checkpointing | None]:
+        """Returns what a probe depends on: whether the model is whole, as under DDP, micro-batch and checkpoints."""
+        # If its state alone does not fit, DDP's activations, which are a little larger, need no probe of their own.
+        whole = not setup.strategy.sharded and self._whole_state_bytes <= self.hardware.memory_bytes
         return whole, setup.micro_batch_size, setup.checkpointing
 
     @cached_property
-    def _states(self) -> int:
-        """Bytes of a whole model's parameters, gradients and optimizer state."""
+    def _whole_state_bytes(self) -> int:
+        """Bytes of the whole model's parameters, gradients and optimizer state."""
         parameters = [p for unit in (*self.teacher_units, *self.units) for p in unit.parameters]
         return sum(int(p.numel * (p.held + (4 + self._kept_bytes(p)) * p.trainable)) for p in parameters)
 
     def _kept_bytes(self, parameter: ParameterShape) -> float:
-        """Of an element, beside itself, where it is trained: the optimizer's state and its average."""
+        """Returns the bytes kept for each trained element: the optimizer's state and the weights' average."""
         state = OPTIMIZER_BYTES[self.recipe.optimizer.kind] * parameter.moments / 2
         return state + 4 * (self.recipe.training.ema is not None)
 
     def _average_bytes(self, setup: Setup) -> int:
-        """Of the averaged weights, a rank's part."""
+        """Returns the bytes of a rank's part of the averaged weights."""
         if self.recipe.training.ema is None:
             return 0
         return 4 * sum(unit.trainable_numel(setup.mesh.shard) for unit in self.units)
 
     def moments(self, setup: Setup) -> list[Memory]:
-        """What a rank holds during a step, whichever of the workload's batches it is of, and while it answers."""
-        found = [moment for planner in (self, *self._of_other_batches) for moment in planner._of_own_batch(setup)]
+        """Returns what a rank holds during a step, over all batches of the workload, and while it answers."""
+        found = [moment for planner in (self, *self._planners_of_other_batches) for moment in planner._moments_of_own_batch(setup)]
         return found if self.recipe.answers.file is None else [*found, self._answers(setup, found)]
 
     def _answers(self, setup: Setup, step: Sequence[Memory]) -> Memory:
-        """While a batch of answers is written: the state between steps, what forwards gather, and the cache."""
+        """Returns the moment of writing a batch of answers: state between steps, gathered units, and the cache."""
         between = next(moment for moment in step if moment.moment == OPTIMIZER_STEP)
         forwards = [moment for moment in step if moment.moment.startswith(FORWARDS)]
         return replace(
             between,
             moment=ANSWERS,
-            # DDP's buckets stay; other gradients go when the step is done.
+            # DDP's buckets stay; other gradients are freed when the step is done.
             gradients=0 if setup.strategy.sharded else between.gradients,
             gathered=max(moment.gathered + moment.communication for moment in forwards),
             activations=self._answering(not setup.strategy.sharded).peak,
         )
 
     def _answering(self, whole: bool) -> Answering:
-        """Of prompts and answers that are as long as rows may be, by a model that is whole, as DDP has it, or not."""
+        """Probes answers to prompts as long as rows may be, by a whole model, as under DDP, or a sharded one."""
         if whole not in self._answerings:
             section, positions = self.recipe.answers, num_positions(self.workload.model)
             prompt, answer = self.recipe.data.max_length, section.max_new_tokens
-            if positions is not None:  # an encoder-decoder's target has all of them for itself
+            if positions is not None:  # an encoder-decoder's target may use all positions
                 before = 0 if self.recipe.objective.spec.encoder_decoder else prompt
                 answer = max(2, min(answer, positions - before))
             with self._without_values():
                 self._answerings[whole] = answering(self.workload, section.batch_size, prompt, answer, whole)
         return self._answerings[whole]
 
-    def _of_own_batch(self, setup: Setup) -> list[Memory]:
+    def _moments_of_own_batch(self, setup: Setup) -> list[Memory]:
         shapes, layout = [*self.teacher_units, *self.units], self.layout(setup)
         found = replay(shapes, self.probe(setup), setup.strategy, layout, setup.accumulation, setup.by_block)
         beside = self._streamed_bytes(setup) if setup.offload else self._average_bytes(setup)
@@ -242,24 +251,29 @@ class Planner:
         return [replace(moment, optimizer=moment.optimizer + beside) for moment in found]
 
     def peak(self, setup: Setup) -> Memory:
-        """The moment in which a rank holds most."""
+        """Returns the moment in which a rank holds most."""
         return max(self.moments(setup), key=lambda moment: moment.total)
 
     @cached_property
-    def _of_other_batches(self) -> list[Planner]:
+    def _planners_of_other_batches(self) -> list[Planner]:
         others = (replace(self.workload, batch=batch, also=()) for batch in self.workload.also)
         return [Planner(self.recipe, other, self.hardware) for other in others]
 
     def uneven_peak(self, setup: Setup) -> Memory | None:
-        """On a rank whose experts get twice their even share of tokens; None where experts are not spread."""
+        """Returns the peak if a rank's experts get twice their even share of tokens; None without expert parallel."""
         if self.workload.experts == 1:
             return None
         return Planner(self.recipe, replace(self.workload, skew=2), self.hardware).peak(setup)
 
     def layout(self, setup: Setup) -> MemoryLayout:
         compute = COMPUTE_BYTES[self.workload.mixed_precision] if setup.strategy.sharded else None
-        # One rank reduces nothing: the capture takes the gradient as backward made it.
-        alone = setup.offload and setup.ranks == 1 and setup.strategy.reduce_each_micro_batch and self._is_of_one_type
+        # One rank reduces nothing: the offload engine takes the gradient as backward made it.
+        alone = (
+            setup.offload
+            and setup.ranks == 1
+            and setup.strategy.reduce_each_micro_batch
+            and self._gradients_have_one_dtype
+        )
         return MemoryLayout(
             shard=setup.mesh.shard,
             compute=compute,
@@ -271,15 +285,15 @@ class Planner:
         )
 
     def residents(self, setup: Setup) -> frozenset[int]:
-        """Units whose offloaded state `sharding.device_state_gib` keeps on the device: the root's, then the first."""
+        """Returns the units whose offloaded state `sharding.device_state_gib` keeps on the device: root first."""
         size = self.recipe.sharding.device_state_gib
         # `auto` is chosen by what is free when the run starts. The plan counts none, the least that it may hold.
         if not setup.offload or size is None or size == "auto":
             return frozenset()
         room, found = int(size * GIB), set()
-        # As the engine does: the units with no time to hide come first in the forward, experts behind their block.
+        # The engine's order: the units with no time to hide come first in the forward, experts behind their block.
         places = {path: place for place, (path, _) in enumerate(self.workload.model.named_modules())}
-        units = self._sharded.plan.units
+        units = self._sharded_prober.plan.units
         order = sorted(range(len(units)), key=lambda index: min(places[path] for path in units[index].modules))
         for index in order:
             numel = self.units[index].trainable_numel(setup.mesh.shard)
@@ -293,25 +307,25 @@ class Planner:
         return frozenset(found)
 
     def _landing_bytes(self, setup: Setup) -> int:
-        """Of a gradient that lands on the host: one backward of one rank is not summed with anything."""
+        """Returns the bytes of a gradient's element on the host: a single backward of one rank sums nothing."""
         compute = COMPUTE_BYTES[self.workload.mixed_precision]
-        is_exact = setup.ranks == 1 and setup.accumulation == 1 and self._is_of_one_type
+        is_exact = setup.ranks == 1 and setup.accumulation == 1 and self._gradients_have_one_dtype
         return compute if compute is not None and is_exact else 4
 
     @property
-    def _is_of_one_type(self) -> bool:
+    def _gradients_have_one_dtype(self) -> bool:
         return not any(unit.trains_float32 for unit in self.units)
 
     def host_bytes(self, setup: Setup) -> int:
-        """What the ranks of one node hold in host memory beside their devices; on CPU ranks there is no such."""
+        """Returns the host memory that the ranks of one node hold beside their devices; 0 for CPU ranks."""
         if self.hardware.device_type == "cpu":
             return 0
-        # Each rank pins its own; nothing is shared between processes.
+        # Each rank pins its own memory; nothing is shared between processes.
         ranks = min(setup.ranks, self.hardware.devices_per_node)
         return ranks * self.rank_host_bytes(setup)
 
     def rank_host_bytes(self, setup: Setup) -> int:
-        """Of one rank: masters, moments, landing places and staging; offloaded activations; a save under way."""
+        """Returns one rank's host memory: masters, moments, buffers for gradients; offloaded activations; a save."""
         return (
             self._offloaded_bytes(setup)
             + self.probe(setup).host_peak * (setup.accumulation if setup.by_block else 1)
@@ -319,7 +333,7 @@ class Planner:
         )
 
     def _saving_bytes(self, setup: Setup) -> int:
-        """What a save of the run's state takes: the copy that training goes on beside, and a file at a time."""
+        """Returns the bytes of a save: the copy that is written while training goes on, and one file at a time."""
         section = self.recipe.checkpoint
         if section.every_steps is None and section.minutes is None:
             return 0
@@ -336,18 +350,18 @@ class Planner:
         copied = state if section.asynchronous else 0
         return int(copied + min(state, CHECKPOINT_FILE_BYTES))
 
-    def _hosted(self, setup: Setup) -> list[int]:
-        """Trainable elements of each unit whose state is on the host."""
+    def _hosted_elements(self, setup: Setup) -> list[int]:
+        """Returns the trainable elements of each unit whose state is on the host."""
         residents = self.residents(setup)
         return [unit.trainable_numel(setup.mesh.shard) for i, unit in enumerate(self.units) if i not in residents]
 
     def _streamed_bytes(self, setup: Setup) -> int:
-        """Device buffers through which offloaded state streams, where it does or `auto` may have it so."""
+        """Returns the device buffers through which offloaded state streams, if it does or `auto` may choose so."""
         executor = self.recipe.sharding.offload_executor or "auto"
         if not setup.offload or executor not in ("auto", "device_stream"):
             return 0
-        taken = stream_bytes(max(self._hosted(setup), default=0))
-        # `auto` measures on the machine of the run: the plan counts what it may choose.
+        taken = stream_bytes(max(self._hosted_elements(setup), default=0))
+        # `auto` measures on the machine of the run, so the plan counts what it may choose.
         chosen = executor == "device_stream" or self._auto_may_take(taken)
         return taken if chosen else 0
 
@@ -360,8 +374,8 @@ class Planner:
             return 0
         streamed = self.recipe.sharding.offload_executor == "device_stream"
         staged = 0 if streamed else STAGING_BUFFERS * (COMPUTE_BYTES[self.workload.mixed_precision] or 4)
-        hosted = plan_host(self._hosted(setup), MOMENTS, self._landing_bytes(setup), staged).total
-        # Averages, and the copy of the masters that an evaluation makes way for them with.
+        hosted = plan_host(self._hosted_elements(setup), MOMENTS, self._landing_bytes(setup), staged).total
+        # Averages, and the copy of the masters that an evaluation keeps while it uses the averages.
         return hosted + 2 * self._average_bytes(setup)
 
     def offload_plan(self, setup: Setup) -> OffloadPlan | None:
@@ -389,11 +403,11 @@ class Planner:
             offload=offload,
         )
         if self.workload.teacher is not None:
-            head = self._sharded.teacher_head
+            head = self._sharded_prober.teacher_head
             assert head is not None
             sent = with_teacher(sent, self.teacher_units, head, setup.mesh, setup.accumulation, layout.compute)
         probe, parts = self.probe(setup), self.workload.sequence
-        # Of tokens that are sent to experts, as many as if all had the same.
+        # Tokens are sent to experts as if all experts got the same number.
         exchanged = (probe.forward.exchanged + probe.backward.exchanged) * setup.accumulation
         sent = replace(sent, exchanged=exchanged, group=max(parts, self.workload.experts), sequence=parts)
         time = step_time(
@@ -415,24 +429,24 @@ class Planner:
 
 
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0625, "adamw_4bit": 1.0625, "adamw_fp8": 2.0156, "muon": 8.0}
-"""State of a trainable element on the device: two moments, with torchao's scales of a block of 256 or 128. Of the
-blocks' matrices muon has one, half of this."""
+"""State of a trainable element on the device: two moments, with torchao's scales of a block of 256 or 128. muon keeps
+one moment of the blocks' matrices, half of this."""
 
 
 def standing_bytes(device_type: str, setup: Setup | None) -> int:
-    """Of a rank beside its peak: the context, and by block cuBLAS's workspaces for the threads of the micro-batches.
+    """Returns a rank's bytes beside its peak: the context and, by block, cuBLAS's workspaces of micro-batch threads.
 
-    Those of the main thread and of autograd's are small beside the context.
+    The workspaces of the main thread and of autograd's thread are small beside the context.
     """
     threads = setup.accumulation if setup is not None and setup.by_block and device_type == "cuda" else 0
     return CONTEXT_BYTES[device_type] + threads * WORKSPACE_BYTES
 
 
 def verdict_of(peak: int, host_bytes: int, hardware: Hardware, setup: Setup | None = None) -> tuple[Verdict, int, str]:
-    """Whether a peak fits, what it needs, and what is wrong if it does not.
+    """Returns whether a peak fits, what it needs, and what is wrong if it does not.
 
     Args:
-        host_bytes: of a node, beside the devices; 0 on CPU ranks, whose peak holds everything.
+        host_bytes: host memory of a node beside the devices; 0 for CPU ranks, whose peak holds everything.
     """
     # Fragments grow with the peak, the context does not: hence a factor and a sum.
     context = standing_bytes(hardware.device_type, setup)

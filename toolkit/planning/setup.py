@@ -20,7 +20,7 @@ class Setup:
     """One way to run a recipe.
 
     Attributes:
-        sequence: ranks that share a row; None: as the recipe says.
+        sequence: ranks that share a row, or None for the recipe's number.
     """
 
     strategy: Strategy
@@ -38,7 +38,7 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """The strategy as an Accelerate config would say it, with the groups of hybrid."""
+        """The strategy's name in an Accelerate config, with the groups of hybrid."""
         groups = f" {self.mesh.replicate}x{self.mesh.shard}" if self.strategy.replicated else ""
         node = f" backward in {self.mesh.node}" if self.mesh.node else ""
         by_block = " by block" if self.by_block else ""
@@ -46,7 +46,7 @@ class Setup:
 
     @property
     def gathering_batches(self) -> int:
-        """Micro-batches of a step that gather and reduce for themselves."""
+        """Number of times that a step gathers and reduces: once by block, else for each micro-batch."""
         return 1 if self.by_block else self.accumulation
 
     @property
@@ -60,14 +60,14 @@ class Setup:
 
     @property
     def num_levers(self) -> int:
-        """How many things it does to save memory, for a choice between equals."""
+        """Number of ways in which it saves memory, to choose between equally fast setups."""
         return self.offload + (self.checkpointing is not None) + (self.sequence is not None)
 
 
 def asked_setup(
     recipe: Recipe, ranks: int, hardware: Hardware, strategy: str | None, offload: bool, shard_size: int | None
 ) -> Setup:
-    """The recipe as it stands."""
+    """Returns the setup of the recipe as it is written."""
     name = recipe.sharding.strategy or strategy or "zero3"
     section, training = recipe.sharding, recipe.training
     every = section.activation_checkpointing
@@ -86,10 +86,10 @@ def asked_setup(
 
 
 def mesh_of(strategy: Strategy, ranks: int, shard: int) -> MeshShape:
-    """How many replicas of groups of how many ranks; `shard` counts for hybrid alone.
+    """Returns the number of replicas and the ranks of a shard group; only hybrid uses `shard`.
 
     Raises:
-        BadInputError: hybrid, where groups of `shard` ranks don't fill the ranks, or one group does.
+        BadInputError: for hybrid, if groups of `shard` ranks do not divide the ranks, or there is only one group.
     """
     # ddp is all replicas and no shards; zero1 to zero3 shard over all ranks.
     if not strategy.replicated:
@@ -98,16 +98,20 @@ def mesh_of(strategy: Strategy, ranks: int, shard: int) -> MeshShape:
 
 
 def factors(ranks: int) -> list[int]:
-    """Sizes of equal groups of ranks, without one rank alone and without all of them."""
+    """Returns the sizes of equal groups of ranks, except 1 and all ranks."""
     return [size for size in range(2, ranks) if ranks % size == 0]
 
 
 MOST_RANKS = 2**20
-"""Of a plan, which tries every size of a group that divides them."""
+"""The most ranks of a plan, which tries every size of a group that divides them."""
 
 
 def require_ranks(ranks: int, hardware: Hardware) -> None:
-    """Raises BadInputError where the ranks don't fill whole nodes."""
+    """Checks that the ranks fill whole nodes, and are not too many.
+
+    Raises:
+        BadInputError: if they do not, or are.
+    """
     if not 1 <= ranks <= MOST_RANKS:
         raise BadInputError(f"--gpus: {ranks}; allowed: 1 to {MOST_RANKS:,}")
     if ranks > hardware.devices_per_node and ranks % hardware.devices_per_node:
@@ -118,13 +122,13 @@ def require_ranks(ranks: int, hardware: Hardware) -> None:
 
 
 def settings_of(recipe: Recipe, setup: Setup, mixed_precision: str) -> Settings:
-    """What the table of combinations looks at, if the recipe runs so."""
+    """Returns what the table of combinations checks if the recipe runs with this setup."""
     checkpointing = setup.checkpointing
     return replace(
         Settings.of(recipe),
         strategy=setup.strategy.name,
         offload=setup.offload,
-        given=frozenset(),  # a launch command takes those away that a row has no use for; others are of the recipe
+        given=frozenset(),  # the launch command removes settings that a row does not use
         accumulate="by_block" if setup.by_block else "by_micro_batch",
         micro_batches=setup.accumulation,
         checkpointing=None if checkpointing is None else checkpointing.every,
@@ -137,10 +141,10 @@ def settings_of(recipe: Recipe, setup: Setup, mixed_precision: str) -> Settings:
 
 
 def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str, can_chunk: bool) -> Iterator[tuple[str, Setup]]:
-    """Setups of the same recipe that hold less and may run, one change each, in the recipe's words.
+    """Yields setups of the same recipe that need less memory and may run, each with its single change as an override.
 
     Args:
-        can_chunk: whether the model has what may run in chunks.
+        can_chunk: whether the model has parts that may run in chunks.
     """
     for change, smaller in _smaller_setups(recipe, setup, can_chunk):
         if not refusals(settings_of(recipe, smaller, mixed_precision)):
@@ -158,13 +162,13 @@ def _smaller_setups(recipe: Recipe, setup: Setup, can_chunk: bool) -> Iterator[t
         chunked = replace(setup.checkpointing, chunk_tokens=CHUNK_TOKENS)
         if tokens > CHUNK_TOKENS:
             yield f"sharding.chunk_tokens={CHUNK_TOKENS}", replace(setup, checkpointing=chunked)
-    # As many samples a step, so that what is learned stays the same.
+    # The step keeps its number of samples, so that what is learned stays the same.
     if setup.micro_batch_size > 1:
         samples = setup.micro_batch_size * setup.accumulation
         change = f"training.micro_batch_size=1 training.gradient_accumulation_steps={samples}"
         yield change, replace(setup, micro_batch_size=1, accumulation=samples)
     zero3 = STRATEGIES["zero3"]
-    # The launch names the strategy, not the recipe, so this is no override.
+    # The launch names the strategy, not the recipe, so "strategy zero3" is not an override.
     if setup.mesh.node is not None:
         yield "sharding.reshard_after_forward=null", replace(setup, mesh=mesh_of(zero3, setup.ranks, 1))
     if setup.strategy != zero3 and setup.ranks > 1:

@@ -1,4 +1,4 @@
-"""A table of ways to run a recipe: which fit, how fast each is, and which to pick."""
+"""Makes a table of ways to run a recipe: which fit, how fast each is, and which to pick."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy
 from toolkit.sharding.units import stacked_experts
 
 SHARED_BY = (2, 4, 8)
-"""Ranks that share a row, in a table of long rows."""
+"""Numbers of ranks that share a row, in a table of long rows."""
 
 LONG_ROW = 8192
-"""Tokens of a row from which on a table has such rows: each number of ranks takes a probe of its own."""
+"""Tokens of a row from which a table has shared rows: each number of ranks takes a probe of its own."""
 
 MICRO_BATCHES = 4
-"""Sizes of the micro-batch in a table, at most."""
+"""The most micro-batch sizes in a table."""
 
 
 @dataclass(frozen=True)
 class Lever:
-    """A single change that makes a setup hold less."""
+    """A single change that makes a setup need less memory."""
 
     change: str
     row: PlanRow
@@ -47,17 +47,17 @@ class Lever:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan` found.
+    """The result of `plan`.
 
     Attributes:
-        rows: fitting ones first, the fastest first.
-        asked: the recipe as it stands.
-        uneven_peak: of it, on a rank whose experts get twice their even share of tokens; None where none are spread.
-        recommended: the row to pick; None where none fits.
-        reason: why this one, or what is missing.
-        levers: what makes the recipe as it stands hold less, one change each, the fastest first.
-        num_parameters, num_trained: of the model.
-        has_images: whether it is of micro-batches of the recipe's rows with images.
+        rows: fitting rows first, the fastest first.
+        asked: the recipe as it is written.
+        uneven_peak: its peak if a rank's experts get twice their even share of tokens; None without expert parallel.
+        recommended: the row to pick, or None if none fits.
+        reason: why this row, or what is missing.
+        levers: single changes with which the recipe needs less memory, the fastest first.
+        num_parameters, num_trained: parameters of the model.
+        has_images: whether the micro-batches are of the recipe's rows with images.
     """
 
     recipe: Recipe
@@ -86,19 +86,20 @@ def plan(
     shard_size: int | None = None,
     with_levers: bool = True,
 ) -> Plan:
-    """Plans a recipe on so many ranks.
+    """Plans a recipe on a number of ranks.
 
     Args:
         ranks: one for each device.
-        mixed_precision: `no`, `bf16` or `fp16`; None: the recipe's, else bf16 on GPUs and none on CPU ranks.
-        strategy: of the recipe as it stands, where the recipe does not say; None: zero3.
-        offload: of the recipe as it stands, where the recipe does not say.
-        shard_size: ranks of a group, of hybrid; None: those of a node.
-        with_levers: whether to look for what makes a recipe that does not fit hold less, which takes as long again.
+        mixed_precision: `no`, `bf16` or `fp16`. If it is None, the recipe decides, else it is bf16 on GPUs and none on
+            CPU ranks.
+        strategy: strategy of the recipe as written if the recipe names none; zero3 if this is None.
+        offload: whether the recipe as written offloads, if it does not say.
+        shard_size: ranks of a shard group of hybrid, or None for those of a node.
+        with_levers: whether to look for changes with which a recipe that does not fit would, which doubles the time.
 
     Raises:
-        BadInputError: ranks that the nodes or the strategy have no use for, a recipe without a model, or settings of
-            recipe and Accelerate config that cannot go together.
+        BadInputError: if ranks do not fill nodes or suit the strategy, the recipe has no model, or settings of recipe
+            and Accelerate config cannot go together.
     """
     require_ranks(ranks, hardware)
     precision = precision_of(recipe, mixed_precision, hardware)
@@ -112,7 +113,7 @@ def plan(
     if recipe.sharding.accumulate == "auto":
         asked, _ = settle(planner, asked, lambda row: row.verdict == "fits")
     rows = [planner.row(setup) for setup in _setups(recipe, ranks, asked, planner)]
-    rows.sort(key=_rank_of)
+    rows.sort(key=_sort_key)
     asked_row = planner.row(asked)
     recommended, reason = recommend(rows, hardware)
     # Each takes a probe or a model of its own.
@@ -136,12 +137,12 @@ def plan(
 
 
 def precision_of(recipe: Recipe, configured: str | None, hardware: Hardware) -> str:
-    """The recipe's precision, else the Accelerate config's, else bf16 on GPUs and none on CPU ranks."""
+    """Returns the recipe's precision, else the Accelerate config's, else bf16 on GPUs and none on CPU ranks."""
     return recipe.training.mixed_precision or configured or ("bf16" if hardware.device_type == "cuda" else "no")
 
 
 def _require_spreadable(planner: Planner, asked: Setup) -> None:
-    """Raises BadInputError where experts cannot be spread over the ranks as the recipe asks."""
+    """Raises BadInputError if the ranks cannot run expert parallel as the recipe asks."""
     size = planner.recipe.sharding.experts
     if size > 1:
         require_groups("sharding.experts", size, asked.mesh.shard)
@@ -149,7 +150,7 @@ def _require_spreadable(planner: Planner, asked: Setup) -> None:
 
 
 def _is_spreadable(planner: Planner, mesh: MeshShape) -> bool:
-    """Whether these ranks can spread experts as the recipe asks, if it does."""
+    """Returns whether these ranks can run expert parallel as the recipe asks, if it does."""
     size, stacks = planner.recipe.sharding.experts, stacked_experts(planner.workload.model).values()
     is_dealt = mesh.shard % size == 0 and not any(int(stack.num_experts) % mesh.shard for stack in stacks)  # type: ignore[arg-type]
     return size == 1 or is_dealt
@@ -159,7 +160,7 @@ def _is_spreadable(planner: Planner, mesh: MeshShape) -> bool:
 
 
 def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Iterator[Setup]:
-    """Every strategy with and without offload, every checkpointing, several micro-batches of the same step."""
+    """Yields every strategy with and without offload, every checkpointing, several micro-batches of the same step."""
     # `dict.fromkeys` and not a set: rows that tie keep this order.
     checkpointings = list(dict.fromkeys([None, Checkpointing(1), asked.checkpointing]))
     offloads = (False,) if recipe.sharding.offload == "none" else (False, True)
@@ -172,14 +173,14 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
             for checkpointing in checkpointings:
                 for size, accumulation in _micro_batches(asked):
                     setup = Setup(strategy, mesh, offload, checkpointing, size, accumulation)
-                    yield from (found for found in _both_ways(recipe, setup) if not planner.refusals(found))
+                    yield from (found for found in _with_by_block(recipe, setup) if not planner.refusals(found))
     yield from _on_shared_rows(recipe, ranks, asked, planner, offloads)
 
 
 def _on_shared_rows(
     recipe: Recipe, ranks: int, asked: Setup, planner: Planner, offloads: Sequence[bool]
 ) -> Iterator[Setup]:
-    """zero3 with every block checkpointed, on rows that ranks share, one at a time; a step has as many samples."""
+    """Yields zero3 with every block checkpointed on rows that ranks share, one at a time; a step keeps its samples."""
     if recipe.data.max_length < LONG_ROW or recipe.sharding.experts > 1:
         return
     zero3, before = STRATEGIES["zero3"], planner.workload.sequence
@@ -203,8 +204,8 @@ def _on_shared_rows(
         )
 
 
-def _both_ways(recipe: Recipe, setup: Setup) -> Iterator[Setup]:
-    """By micro-batch, and by block if the recipe asks for such rows."""
+def _with_by_block(recipe: Recipe, setup: Setup) -> Iterator[Setup]:
+    """Yields the setup by micro-batch, and by block if the recipe allows it."""
     yield setup
     if recipe.sharding.accumulate != "by_micro_batch":
         yield replace(setup, by_block=True)
@@ -218,7 +219,7 @@ def _strategies(ranks: int, asked: Setup) -> Iterator[tuple[Strategy, MeshShape]
         yield STRATEGIES[name], mesh_of(STRATEGIES[name], ranks, 1)
     if asked.mesh.node is not None:
         yield asked.strategy, asked.mesh
-    # Groups that NVLink and nodes come in; others only where there is no such one, or the recipe asks.
+    # Powers of two, the sizes of NVLink groups and nodes; others only if there is none, or the recipe asks.
     sizes = {2**power for power in range(1, 14)} & set(factors(ranks))
     for shard in sorted(
         sizes | ({asked.mesh.shard} if asked.strategy.replicated else set()) or set(factors(ranks)[:3])
@@ -227,7 +228,7 @@ def _strategies(ranks: int, asked: Setup) -> Iterator[tuple[Strategy, MeshShape]
 
 
 def _micro_batches(asked: Setup) -> list[tuple[int, int]]:
-    """Micro-batch sizes and accumulations of as many samples a step: 1, 2, 4 ... and the recipe's own."""
+    """Returns micro-batch sizes 1, 2, 4 ... and the recipe's own, with accumulations that keep a step's samples."""
     samples = asked.micro_batch_size * asked.accumulation
     sizes = [size for size in (2**power for power in range(12)) if samples % size == 0]
     # Each size is another probe.
@@ -235,14 +236,14 @@ def _micro_batches(asked: Setup) -> list[tuple[int, int]]:
     return [(size, samples // size) for size in sorted({*nearest, asked.micro_batch_size})]
 
 
-def _rank_of(row: PlanRow) -> tuple[int, float]:
+def _sort_key(row: PlanRow) -> tuple[int, float]:
     return ("fits", "tight", "no").index(row.verdict), row.time.mid
 
 
 def recommend(rows: list[PlanRow], hardware: Hardware) -> tuple[PlanRow | None, str]:
-    """The row to pick, and why; no row where none fits.
+    """Returns the row to pick, or None if none fits, and the reason.
 
-    Of those that fit, the fastest; among those as fast, the one that does least to save memory and then holds least.
+    It is the fastest that fits; of equally fast rows, the one that saves memory in the fewest ways, then needs least.
     """
     # A fast row that may run out of memory is worth less than a slower one that won't.
     for verdict in ("fits", "tight"):
@@ -267,14 +268,14 @@ def recommend(rows: list[PlanRow], hardware: Hardware) -> tuple[PlanRow | None, 
 
 
 def _levers(planner: Planner, asked: PlanRow) -> list[Lever]:
-    """Single changes of the recipe as it stands that make it hold less; those that fit first, the fastest first."""
-    found = [Lever(change, make()) for change, make in _changes(planner, asked.setup)]
+    """Returns single changes with which the recipe as written needs less memory; fitting first, the fastest first."""
+    found = [Lever(change, make()) for change, make in _single_changes(planner, asked.setup)]
     # By time per token: a lever may change how many tokens a step has.
     useful = [lever for lever in found if lever.row.need < asked.need or asked.verdict == "no" != lever.row.verdict]
-    return sorted(useful, key=lambda lever: (*_rank_of(lever.row)[:1], lever.row.time.mid / lever.row.tokens))
+    return sorted(useful, key=lambda lever: (*_sort_key(lever.row)[:1], lever.row.time.mid / lever.row.tokens))
 
 
-def _changes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callable[[], PlanRow]]]:
+def _single_changes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callable[[], PlanRow]]]:
     for change, changed in smaller_setups(planner.recipe, setup, planner.workload.mixed_precision, planner.can_chunk):
         yield change, functools.partial(planner.row, changed)
     yield from _other_recipes(planner, setup)

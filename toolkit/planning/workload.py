@@ -1,4 +1,4 @@
-"""What one rank does in a micro-batch, before there are weights or data."""
+"""Describes what one rank runs in a micro-batch, before there are weights or data."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from toolkit.recipe.schema import DataSection
 UNMASKED = "unmasked_sdpa"
 """Name of the attention that stands for kernels without a mask: flash attention, and sdpa on plain causal rows.
 
-transformers makes no mask for a name that it does not know one for. With one that it knows it makes the
-mask of packed rows whenever it sees fake tensors, as it cannot look at the positions.
+transformers makes no mask for an attention name that it does not know. For a name that it knows, it makes the
+mask of packed rows whenever it sees fake tensors, because it cannot read the positions.
 """
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model on the meta device, what is minimised, and batches of the run's shape.
+    """A model on the meta device, its objective, and batches of the run's shape.
 
     Attributes:
-        model: as the backend is given it; its parameters have no memory.
-        objective: of a model like this one, and of a teacher.
-        batch: micro-batch size -> a batch on the CPU; values do not matter, shapes and types do.
+        model: the model that the backend gets; its parameters have no memory.
+        objective: builds the objective of a model like this one, and of a teacher.
+        batch: returns a batch on the CPU for a micro-batch size; only shapes and types matter, not values.
         mixed_precision: `no`, `bf16` or `fp16`.
-        tokens: of one sample.
+        tokens: tokens of one sample.
         unit_classes: as `plan_units` takes them.
         sequence: ranks that share a row.
-        attention: given to copies of the model; None: its own.
+        attention: the attention of copies of the model, or None to keep its own.
         teacher: on the meta device, if the objective has one.
-        experts: ranks of a group, each with whole experts of its own.
-        skew: how many times their even share of tokens a rank's experts get.
-        also: batches of other shapes, of which some may hold more.
+        experts: ranks of an expert-parallel group, each with whole experts of its own.
+        skew: factor on the even share of tokens that a rank's experts get.
+        also: batches of other shapes, some of which may need more memory.
         has_images: whether the batches are of rows with images.
     """
 
@@ -72,16 +72,16 @@ class Workload:
     has_images: bool = False
 
     def model_copy(self) -> nn.Module:
-        """A model of its own for who hooks into it, in training mode."""
-        return self._copied(self.model).train()
+        """Returns a copy of the model in training mode, for callers that add hooks."""
+        return self._copy_of(self.model).train()
 
     def teacher_copy(self) -> nn.Module | None:
-        """Likewise of the teacher."""
-        return None if self.teacher is None else self._copied(self.teacher).eval()
+        """Returns a copy of the teacher in evaluation mode, or None without one."""
+        return None if self.teacher is None else self._copy_of(self.teacher).eval()
 
-    def _copied(self, model: nn.Module) -> nn.Module:
+    def _copy_of(self, model: nn.Module) -> nn.Module:
         model = copy.deepcopy(model)
-        # It loads weights, which a copy on the meta device must never do.
+        # This method loads weights, which a copy on the meta device must never do.
         model.__dict__.pop("materialize_weights", None)
         if self.attention is not None:
             register_unmasked()
@@ -95,18 +95,18 @@ class Workload:
 def _unmasked(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    # On a CPU dropout would choose a kernel with whole score matrices; CUDA's keeps two numbers.
+    # On a CPU dropout would select a kernel with whole score matrices; CUDA's kernel keeps two numbers.
     return sdpa_attention_forward(module, query, key, value, *args, **{**kwargs, "dropout": 0.0})
 
 
 def register_unmasked() -> None:
-    """Makes UNMASKED known to transformers. Done again it changes nothing."""
+    """Registers UNMASKED with transformers; a second call changes nothing."""
     AttentionInterface.register(UNMASKED, _unmasked)
 
 
 @dataclass
 class PlannedTokenizer:
-    """What a configuration needs of a tokenizer that does not exist yet."""
+    """Stands for a tokenizer that does not exist yet, as far as a configuration needs it."""
 
     size: int
     bos_token_id: int | None = None
@@ -118,13 +118,13 @@ class PlannedTokenizer:
 
 
 def workload_of(recipe: Recipe, mixed_precision: str, parts: Sequence[str] = (LANGUAGE,)) -> Workload:
-    """The workload of a recipe on rows of words; reads the model's configuration, no weights and no data.
+    """Returns the workload of a recipe on rows of text; it reads the model's configuration, but no weights and no data.
 
     Args:
-        parts: of a model that reads more than text, those that are trained, in words of `model.train`.
+        parts: the trained parts of a model that reads more than text, in words of `model.train`.
 
     Raises:
-        BadInputError: where there is no such model.
+        BadInputError: if there is no such model.
     """
     labels = _labels(recipe)
     tokens, kind = _tokenizer(recipe), recipe.objective.kind
@@ -140,7 +140,7 @@ def workload_of_model(
     label_counts: dict[str, int] | None,
     teacher: nn.Module | None = None,
 ) -> Workload:
-    """The workload of a recipe whose model is there, on the meta device.
+    """Returns the workload of a recipe whose model exists already, on the meta device.
 
     Args:
         label_counts, teacher: as `build_objective` takes them.
@@ -149,7 +149,7 @@ def workload_of_model(
         require_sequence(model, recipe.sharding.sequence, recipe.data.max_length)
     packed = is_packed(recipe.data, recipe.objective)
     if recipe.data.packing is None and recipe.objective.spec.may_pad:
-        packed = takes_positions(model)  # a run pads its rows, too
+        packed = takes_positions(model)  # a run pads its rows then
 
     def objective(model: nn.Module, teacher: nn.Module | None = None) -> Objective:
         return build_objective(recipe.objective, model, packed, label_counts, teacher)
@@ -157,9 +157,9 @@ def workload_of_model(
     return Workload(
         model,
         objective,
-        lambda size: _batch(recipe, size),
+        lambda size: _empty_batch(recipe, size),
         mixed_precision,
-        _tokens(recipe),
+        _tokens_of_sample(recipe),
         recipe.sharding.unit_classes,
         recipe.sharding.sequence,
         _attention(recipe, attention_of(base_of(model)), packed),
@@ -169,24 +169,26 @@ def workload_of_model(
 
 
 def shared_by(recipe: Recipe, sequence: int) -> Recipe:
-    """The recipe with rows that so many ranks share."""
+    """Returns the recipe with rows that `sequence` ranks share."""
     return recipe.model_copy(update={"sharding": recipe.sharding.model_copy(update={"sequence": sequence})})
 
 
 def with_rows_of(workload: Workload, recipe: Recipe) -> Workload:
-    """The same model on the rows of a recipe that differs in its data, or in how many ranks share them.
+    """Returns the workload with the rows of a recipe that differs in its data, or in how many ranks share them.
 
     Raises:
-        BadInputError: where so many ranks cannot share them.
+        BadInputError: if so many ranks cannot share them.
     """
     sequence = recipe.sharding.sequence
     if sequence > 1:
         require_sequence(workload.model, sequence, recipe.data.max_length)
-    return replace(workload, batch=lambda size: _batch(recipe, size), tokens=_tokens(recipe), sequence=sequence)
+    return replace(
+        workload, batch=lambda size: _empty_batch(recipe, size), tokens=_tokens_of_sample(recipe), sequence=sequence
+    )
 
 
-def _tokens(recipe: Recipe) -> int:
-    """Of one full sample; of a source and its target together."""
+def _tokens_of_sample(recipe: Recipe) -> int:
+    """Returns the tokens of one full sample, or of a source and its target together."""
     return recipe.data.max_length + (_target_length(recipe.data) if recipe.objective.spec.encoder_decoder else 0)
 
 
@@ -195,7 +197,7 @@ def _target_length(data: DataSection) -> int:
 
 
 def _labels(recipe: Recipe) -> list[str] | None:
-    """Names of a new head's outputs; if the data would say, two stand for them: a head of a few rows."""
+    """Returns the names of a new head's outputs; two stand for classes that only the data names."""
     spec = recipe.objective.spec
     if not spec.has_classes:
         return list(spec.head_names) or None
@@ -206,7 +208,7 @@ def _tokenizer(recipe: Recipe) -> SpecialTokens:
     section = recipe.model
     if section.train_tokenizer_vocab_size is not None:
         return PlannedTokenizer(section.train_tokenizer_vocab_size)
-    # Read nothing that is not needed: a tokenizer may lie on the hub.
+    # Read nothing that is not needed: a tokenizer may have to come from the hub.
     if section.name_or_path is not None and section.add_tokens is None:
         return PlannedTokenizer(0)  # the configuration says it all
     loaded: SpecialTokens = tokenizer.load(section, recipe.data, recipe.objective.kind)
@@ -214,15 +216,15 @@ def _tokenizer(recipe: Recipe) -> SpecialTokens:
 
 
 def _attention(recipe: Recipe, chosen: str, packed: bool) -> str | None:
-    """Rows that share a sample need a mask from sdpa; flash attention and flex tell them apart without."""
+    """Returns `UNMASKED`, or None: rows that share a sample need a mask with sdpa, but not with flash or flex."""
     if recipe.objective.spec.padded or chosen == "eager":
         return None
     # sdpa with a mask of packed rows uses the memory-efficient kernel and keeps (B, 1, T, T).
     return None if chosen in ("sdpa", BY_DOCUMENT) and packed else UNMASKED
 
 
-def _batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
-    """A micro-batch of full rows, as the data's samples make it."""
+def _empty_batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
+    """Returns an uninitialised micro-batch of full rows, shaped as the data's samples make it."""
     dims = {"B": size, "R": size, "T": recipe.data.max_length, "U": _target_length(recipe.data)}
     batch = {
         name: torch.empty(field.sizes(dims), dtype=getattr(torch, field.dtype))

@@ -1,4 +1,4 @@
-"""Blocks that do the same work: what tells them from others, and the forward of one that stands aside."""
+"""Finds blocks that do the same work, and replaces the forward of those that need not run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 
 
 class Aside:
-    """The forward of a block that stands aside: its first input, in the form of what the block it is like returned.
+    """The forward of a skipped block: returns its first input in the output structure of the block it duplicates.
 
     Args:
-        outputs: of units that ran, what they returned beside that: places among their inputs, and values.
-        like: the unit that it is like.
+        outputs: for units that ran, their further outputs, each as the place of an input or as a value.
+        like: the unit that it duplicates.
     """
 
     def __init__(self, outputs: Mapping[int, Any], like: int) -> None:
@@ -22,8 +22,8 @@ class Aside:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Tensor))
-        # The hooks on outputs sit on tensors: passed on as it is, one tensor would have those of every block.
-        hidden = hidden.view_as(hidden)  # another tensor, as a block's output is
+        # Hooks on outputs sit on tensors: if the input were returned itself, it would have every block's hooks.
+        hidden = hidden.view_as(hidden)  # a new tensor, like a block's output
         others = self._outputs.get(self._like)
         if others is None:
             return hidden
@@ -32,7 +32,7 @@ class Aside:
 
 
 def signature(block: nn.Module) -> Any:
-    """Equal for blocks that do the same work: their modules, settings and parameters, but for their number."""
+    """Returns a key that is equal for blocks that do the same work: modules, settings and parameters, but no numbers."""
     modules = tuple((name, type(module).__name__, *sorted(_settings(module))) for name, module in block.named_modules())
     parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters())
     return modules, parameters, getattr(block.__dict__.get("forward"), "__name__", "")
@@ -45,4 +45,4 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 NUMBERS = ("layer_idx", "layer_id", "layer_number", "training")
-"""Settings of a module in which blocks that do the same work differ."""
+"""Settings of a module that may differ between blocks that do the same work."""

@@ -1,7 +1,7 @@
 """Tensors without memory, and a ledger of the memory that they would take.
 
-The private names of torch that planning leans on stand here and in toolkit/model/fake_tensors.py alone;
-tests/unit/planning/memory/test_planning_private_names.py says when one of them moves.
+Only this file and toolkit/model/fake_tensors.py use private names of torch for planning;
+tests/unit/planning/memory/test_planning_private_names.py fails when one of them moves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 GRANULE = 512
-"""CUDA's caching allocator hands out multiples of so many bytes."""
+"""CUDA's caching allocator hands out multiples of this many bytes."""
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -51,18 +51,18 @@ _DEVICE = torch.ops.prim.device.default
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the live bytes of storages, each once, rounded up as CUDA's allocator does.
 
-    Every tensor that an operator returns is seen. What FSDP2 frees by resizing a storage to nothing is
-    counted too. Fake tensors and real ones are counted alike.
+    The ledger sees every tensor that an operator returns, and what FSDP2 frees by resizing a storage to nothing.
+    Fake tensors and real ones are counted alike.
 
     Args:
-        on_operator: is given every operator after it ran: `(function, args, kwargs, output)`.
+        on_operator: called after every operator with `(function, args, kwargs, output)`.
 
     Attributes:
         current: live bytes.
-        peak: the most since `restart`.
-        host: bytes that `host_copies` moved to the host and that are alive.
+        peak: the most live bytes since `restart`.
+        host: live bytes that `host_copies` moved to the host.
         host_peak: the most of them.
-        label: what is going on; `peak_label` is what it was at the peak.
+        label: name of the current phase; `peak_label` is the label at the peak.
     """
 
     def __init__(self, granule: int = GRANULE, on_operator: Callable[..., None] | None = None) -> None:
@@ -75,11 +75,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, Any] = {}
 
     def restart(self) -> None:
-        """Forgets the peak so far."""
+        """Resets the peak to the current bytes."""
         self.peak, self.peak_label = self.current, self.label
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor that was there before the ledger was opened."""
+        """Counts a tensor of any shape that existed before the ledger was opened."""
         # A DTensor has no storage of its own.
         local = getattr(tensor, "_local_tensor", tensor)
         if local.device.type == "meta":
@@ -110,7 +110,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and not has_values(args[0]):
-            return args[0].fake_device  # autograd asks twice as often as it calls operators
+            return args[0].fake_device  # a shortcut: autograd reads devices twice as often as it calls operators
         # Counting both would count each shard twice.
         if any(issubclass(cls, torch.distributed.tensor.DTensor) for cls in types):
             return NotImplemented  # its local operators come next
@@ -133,7 +133,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        gc.disable()  # a cycle must not free what reference counts would keep, or the figures are left to chance
+        gc.disable()  # if the collector freed cycles at random times, the figures would not be reproducible
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -144,11 +144,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def in_these_modes(act: Callable[[], Any]) -> Callable[[], Any]:
-    """`act` under the dispatch modes of the thread that asks for it, in whichever thread it is called."""
+    """Returns a function that runs `act` under this thread's dispatch modes, in whichever thread it is called."""
     modes = _get_current_dispatch_mode_stack()
 
     def run() -> Any:
-        # Not entered once more: what they change in the process is changed already.
+        # Pushed, not entered again: what they change in the process is changed already.
         for mode in modes:
             _push_mode(mode)
         try:
@@ -162,7 +162,7 @@ def in_these_modes(act: Callable[[], Any]) -> Callable[[], Any]:
 
 @contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """A process group of this process and others that are not there; collectives do nothing."""
+    """Sets up a process group of this process and others that do not exist; collectives do nothing."""
     dist.init_process_group("fake", rank=0, world_size=world_size)
     try:
         yield
@@ -172,7 +172,7 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 
 @contextmanager
 def cuda_dropout() -> Iterator[None]:
-    """Inside, dropout keeps a mask of one byte per element, as on CUDA; on a CPU the mask has the input's type."""
+    """Makes dropout keep a mask of one byte per element, as on CUDA; on a CPU the mask would have the input's type."""
     original = torch.nn.functional.dropout
     torch.nn.functional.dropout = _dropout
     try:
@@ -191,7 +191,7 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        # No values are drawn: what is kept matters, not what.
+        # No values are drawn: only the size of what is kept matters.
         ctx.save_for_backward(torch.empty_like(tensor, dtype=torch.bool))
         return torch.empty_like(tensor)
 
@@ -204,14 +204,14 @@ class _Dropout(torch.autograd.Function):
 
 @contextmanager
 def host_copies(ledger: Ledger) -> Iterator[None]:
-    """Inside, `torch.autograd.graph.save_on_cpu` moves tensors out of the ledger, which on a CPU it would not."""
+    """Makes `torch.autograd.graph.save_on_cpu` move tensors out of the ledger, which it would not on a CPU."""
 
     class SaveOnHost(torch.autograd.graph.saved_tensors_hooks):
         def __init__(self, pin_memory: bool = False, device_type: str = "cuda") -> None:
             def pack(tensor: torch.Tensor) -> torch.Tensor:
                 num_bytes = tensor.numel() * tensor.element_size()
                 ledger.keep_on_host(num_bytes)
-                # The host is a CPU here and the device, too: a copy would stay in the ledger as if on the device.
+                # Host and device are both the CPU here: a copy would stay in the ledger as if on the device.
                 kept = torch.empty_like(tensor, device="meta")
                 weakref.finalize(kept, ledger.keep_on_host, -num_bytes)
                 return kept
@@ -227,17 +227,20 @@ def host_copies(ledger: Ledger) -> Iterator[None]:
 
 
 def give_parameters(model: nn.Module, dtype: torch.dtype | None) -> bool:
-    """Gives a model on the meta device parameters as FSDP2 gathers them; whether its units cast their inputs.
+    """Gives a model on the meta device parameters as FSDP2 gathers them.
 
-    What is cast has the type of compute; the float32 shards are the replay's. As in `toolkit.sharding.apply`, the root
-    alone casts the inputs of a library's model.
+    Parameters that FSDP2 casts get the compute dtype; the replay adds the float32 shards.
+
+    Returns:
+        Whether its units cast their inputs; as in `toolkit.sharding.apply`, only the root casts those of a model whose
+        authors choose dtypes.
     """
     types = {} if dtype is None else types_of_authors(model, dtype)
     kept = kept_in_float32(model, types)
     made: dict[int, nn.Parameter] = {}
     state = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in made:  # tied ones are the same; `to_empty` unties them
+        if id(parameter) not in made:  # keeps tied parameters tied; `to_empty` would untie them
             own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
             empty = torch.empty(parameter.shape, dtype=torch.float32 if name in kept else own, device="cpu")
             made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
@@ -248,7 +251,7 @@ def give_parameters(model: nn.Module, dtype: torch.dtype | None) -> bool:
 
 
 def autocast(forward: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
-    """As `Accelerator.prepare` wraps it: the CPU's lists of operators stand for CUDA's."""
+    """Wraps a forward in autocast as `Accelerator.prepare` does, with the CPU's lists of operators for CUDA's."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Tensors without memory whose values are known all the same: what follows from a batch alone, and not from weights.
+"""Tensors without memory whose values are known, because they follow from a batch alone and not from weights.
 
-Towers of pictures ask for sizes of grids, and cut and choose by them. Beside each fake tensor that comes of known ones
-its values are computed for real, for whoever asks; the fake one is what is counted.
+Vision towers read the sizes of grids, and slice and select by them. Each fake tensor that is computed from known ones
+gets real values beside it, for code that reads them; only the fake tensor is counted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _DRAWN = ("rand", "normal", "bernoulli", "empty", "dropout", "new_empty")
 
 
 class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Entered inside of FakeTensorMode; below what counts."""
+    """Dispatch mode to enter inside of FakeTensorMode and below the ledger."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._real: Any = WeakTensorKeyDictionary()
 
     def without_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor like a real one, whose values are known; under FakeTensorMode."""
+        """Returns a fake tensor of a real tensor's shape and dtype, with known values; call it under FakeTensorMode."""
         fake = torch.empty_like(tensor, device="cpu")
         self._real[fake] = tensor
         return fake
@@ -40,10 +40,10 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with unset_fake_temporarily():
                 return self._real[args[0]].item()
         if func in _INDEX:
-            args = (args[0], self._chosen(args[1]), *args[2:])
+            args = (args[0], self._masks_as_indices(args[1]), *args[2:])
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if not all(tensor in self._real or has_values(tensor) for tensor in tensors) or _is_drawn(func):
+        if not all(tensor in self._real or has_values(tensor) for tensor in tensors) or _draws_values(func):
             return func(*args, **kwargs)
         reals = [self._real.get(leaf, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         with unset_fake_temporarily():
@@ -58,8 +58,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._real[made] = value
         return fake
 
-    def _chosen(self, indices: Any) -> list[Any]:
-        """Masks whose values are known as numbers of their elements: how many there are has to be known."""
+    def _masks_as_indices(self, indices: Any) -> list[Any]:
+        """Replaces masks with known values by indices, because the number of selected elements must be known."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and index in self._real:
@@ -72,12 +72,12 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def known_batch(stack: ExitStack, batch: dict[str, Any], objective: Any) -> dict[str, Any]:
-    """A batch as the model is given it, under FakeTensorMode: one with values without memory, and with what it knows.
+    """Returns a batch as the model gets it under FakeTensorMode: real values become fake tensors with known values.
 
     Args:
         stack: keeps the values known.
     """
-    if KINDS_OF_TOKENS not in batch:  # of text alone, whose batches have no values
+    if KINDS_OF_TOKENS not in batch:  # batches of text have no values
         return batch
     with unset_fake_temporarily():
         # All tokens are planned as targets, as in batches without values.
@@ -86,5 +86,5 @@ def known_batch(stack: ExitStack, batch: dict[str, Any], objective: Any) -> dict
     return {n: known.without_memory(value) if isinstance(value, torch.Tensor) else value for n, value in told.items()}
 
 
-def _is_drawn(func: Any) -> bool:
+def _draws_values(func: Any) -> bool:
     return any(word in func._schema.name for word in _DRAWN)

@@ -1,4 +1,4 @@
-"""Names of the moments of a step, from a probe's events."""
+"""Names the moments of a step from a probe's events."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from toolkit.planning.memory.probe import ProbeEvent
 from toolkit.planning.memory.unit_shapes import UnitShape
 
 HEAD = ("forward of the head", "loss", "backward of the loss", "backward of the head")
-"""Moments in which what is live beyond the blocks' activations belongs to the logits."""
+"""Moments in which live bytes beyond the blocks' activations belong to the logits."""
 
 
 def moment_names(events: Sequence[ProbeEvent], units: Sequence[UnitShape]) -> list[str]:
-    """What goes on before each of a probe's events."""
+    """Returns the name of what runs before each of a probe's events."""
     in_blocks = [i for i, event in enumerate(events) if units[event.unit].kind == "block"]
     exits = [i for i in in_blocks if events[i].kind == "exit"]
     backwards = [i for i in in_blocks if events[i].kind == "pre_backward"]
@@ -37,6 +37,6 @@ def moment_names(events: Sequence[ProbeEvent], units: Sequence[UnitShape]) -> li
 
 
 def level_before_head(events: Sequence[ProbeEvent], units: Sequence[UnitShape]) -> int:
-    """Live activations when the last block's forward is done."""
+    """Returns the live activations (bytes) when the last block's forward is done."""
     exits = [event for event in events if event.kind == "exit" and units[event.unit].kind == "block"]
     return exits[-1].level if exits else 0

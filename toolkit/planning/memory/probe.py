@@ -1,12 +1,12 @@
-"""One micro-batch without memory: what activations a rank would hold at each of FSDP2's moments.
+"""Runs one micro-batch without memory, to find the activations that a rank would hold at each of FSDP2's moments.
 
 The model runs once under FakeTensorMode, whole, without FSDP2 and without a process group; a ledger
-counts the bytes. Hooks stand where FSDP2 has its own: before and after the forward of each unit's
-modules, and where the gradients of its outputs and of its inputs arrive. Of blocks that are alike, the
-first, the second and the last run; the others stand aside, and what the second took is put in their
-place. So the cost does not grow with depth. Nor does it with the length of rows that run in chunks.
+counts the bytes. Hooks are placed as FSDP2 places its own: before and after the forward of each unit's
+modules, and at the arrival of the gradients of its outputs and inputs. Of blocks that are alike, the
+first, the second and the last run; the others are skipped and get the figures of the second. So the
+cost does not grow with depth, nor with the length of rows that run in chunks.
 
-Gradients are let go of where FSDP2 reduces them, so that what is counted is activations alone.
+Gradients are dropped when FSDP2 would reduce them, so that only activations are counted.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ MomentKind = Literal["enter", "exit", "unshard", "reshard", "loss", "pre_backwar
 
 @dataclass(frozen=True)
 class ProbeEvent:
-    """A moment at which FSDP2 does something, and what the model held up to it.
+    """A moment at which FSDP2 acts, and what the model held up to it.
 
     Attributes:
         unit: index in the plan, behind the units of a teacher; the root's is the last.
         level: live bytes of activations at the moment, without gradients of the unit's parameters.
         peak: the most since the moment before.
-        gradients: bytes of the unit's gradients, in the type of compute; only where they are let go of.
+        gradients: bytes of the unit's gradients in the compute dtype, if they are dropped at this moment.
         host: the most bytes of checkpoints on the host since the moment before.
-        work: of the operators since the moment before.
-        to_come: by block, bytes by which a micro-batch that is still to come there holds more than one that was.
+        work: the operators since the moment before.
+        to_come: by block, bytes that a micro-batch before this unit holds more than one after it.
     """
 
     kind: MomentKind
@@ -68,12 +68,12 @@ class ProbeEvent:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a micro-batch holds and does.
+    """The memory and the work of a micro-batch.
 
     Attributes:
         events: in the order of the run: forward, `loss` at its end, then backward.
-        buffers: of the model, and the batch, bytes.
-        batch: alone.
+        buffers: bytes of the model's buffers and of the batch.
+        batch: bytes of the batch alone.
     """
 
     events: tuple[ProbeEvent, ...]
@@ -83,16 +83,16 @@ class Probe:
     @functools.cached_property
     def forward(self) -> Work:
         """Operators up to the loss."""
-        return _sum(event.work for event in self.events[: self._loss + 1])
+        return _sum_of_works(event.work for event in self.events[: self._loss + 1])
 
     @functools.cached_property
     def backward(self) -> Work:
         """Operators after the loss, second forwards included."""
-        return _sum(event.work for event in self.events[self._loss + 1 :])
+        return _sum_of_works(event.work for event in self.events[self._loss + 1 :])
 
     @property
     def host_peak(self) -> int:
-        """Bytes of checkpoints that are on the host at most."""
+        """The most bytes of checkpoints on the host."""
         return max(event.host for event in self.events)
 
     @property
@@ -104,19 +104,19 @@ class Prober:
     """Probes one workload, any number of times.
 
     Args:
-        whole: as torch's DDP runs it: under mixed precision parameters are cast where they are used.
+        whole: whether to run it as torch's DDP does: mixed precision casts parameters at their uses.
 
     Attributes:
-        teacher_head: number of the unit that has a teacher's head; None without a teacher.
+        teacher_head: number of the unit that has a teacher's head, or None without a teacher.
     """
 
     def __init__(self, workload: Workload, whole: bool = False) -> None:
         self._workload = workload
-        # FSDP2 gathers in the type of compute; DDP keeps float32 parameters and Accelerate wraps the forward in
+        # FSDP2 gathers in the compute dtype; DDP keeps float32 parameters and Accelerate wraps the forward in
         # autocast, whose cast copies of the weights are activations.
         self._autocast = whole and workload.mixed_precision != "no"
         self.plan = plan_units(workload.model, workload.unit_classes, workload.experts > 1)
-        # Buffers, as the frequencies of rotary embeddings, are real: models compute them as they are built.
+        # Buffers, such as the frequencies of rotary embeddings, are real: models compute them while they are built.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._dtype = None if self._autocast else PRECISIONS[workload.mixed_precision]
         self._output_dtype = None if whole else precision_policies(workload.mixed_precision)[1].output_dtype
@@ -126,30 +126,30 @@ class Prober:
         with self._mode:
             casts_units = give_parameters(self._model, self._dtype)
         self._parts = [_Part(self._model, self.plan, casts_units)]
-        self.teacher_head = self._asked_teacher()
+        self.teacher_head = self._add_teacher()
         self._objective = workload.objective(self._model, *(part.model for part in self._parts[:-1]))
         if self._autocast:
             self._model.forward = autocast(self._model.forward, PRECISIONS[workload.mixed_precision])
-        # Under FSDP2 the gradients of a unit go when it is reduced, which `_record` does.
-        if whole:  # DDP takes gradients as they come
+        # Under FSDP2 a unit's gradients are freed when it is reduced, which `_record` does.
+        if whole:  # DDP copies gradients into its buckets as they come
             for parameter in self._model.parameters():
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+                    parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
 
-    def _asked_teacher(self) -> int | None:
-        """Gives a teacher its parameters, as the first part; the unit of its head, or None where there is none."""
+    def _add_teacher(self) -> int | None:
+        """Adds a teacher as the first part; returns the unit of its head, or None without a teacher."""
         model = self._workload.teacher_copy()
         if model is None:
             return None
         plan = teacher_units(model, self._workload.unit_classes)
         with self._mode:
-            # Held in the type of compute: nothing is cast under autocast either.
+            # Held in the compute dtype: autocast casts nothing either.
             casts = give_parameters(model, PRECISIONS[self._workload.mixed_precision])
         self._parts.insert(0, _Part(model, plan, casts))
         return head_unit(model, plan)
 
     def probe(self, micro_batch_size: int, checkpointing: Checkpointing | None) -> Probe:
-        """One micro-batch of so many samples."""
+        """Probes one micro-batch of `micro_batch_size` samples."""
         run = _Run(self._parts, self._dtype, self._output_dtype)
         if self.teacher_head is not None:
             assert self._objective.teacher is not None
@@ -171,7 +171,7 @@ class Prober:
                 torch.autograd.backward(loss)
                 del loss
                 run.finish()
-        return Probe(tuple(_filled_in(run.events, run.stands_in)), buffers, run.batch_bytes)
+        return Probe(tuple(_with_skipped_blocks(run.events, run.stands_in)), buffers, run.batch_bytes)
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._objective.loss_sum(self._model, batch)
@@ -192,7 +192,7 @@ class Prober:
         try:
             yield
         finally:
-            # Checkpoints are put on as an attribute of the module that hides the method of its class.
+            # A checkpoint is an attribute of the module that hides the forward of its class.
             for module, forward in zip(modules, before, strict=True):
                 module.__dict__.pop("forward", None)
                 if forward is not None:
@@ -204,7 +204,7 @@ class _Part:
     """A model that runs: a teacher, or the one that is trained.
 
     Attributes:
-        casts_units: its units cast their inputs, not the root alone.
+        casts_units: whether all its units cast their inputs, not the root alone.
     """
 
     model: nn.Module
@@ -213,7 +213,7 @@ class _Part:
 
 
 class _Run:
-    """The hooks of one probe and what they have seen. The last of the parts is trained."""
+    """The hooks of one probe and what they recorded. The last of the parts is trained."""
 
     def __init__(self, parts: Sequence[_Part], dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> None:
         self.models = [part.model for part in parts]
@@ -248,7 +248,10 @@ class _Run:
         self._stand_aside()
 
     def see_inputs(self, batch: dict[str, torch.Tensor]) -> int:
-        """Counts parameters, buffers and the batch as there from the start; bytes of the latter two."""
+        """Counts parameters, buffers and the batch as present from the start; returns bytes of the latter two.
+
+        The batch's tensors are (B, T) and the like, see `toolkit.objectives.specs.batches`.
+        """
         for parameter in (parameter for model in self.models for parameter in model.parameters()):
             self.ledger.see(parameter)
         before = self.ledger.current
@@ -259,7 +262,7 @@ class _Run:
             if isinstance(tensor, torch.Tensor):
                 self.ledger.see(tensor)
         self.batch_bytes = self.ledger.current - without_batch
-        # Levels are told from here on: parameters are added by the replay, as each strategy holds them.
+        # Levels count from here: the replay adds parameters, as each strategy holds them.
         self._base = self.ledger.current
         self.ledger.restart()
         return self._base - before
@@ -268,8 +271,8 @@ class _Run:
         self._record("loss", len(self._units) - 1)
 
     def finish(self) -> None:
-        """After backward: what has not been reduced yet, FSDP2 reduces now, the root first."""
-        # A unit whose inputs need no gradient, as the embeddings, has no hook that fires: FSDP2 ends it in the
+        """Ends backward: FSDP2 reduces now what has not been reduced yet, the root first."""
+        # A unit whose inputs need no gradient, such as the embeddings, has no hook that fires: FSDP2 ends it in the
         # callback that it queues for the end of backward.
         left = [unit for unit in range(len(self._units)) if unit in self._in_backward]
         for unit in sorted(left, key=lambda unit: (unit != len(self._units) - 1, unit)):
@@ -282,7 +285,7 @@ class _Run:
 
     @contextmanager
     def gathered(self, unit: int) -> Iterator[None]:
-        """A block that gathers a unit outside of its forward."""
+        """Returns a context that gathers a unit outside of its forward."""
         self._record("unshard", unit)
         yield
         self._record("reshard", unit)
@@ -309,14 +312,14 @@ class _Run:
             self._operators[operator] += self._times
 
     def count_as(self, times: int) -> None:
-        """Has each operator from now on count as so many."""
+        """Makes each operator from now on count `times` times."""
         self._times = times
 
     def _before_forward(self, unit: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self._casts[unit]:
                 args, kwargs = self._cast((args, kwargs), self._dtype)
-            # A unit of several modules is gathered by the first that runs and let go of after the last.
+            # A unit of several modules is gathered by the first that runs and released after the last.
             running = self._running.get(unit)
             if running is None:
                 self._running[unit] = running = {id(own) for own in self._units[unit]}
@@ -328,7 +331,7 @@ class _Run:
         return hook
 
     def _watch_inputs(self, unit: int, args: Any, kwargs: Any) -> Any:
-        """As FSDP2's RegisterPostBackwardFunction: called when the gradients of all inputs are there."""
+        """Records when the gradients of all inputs are there, like FSDP2's RegisterPostBackwardFunction."""
         found: list[torch.Tensor] = []
 
         def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -347,14 +350,14 @@ class _Run:
         def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
             if self._running.get(unit):
                 return output  # the unit's other modules are still to come
-            self._leave(unit, output)
+            self._leave_unit(unit, output)
             if self._kinds[unit] != "root":
                 self._record("exit", unit)
                 return output
             incomplete = list(self._running)  # T5's tied embeddings: one of the unit's modules is never called
             for other in incomplete:
-                self._leave(other, output)
-            # Its cast comes before FSDP2 lets go of the last gather.
+                self._leave_unit(other, output)
+            # The root casts its output before FSDP2 releases the last gather.
             output = self._cast(output, self._output_dtype)
             for done in (unit, *incomplete):
                 self._record("exit", done)
@@ -362,7 +365,7 @@ class _Run:
 
         return hook
 
-    def _leave(self, unit: int, output: Any) -> None:
+    def _leave_unit(self, unit: int, output: Any) -> None:
         self._running.pop(unit, None)
         tree_map_only(torch.Tensor, lambda t: self._watch_output(unit, t), output)
 
@@ -383,26 +386,26 @@ class _Run:
         return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
     def _stand_aside(self) -> None:
-        """Lets blocks that are like three others do nothing; not those that hold units of their own."""
+        """Skips blocks that are like three others, unless they hold units of their own."""
         alike: dict[Any, list[int]] = {}
         can_stand_aside = "experts" not in self._kinds
         for unit, modules in enumerate(self._units):
             if can_stand_aside and self._kinds[unit] == "block" and len(modules) == 1:
                 alike.setdefault((self._part_of[unit], signature(modules[0])), []).append(unit)
         for units in alike.values():
-            # The first differs, as nothing before it keeps its input; the last, as its output goes to the head. The
-            # second stands for those between.
+            # The first differs because nothing before it keeps its input, the last because its output goes to the
+            # head. The second stands for those between.
             for unit in units[2:-1]:
                 self.stands_in[unit] = units[1]
                 (module,) = self._units[unit]
                 module.forward = Aside(self.outputs, units[1])
-        # With three or fewer nobody stands aside, and nobody asks what the second returned.
+        # With three or fewer, none is skipped, and nothing needs what the second returned.
         for unit in {units[1] for units in alike.values() if len(units) > 3}:
             (module,) = self._units[unit]
             self._handles.append(module.register_forward_hook(self._keep_output(unit), with_kwargs=True))
 
     def _keep_output(self, unit: int) -> Callable[..., None]:
-        """Notes what a block returns beside its first output: inputs that it passes on, by their places, or values."""
+        """Records a block's outputs after the first: inputs that it passes on, by their places, or values."""
 
         def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             places = {id(value): place for place, value in (*enumerate(args), *kwargs.items())}
@@ -414,7 +417,7 @@ class _Run:
 
 
 class _Watch(torch.autograd.Function):
-    """Passes tensors on; calls back when the gradients of all of them are there."""
+    """Passes tensors on, and calls back when the gradients of all of them are there."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -427,21 +430,21 @@ class _Watch(torch.autograd.Function):
         return None, *gradients
 
 
-def _drop(parameter: torch.Tensor) -> None:
+def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _sum(works: Iterable[Work]) -> Work:
+def _sum_of_works(works: Iterable[Work]) -> Work:
     total: Counter[Operator] = Counter()
     for work in works:
         total.update(work.operators)
     return Work(total)
 
 
-def _filled_in(events: Sequence[ProbeEvent], stands_in: dict[int, int]) -> Iterator[ProbeEvent]:
-    """The events with those of blocks that stood aside replaced by the ones of the block they are like."""
+def _with_skipped_blocks(events: Sequence[ProbeEvent], stands_in: dict[int, int]) -> Iterator[ProbeEvent]:
+    """Yields the events, with those of skipped blocks replaced by the ones of the block that they duplicate."""
     forward, backward = _costs(events)
-    # Each block that stood aside adds what it would have kept to all levels after it, and takes it away in backward.
+    # Each skipped block adds what it would have kept to all levels after it, and removes it in backward.
     offset = host = 0
     for position, event in enumerate(events):
         like = stands_in.get(event.unit)
@@ -467,12 +470,12 @@ def _filled_in(events: Sequence[ProbeEvent], stands_in: dict[int, int]) -> Itera
 
 @dataclass(frozen=True)
 class _Cost:
-    """What a block's forward or backward does to the live bytes, from their level before it.
+    """The change in live bytes by a block's forward or backward, relative to their level before it.
 
     Attributes:
         level, peak: at its end, and the most in it.
-        change: when the next begins.
-        host: what a forward moves there.
+        change: when the next block begins.
+        host: bytes that a forward moves to the host.
     """
 
     level: int
@@ -484,7 +487,7 @@ class _Cost:
 
 
 def _costs(events: Sequence[ProbeEvent]) -> tuple[dict[int, _Cost], dict[int, _Cost]]:
-    """Of each unit's forward and backward, those that nothing interrupts."""
+    """Returns the costs of each unit's forward and backward that no other unit interrupts."""
     forward: dict[int, _Cost] = {}
     backward: dict[int, _Cost] = {}
     for before, event, after in zip(events, events[1:], events[2:], strict=False):

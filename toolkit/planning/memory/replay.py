@@ -1,16 +1,16 @@
-"""FSDP2's buffers, event by event: a probe's activations become the peak of a rank.
+"""Replays FSDP2's buffers event by event, to turn a probe's activations into the peak of a rank.
 
-What is replayed are the lifetimes in torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`,
+It replays the lifetimes in torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`,
 `_fsdp_collectives.py`, torch 2.11 to 2.15), and those of the offload engine:
 
-- a gather allocates its input (a cast copy of the shards, where types differ) and its output, then one
+- a gather allocates its input (a cast copy of the shards, if types differ) and its output, then one
   tensor for each parameter; in forward the output lives until the next unit's copy is made, in backward
   it is freed at once;
 - backward gathers the unit that ran before, while this one computes;
 - a reduction copies the gradients into one buffer in the type of the reduction, frees them (before torch 2.15
-  but for the last, its loop variable), and allocates this rank's part; the buffer lives until the next reduction.
+  except the last, its loop variable), and allocates this rank's part; the buffer lives until the next reduction.
 
-The trace (trace.py) runs the real thing; tests hold this against it.
+The trace (trace.py) runs the real FSDP2; tests compare the two.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIMIZER_STEP = "optimizer step"
 """The last moment of a step."""
 
 REPLAYED = 3
-"""Micro-batches of a window that differ: the first, those between, the last."""
+"""Kinds of micro-batches in an accumulation window: the first, those between, the last."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Memory:
     """Bytes of the rank that holds most, at one moment.
 
     Attributes:
-        moment: what is going on.
+        moment: the name of the moment.
         parameters: the shards (or, unsharded, the whole) as they are held between steps, buffers and the batch.
-        gradients: of parameters, sharded or whole, and sums of them.
-        optimizer: its state on the device.
-        gathered: whole parameters of the units that are gathered, and what a node keeps of others for backward.
-        activations: what backward needs, and temporaries.
-        logits: what the head and the loss take beyond that.
+        gradients: gradients of parameters, sharded or whole, and sums of them.
+        optimizer: optimizer state on the device.
+        gathered: whole parameters of the gathered units, and what a node keeps of others for backward.
+        activations: tensors that backward needs, and temporaries.
+        logits: what the head and the loss need beyond that.
         communication: inputs and outputs of collectives.
     """
 
@@ -63,12 +63,12 @@ class Memory:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        """Bytes by kind."""
+        """Returns the bytes by kind."""
         return {part.name: getattr(self, part.name) for part in fields(self)[1:]}
 
     @property
     def largest(self) -> tuple[str, int]:
-        """The kind that takes most, and its bytes."""
+        """The kind with the most bytes, and these bytes."""
         return max(self.parts().items(), key=lambda part: part[1])
 
 
@@ -80,13 +80,13 @@ def replay(
     accumulation: int,
     by_block: bool = False,
 ) -> list[Memory]:
-    """The moments of an optimizer step, each by its name; the peak is the largest.
+    """Returns the named moments of an optimizer step; the peak is the largest.
 
     Args:
         units: in the plan's order, the root last.
-        probe: of one micro-batch; for an unsharded strategy, with autocast.
+        probe: the probe of one micro-batch; for an unsharded strategy, with autocast.
         accumulation: micro-batches of a step.
-        by_block: they go through each unit together.
+        by_block: whether they go through each unit together.
     """
     if by_block:
         probe = window(units, probe, accumulation)
@@ -103,11 +103,11 @@ def replay(
 
 
 class _Rank:
-    """What a rank holds while events pass.
+    """Tracks what a rank holds while events pass.
 
     Attributes:
         held: bytes by kind, without activations.
-        by_block: micro-batches after whose backwards a unit is reduced once; 0: after each one's.
+        by_block: number of micro-batches after which a unit is reduced once, or 0 if it is reduced after each.
     """
 
     by_block = 0
@@ -122,7 +122,7 @@ class _Rank:
         self.held = dict.fromkeys(("parameters", "gradients", "optimizer", "gathered", "communication"), 0)
 
     def run(self, is_first: bool, is_last: bool) -> None:
-        """One micro-batch."""
+        """Replays one micro-batch."""
         for event, name in zip(self.probe.events, self._names, strict=True):
             self._moment = name
             self.snap(name, event.peak)
@@ -130,7 +130,7 @@ class _Rank:
 
     @property
     def moments(self) -> list[Memory]:
-        """Each by its name, when most was held."""
+        """Each named moment at the time when it held most."""
         return list(self._best.values())
 
     def on(self, event: ProbeEvent, is_first: bool, is_last: bool) -> None:
@@ -142,7 +142,7 @@ class _Rank:
         """Adds a moment; the numbers are bytes beyond what is held."""
         held = self.held
         total = sum(held.values()) + activations + gathered + gradients + communication
-        # Moments of the same name come once a micro-batch; the table shows the worst of them.
+        # Moments of the same name come once per micro-batch; the table shows the worst of them.
         if total <= self._totals.get(moment, -1):
             return
         self._totals[moment] = total
@@ -164,7 +164,7 @@ class _Rank:
 
 
 class _ShardedRank(_Rank):
-    """FSDP2's lifetimes."""
+    """Replays FSDP2's lifetimes."""
 
     def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: MemoryLayout) -> None:
         super().__init__(units, probe, strategy, layout)
@@ -202,33 +202,33 @@ class _ShardedRank(_Rank):
                 self._begin_passes(event.unit)
             self._prefetch(event)
         elif event.kind == "loss" and self.by_block:
-            for unit in self._staying:  # of each micro-batch from here on
+            for unit in self._gathered_to_end:  # of each micro-batch from here on
                 self._sum_window(unit)
         elif event.kind == "post_backward":
             if not self.by_block:
                 self._after_backward(event, is_last)
-            elif event.unit not in self._staying:
+            elif event.unit not in self._gathered_to_end:
                 self._snap_earlier(event)
                 self._before_last = dict(self.held) if self.units[event.unit].kind == "experts" else None
                 self._after_backward(event, is_last)
         elif event.kind == "end":
-            for unit in self._staying if self.by_block else ():
+            for unit in self._gathered_to_end if self.by_block else ():
                 self._after_backward(replace(event, unit=unit), is_last)
             # FSDP2's callback at the end of backward waits for the last reduction and lets its buffer go.
             self._hold_reduce_input(0)
             self._last = None
 
     @property
-    def _staying(self) -> list[int]:
-        """Units that stay gathered from the loss on: a window by block reduces them at its end."""
+    def _gathered_to_end(self) -> list[int]:
+        """Units that stay gathered from the loss on; by block, they are reduced at the end of the window."""
         return [i for i, reshards in enumerate(self._reshards) if not reshards]
 
     def _snap_heads(self, event: ProbeEvent) -> None:
-        """All micro-batches but the last go on to the head while the last block, and its experts, are gathered."""
+        """Adds moments in which earlier micro-batches run the head while the last block's units are gathered."""
         kind = self.units[event.unit].kind
         if self._left and self._moment in HEAD:
-            held = sum(self._now[unit].whole_gradients for unit in self._staying)
-            sums = sum(self._now[unit].whole_sums for unit in self._staying) - held
+            held = sum(self._now[unit].whole_gradients for unit in self._gathered_to_end)
+            sums = sum(self._now[unit].whole_sums for unit in self._gathered_to_end) - held
             gathers = -self._forward_gather  # of which the first has freed the last
             self.snap(self._moment, event.peak, gathered=self._left, gradients=-held)
             if self.by_block > 2:
@@ -241,7 +241,7 @@ class _ShardedRank(_Rank):
             self._left = sum(self._now[unit].whole for unit in self._inside)
 
     def _begin_passes(self, index: int) -> None:
-        """Of all micro-batches through a unit's backward."""
+        """Begins the passes of all micro-batches through a unit's backward."""
         if self.units[index].kind != "experts":
             # The reduction before hides behind all passes but the last.
             self._hidden, self._sums = self._reduce_input, 0
@@ -250,7 +250,7 @@ class _ShardedRank(_Rank):
         self._sums += self._now[index].whole_gradients
 
     def _snap_earlier(self, event: ProbeEvent) -> None:
-        """The first micro-batch, which finds no sums, and the second; the last alone has gathered the next unit."""
+        """Adds moments of the first micro-batch, which finds no sums, and the second; only the last gathers ahead."""
         ahead = sum(unit.gather_output for unit in self._now if unit.is_prefetched)
         held = self._before_last or self.held
         gathered, gradients, communication = (
@@ -262,10 +262,10 @@ class _ShardedRank(_Rank):
         self.snap(self._moment, first - event.to_come, gathered, gradients, communication)
 
     def _sum_window(self, index: int) -> None:
-        """Holds the gradients of the micro-batches before, whole and in the type of the reduction."""
+        """Holds the whole gradients of earlier micro-batches, in the type of the reduction."""
         self._hold_whole_gradients(self._now[index], self._now[index].whole_sums)
 
-    # Each changes what is held.
+    # Each of these changes what is held.
 
     def _hold_whole(self, unit: HeldUnit, gathered: bool) -> None:
         self.held["gathered"] += unit.whole * (gathered - unit.is_gathered)
@@ -298,7 +298,7 @@ class _ShardedRank(_Rank):
     # What FSDP2 does
 
     def _gather(self, event: ProbeEvent, in_forward: bool) -> None:
-        """`unshard` and `wait_for_unshard`."""
+        """Replays `unshard` and `wait_for_unshard`."""
         unit = self._now[event.unit]
         if unit.is_gathered:
             return
@@ -310,7 +310,7 @@ class _ShardedRank(_Rank):
             self._start_gather(event.unit, event.level)
             if in_forward and frees_gather_before_copying():
                 self._hold_forward_gather(0)
-            # What a node keeps is flat, and needs no copy to be put together.
+            # The copy that a node keeps is flat, so assembling it needs no second copy.
             assembled = 0 if unit.is_copied else unit.assembled
             # Before torch 2.15 a local name holds the last output.
             self.snap(what, event.level, gathered=unit.whole, communication=assembled)
@@ -324,9 +324,9 @@ class _ShardedRank(_Rank):
 
     def _start_gather(self, index: int, level: int) -> None:
         unit = self._now[index]
-        # Input and output are allocated together; the input goes when the collective is done.
+        # Input and output are allocated together; the input is freed when the collective is done.
         if not unit.is_prefetched:
-            # What a node keeps is in the type of compute already.
+            # The copy that a node keeps is in the compute dtype already.
             more = (0 if unit.is_copied else unit.gather_input) + unit.gather_output
             self.snap(f"gather of {self.units[index].name}", level, communication=more)
             self._hold_gather(unit, True)
@@ -348,7 +348,7 @@ class _ShardedRank(_Rank):
             self._hold_forward_gather(0)
 
     def _after_teacher(self, index: int) -> None:
-        """Of a unit that no backward comes to: what its root's forward leaves gathered goes with that."""
+        """Ends a teacher unit's forward; no backward follows, so its root frees what is still gathered."""
         is_root = self.units[index].kind == "root"
         for number, unit in enumerate(self._now):
             if self.units[number].of_teacher and (is_root or (number == index and self._reshards[index])):
@@ -357,7 +357,7 @@ class _ShardedRank(_Rank):
             self._hold_forward_gather(0)
 
     def _prefetch(self, event: ProbeEvent) -> None:
-        """Of the unit whose forward was the one before, if it is not there."""
+        """Prefetches the unit whose forward came before, if it is not gathered."""
         # A unit that runs twice (tied layers) has two predecessors, in reverse order.
         uses = self._before.get(event.unit)
         before = uses.pop() if uses else None
@@ -367,7 +367,7 @@ class _ShardedRank(_Rank):
             self._start_gather(before, event.level)
 
     def _after_backward(self, event: ProbeEvent, is_last: bool) -> None:
-        """`post_backward`."""
+        """Replays `post_backward`."""
         unit, level, gradients = self._now[event.unit], event.level, event.gradients
         what = f"reduction of {self.units[event.unit].name}"
         if unit.whole_gradients:  # the new gradients are alive until they are added to the sums
@@ -376,7 +376,7 @@ class _ShardedRank(_Rank):
         if gradients and unit.made_alike and (self.strategy.reduce_each_micro_batch or is_last):
             self.snap(what, level, gradients=unit.made_alike)
             gradients = unit.whole_sums
-        # Before the reduction, so that parameters and the reduction's buffer are never both there.
+        # Before the reduction, so that parameters and the reduction's buffer never exist together.
         if self.strategy.reshard_each_micro_batch or is_last:
             self._hold_whole(unit, False)
         if not self.strategy.reduce_each_micro_batch and not is_last:
@@ -398,10 +398,10 @@ class _ShardedRank(_Rank):
         self.snap(what, level, gradients=whole + last_turned, communication=unit.reduce_input)
         self._hold_reduce_input(unit.reduce_input)
         self.snap(what, level, gradients=min(whole, last) + last_turned + unit.reduce_output + unit.quotient)
-        self._keep(unit, what, level, is_last)
+        self._keep_reduced_gradient(unit, what, level, is_last)
 
-    def _keep(self, unit: HeldUnit, what: str, level: int, is_last: bool) -> None:
-        """What becomes of the reduced gradient."""
+    def _keep_reduced_gradient(self, unit: HeldUnit, what: str, level: int, is_last: bool) -> None:
+        """Keeps the reduced gradient on the device, or copies it to the host."""
         self.snap(what, level, gradients=unit.reduce_output + unit.cast_gradient)
         if not self.layout.offload:
             self._hold_sharded_gradients(unit, unit.cast_gradient or unit.reduce_output)
@@ -420,9 +420,9 @@ class _ShardedRank(_Rank):
 
 
 class _WholeRank(_Rank):
-    """torch's DistributedDataParallel with its buckets as the gradients.
+    """Replays torch's DistributedDataParallel, with its buckets as the gradients.
 
-    Its gradients are let go of at once by the probe: they are copied into the buckets as they come.
+    The probe drops gradients at once, because DDP copies them into the buckets as they come.
     """
 
     def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: MemoryLayout) -> None:

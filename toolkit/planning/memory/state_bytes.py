@@ -1,4 +1,4 @@
-"""What a rank holds of one unit, in bytes."""
+"""Computes the bytes that a rank holds of one unit."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from toolkit.sharding.fsdp import autograd_sums_gradients, frees_all_gradients_b
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """How a rank holds things.
+    """How a rank shards and stores parameters, gradients and optimizer state.
 
     Attributes:
         shard: ranks among which one copy of the model is sharded, F.
-        compute: bytes of an element in the type of compute; None: each parameter's own.
+        compute: bytes of an element in the compute dtype, or None if each parameter keeps its own.
         reduce: bytes of an element in which gradients are reduced.
         optimizer: bytes of optimizer state for each trainable element, half of them a moment's.
-        offload: optimizer state and masters are on the host; shards are held in the type of compute.
-        residents: indices of units whose offloaded state is on the device after all.
-        node: ranks among which a unit is sharded from forward to backward; None: among all, as between steps.
+        offload: whether optimizer state and masters are on the host; shards are then held in the compute dtype.
+        residents: indices of units whose offloaded state stays on the device.
+        node: ranks among which a unit is sharded from forward to backward, or None for all, as between steps.
     """
 
     shard: int
@@ -35,34 +35,36 @@ class MemoryLayout:
 
 
 def rounded(num_bytes: float) -> int:
-    """As CUDA's allocator does."""
+    """Returns the bytes rounded up as CUDA's allocator does."""
     return math.ceil(num_bytes / GRANULE) * GRANULE
 
 
 @dataclass
 class HeldUnit:
-    """Bytes of one unit's tensors, and what FSDP2 holds of it right now.
+    """Bytes of one unit's tensors, and what FSDP2 holds of it at present.
 
     Attributes:
         sharded: its shards between steps.
         whole: its parameters when gathered, padding included.
-        gather_input: cast copy of the shards; 0 where they are gathered as they are.
-        gather_output: of the all-gather; 0 where one rank gathers nothing.
-        cast_alone: a cast copy of one parameter, where one rank casts them one by one.
-        reduce_input: of the reduce-scatter.
-        reduce_output: this rank's part of it.
-        quotient: of the gradients of experts that one rank alone holds, which FSDP2 divides into a new tensor.
-        last_gradient: which the reduction's loop variable keeps alive; `last_sum`: where micro-batches were summed.
+        gather_input: the cast copy of the shards, or 0 if they are gathered without a cast.
+        gather_output: the output of the all-gather, or 0 if a single rank gathers nothing.
+        cast_alone: the cast copy of one parameter, if a single rank casts them one by one.
+        reduce_input: the input of the reduce-scatter.
+        reduce_output: this rank's part of its output.
+        quotient: gradients of experts that only one rank holds, which FSDP2 divides into a new tensor.
+        last_gradient: the gradient that the reduction's loop variable keeps alive; `last_sum` if micro-batches were
+            summed.
         whole_sums: gradients summed over micro-batches, in the type of the reduction.
-        cast_gradient: the reduced gradient in the type of the shards, where that is another.
-        optimizer: state on the device.
-        copied: of what the ranks of a node keep of it from forward to backward; 0 where all ranks do.
+        cast_gradient: the reduced gradient in the type of the shards, if that differs.
+        optimizer: optimizer state on the device.
+        copied: what the ranks of a node keep of it from forward to backward, or 0 if they keep nothing.
         assembled: temporaries of a gather, for stacks that are sharded along their matrices' rows.
         turned: the largest of these stacks' gradients, which is copied before it is reduced (elements).
         last_turned: the last one's, which the reduction keeps alive (elements).
-        gradient: of an element of a gradient as backward makes it.
-        copying: the most of both while each parameter is copied and then freed.
-        made_alike: the most of its whole gradients while those of two types are given that of the reduction; 0: of one.
+        gradient: bytes of a gradient's element as backward makes it.
+        copying: the most of `whole` and `copied` together while each parameter is copied and then freed.
+        made_alike: the most of its whole gradients while two types are cast to that of the reduction, or 0 for one
+            type.
     """
 
     sharded: int
@@ -96,11 +98,11 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
     f, trainable = shape.num_shards(layout.shard), shape.trainable
     # FSDP2 pads each parameter to F equal shards of whole rows; a table of 3 rows on 8 ranks takes 8 rows.
     computed = [p.gathered(layout.compute) for p in shape.parameters]
-    kept = [_held(p, layout) for p in shape.parameters]
+    kept = [_held_element_bytes(p, layout) for p in shape.parameters]
     whole = [p.shard_numel(layout.shard) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
     cast_whole = sum(size for size, c, k in zip(whole, computed, kept, strict=True) if c != k)
     own = shape.trainable_numel(layout.shard)
-    # With offload, to the type of compute also what stays in float32.
+    # With offload, gradients of parameters that stay in float32 are also cast to the compute dtype.
     cast = sum(p.shard_numel(layout.shard) * ((layout.offload and layout.compute) or p.held) for p in trainable)
     # One rank gathers nothing: FSDP2 casts parameter after parameter, so one copy is alive beside its source.
     casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
@@ -116,7 +118,7 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
             rounded(p.shard_numel(layout.shard) * size) for p, size in zip(shape.parameters, kept, strict=True)
         ),
         whole=sum(map(rounded, whole)),
-        # Shards that are held in the type of compute are gathered from where they are.
+        # Shards that are held in the compute dtype are gathered without a copy.
         gather_input=rounded(cast_whole / f),
         gather_output=rounded(sum(whole)) if f > 1 else 0,
         cast_alone=rounded(max(casts, default=0)),
@@ -130,9 +132,9 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
         # FSDP2 reduces in float32 and hands the optimizer the shard's own type.
         cast_gradient=rounded(cast) if cast != layout.reduce * own else 0,
         optimizer=optimizer_bytes(trainable, layout, resident),
-        made_alike=_made_alike(trainable, layout) if is_mixed else 0,
+        made_alike=_peak_of_dtype_change(trainable, layout) if is_mixed else 0,
         copied=sum(rounded(size / layout.node) for size in whole) if layout.node else 0,
-        copying=_copying(whole, layout.node) if layout.node else 0,
+        copying=_peak_while_copying(whole, layout.node) if layout.node else 0,
         assembled=sum(rounded(n) for p, n in zip(shape.parameters, whole, strict=True) if p.dim(layout.shard)),
         turned=max(turned, default=0),
         last_turned=turned[-1] if turned and outlives else 0,
@@ -140,27 +142,27 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
     )
 
 
-def _copying(whole: Sequence[int], node: int) -> int:
+def _peak_while_copying(whole: Sequence[int], node: int) -> int:
     held, copies = [rounded(size) for size in whole], [rounded(size / node) for size in whole]
     return max((sum(held[i:]) + sum(copies[: i + 1]) for i in range(len(whole))), default=0)
 
 
-def _made_alike(trainable: Sequence[ParameterShape], layout: MemoryLayout) -> int:
+def _peak_of_dtype_change(trainable: Sequence[ParameterShape], layout: MemoryLayout) -> int:
     before = [rounded(p.numel * p.gathered(layout.compute)) for p in trainable]
     after = [rounded(p.numel * layout.reduce) for p in trainable]
     return max(sum(after[: i + 1]) + sum(before[i:]) for i in range(len(trainable)))
 
 
-def _held(parameter: ParameterShape, layout: MemoryLayout) -> int:
-    """Bytes of an element between steps."""
+def _held_element_bytes(parameter: ParameterShape, layout: MemoryLayout) -> int:
+    """Returns the bytes of an element between steps."""
     return parameter.gathered(layout.compute) if layout.offload and parameter.trainable else parameter.held
 
 
 def optimizer_bytes(trainable: Sequence[ParameterShape], layout: MemoryLayout, resident: bool) -> int:
-    # With padding: the optimizer steps the local shards as they are.
+    # Padding is included, because the optimizer steps the local shards with it.
     own = [(parameter.shard_numel(layout.shard), parameter.moments) for parameter in trainable]
     if layout.offload:  # master, two moments and the gradient's landing place, flat
         numel = sum(count for count, _ in own)
         return (3 * rounded(4 * numel) + rounded(layout.reduce * numel)) if resident else 0
-    # The moments of each parameter, and where there are two its count of steps, which muon does not keep.
+    # The moments of each parameter and, if there are two, its step count, which muon does not keep.
     return sum(moments * rounded(numel * layout.optimizer / 2) + GRANULE * (moments == 2) for numel, moments in own)

@@ -1,6 +1,6 @@
-"""The real FSDP2 on a process group that is not there: what a rank would hold, byte by byte.
+"""Runs the real FSDP2 on a fake process group, to count what a rank would hold, byte by byte.
 
-Slow (seconds to a minute) and exact. `toolkit plan --trace` checks a row with it, and the tests check
+It is slow (seconds to a minute) and exact. `toolkit plan --trace` checks a row with it, and the tests check
 the analytic planner. It runs the backend's own `apply` under FakeTensorMode, so it needs no GPU and
 works for any number of ranks.
 """
@@ -37,7 +37,7 @@ COLLECTIVES = {
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "allreduce_": "all_reduce",
 }
-"""Operators of torch.distributed -> what they do."""
+"""Operators of torch.distributed -> their kind of collective."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Traced:
     """Bytes of one rank without the optimizer's state.
 
     Attributes:
-        between: before a step: the shards, buffers and the batch.
+        between: the shards, buffers and the batch before a step.
         peak: the most during the step.
-        moment: what was going on then.
+        moment: the name of the moment of the peak.
         traffic: bytes of the whole tensors of the collectives, by kind.
         host_peak: the most that offloaded checkpoints took on the host.
     """
@@ -73,10 +73,10 @@ def trace(
     The process must not be in a process group; it is in none afterwards.
 
     Args:
-        by_block: the micro-batches go through each unit together.
+        by_block: whether the micro-batches go through each unit together.
     """
     counted: Counter[str] = Counter()
-    ledger = Ledger(on_operator=lambda func, args, kwargs, out: _count(counted, func, args))
+    ledger = Ledger(on_operator=lambda func, args, kwargs, out: _count_collective(counted, func, args))
     plan = plan_units(workload.model, workload.unit_classes, workload.experts > 1)
     last = [False]
     with fake_ranks(shape.replicate * shape.shard):
@@ -91,12 +91,12 @@ def trace(
             for mode in (fake, cuda_dropout(), host_copies(ledger), planned, grouped_products()):
                 stack.enter_context(mode)
             shard(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
-            # After `apply`: each rank makes its own shards alone.
+            # After `apply`, so that each rank makes only its own shards.
             model.to_empty(device="cpu")
             if teacher is not None:
                 shard_teacher(teacher, strategy, mesh, workload.mixed_precision, workload.unit_classes)
                 teacher.to_empty(device="cpu")
-            # One after another they take each other's place; by block they are all there.
+            # One after another, batches reuse the same memory; by block they all exist at once.
             made = [workload.batch(micro_batch_size) for _ in range(accumulation if by_block else 1)]
             batches = [known_batch(stack, batch, objective) for batch in made]
             _see_held(ledger, models, batches)
@@ -120,14 +120,14 @@ def trace(
 
 
 def _see_held(ledger: Ledger, models: list[nn.Module], batches: list[dict[str, Any]]) -> None:
-    """Counts what is there before the step."""
+    """Counts what exists before the step."""
     on_device = (value for batch in batches for value in batch.values() if isinstance(value, torch.Tensor))
     for tensor in (*(held for each in models for held in (*each.parameters(), *each.buffers())), *on_device):
         ledger.see(tensor)
 
 
 def _scaled_backward(loss: torch.Tensor) -> None:
-    torch.autograd.backward(loss * 1.0)  # as Accelerate scales it: one more node above the loss
+    torch.autograd.backward(loss * 1.0)  # Accelerate scales the loss too: one more node above it
 
 
 def _mesh(strategy: Strategy, shape: MeshShape) -> DeviceMesh:
@@ -137,7 +137,7 @@ def _mesh(strategy: Strategy, shape: MeshShape) -> DeviceMesh:
 
 
 def _label_units(model: nn.Module, paths: list[str], ledger: Ledger) -> None:
-    """Lets the ledger know in which block's forward or backward it is."""
+    """Labels the ledger with the block whose forward or backward runs."""
 
     def say(path: str) -> None:
         ledger.label = f"{ledger.label.split(' ')[0]} of {path}"
@@ -157,14 +157,14 @@ def _label_units(model: nn.Module, paths: list[str], ledger: Ledger) -> None:
         )
 
 
-def _count(counted: Counter[str], func: Any, args: Any) -> None:
+def _count_collective(counted: Counter[str], func: Any, args: Any) -> None:
     namespace, _, name = func._schema.name.partition("::")
     # The largest argument is the whole tensor: an all-gather's output, a reduce-scatter's input.
     if namespace in ("c10d", "_c10d_functional"):
-        counted[COLLECTIVES.get(name, name)] += max((_bytes(value) for value in args), default=0)
+        counted[COLLECTIVES.get(name, name)] += max((_tensor_bytes(value) for value in args), default=0)
 
 
-def _bytes(value: Any) -> int:
+def _tensor_bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
-    return sum(_bytes(item) for item in value) if isinstance(value, list | tuple) else 0
+    return sum(_tensor_bytes(item) for item in value) if isinstance(value, list | tuple) else 0

@@ -1,4 +1,4 @@
-"""What FSDP2 makes of each unit: the sizes of its parameters, in its order."""
+"""Computes the sizes of each unit's parameters under FSDP2, in its order."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ParameterShape:
     """One parameter.
 
     Attributes:
-        shape: whole; a scalar is one row.
+        shape: the whole shape; a scalar is one row.
         held: bytes of an element as the optimizer keeps it between steps.
-        is_cast: it is gathered in the type of compute; what authors keep in float32 and the bytes of a quantised
-            matrix are gathered as they are.
-        moments: that the optimizer keeps of it.
-        spread: ranks of a group, each with other experts: this is one's, which F / spread ranks shard.
+        is_cast: whether it is gathered in the compute dtype; parameters that authors keep in float32 and the bytes of
+            a quantised matrix are gathered without a cast.
+        moments: number of moments that the optimizer keeps of it.
+        spread: ranks of an expert-parallel group; this is one rank's part, which F / spread ranks shard.
     """
 
     shape: tuple[int, ...]
@@ -43,16 +43,16 @@ class ParameterShape:
         return math.prod(self.shape)
 
     def gathered(self, compute: int | None) -> int:
-        """Bytes of an element when it is gathered; `compute`: in the type of compute, None: in its own."""
+        """Returns the bytes of an element when it is gathered: `compute`, or its own if it is not cast."""
         return compute if compute is not None and self.is_cast else self.held
 
     def shard_numel(self, shard: int) -> int:
-        """Elements of the first rank's shard, padding included: ceil(rows / F) rows."""
+        """Returns the elements of the first rank's shard, padding included: ceil(rows / F) rows."""
         ranks, rows = self.num_shards(shard), self.shape[self.dim(shard)]
         return math.ceil(rows / ranks) * (self.numel // max(1, rows))
 
     def dim(self, shard: int) -> int:
-        """The dimension along which F ranks shard it."""
+        """Returns the dimension along which F ranks shard it."""
         return shard_dim(self.shape, self.num_shards(shard))
 
     def num_shards(self, shard: int) -> int:
@@ -65,7 +65,7 @@ class UnitShape:
     """One unit of the plan, with its parameters in the order in which FSDP2 gathers and reduces them.
 
     Attributes:
-        of_teacher: it runs before the student's forward, and is gathered for that alone.
+        of_teacher: whether it is a teacher's; it runs before the student's forward and is gathered only for that.
     """
 
     name: str
@@ -89,11 +89,11 @@ class UnitShape:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether its gradients come in float32 and in the type of compute."""
+        """Whether its gradients come in float32 and in the compute dtype."""
         return len({parameter.is_cast for parameter in self.trainable}) > 1
 
     def trainable_numel(self, shard: int) -> int:
-        """Trainable elements of the first rank's shard, padding included."""
+        """Returns the trainable elements of the first rank's shard, padding included."""
         return sum(parameter.shard_numel(shard) for parameter in self.trainable)
 
 
@@ -104,11 +104,11 @@ def unit_shapes(
     of_one_moment: Iterable[nn.Parameter] = (),
     experts: int = 1,
 ) -> list[UnitShape]:
-    """The units of `plan` in its order; trainable parameters are held in float32 under mixed precision.
+    """Returns the units of `plan` in its order; mixed precision holds trainable parameters in float32.
 
     Args:
         of_one_moment: parameters of which the optimizer keeps one moment.
-        experts: ranks of a group, each of which has whole experts of its own.
+        experts: ranks of an expert-parallel group, each with whole experts of its own.
     """
     single = {id(parameter) for parameter in of_one_moment}
     owned = owned_parameters(model, (unit.modules for unit in plan.units))
@@ -122,7 +122,7 @@ def unit_shapes(
             unit.reshard_after_forward,
             tuple(
                 replace(
-                    _shape(p, mixed_precision, id(p) in kept, experts if unit.kind == "experts" else 1),
+                    _parameter_shape(p, mixed_precision, id(p) in kept, experts if unit.kind == "experts" else 1),
                     moments=1 if id(p) in single else 2,
                 )
                 for p in own
@@ -133,20 +133,20 @@ def unit_shapes(
 
 
 def teacher_shapes(model: nn.Module, plan: UnitPlan, mixed_precision: str) -> list[UnitShape]:
-    """Likewise of a frozen teacher."""
+    """Returns the units of a frozen teacher in the plan's order."""
     shapes = unit_shapes(model, plan, mixed_precision)
     return [replace(shape, name=f"the teacher's {shape.name}", of_teacher=True) for shape in shapes]
 
 
 def head_unit(model: nn.Module, plan: UnitPlan) -> int:
-    """Number of the unit that has the head's weight."""
+    """Returns the number of the unit that has the head's weight."""
     weight = base_of(model).get_output_embeddings().weight
     owned = owned_parameters(model, (unit.modules for unit in plan.units))
     return next(number for number, own in enumerate(owned) if any(parameter is weight for parameter in own))
 
 
-def _shape(parameter: torch.Tensor, mixed_precision: str, is_kept: bool, spread: int) -> ParameterShape:
-    # `apply` makes float32 masters of what is trained; what is frozen stays as it was loaded.
+def _parameter_shape(parameter: torch.Tensor, mixed_precision: str, is_kept: bool, spread: int) -> ParameterShape:
+    # `apply` makes float32 masters of trained parameters; frozen ones keep the dtype in which they were loaded.
     is_low = parameter.dtype in (torch.bfloat16, torch.float16)
     is_master = mixed_precision != "no" and parameter.requires_grad and is_low
     held = 4 if is_master or is_kept else parameter.element_size()

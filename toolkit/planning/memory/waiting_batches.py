@@ -1,4 +1,4 @@
-"""What the micro-batches of a step hold that wait while one of them is in a unit."""
+"""Adds what the waiting micro-batches of a step hold while one of them is in a unit."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from toolkit.planning.memory.unit_shapes import UnitShape
 
 
 def window(units: Sequence[UnitShape], probe: Probe, num_batches: int) -> Probe:
-    """The probe of one micro-batch with what the others of its step hold at the same time.
+    """Returns the probe of one micro-batch with what the others of its step hold at the same time.
 
-    While one is in block u, each of the others holds the inputs of the blocks up to u and u's output, or in backward,
-    where the output has gone, a gradient of its size. All their batches are on the device from the start. Levels of
-    backward are those of the last micro-batch, when the others have passed the block.
+    While one is in block u, each of the others holds the inputs of the blocks up to u and u's output or, in backward,
+    a gradient of the output's size. All their batches are on the device from the start. Levels of backward are those of
+    the last micro-batch, when the others have passed the block.
 
     Args:
         probe: with every block checkpointed, so that a block leaves nothing but its input.
@@ -27,12 +27,12 @@ def window(units: Sequence[UnitShape], probe: Probe, num_batches: int) -> Probe:
     others, reached, is_after_loss, block, events = num_batches - 1, 0, False, -1, []
     for event in probe.events:
         is_after_loss = is_after_loss or event.kind == "loss"
-        if units[event.unit].kind != "experts":  # which run inside of their block
+        if units[event.unit].kind != "experts":  # experts run inside of their block
             block = event.unit
-        # Between blocks: as much as in the block before, in backward as much as in the one behind.
+        # Between blocks the level is that of the block that ran last.
         reached = (before if is_after_loss else after).get(block, reached)
         waiting = others * reached
-        # What those that are still to come hold more than those that have passed.
+        # Bytes that micro-batches before the block hold more than those after it.
         more = after[block] - before[block] if is_after_loss and block in after else 0
         events.append(replace(event, level=event.level + waiting, peak=event.peak + waiting, to_come=more))
     return replace(probe, events=tuple(events), buffers=probe.buffers + others * probe.batch)

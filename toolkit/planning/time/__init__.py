@@ -1,1 +1,1 @@
-"""The time and the traffic of a step, before it runs."""
+"""Estimates the time and the traffic of a step before it runs."""

@@ -26,20 +26,20 @@ from toolkit.planning.time.hardware import (
 from toolkit.ranks import usable_cores
 
 DTYPES = ("float32", "bfloat16")
-"""Measured. GPUs multiply float16 as fast as bfloat16; on CPUs it is slow, and nobody trains in it."""
+"""The dtypes that are measured. GPUs multiply float16 as fast as bfloat16; CPUs do not train in it."""
 
 REACHED: dict[str, tuple[Efficiency, Efficiency, Efficiency]] = {
     "cuda": ((0.65, 0.95, 1.10), (0.75, 0.92, 1.05), (0.70, 1.0, 1.10)),
     "cpu": ((0.50, 0.85, 1.10), (0.50, 0.80, 1.20), (0.40, 0.80, 1.10)),
 }
-"""Share of what large products, copies and collectives were measured to reach that a training step reaches,
+"""Share of the measured rates of large products, copies and collectives that a training step reaches,
 for `matmul_efficiency`, `memory_efficiency` and `transfer_efficiency`."""
 
 MATMUL_SIDE = {"cuda": 8192, "cpu": 512}
-"""Of the square product that is timed."""
+"""Side of the square product that is timed."""
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
-"""More than any cache."""
+"""Bytes of a timed copy: more than any cache."""
 
 
 def calibrate(seconds: float = 20.0, *, ranks: int = 1) -> Hardware:
@@ -50,23 +50,23 @@ def calibrate(seconds: float = 20.0, *, ranks: int = 1) -> Hardware:
         ranks: on a machine without a GPU, the ranks that will share its cores; a device is the cores of one.
 
     Raises:
-        BadInputError: `ranks` that are more than the cores.
+        BadInputError: if `ranks` is more than the cores.
     """
     cores = usable_cores()
     if not 1 <= ranks <= cores:
         raise BadInputError(f"--gpus: {ranks}; allowed: 1 to {cores}, the cores of this machine")
     has_gpu = torch.cuda.is_available()
     each = seconds / 10
-    hardware = _gpu(each) if has_gpu else _cpu(each, ranks, cores)
+    hardware = _measure_gpu(each) if has_gpu else _measure_cpu(each, ranks, cores)
     save_profile(hardware)
     return hardware
 
 
-def _gpu(each: float) -> Hardware:
+def _measure_gpu(each: float) -> Hardware:
     device = torch.device("cuda")
     name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
-    known = _as_reached(preset_of_device(name) or presets()["h100_sxm"])
-    # One GPU has nobody to gather from: the data sheet's figure stays.
+    known = _with_reached_bandwidths(preset_of_device(name) or presets()["h100_sxm"])
+    # A single GPU has no other to gather from, so the data sheet's figure stays.
     link = _all_gather_rate("cuda", count) if count > 1 else None
     peak = {dtype: _matmul_rate(device, dtype, each) for dtype in DTYPES}
     return _profile(
@@ -83,15 +83,15 @@ def _gpu(each: float) -> Hardware:
     )
 
 
-def _cpu(each: float, ranks: int, cores: int) -> Hardware:
-    """One rank's threads compute at a time; of memory's bandwidth, each rank has its share."""
+def _measure_cpu(each: float, ranks: int, cores: int) -> Hardware:
+    """Measures one rank's threads at a time; each rank gets its share of the memory's bandwidth."""
     device = torch.device("cpu")
-    known = _as_reached(presets()["cpu"])
+    known = _with_reached_bandwidths(presets()["cpu"])
     copies = _copy_rate(torch.empty(COPY_BYTES["cpu"], dtype=torch.uint8), None, each)
     adam = _adam_rate(each)
     link = _all_gather_rate("cpu", max(2, ranks)) if cores > 1 else known.link_bandwidth
     before = torch.get_num_threads()
-    # As the launcher gives each rank its share of the cores.
+    # The launcher gives each rank this share of the cores too.
     torch.set_num_threads(cores // ranks)
     try:
         peak = {dtype: _matmul_rate(device, dtype, each) for dtype in DTYPES}
@@ -111,8 +111,8 @@ def _cpu(each: float, ranks: int, cores: int) -> Hardware:
     )
 
 
-def _as_reached(preset: Hardware) -> Hardware:
-    """A preset whose bandwidths between devices and nodes are what is reached of them, as a profile's are."""
+def _with_reached_bandwidths(preset: Hardware) -> Hardware:
+    """Returns a preset whose bandwidths between devices and nodes are the reached ones, as in a profile."""
     share = preset.transfer_efficiency[1]
     return dataclasses.replace(
         preset,
@@ -136,30 +136,30 @@ def _profile(known: Hardware, **measured: object) -> Hardware:
 # Measurements
 
 
-def _best(run: Callable[[], object], seconds: float) -> float:
-    """Seconds of the fastest of the runs; others only show what else the machine does."""
+def _fastest_run(run: Callable[[], object], seconds: float) -> float:
+    """Returns the seconds of the fastest run."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    # The minimum, as noise on a shared machine only ever adds.
+    # The minimum, because noise on a shared machine only ever adds time.
     return min(timer.blocked_autorange(min_run_time=seconds).times)
 
 
 def _matmul_rate(device: torch.device, dtype: str, seconds: float) -> float:
-    """FLOP/s of a square product."""
+    """Returns the FLOP/s of a square product."""
     side = MATMUL_SIDE[device.type]
     left, right = (torch.randn(side, side, device=device).to(getattr(torch, dtype)) for _ in range(2))
-    return 2 * side**3 / _best(lambda: left @ right, seconds)
+    return 2 * side**3 / _fastest_run(lambda: left @ right, seconds)
 
 
 def _copy_rate(source: torch.Tensor, target: torch.Tensor | None, seconds: float) -> float:
-    """Bytes read and written per second; between device and host, bytes that cross."""
+    """Returns bytes read and written per second; between device and host, the bytes that cross."""
     crossing = target is not None
     into = torch.empty_like(source) if target is None else target
     into.copy_(source)  # the first touch maps the pages
-    return source.nbytes * (1 if crossing else 2) / _best(lambda: into.copy_(source), seconds)
+    return source.nbytes * (1 if crossing else 2) / _fastest_run(lambda: into.copy_(source), seconds)
 
 
 def _host_link_rate(device: torch.device, seconds: float) -> float:
-    """Of the slower direction, pinned."""
+    """Returns the bytes per second of the slower direction, with pinned memory."""
     size = COPY_BYTES["cuda"] // 4
     on_host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     on_device = torch.empty(size, dtype=torch.uint8, device=device)
@@ -167,20 +167,20 @@ def _host_link_rate(device: torch.device, seconds: float) -> float:
 
 
 def _adam_rate(seconds: float, numel: int = 2**23) -> float:
-    """Bytes per second of torch's fused AdamW on the host, at `ADAM_BYTES` a parameter, on all cores."""
+    """Returns the bytes per second of torch's fused AdamW on all host cores, at `ADAM_BYTES` per parameter."""
     parameter = torch.nn.Parameter(torch.zeros(numel))
     parameter.grad = torch.full((numel,), 1e-3)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    return ADAM_BYTES * numel / _best(optimizer.step, seconds)
+    return ADAM_BYTES * numel / _fastest_run(optimizer.step, seconds)
 
 
 # Collectives
 
 
 def _all_gather_rate(device_type: str, ranks: int) -> float | None:
-    """Bytes that a rank sends per second in an all-gather of ranks on this machine; None where it fails."""
+    """Returns the bytes that a rank sends per second in an all-gather on this machine, or None if it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        # A file to meet at needs no free port.
+        # A rendezvous by file needs no free port.
         command = [sys.executable, "-m", "toolkit.planning.time.collectives", device_type, str(ranks), folder]
         processes = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # noqa: S603

@@ -13,21 +13,21 @@ import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
 GATHERED_BYTES = {"cuda": 2**28, "cpu": 2**24}
-"""Of the whole tensor; a large unit's."""
+"""Bytes of the whole tensor, as of a large unit."""
 
 
 def all_gather_rate(device_type: str, ranks: int, folder: Path, rank: int) -> float:
-    """Bytes that this rank sends per second.
+    """Returns the bytes that this rank sends per second.
 
     Args:
         device_type: `cuda` over NCCL, a GPU for each rank; `cpu` over gloo.
-        folder: where the ranks meet.
+        folder: folder of the file at which the ranks meet.
     """
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
-    # One buffer for all timings: allocating is no part of a collective.
+    # One buffer for all timings: allocation is not part of a collective.
     mine = torch.empty(GATHERED_BYTES[device_type] // ranks, dtype=torch.uint8, device=device_type)
     whole = torch.empty(mine.numel() * ranks, dtype=torch.uint8, device=device_type)
     timer = Timer("run()", globals={"run": lambda: dist.all_gather_into_tensor(whole, mine)})

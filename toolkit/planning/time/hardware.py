@@ -1,4 +1,4 @@
-"""What devices and nodes can do: presets from data sheets (hardware.yaml), overrides, measured profiles.
+"""The speed and memory of devices and nodes: presets from data sheets (hardware.yaml), overrides, measured profiles.
 
 All figures are in bytes, seconds and FLOP/s; GB are 1e9 bytes and GiB 2**30. Importing this needs no torch.
 """
@@ -25,10 +25,10 @@ ADAM_BYTES = 28
 """Memory traffic of fused AdamW per parameter: reads p, g, m, v and writes p, m, v in float32."""
 
 Quantile = Literal["low", "mid", "high"]
-"""Of a time: `low` is the shortest that is likely, `high` the longest."""
+"""Quantile of a time: `low` is the optimistic time, `high` the pessimistic one."""
 
 Efficiency = tuple[float, float, float]
-"""Share of a nominal figure that is reached: low, mid, high."""
+"""Share of a nominal figure that is reached in practice: low, mid, high."""
 
 CALIBRATED = "calibrated"
 """The name of the profile that `calibrate` stores for this machine."""
@@ -41,22 +41,22 @@ MOST = 1e12
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device, and the node that it stands in.
+    """One device and its node.
 
     Attributes:
-        memory_bytes: of the device.
+        memory_bytes: memory of the device.
         peak_flops: dense FLOP/s by `float32`, `bfloat16` and `float16`.
-        memory_bandwidth: of the device's memory (B/s).
-        link_bandwidth: to the other devices of the node, NVLink or PCIe (B/s per device and direction).
-        network_bandwidth: between nodes (B/s per node and direction).
-        host_link_bandwidth: between device and host, PCIe (B/s per device and direction).
-        host_memory_bandwidth: DRAM (B/s per node).
-        host_memory_bytes: DRAM per node; None: not known.
+        memory_bandwidth: bandwidth of the device's memory (B/s).
+        link_bandwidth: bandwidth to the other devices of the node, NVLink or PCIe (B/s per device and direction).
+        network_bandwidth: bandwidth between nodes (B/s per node and direction).
+        host_link_bandwidth: bandwidth between device and host, PCIe (B/s per device and direction).
+        host_memory_bandwidth: bandwidth of DRAM (B/s per node).
+        host_memory_bytes: DRAM per node, or None if it is not known.
         matmul_efficiency: share of `peak_flops` that matrix products reach.
         memory_efficiency: share of `memory_bandwidth` that kernels reach.
         transfer_efficiency: share of the other bandwidths that collectives, copies and the host's step reach.
-        kernel_seconds: the least that a kernel takes, its launch.
-        device_type: `cuda`, or `cpu`: the device is then the cores of one rank.
+        kernel_seconds: the shortest time of a kernel, its launch.
+        device_type: `cuda`, or `cpu` if the device is the cores of one rank.
     """
 
     name: str
@@ -76,20 +76,20 @@ class Hardware:
     device_type: Literal["cuda", "cpu"]
 
     def flops(self, dtype: str, quantile: Quantile) -> float:
-        """FLOP/s of matrix products that give a time of this quantile."""
-        return self.peak_flops[dtype] * _reached(self.matmul_efficiency, quantile)
+        """Returns the FLOP/s of matrix products for a time of this quantile."""
+        return self.peak_flops[dtype] * _share_reached(self.matmul_efficiency, quantile)
 
     def memory(self, quantile: Quantile) -> float:
-        """Bytes per second of the device's memory that give a time of this quantile."""
-        return self.memory_bandwidth * _reached(self.memory_efficiency, quantile)
+        """Returns the bytes per second of the device's memory for a time of this quantile."""
+        return self.memory_bandwidth * _share_reached(self.memory_efficiency, quantile)
 
     def transfer(self, bandwidth: float, quantile: Quantile) -> float:
-        """What is reached of one of the other bandwidths."""
-        return bandwidth * _reached(self.transfer_efficiency, quantile)
+        """Returns the reached share of one of the other bandwidths, for a time of this quantile."""
+        return bandwidth * _share_reached(self.transfer_efficiency, quantile)
 
 
-def _reached(efficiency: Efficiency, quantile: Quantile) -> float:
-    # A low time is what a high efficiency gives.
+def _share_reached(efficiency: Efficiency, quantile: Quantile) -> float:
+    # A high efficiency gives a low time.
     low, mid, high = efficiency
     return {"low": high, "mid": mid, "high": low}[quantile]
 
@@ -105,20 +105,20 @@ def hardware_of(
     pcie_gbs: float | None = None,
     dram_gbs: float | None = None,
 ) -> Hardware:
-    """A preset, or a stored profile, with what is known better.
+    """Returns a preset or a stored profile, with the figures that the caller overrides.
 
     Args:
-        name: of a preset; `calibrated`; or the path of a profile.
+        name: the name of a preset, `calibrated`, or the path of a profile.
         device_memory_gib: memory of one device (GiB).
         gpus_per_node: devices of one node.
         host_memory_gib: DRAM of one node (GiB).
-        link_gbs: between the devices of a node (GB/s per device and direction).
-        nic_gbs: between nodes (GB/s per node and direction).
-        pcie_gbs: between device and host (GB/s per device and direction).
-        dram_gbs: DRAM (GB/s per node).
+        link_gbs: bandwidth between the devices of a node (GB/s per device and direction).
+        nic_gbs: bandwidth between nodes (GB/s per node and direction).
+        pcie_gbs: bandwidth between device and host (GB/s per device and direction).
+        dram_gbs: bandwidth of DRAM (GB/s per node).
 
     Raises:
-        BadInputError: an unknown name, a profile that cannot be read, a value that is not above 0.
+        BadInputError: if the name is unknown, a profile cannot be read, or a value is not above 0.
     """
     given = {
         "device_memory_gib": ("memory_bytes", device_memory_gib, GIB),
@@ -137,10 +137,10 @@ def hardware_of(
             raise BadInputError(f"{option}: {value}; allowed: a number above 0, and at most {MOST:g}")
         # GiB and counts are whole, GB/s are not.
         changes[attribute] = int(value * unit) if isinstance(unit, int) else value * unit
-    return dataclasses.replace(_named(name), **changes)
+    return dataclasses.replace(_hardware_by_name(name), **changes)
 
 
-def _named(name: str) -> Hardware:
+def _hardware_by_name(name: str) -> Hardware:
     if name in presets():
         return presets()[name]
     if name == CALIBRATED:
@@ -150,13 +150,13 @@ def _named(name: str) -> Hardware:
         return load_profile(path)
     names = [*presets(), CALIBRATED]
     raise BadInputError(
-        f"hardware: unknown {name!r}{_closest(name.lower(), names)}; allowed: {', '.join(names)}, or the path of a "
+        f"hardware: unknown {name!r}{_suggestion(name.lower(), names)}; allowed: {', '.join(names)}, or the path of a "
         "profile (.json) that calibration has written"
     )
 
 
-def _closest(name: str, names: list[str]) -> str:
-    """Of names that begin alike the first, as `h100_sxm` for h1000: a number that is near is another device."""
+def _suggestion(name: str, names: list[str]) -> str:
+    """Suggests the first name with the same beginning: `h100_sxm` for h1000, as a close number is another device."""
     alike = [known for known in names if len(name) > 3 and known.startswith(name[:4])]
     told = f"; did you mean {alike[0]!r}?" if alike else did_you_mean(name, names)
     return told and f" ({told.removeprefix('; ')})"
@@ -167,13 +167,13 @@ def _closest(name: str, names: list[str]) -> str:
 
 @cache
 def presets() -> Mapping[str, Hardware]:
-    """All presets by name."""
-    data = _data()
+    """Returns all presets by name."""
+    data = _presets_file()
     return {name: _preset(name, values, data["efficiencies"]) for name, values in data["presets"].items()}
 
 
 @cache
-def _data() -> dict[str, Any]:
+def _presets_file() -> dict[str, Any]:
     data: dict[str, Any] = yaml.safe_load(DATA.read_text(encoding="utf-8"))
     return data
 
@@ -202,8 +202,8 @@ def _preset(name: str, values: dict[str, Any], efficiencies: dict[str, Any]) -> 
 
 
 def preset_of_device(device_name: str) -> Hardware | None:
-    """The preset of a device by the name that `torch.cuda.get_device_name` gives; None: there is none."""
-    for name, values in _data()["presets"].items():
+    """Returns the preset of a device by its name from `torch.cuda.get_device_name`, or None if there is none."""
+    for name, values in _presets_file()["presets"].items():
         # In the order of the file: A100-SXM4-40GB stands before A100, which is part of its name.
         # Whole words at their end: an L40 is no L4.
         if any(re.search(rf"{re.escape(part)}(?!\w)", device_name) for part in values["device_names"]):
@@ -212,9 +212,9 @@ def preset_of_device(device_name: str) -> Hardware | None:
 
 
 def peak_flops_of(device_name: str, mixed_precision: str) -> float | None:
-    """The dense 16-bit peak of a device (FLOP/s); None where unknown or where compute is not in 16 bits."""
+    """Returns the dense 16-bit peak of a device (FLOP/s), or None if it is unknown or compute is not in 16 bits."""
     preset = preset_of_device(device_name)
-    # In float32 GPUs multiply on other units, or in TF32 if asked: no figure of the data sheet is the bound.
+    # In float32 GPUs multiply on other units, or in TF32 if enabled: no figure of the data sheet is the bound.
     if preset is None or mixed_precision == "no":
         return None
     return preset.peak_flops["float16" if mixed_precision == "fp16" else "bfloat16"]
@@ -224,12 +224,12 @@ def peak_flops_of(device_name: str, mixed_precision: str) -> float | None:
 
 
 def profile_path() -> Path:
-    """Where the profile of this machine is stored."""
+    """Returns the path of this machine's profile."""
     return user_cache() / "hardware.json"
 
 
 def save_profile(hardware: Hardware, path: Path | None = None) -> Path:
-    """Writes a profile whole or not at all; where it is."""
+    """Writes a profile atomically, and returns its path."""
     path = path or profile_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, json.dumps(dataclasses.asdict(hardware), indent=2) + "\n")
@@ -237,10 +237,10 @@ def save_profile(hardware: Hardware, path: Path | None = None) -> Path:
 
 
 def load_profile(path: Path | None = None) -> Hardware:
-    """A profile that `save_profile` has written; the one of this machine where no path is given.
+    """Reads a profile that `save_profile` wrote, by default the one of this machine.
 
     Raises:
-        BadInputError: no such file, or not a profile.
+        BadInputError: if there is no such file, or it is not a profile.
     """
     path = path or profile_path()
     if not path.is_file():

@@ -1,8 +1,8 @@
-"""How long operators take: the larger of arithmetic and memory traffic, and never less than a launch.
+"""Estimates how long operators take: the longer of arithmetic and memory traffic, and never less than a launch.
 
-The roofline model (Williams et al., doi 10.1145/1498765.1498785) for each operator that autograd really
-runs, as a `TorchDispatchMode` sees them, so that no formula for a layer is written down here. Works on fake
-tensors: only shapes are read.
+It applies the roofline model (Williams et al., doi 10.1145/1498765.1498785) to each operator that autograd really
+runs, as a `TorchDispatchMode` sees them, so that no formula for a layer is written down here. It works on fake
+tensors, because only shapes are read.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from toolkit.planning.time.hardware import Hardware, Quantile
 OperatorKind = Literal["matmul", "attention", "memory", "exchange"]
 
 Operator = tuple[OperatorKind, int, int]
-"""What bounds it, its FLOPs, its bytes of memory traffic."""
+"""What bounds an operator, its FLOPs, and its bytes of memory traffic."""
 
 ATTENTION_FACTOR = 0.75
-"""Of a matrix product's efficiency: softmax stands between the two products."""
+"""Share of a matrix product's efficiency that attention reaches, because softmax separates its two products."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class Work:
 
     @property
     def exchanged(self) -> int:
-        """Bytes that this rank sends to those that it shares rows or experts with."""
+        """Bytes that this rank sends to the ranks with which it shares rows or experts."""
         return sum(size * count for (kind, _, size), count in self.operators.items() if kind == "exchange")
 
     def seconds(self, hardware: Hardware, dtype: str, quantile: Quantile = "mid") -> float:
-        """Time on one device.
+        """Returns the time on one device.
 
         Args:
-            dtype: of matrix products, `float32`, `bfloat16` or `float16`.
-            quantile: of the time; `low` is the shortest.
+            dtype: dtype of matrix products: `float32`, `bfloat16` or `float16`.
+            quantile: quantile of the time; `low` is the shortest.
         """
         speed = {kind: hardware.flops(dtype, quantile) for kind in ("matmul", "memory")}
         # FlashAttention-2 reaches 50 to 73 % of an A100's peak, products of its size 80 to 90 % (arXiv 2307.08691).
@@ -85,11 +85,11 @@ class _Rule:
 
 
 def record(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Operator | None:
-    """What a dispatched operator has done; None where it has moved and computed nothing.
+    """Returns the cost of a dispatched operator, or None if it moved and computed nothing.
 
     Args:
         func: an `OpOverload`, as `__torch_dispatch__` gets it.
-        out: its result; real or fake.
+        out: its result, real or fake.
     """
     rule = _rule(func)
     if rule is None:
@@ -102,27 +102,27 @@ def record(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
 @functools.cache
 def _rule(func: Any) -> _Rule | None:
     if not hasattr(func, "_schema"):
-        return None  # a higher-order operator; what it calls is dispatched by itself
+        return None  # a higher-order operator; the operators that it calls are dispatched themselves
     namespace, _, name = func._schema.name.partition("::")
-    if name == "planned_exchange":  # of tokens; what FSDP2 sends is counted by toolkit.planning.time.traffic
-        return _Rule("exchange", _no_flops, _sent)
+    if name == "planned_exchange":  # an exchange of tokens; toolkit.planning.time.traffic counts what FSDP2 sends
+        return _Rule("exchange", _no_flops, _exchanged_bytes)
     if namespace in SILENT_NAMESPACES or name in SILENT or _only_views(func):
         return None
     # torch 2.13 has no formula for it.
     if "grouped_mm" in name:
-        return _Rule("matmul", _grouped_flops, _moved)
-    # torch's formula raises where keys and values have fewer heads than queries.
+        return _Rule("matmul", _grouped_flops, _read_and_written)
+    # torch's formula raises if keys and values have fewer heads than queries.
     if name.startswith("_scaled_dot_product"):
         products = _attention_backward if name.endswith("backward") else _attention_forward
-        return _Rule("attention", products, _moved)
+        return _Rule("attention", products, _read_and_written)
     if func.overloadpacket in flop_registry:
         kind: OperatorKind = "attention" if "attention" in name else "matmul"
-        return _Rule(kind, functools.partial(_torch_flops, func), _moved)
-    return _Rule("memory", _no_flops, TRAFFIC.get(name) or TRAFFIC.get(name.rstrip("_"), _moved))
+        return _Rule(kind, functools.partial(_torch_flops, func), _read_and_written)
+    return _Rule("memory", _no_flops, TRAFFIC.get(name) or TRAFFIC.get(name.rstrip("_"), _read_and_written))
 
 
 SILENT_NAMESPACES = ("prim", "prims", "c10d", "_c10d_functional", "profiler")
-"""Collectives are counted by toolkit.planning.time.traffic."""
+"""Namespaces that are not counted here; toolkit.planning.time.traffic counts collectives."""
 
 SILENT = frozenset(
     (
@@ -131,11 +131,11 @@ SILENT = frozenset(
         *("sym_numel", "sym_stride", "sym_storage_offset"),
     )
 )
-"""No kernel of any size, though the schema doesn't say that the result is a view."""
+"""Operators without a kernel worth counting, although the schema does not say that the result is a view."""
 
 
 def _only_views(func: Any) -> bool:
-    """Whether every result is a view of an argument that is not written to."""
+    """Returns whether every result is a view of an argument that is not written to."""
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
@@ -143,56 +143,56 @@ def _only_views(func: Any) -> bool:
 # Memory traffic
 
 
-def _moved(arguments: Arguments, out: Any) -> int:
-    """Every argument read once and every result written once."""
+def _read_and_written(arguments: Arguments, out: Any) -> int:
+    """Counts every argument as read once and every result as written once."""
     # `x * x` reads x once.
     read = {id(tensor): tensor for tensor in _tensors(arguments.values())}
-    return sum(map(_size, read.values())) + sum(map(_size, _tensors((out,))))
+    return sum(map(_tensor_bytes, read.values())) + sum(map(_tensor_bytes, _tensors((out,))))
 
 
 def _written(_arguments: Arguments, out: Any) -> int:
-    return sum(map(_size, _tensors((out,))))
+    return sum(map(_tensor_bytes, _tensors((out,))))
 
 
 def _copied(arguments: Arguments, out: Any) -> int:
-    return _size(arguments["src"]) + _size(out)
+    return _tensor_bytes(arguments["src"]) + _tensor_bytes(out)
 
 
 def _looked_up(arguments: Arguments, out: Any) -> int:
-    """Only the rows that are asked for are read."""
+    """Counts only the selected rows as read."""
     tensors = [value for name, value in arguments.items() if name not in ("self", "weight")]
-    return sum(map(_size, _tensors(tensors))) + 2 * _written(arguments, out)
+    return sum(map(_tensor_bytes, _tensors(tensors))) + 2 * _written(arguments, out)
 
 
 def _scattered_in_place(arguments: Arguments, _out: Any) -> int:
-    """Indices and source are read; the places that they go to are read and written."""
+    """Counts indices and source as read, and their destinations as read and written."""
     tensors = list(_tensors(value for name, value in arguments.items() if name != "self"))
-    source = max(map(_size, tensors), default=0)
-    return sum(map(_size, tensors)) + 2 * source
+    source = max(map(_tensor_bytes, tensors), default=0)
+    return sum(map(_tensor_bytes, tensors)) + 2 * source
 
 
 def _scattered(arguments: Arguments, out: Any) -> int:
-    """A copy, and then in place."""
+    """Counts a copy and then the update in place."""
     return 2 * _written(arguments, out) + _scattered_in_place(arguments, out)
 
 
 def _embedding_gradient(arguments: Arguments, out: Any) -> int:
-    """The whole gradient is zeroed, then rows are added to."""
-    gradient = _size(arguments["grad_output"])
-    return _written(arguments, out) + 3 * gradient + _size(arguments["indices"])
+    """Counts zeroing the whole gradient and then adding to rows."""
+    gradient = _tensor_bytes(arguments["grad_output"])
+    return _written(arguments, out) + 3 * gradient + _tensor_bytes(arguments["indices"])
 
 
 def _picked_loss(arguments: Arguments, out: Any) -> int:
-    """One number of each row is read."""
-    return 2 * _size(arguments["target"]) + _written(arguments, out)
+    """Counts one number of each row as read."""
+    return 2 * _tensor_bytes(arguments["target"]) + _written(arguments, out)
 
 
 def _picked_loss_gradient(arguments: Arguments, out: Any) -> int:
-    return _size(arguments["target"]) + _written(arguments, out)
+    return _tensor_bytes(arguments["target"]) + _written(arguments, out)
 
 
-def _sent(arguments: Arguments, out: Any) -> int:
-    """Of equal parts for all ranks, its own among them."""
+def _exchanged_bytes(arguments: Arguments, out: Any) -> int:
+    """Counts the bytes sent to other ranks; all ranks, with this one, get equal parts."""
     ranks: int = arguments["ranks"]
     return _written(arguments, out) * (ranks - 1) // ranks
 
@@ -209,7 +209,7 @@ TRAFFIC: dict[str, Count] = {
     "nll_loss_forward": _picked_loss,
     "nll_loss_backward": _picked_loss_gradient,
 }
-"""Bytes by the operator's name, where they are not all arguments and results."""
+"""Counts of bytes by the operator's name, for operators that do not read and write every argument and result."""
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
@@ -220,8 +220,8 @@ def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _size(tensor: torch.Tensor) -> int:
-    """Bytes, of an expanded tensor those that are there."""
+def _tensor_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes of a tensor; of an expanded one, those in memory."""
     itemsize = tensor.element_size()
     numel = tensor.numel()
     # A mask that is expanded over heads is read from one copy in the cache.
@@ -238,7 +238,7 @@ def _no_flops(_arguments: Arguments, _out: Any) -> int:
 
 
 def _torch_flops(func: Any, arguments: Arguments, out: Any) -> int:
-    """By torch's own formula, which takes the arguments as the operator does; it leaves causality out."""
+    """Applies torch's own formula, which takes the operator's arguments and ignores causality."""
     positional = [argument.name for argument in func._schema.arguments if not argument.kwarg_only]
     given = [arguments[name] for name in positional if name in arguments]
     named = {name: value for name, value in arguments.items() if name not in positional}
@@ -248,28 +248,31 @@ def _torch_flops(func: Any, arguments: Arguments, out: Any) -> int:
 
 
 def _attention_forward(arguments: Arguments, _out: Any) -> int:
-    """Q K^T and P V."""
+    """Counts the FLOPs of Q K^T and P V."""
     features: int = arguments["query"].shape[-1] + arguments["value"].shape[-1]
     return _scores(arguments) * features
 
 
 def _attention_backward(arguments: Arguments, _out: Any) -> int:
-    """Q K^T again, dQ and dK; dP and dV: as flash attention keeps no scores (arXiv 2205.14135)."""
+    """Counts Q K^T again, dQ, dK, dP and dV, because flash attention keeps no scores (arXiv 2205.14135)."""
     features: int = 3 * arguments["query"].shape[-1] + 2 * arguments["value"].shape[-1]
     return _scores(arguments) * features
 
 
 def _scores(arguments: Arguments) -> int:
-    """FLOPs for one feature of all scores; query (B, H, T, D), key (B, H', T', D). torch's formula wants H = H'."""
+    """Returns the FLOPs of all scores for one feature: query (B, H, T, D), key (B, H', T', D).
+
+    torch's formula requires H = H'.
+    """
     batch, heads, length, _ = arguments["query"].shape
     scores: int = 2 * batch * heads * length * arguments["key"].shape[-2]
     return scores // 2 if arguments.get("is_causal") else scores
 
 
 def _grouped_flops(arguments: Arguments, out: Any) -> int:
-    """Products with one matrix per expert: (T, K) x (E, K, N), or for the weights' gradient (K, T) x (T, N).
+    """Counts products with one matrix per expert: (T, K) x (E, K, N), or for the weights' gradient (K, T) x (T, N).
 
-    Each token meets the matrix of one expert. Two results are the two gradients of one call.
+    Each token is multiplied by one expert's matrix. Two results are the two gradients of one call.
     """
     first, second = [tensor for tensor in _tensors(arguments.values()) if tensor.is_floating_point()][:2]
     groups = first.shape[0] if first.ndim == 3 and second.ndim == 2 else 1

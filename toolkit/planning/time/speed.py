@@ -1,9 +1,9 @@
-"""Seconds of one optimizer step, from work, traffic and hardware.
+"""Estimates the seconds of one optimizer step from work, traffic and hardware.
 
 Within a micro-batch, all-gathers overlap with the compute of the forward and of the backward, and
 reductions with the backward; what the first unit waits for, and what the last unit leaves, overlaps with
 nothing. Offloaded state is stepped as toolkit.sharding.offload schedules it: behind the next forward
-where gradients are clipped, else it may be behind the backward.
+if gradients are clipped, else possibly behind the backward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Bound = Literal["compute", "network", "PCIe", "host"]
 
 @dataclass(frozen=True)
 class ModelSegment:
-    """A part of the model that is run `count` times per micro-batch.
+    """A part of the model that runs `count` times per micro-batch.
 
     With activation checkpointing, `backward` holds the second forward.
     """
@@ -47,8 +47,8 @@ class StepParts:
     """Seconds of one optimizer step that add up to its time.
 
     Attributes:
-        communication: collectives that no compute hides, but for `exchange`.
-        exchange: of tokens for heads, where ranks share rows; attention waits for it.
+        communication: collectives that no compute hides, except `exchange`.
+        exchange: exchange of tokens for heads, if ranks share rows; attention waits for it.
         optimizer: the step on the device.
         host: the step on the host and its copies, as far as nothing hides them.
     """
@@ -70,9 +70,9 @@ class StepTime:
     """Seconds of one optimizer step.
 
     Attributes:
-        low, mid, high: the shortest that is likely, the best guess, the longest.
-        parts: of `mid`.
-        bound_by: what is busy for the longest time of a step; `network` is any link between devices.
+        low, mid, high: the optimistic time, the best guess, the pessimistic time.
+        parts: the parts of `mid`.
+        bound_by: the resource that is busy longest in a step; `network` is any link between devices.
     """
 
     low: float
@@ -93,12 +93,13 @@ def step_time(
     dtype: str = "bfloat16",
     offload: OffloadPlan | None = None,
 ) -> StepTime:
-    """The time of one optimizer step of `accumulation` micro-batches.
+    """Returns the time of one optimizer step of `accumulation` micro-batches.
 
     Args:
-        segments: the whole model, of one micro-batch.
-        traffic: of `toolkit.planning.time.traffic.traffic` for the same strategy, mesh, accumulation and offload.
-        dtype: of matrix products: `bfloat16`, `float16` or `float32`.
+        segments: the whole model, for one micro-batch.
+        traffic: the result of `toolkit.planning.time.traffic.traffic` for the same strategy, mesh, accumulation and
+            offload.
+        dtype: dtype of matrix products: `bfloat16`, `float16` or `float32`.
     """
     job = _Job(tuple(segments), traffic, strategy, mesh, hardware, accumulation, dtype, offload)
     low, mid, high = (job.parts(quantile) for quantile in ("low", "mid", "high"))
@@ -113,8 +114,8 @@ class _Group:
     """Ranks that run a collective together.
 
     Attributes:
-        ranks: of the group.
-        local: of them, those of one node.
+        ranks: ranks of the group.
+        local: ranks of the group on one node.
         beside: groups of this kind that share a node's network.
     """
 
@@ -123,7 +124,7 @@ class _Group:
     beside: int
 
     def seconds(self, size: float, hardware: Hardware, quantile: Quantile) -> float:
-        """One pass of `size` bytes, all tensors whole, around the group: an all-gather or a reduce-scatter."""
+        """Returns the time of an all-gather or a reduce-scatter whose whole tensors have `size` bytes."""
         # Each of N ranks sends (N - 1) / N of the whole around a ring. Of n nodes each passes on (n - 1) / n, and the
         # groups that begin on a node share its cards; both go on at once, so the slower bounds.
         link = hardware.transfer(hardware.link_bandwidth, quantile)
@@ -135,7 +136,7 @@ class _Group:
 
 
 def shard_group(mesh: MeshShape, devices_per_node: int) -> _Group:
-    """Ranks that follow each other."""
+    """Returns a shard group: neighbouring ranks."""
     # Shard groups are the inner axis of the mesh: neighbours, on one node as far as it goes.
     local = min(mesh.shard, devices_per_node)
     on_node = min(mesh.shard * mesh.replicate, devices_per_node)
@@ -143,13 +144,13 @@ def shard_group(mesh: MeshShape, devices_per_node: int) -> _Group:
 
 
 def backward_group(mesh: MeshShape, devices_per_node: int) -> _Group:
-    """Ranks among which backward gathers: those of a shard group, or fewer neighbours."""
+    """Returns the ranks among which backward gathers: those of a shard group, or fewer neighbours."""
     return shard_group(MeshShape(mesh.replicate * mesh.shard // mesh.backward, mesh.backward), devices_per_node)
 
 
 def replica_group(mesh: MeshShape, devices_per_node: int) -> _Group:
-    """Ranks that are `mesh.shard` apart."""
-    # One of each shard group: on one node only where a node holds several groups.
+    """Returns a replica group: ranks that are `mesh.shard` apart."""
+    # It has one rank of each shard group, so two are on one node only if a node holds several groups.
     local = max(1, min(mesh.replicate, devices_per_node // mesh.shard))
     on_node = min(mesh.shard * mesh.replicate, devices_per_node)
     return _Group(mesh.replicate, local, max(1, on_node // local))
@@ -163,8 +164,8 @@ class _Communication:
     """Seconds of one optimizer step's collectives.
 
     Attributes:
-        first: of one forward's all-gathers, what it waits for.
-        last: of one backward's reductions, what is left at its end.
+        first: the part of a forward's all-gathers that it waits for.
+        last: the part of a backward's reductions that is left at its end.
     """
 
     forward: float
@@ -185,9 +186,9 @@ class _Host:
 
     Attributes:
         step: reading and writing state in DRAM.
-        gradients: their copies to the host, during backward.
-        to_host: all copies to the host, `to_device` those to the device.
-        edge: share of the unit that the next forward needs first, and whose gradient comes last.
+        gradients: copies of gradients to the host, during backward.
+        to_host: all copies to the host; `to_device` are those to the device.
+        edge: share of the unit that the next forward needs first and whose gradient comes last.
     """
 
     step: float
@@ -198,7 +199,7 @@ class _Host:
 
     @property
     def busy(self) -> float:
-        """Units pass through step and copies one after the other, so the slowest of these counts."""
+        """The slowest of step and copies, because units pass through them one after the other."""
         return max(self.step, self.to_host - self.gradients, self.to_device)
 
 
@@ -214,7 +215,7 @@ class _Job:
     offload: OffloadPlan | None
 
     def parts(self, quantile: Quantile) -> StepParts:
-        """All `accumulation` micro-batches and the optimizer's step."""
+        """Returns the parts of a step: all `accumulation` micro-batches and the optimizer's step."""
         forward, backward = self.compute(quantile)
         return StepParts(
             compute_forward=self.accumulation * forward,
@@ -226,7 +227,7 @@ class _Job:
         )
 
     def compute(self, quantile: Quantile) -> tuple[float, float]:
-        """Forward and backward of one micro-batch."""
+        """Returns the seconds of forward and backward of one micro-batch."""
         forward = sum(s.count * s.forward.seconds(self.hardware, self.dtype, quantile) for s in self.segments)
         backward = sum(s.count * s.backward.seconds(self.hardware, self.dtype, quantile) for s in self.segments)
         return forward, backward
@@ -251,7 +252,7 @@ class _Job:
         )
 
     def exposed_communication(self, forward: float, backward: float, quantile: Quantile) -> float:
-        """What is left over in the forwards that gather and in the backwards that reduce."""
+        """Returns the communication that forwards and backwards do not hide."""
         sent = self.communication(quantile)
         gathers = self.traffic.gather_passes
         exposed = 0.0
@@ -259,7 +260,7 @@ class _Job:
             # The first gather has nothing to hide behind; of the others, what takes longer than the forward.
             exposed += gathers * (sent.first + _excess(sent.forward / gathers - sent.first, forward))
         gathers_again = gathers if sent.backward else 0
-        # Backwards that reduce are the last ones: of zero1 the last alone.
+        # The last backwards reduce; under zero1 only the last one does.
         for i in range(1, self.accumulation + 1):  # from the last micro-batch
             is_reduced = i <= self.traffic.reduce_passes
             busy = sent.backward / gathers_again if i <= gathers_again else 0.0
@@ -270,7 +271,7 @@ class _Job:
         return exposed
 
     def exchange(self, quantile: Quantile) -> float:
-        """Tokens for heads around attention, or to experts and back: the model waits for it."""
+        """Returns the time of exchanging tokens for heads, or with experts; the model waits for it."""
         parts, per_node = self.traffic.group, self.hardware.devices_per_node
         if parts == 1:
             return 0.0
@@ -279,7 +280,7 @@ class _Job:
         return group.seconds(self.traffic.exchanged * parts / (parts - 1), self.hardware, quantile)
 
     def device_step(self, quantile: Quantile) -> float:
-        """Adam over the state that is on the device."""
+        """Returns the time of Adam over the state that is on the device."""
         share = 1.0 if self.offload is None else self.offload.device_share
         # Adam does a dozen FLOPs per 28 bytes: memory bounds it on every device.
         return ADAM_BYTES * share * self.traffic.trainable / self.hardware.memory(quantile)
@@ -293,7 +294,7 @@ class _Job:
         in_16_bits = self.mesh.shard * self.mesh.replicate == 1 and self.accumulation == 1 and self.dtype != "float32"
         hosted = traffic.trainable * (1 - offload.device_share)
         state = STATE_BYTES * hosted if offload.executor == "device_stream" else 0
-        # The first units are those whose state stays on the device first.
+        # State stays on the device for the first units first.
         edge = _excess(traffic.edge_share, offload.device_share) / max(1e-9, 1 - offload.device_share)
         return _Host(
             step=HOST_BYTES[offload.executor][not in_16_bits] * hosted / dram,
@@ -304,7 +305,7 @@ class _Job:
         )
 
     def exposed_host(self, forward: float, backward: float, quantile: Quantile) -> float:
-        """Of the host's step, what the next forward, or without clipping the backward, does not hide.
+        """Returns the part of the host's step that the next forward, or without clipping the backward, does not hide.
 
         During backward, units are stepped in its order: the one that the next forward needs first comes last.
         """

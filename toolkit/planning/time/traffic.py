@@ -1,14 +1,14 @@
-"""Bytes that collectives and the host link carry in one optimizer step: functions of numbers alone.
+"""Computes the bytes that collectives and the host link carry in one optimizer step, from numbers alone.
 
-What FSDP2 sends (ZeRO, arXiv 1910.02054, section 7; F ranks of a shard group, k micro-batches, parameters
+FSDP2 sends (ZeRO, arXiv 1910.02054, section 7; F ranks of a shard group, k micro-batches, parameters
 padded to a multiple of F rows):
 
-- all-gather, in the type of compute: `zero1` and `zero2` once per optimizer step; `zero3` and `hybrid` in
-  every forward, and in every backward of the units that were resharded after it; among the ranks of a node
-  alone where these keep a copy of theirs.
+- all-gather, in the compute dtype: `zero1` and `zero2` once per optimizer step; `zero3` and `hybrid` in
+  every forward, and in every backward of the units that were resharded after it; only among the ranks of
+  a node if these keep a copy.
 - reduce-scatter of the trainable parameters, in the type of the reduction: `zero1` once per optimizer
   step; the others after every micro-batch.
-- experts that are spread over n ranks (`sharding.experts`): as ranks of F / n, and the parameters of E / n experts.
+- expert parallel over n ranks (`sharding.experts`): groups of F / n ranks, and the parameters of E / n experts.
 - all-reduce once per optimizer step: `ddp` of the whole gradients, `hybrid` of each rank's shard.
 """
 
@@ -34,11 +34,11 @@ DDP_BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Optimizer state in host memory, as `toolkit.sharding.OffloadSettings` say it.
+    """Optimizer state in host memory, as `toolkit.sharding.OffloadSettings` set it.
 
     Attributes:
         device_share: share of the trainable parameters whose state stays on the device.
-        during_backward: units are stepped as their gradients arrive (no clipping).
+        during_backward: whether units are stepped as their gradients arrive (without clipping).
     """
 
     executor: HostExecutor = "cpu_fused"
@@ -48,24 +48,24 @@ class OffloadPlan:
 
 @dataclass(frozen=True)
 class Traffic:
-    """One optimizer step of one rank.
+    """The traffic of one optimizer step of one rank.
 
     Attributes:
-        all_gather: bytes that this rank sends in a ring, (N - 1) / N of the whole tensors. So are the next two.
-        all_reduce: twice that, as a ring reduces and then gathers.
+        all_gather: bytes that this rank sends in a ring, (N - 1) / N of the whole tensors; so is `reduce_scatter`.
+        all_reduce: twice that share, because a ring reduces and then gathers.
         host_to_device: bytes over the host link; gradients, state and weights of the offloaded optimizer.
         whole: bytes of the whole tensors by kind, as counted where the collective is called: an
             all-gather's output, the others' input.
         calls: number of collectives by kind.
-        forward_all_gather: of `whole`, what forwards gather; the rest is gathered in backwards.
+        forward_all_gather: the part of `whole` that forwards gather; backwards gather the rest.
         gather_passes: forwards that gather.
         reduce_passes: backwards that reduce-scatter.
         first_gather: whole bytes that a pass gathers before its forward can begin.
         last_reduce: whole bytes, before sharding, that a backward reduces when nothing is left to hide it.
         edge_share: share of the trainable parameters in the root and the first unit, which are used first.
         trainable: trainable parameters that this rank's optimizer steps, padding included.
-        exchanged: bytes of activations that this rank sends to those that it shares rows or experts with.
-        group: as many ranks share them.
+        exchanged: bytes of activations that this rank sends to the ranks with which it shares rows or experts.
+        group: number of ranks that share them.
         sequence: ranks that share a row.
     """
 
@@ -103,23 +103,23 @@ def traffic(
     reduce_bytes: int = 4,
     offload: OffloadPlan | None = None,
 ) -> Traffic:
-    """What one optimizer step sends.
+    """Returns the traffic of one optimizer step.
 
     Args:
-        units: of the whole model.
+        units: units of the whole model.
         accumulation: micro-batches per optimizer step.
-        compute_bytes: of an element as it is gathered: 2 under bf16 and fp16; None: as each parameter is held,
-            without mixed precision.
-        reduce_bytes: of an element as it is reduced.
-        offload: None: optimizer state is on the device.
+        compute_bytes: bytes of a gathered element: 2 under bf16 and fp16, or None without mixed precision, when each
+            parameter keeps its own.
+        reduce_bytes: bytes of a reduced element.
+        offload: how optimizer state is offloaded, or None if it stays on the device.
     """
     # Numbers alone, so that the tests can compare with counts of the real collectives, byte by byte.
     shard, replicate = mesh.shard, mesh.replicate
-    sizes = [_sized(unit, shard, compute_bytes) for unit in units]
+    sizes = [_sent_unit(unit, shard, compute_bytes) for unit in units]
     own = sum(unit.trainable // unit.num_shards for unit in sizes)
     moved = [unit for unit in sizes if unit.num_shards > 1]
     trainable, reduced = sum(unit.trainable for unit in sizes), sum(unit.trainable for unit in moved)
-    edge = sum(unit.trainable for unit in _edge(sizes))
+    edge = sum(unit.trainable for unit in _edge_units(sizes))
     gathers = _gathers(moved, strategy, mesh, accumulation)
     reduce_passes = (accumulation if strategy.reduce_each_micro_batch else 1) if moved else 0
     whole = {
@@ -128,7 +128,7 @@ def traffic(
         "all_reduce": reduce_bytes * own if replicate > 1 else 0,
     }
     is_reduced = shard * replicate > 1
-    # After a reduction, or summed over micro-batches, a gradient is float32; alone it is as backward made it.
+    # A gradient that is reduced or summed over micro-batches is float32; otherwise it has backward's dtype.
     is_summed = is_reduced or accumulation > 1 or any(unit.trains_float32 for unit in units)
     weights = sum(p.shard_numel(shard) * p.gathered(compute_bytes) for unit in units for p in unit.trainable)
     to_device, to_host = _host_link(own, weights, 4 if is_summed else compute_bytes or 4, offload)
@@ -143,7 +143,7 @@ def traffic(
         forward_all_gather=gathers.forward,
         gather_passes=gathers.passes,
         reduce_passes=reduce_passes,
-        first_gather=sum(unit.gathered for unit in _edge(sizes)) if gathers.passes else 0,
+        first_gather=sum(unit.gathered for unit in _edge_units(sizes)) if gathers.passes else 0,
         last_reduce=reduce_bytes * edge if is_reduced else 0,
         edge_share=edge / max(1, trainable),
         trainable=own,
@@ -153,16 +153,18 @@ def traffic(
 def with_teacher(
     sent: Traffic, units: Sequence[UnitShape], head: int, mesh: MeshShape, accumulation: int, compute_bytes: int | None
 ) -> Traffic:
-    """What is sent with the gathers of a teacher: each unit for each forward, and that of its head once more.
+    """Adds the gathers of a teacher: each unit for each forward, and the unit of its head once more.
 
     Args:
-        units: of the teacher.
+        units: units of the teacher.
         head: number of the unit that has its head.
     """
     if mesh.shard == 1:
         return sent
     sizes = [
-        size for size in (_sized(unit, mesh.shard, compute_bytes).gathered for unit in (*units, units[head])) if size
+        size
+        for size in (_sent_unit(unit, mesh.shard, compute_bytes).gathered for unit in (*units, units[head]))
+        if size
     ]
     whole = accumulation * sum(sizes)
     return replace(
@@ -179,12 +181,12 @@ def with_teacher(
 
 @dataclass(frozen=True)
 class _SentUnit:
-    """What a unit's collectives carry, over all ranks of a shard group, rows padded to a multiple of them.
+    """Sizes of a unit's collectives over all ranks of a shard group, with rows padded to a multiple of the ranks.
 
     Attributes:
-        gathered: bytes.
+        gathered: bytes that are gathered.
         trainable: elements that have gradients, and so are reduced.
-        num_shards: ranks among which it is sharded; one of a group gathers and reduces nothing.
+        num_shards: ranks among which it is sharded; a single rank gathers and reduces nothing.
     """
 
     name: str
@@ -195,12 +197,12 @@ class _SentUnit:
     num_shards: int
 
     def sent(self, whole: int, group: int) -> int:
-        """What a rank sends of a whole among its ranks, or among as many of them as a smaller group has."""
+        """Returns what a rank sends of `whole` among its ranks, or among `group` of them if that is fewer."""
         ranks = min(self.num_shards, group)
         return whole * (ranks - 1) // ranks
 
 
-def _sized(unit: UnitShape, shard: int, compute_bytes: int | None) -> _SentUnit:
+def _sent_unit(unit: UnitShape, shard: int, compute_bytes: int | None) -> _SentUnit:
     gathered = sum(p.shard_numel(shard) * p.gathered(compute_bytes) for p in unit.parameters)
     ranks = unit.num_shards(shard)
     trainable = ranks * unit.trainable_numel(shard)
@@ -212,11 +214,11 @@ def _sized(unit: UnitShape, shard: int, compute_bytes: int | None) -> _SentUnit:
 
 @dataclass(frozen=True)
 class _Gathers:
-    """Bytes that the all-gathers of one optimizer step bring together.
+    """Bytes that the all-gathers of one optimizer step gather.
 
     Attributes:
         passes: forwards that gather.
-        sent: by a rank, in all of them.
+        sent: bytes that a rank sends in all of them.
     """
 
     forward: int
@@ -227,8 +229,8 @@ class _Gathers:
 
 
 def _gathers(units: Sequence[_SentUnit], strategy: Strategy, mesh: MeshShape, accumulation: int) -> _Gathers:
-    """Of the units that are sharded among several ranks."""
-    # zero1 and zero2 keep what the first micro-batch has gathered until the step.
+    """Returns the gathers of the units that are sharded among several ranks."""
+    # zero1 and zero2 keep what the first micro-batch gathered until the step.
     forward = [unit for unit in units if unit.gathered]
     passes = (accumulation if strategy.reshard_each_micro_batch else 1) if units else 0
     again = _gathered_in_backward(forward) if strategy.reshard_each_micro_batch else []
@@ -246,18 +248,21 @@ def _gathers(units: Sequence[_SentUnit], strategy: Strategy, mesh: MeshShape, ac
 
 
 def _gathered_in_backward(units: Sequence[_SentUnit]) -> list[_SentUnit]:
-    """The resharded units that backward comes to, and the one before them, which FSDP2 prefetches for nothing."""
+    """Returns the resharded units that backward reaches, and the one before them, which FSDP2 prefetches in vain."""
     order = _forward_order(units)
     # Backward ends at the first unit that is trained: with LoRA or frozen layers the ones before it are not gathered.
     first = next((i for i, unit in enumerate(order) if unit.trainable), len(order))
-    # What a block trains mostly lies before its experts, through which backward then has to go.
+    # Most trained parameters of a block are before its experts, so backward has to go through these.
     first -= 0 < first < len(order) and _is_inside(order[first - 1], order[first])
     return [unit for unit in order[max(0, first - 1) :] if unit.reshard_after_forward]
 
 
 def _forward_order(units: Sequence[_SentUnit]) -> list[_SentUnit]:
-    """Units as the forward ends them: a tied tail holds the embeddings; the root's own parameters come last."""
-    first = [unit for unit in _edge(units) if unit.kind != "root"]
+    """Returns units in the order in which the forward ends them.
+
+    A tied tail holds the embeddings; the root's own parameters come last.
+    """
+    first = [unit for unit in _edge_units(units) if unit.kind != "root"]
     inside = {each: unit for unit in units for each in units if _is_inside(each, unit)}
     ordered = list(first)
     for unit in units:
@@ -270,8 +275,8 @@ def _is_inside(experts: _SentUnit, block: _SentUnit) -> bool:
     return experts.kind == "experts" and experts.name.startswith(f"{block.name}.")
 
 
-def _edge(units: Sequence[_SentUnit]) -> list[_SentUnit]:
-    """The units that a forward needs first and whose gradients a backward gives last."""
+def _edge_units(units: Sequence[_SentUnit]) -> list[_SentUnit]:
+    """Returns the units that a forward needs first and whose gradients a backward gives last."""
     first: UnitKind = "embeddings" if any(unit.kind == "embeddings" for unit in units) else "tail"
     return [unit for unit in units if unit.kind in (first, "root")]
 
@@ -293,11 +298,11 @@ def _calls(
 
 
 def _host_link(trainable: int, weights: int, gradient: int, offload: OffloadPlan | None) -> tuple[int, int]:
-    """Bytes to and from the device.
+    """Returns the bytes copied to and from the device.
 
     Args:
         weights: bytes of all trainable elements as they are sent to the device.
-        gradient: bytes of an element's: one that nothing is added to travels in the type of compute.
+        gradient: bytes of a gradient's element; one that is not summed is copied in the compute dtype.
     """
     if offload is None:
         return 0, 0
