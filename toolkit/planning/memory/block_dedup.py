@@ -32,7 +32,7 @@ class Aside:
 
 
 def signature(block: nn.Module) -> Any:
-    """Returns a key that is equal for blocks that do the same work: modules, settings and parameters, but no numbers."""
+    """Returns a key that is equal for blocks that do the same work: modules, settings and parameters, no numbers."""
     modules = tuple((name, type(module).__name__, *sorted(_settings(module))) for name, module in block.named_modules())
     parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters())
     return modules, parameters, getattr(block.__dict__.get("forward"), "__name__", "")
