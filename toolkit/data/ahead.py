@@ -1,4 +1,4 @@
-"""What is needed next is made by a thread while what is here is used."""
+"""Prefetches items in a thread while the current one is used."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 def ahead(items: Iterator[T], name: str = "data") -> Generator[T, None, None]:
-    """The same items, none of them None, each made while the one before is used; an error comes in its place.
+    """Yields the same items, none of them None, each made while the one before is used; an error comes in its place.
 
-    Closed early, it waits for the item that is being made, and closes `items`.
+    If it is closed early, it waits for the item that is being made, and closes `items`.
     """
     # One worker: `items` is a single iterator, which two threads may not advance at once.
     with ThreadPoolExecutor(1, name, initializer=ranks.on_this_device(lambda: None)) as thread:
@@ -32,7 +32,7 @@ def ahead(items: Iterator[T], name: str = "data") -> Generator[T, None, None]:
 
 
 def with_next(items: Iterator[T]) -> Iterator[tuple[T, T | None]]:
-    """Each item with the one after it; None after the last."""
+    """Yields each item with the one after it, and the last with None."""
     item = next(items, None)
     while item is not None:
         following = next(items, None)

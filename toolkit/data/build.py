@@ -1,4 +1,4 @@
-"""From a recipe's sources to samples: tokenised once on rank 0, kept by content, memory-mapped by every rank."""
+"""Builds samples of a recipe's sources: tokenised once on rank 0, cached by content, memory-mapped by every rank."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class TokenisedData:
     """Samples to train on and held-out ones.
 
     Attributes:
-        validation: None where nothing is held out.
+        validation: held-out samples, or None if nothing is held out.
         report: what became of the rows; see docs/data.md.
-        fingerprint: of the rows, the tokenizer and how samples are made of them.
-        label_names: of the classes, or of the one score of a reward model, in the order of their numbers; None: the
-            model writes text.
-        stream: what to train on instead of `train`, which then is its first window.
-        content: of a stream, tells the content of its files from another's of equal names and sizes.
+        fingerprint: digest of the rows, the tokenizer and how samples are made of them.
+        label_names: names of the classes, or of the one score of a reward model, in the order of their numbers; None
+            for a model that writes text.
+        stream: the stream to train on instead of `train`, which then is its first window.
+        content: for a stream, a digest that differs if its files have other content under the same names and sizes.
     """
 
     train: Samples
@@ -81,11 +81,11 @@ class TokenisedData:
 def build(
     data: DataSection, tokenizer: PreTrainedTokenizerBase, seed: int, objective: ObjectiveSection | None = None
 ) -> TokenisedData:
-    """Tokenises the recipe's rows, or finds it done, and says which rows make up which sample.
+    """Tokenises the recipe's rows, or finds them in the cache, and decides which rows make up which sample.
 
     Raises:
-        DataError: on every rank; a source that is missing, unreadable, of unknown layout or without a row
-            to train on, or too many rows that are too long.
+        DataError: on every rank, if a source is missing, unreadable, of unknown layout or without a row to train
+            on, or if too many rows are too long.
     """
     builder = Builder(data, tokenizer, seed, objective or ObjectiveSection())
     folder = ranks.on_each_host(builder.write)
@@ -94,7 +94,7 @@ def build(
 
 
 def _streamed(builder: Builder, prepared: TokenisedData) -> TokenisedData:
-    """With a stream to train on, whose first window is read now."""
+    """Returns the data with a stream to train on, whose first window is read now."""
     found: list[tuple[Stream, Window]] = []
     # Digests, not numbers: held-out rows come from sources of their own, which are numbered apart.
     rows = getattr(prepared.validation, "rows", None)
@@ -113,8 +113,8 @@ def _streamed(builder: Builder, prepared: TokenisedData) -> TokenisedData:
 
 
 DOCUMENTS = "documents-3-"
-"""Begins the folder of a source's documents. The number is raised if rows are read otherwise: what older versions have
-made of them is made anew. Runs that these have begun go on, as their fingerprint is of the rest of the name."""
+"""Prefix of the folder of a source's documents. The number is raised if rows are read differently, so that documents of
+older versions are made again. Runs of older versions resume, because their fingerprint uses the rest of the name."""
 
 
 class Builder:
@@ -141,7 +141,7 @@ class Builder:
     # ---- on one rank of each host ----
 
     def write(self) -> Path:
-        """The folder of the samples, filled if it is not there yet."""
+        """Returns the folder of the samples, filled if it does not exist yet."""
         names = short_names(paths_of(self.data))
         train = self._tokenised([] if self.data.streaming else self.data.train, "data.train", names)
         validation = self._tokenised(self.data.validation or [], "data.validation", names)
@@ -163,7 +163,7 @@ class Builder:
         weights = [source.weight for source in self.data.train]
         # Here the seed only chooses what is held out. Without that, every seed finds the same samples in the cache.
         seed = self.seed if self.data.validation_fraction is not None else None
-        # A run goes on with files that were moved: where they lie decides how rows are named, not what is learned.
+        # A run resumes with files that were moved: their place decides the names of rows, not what is learned.
         fingerprint = digest("samples", folders, weights, fields, seed, self.objective.model_dump())
         key = digest(fingerprint, train, validation)
 
@@ -176,7 +176,7 @@ class Builder:
             return kept(self.cache / f"samples-{key}", write)
 
     def _tokenised(self, sections: list[SourceSection], field: str, names: dict[str, str]) -> list[Named]:
-        """The folder of each source's documents, filled if it is not there yet."""
+        """Returns the folder of each source's documents, filled if it does not exist yet."""
         return [self._tokenised_source(section, field, names) for section in sections]
 
     def _tokenised_source(self, section: SourceSection, field: str, names: dict[str, str]) -> Named:
@@ -195,7 +195,7 @@ class Builder:
             [layout.kind, layout.columns, layout.label_names],
             [encoder.targets, encoder.truncate_to, encoder.objective, encoder.bos_id],
             *([encoder.truncate_target_to, encoder.prefix, languages(self.tokenizer)] if self.seq2seq else []),
-            *(self._day() if is_written_by_template(layout.kind) else []),
+            *(self._template_day() if is_written_by_template(layout.kind) else []),
             *([] if encoder.next_turn is None else [astuple(encoder.next_turn)]),
             *([] if pictures is None else [pictures.identity, self.data.image_root]),
         )
@@ -208,17 +208,17 @@ class Builder:
         named = Named(folder=folder.name, name=names.get(section.path, source.name), paths=paths)
         if pictures is not None:
             named["roots"] = [str(picture_root(shard, self._image_root())) for shard in source.shards]
-        # Left out if there is none: what was made before sources had names is found again.
+        # Left out if there is none, so that documents from before sources had names are found again.
         return named if section.name is None else {**named, "told_as": section.name}
 
     def _image_root(self) -> Path | None:
         return None if self.data.image_root is None else local_path(self.data.image_root).resolve()
 
     def _pictures_of(self, source: Source) -> Pictures | None:
-        """What reads the pictures of a source; None if it has none, or the model sees none.
+        """Returns the reader of a source's pictures, or None if it has none or the model takes none.
 
         Raises:
-            DataError: the recipe asks for what is not built for them.
+            DataError: if the recipe has settings that do not support pictures.
         """
         if not self.objective.spec.sees_pictures or self.pictures is None or not has_pictures(source):
             return None
@@ -248,15 +248,15 @@ class Builder:
             raise DataError("model.tokenizer: it has no end-of-text token, so no target would end; use another one")
         cuts = (self.classification or self.seq2seq) and self.data.long_rows == "truncate"
         limits = (self.data.max_length, self.max_target) if cuts else (None, None)
-        # Both sides of a pair are the same up to the last turn (see pairs.py), so only that is compared. What is judged
-        # is the last turn, too.
+        # Both sides of a pair are the same up to the last turn (see pairs.py), so only that is compared. Judged
+        # completions are last turns, too.
         targets = "last_turn" if self.paired or self.judged else self.targets
         bos, prefix = bos_of(self.tokenizer, self.data.add_bos), self.data.source_prefix or ""
         following = next_turn_of(self.tokenizer) if conversation else None
         return Encoder(self.tokenizer, targets, self.objective.kind, limits[0], bos, limits[1], prefix, following)
 
-    def _day(self) -> list[str]:
-        """What the chat template writes of it; nothing for most, so that their rows are found again on another day."""
+    def _template_day(self) -> list[str]:
+        """Returns the date that the chat template writes; most write none, so that their rows stay cached."""
         day = date_of(self.tokenizer)
         return [] if day is None else [str(day)]
 
@@ -328,11 +328,11 @@ class Builder:
         )
 
     def _label_names(self, train: Rows) -> list[str]:
-        """The classes: those of the recipe, or of the data set, or of the rows."""
+        """Returns the names of the classes: those of the recipe, or of the data set, or of the rows."""
         if self.objective.labels is not None:
             return list(self.objective.labels)
         named = [source.label_names for source in train.sources if source.label_names]
-        # Where sources name their numbers differently, one number would mean two classes: the rows' names decide.
+        # If sources name their numbers differently, one number would mean two classes: the rows' names decide.
         if named and len(named) == len(train.sources) and all(names == named[0] for names in named):
             return named[0]
         found = {label for source in train.sources for label in source.table.column("label").unique().to_pylist()}
@@ -359,11 +359,11 @@ class Builder:
         names: list[str] | None,
         train: Selection | None = None,
     ) -> SplitReport:
-        """Writes which rows make up a split's samples; the split's part of the report.
+        """Writes which rows make up a split's samples, and returns the split's part of the report.
 
         Args:
             order: the rows of one pass.
-            train: where the split is held out, what is trained on.
+            train: for a held-out split, the rows that are trained on.
         """
         rows = chosen.rows
         if names is not None:
@@ -405,7 +405,7 @@ class Builder:
         sample_of = best_fit(pieces.lengths(), max_length) if self.packed else np.arange(len(pieces))
         in_order, ends = by_sample(pieces, sample_of)
         np.savez(file, row=in_order.row, start=in_order.start, stop=in_order.stop, ends=ends)
-        # Padded, it is not known yet: padding depends on which rows meet in a batch.
+        # With padding it is not known yet, because padding depends on which rows meet in a batch.
         fill = float(pieces.lengths().sum() / (len(ends) * max_length)) if self.packed else None
         by_judgement = {"labels": judgements(rows, order)} if self.judged else {}
         return {"samples": len(ends), "fill_rate": fill, "cut_tokens": cut_tokens, **by_judgement}
@@ -413,10 +413,13 @@ class Builder:
     # ---- on every rank ----
 
     def first_window(self, held_out: frozenset[int]) -> tuple[Stream, Window]:
-        """The stream of the training rows, and its first window. Raises DataError as `Stream.windows` does.
+        """Returns the stream of the training rows, and its first window.
 
         Args:
             held_out: digests of the rows that are evaluated.
+
+        Raises:
+            DataError: as `Stream.windows` does.
         """
         names = short_names(paths_of(self.data))
         opened = [
@@ -441,7 +444,7 @@ class Builder:
         return stream, first
 
     def glimpse(self) -> list[Any]:
-        """What tells the streamed sources and settings apart, without reading them."""
+        """Returns what identifies the streamed sources and settings, without reading the rows."""
         return [
             [glimpse(section, "data.train") for section in self.data.train],
             identity(self.tokenizer),
@@ -449,14 +452,14 @@ class Builder:
                 include={"columns", "targets", "long_rows", "packing", "max_length", "shuffle", "add_bos"}
             ),
             self.seed,
-            *self._day(),
+            *self._template_day(),
         ]
 
     def read(self, folder: Path) -> TokenisedData:
-        """What `write` has left in the cache."""
+        """Reads what `write` left in the cache."""
         kept_as = json.loads((folder / "documents.json").read_text(encoding="utf-8"))
         facts = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        # The weights have done their work: the order of a pass is in the files.
+        # Weights are not needed here: the order of a pass is in the files.
         train, validation = (self._rows(part, weighted=False) for part in kept_as["documents"])
         # What validation_fraction holds out are rows of the training sources.
         held_out_rows = validation if validation.sources else train

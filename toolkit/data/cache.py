@@ -1,4 +1,4 @@
-"""Prepared data kept by content: a folder whose name is a digest of all that decides what is in it."""
+"""Caches prepared data by content: a folder's name is a digest of everything that decides what is in it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ from toolkit.paths import user_cache
 from toolkit.recipe.schema import DataSection
 
 FORMAT = 4
-"""Part of every digest; raised when what is stored changes."""
+"""Part of every digest; raised when the stored format changes."""
 
 
 def cache_folder(data: DataSection) -> Path:
-    """`data.cache_dir`, or finetune-toolkit in the user's cache."""
+    """Returns `data.cache_dir`, or finetune-toolkit in the user's cache."""
     if data.cache_dir is not None:
         return Path(os.path.expanduser(data.cache_dir))
     return user_cache()
 
 
 def digest(*parts: Any) -> str:
-    """A short name for JSON-like values; equal values, equal names."""
+    """Returns a short name of JSON-like values; equal values have equal names."""
     return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True).encode()).hexdigest()[:24]
 
 
 def kept(folder: Path, write: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `write` if it is not there yet; never seen half-written."""
+    """Returns `folder`, filled by `write` if it does not exist yet; it is never seen half-written.
+
+    Raises:
+        BadInputError: if the cache cannot be written.
+    """
     if folder.exists():
         return folder
     try:

@@ -1,4 +1,4 @@
-"""Tokenised rows of a source: made once, in parallel, kept by content, memory-mapped."""
+"""Tokenised rows of a source: made once and in parallel, cached by content, memory-mapped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from toolkit.data.sources import Source
 from toolkit.errors import DataError
 from toolkit.objectives.specs.registry import SPECS
 
-# Given, not inferred: a column that begins with nulls alone, as `problem` does, would become a column of nulls.
+# Given, not inferred: a column that begins with nulls, such as `problem`, would become a column of nulls.
 FEATURES = datasets.Features(
     {
         "input_ids": datasets.List(datasets.Value("int32")),
@@ -48,20 +48,20 @@ FEATURES = datasets.Features(
 )
 
 TYPED = datasets.Features({**FEATURES, "targets": datasets.List(datasets.Value("uint8"))})
-"""Of texts with a class: their `targets` are token types, of which Funnel and XLNet have three."""
+"""Features of texts with a class: their `targets` are token types, of which Funnel and XLNet have three."""
 
 TURNS = datasets.Features({**FEATURES, "ends": datasets.List(datasets.Value("int32"))})
-"""With a sample for each answer: one after the last token of each, and `length` that of the longest."""
+"""Features with a sample for each answer: `ends` are one after the last token of each, `length` is the longest's."""
 
 PICTURED = datasets.Features({**FEATURES, "pictures": datasets.List(datasets.Value("string"))})
-"""Of conversations with pictures: the record of each, in the order of their places."""
+"""Features of conversations with pictures: the record of each picture, in the order of their places."""
 
 BATCH_ROWS = 64
-"""Rows that are tokenised in one call."""
+"""Number of rows that are tokenised in one call."""
 
 
 class Named(TypedDict):
-    """What a run calls a source whose documents are kept: its name, that of each shard's file, and that of its loss.
+    """A run's names for a source whose documents are cached: its own, those of its shards' files, and its loss's.
 
     `roots` are the folders of the pictures that each shard's rows name.
     """
@@ -74,7 +74,7 @@ class Named(TypedDict):
 
 
 _FATAL = "\0"
-"""Begins the problem of a file whose rest cannot be read; errors lose their kind on the way from a process."""
+"""Prefix of the problem of a file whose rest cannot be read, because errors lose their type between processes."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class Documents:
     """The rows of one source, good and bad, in order; the good ones with their tokens.
 
     Attributes:
-        name: the source's.
-        layout: in words.
-        weight: in the mix.
-        paths: the file of each shard, in as few parts as tell it from the run's others.
-        label_names: in the order of their numbers, where the source has them.
-        table: of `FEATURES`, or `TYPED`.
-        told_as: the name under which the loss of its rows is told, if it has one.
+        name: the source's name.
+        layout: the layout in words.
+        weight: the source's weight in the mix.
+        paths: the file of each shard, with as few parts of its path as distinguish it from the run's others.
+        label_names: in the order of their numbers, if the source has them.
+        table: rows of `FEATURES`, or `TYPED`.
+        told_as: the name under which the loss of its rows is reported, if it has one.
         roots: folder of the pictures of each shard's rows.
     """
 
@@ -102,43 +102,43 @@ class Documents:
     roots: tuple[str, ...] = ()
 
     def pictures(self, row: int) -> list[tuple[dict[str, Any], str]]:
-        """The record and the root of each picture of a row."""
+        """Returns the record and the root of each picture of a row."""
         if "pictures" not in self.table.column_names:
             return []
         records = parse(self.table.column("pictures")[row].as_py())
         return [(record, self.roots[int(self.column("shard")[row])]) for record in records]
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
-        """A column of numbers, one for each row."""
+        """Returns a column of numbers, (rows,)."""
         return self.table.column(name).to_numpy()  # type: ignore[no-any-return]
 
     def ends(self, row: int) -> list[int]:
-        """One after the last token of each sample of a row."""
+        """Returns the position after the last token of each sample of a row."""
         if "ends" not in self.table.column_names:
             return [int(self.table.column("length")[row].as_py())]
         return self.table.column("ends")[row].as_py()  # type: ignore[no-any-return]
 
     def problems(self) -> dict[int, str]:
-        """Row -> why it cannot be used."""
+        """Returns why rows cannot be used, by row."""
         problems = self.table.column("problem")
         rows = np.flatnonzero(pc.is_valid(problems).to_numpy())
         return {int(row): problems[int(row)].as_py() for row in rows}
 
     def notes(self) -> dict[int, list[str]]:
-        """Row -> what of it is not learned, or not read, though the row is."""
+        """Returns, by row, what of a usable row is not learned or not read."""
         notes = self.table.column("note")
         return {int(row): notes_in(notes[int(row)].as_py()) for row in np.flatnonzero(pc.is_valid(notes).to_numpy())}
 
     def row_name(self, row: int) -> str:
-        """`chat.jsonl:12`: the file, and the line or row in it."""
+        """Returns a name such as `chat.jsonl:12`: the file, and the line or row in it."""
         shards = self.column("shard")
         path = self.paths[shards[row]]
-        # A file of lines may be cut into several shards; rows are counted from the first of them.
+        # A file of lines may be cut into several shards; rows are counted from the first one.
         first = self.paths.index(path)
         return f"{path}:{row - int(np.searchsorted(shards, first)) + 1}"
 
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
-        """`input_ids` and `targets` of a part of a row, each (length,); only that part is read."""
+        """Returns `input_ids` and `targets` of a part of a row, each (length,); only that part is read."""
         end = None if stop is None else stop - start
         ids, targets = (self.table.column(name)[row].values.slice(start, end) for name in ("input_ids", "targets"))
         return ids.to_numpy(), targets.to_numpy(zero_copy_only=False)
@@ -148,15 +148,15 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
     """Tokenises a source's rows into `folder`.
 
     Raises:
-        DataError: where a file cannot be read, or the source holds no rows.
+        DataError: if a file cannot be read, or the source holds no rows.
     """
     work = folder / "work"
-    if not source.shards:  # an opened data set; of files a first row has been read
+    if not source.shards:  # an opened data set; a first row of files has been read already
         raise DataError(f"{source.field}: {source.name!r} holds no rows; name another file")
-    # Somebody at a terminal waits for this; a log needs no bars.
+    # A user at a terminal waits for this; a log needs no progress bars.
     (datasets.enable_progress_bars if sys.stderr.isatty() else datasets.disable_progress_bars)()
     processes = min(num_proc, len(source.shards))
-    with _spawned() if processes > 1 else nullcontext():
+    with _spawning_processes() if processes > 1 else nullcontext():
         made = datasets.Dataset.from_generator(
             partial(_rows, layout=layout, encoder=encoder),
             features=_features(encoder),
@@ -172,7 +172,7 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
         raise DataError(fatal[0].removeprefix(_FATAL))
     for number, file in enumerate(made.cache_files):
         shutil.move(file["filename"], folder / f"rows-{number:05d}.arrow")
-    # Its files are mapped: it lets go of them before their folder is removed.
+    # The data set maps its files, so it is deleted before their folder is removed.
     del made
     shutil.rmtree(work)
     facts = {
@@ -191,13 +191,13 @@ def _features(encoder: Encoder) -> datasets.Features:
 
 
 @contextmanager
-def _spawned() -> Iterator[None]:
-    """Has `datasets` start processes afresh. It forks, and a lock that another thread holds then stays locked for good.
+def _spawning_processes() -> Iterator[None]:
+    """Makes `datasets` spawn processes. It would fork, and a lock that another thread holds would stay locked forever.
 
-    They do not run the caller's script again, which therefore needs no `if __name__ == "__main__"`.
+    The processes do not run the caller's script again, which therefore needs no `if __name__ == "__main__"`.
 
     Raises:
-        DataError: where one of them is killed.
+        DataError: if one of them is killed.
     """
     method, main = multiprocess.get_start_method(allow_none=True), sys.modules["__main__"]
     multiprocess.set_start_method("spawn", force=True)
@@ -216,7 +216,7 @@ def _spawned() -> Iterator[None]:
 
 
 def read_documents(cache: Path, named: Named, weight: float | None) -> Documents:
-    """What `write_documents` has written, under the names of this run: another may have written it."""
+    """Reads what `write_documents` wrote, under the names of this run, because another run may have written it."""
     folder = cache / named["folder"]
     files = sorted(folder.glob("rows-*.arrow"))
     table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files]).data.table
@@ -248,5 +248,5 @@ def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> 
 
 
 def picture_root(shard: Shard, named: Path | None) -> Path:
-    """The folder that paths of pictures start from: the one that the recipe names, or that of the rows."""
+    """Returns the folder that paths of pictures start from: the one that the recipe names, or that of the rows."""
     return named if named is not None else Path(shard.path).expanduser().resolve().parent

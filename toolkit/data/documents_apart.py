@@ -1,4 +1,4 @@
-"""Documents that share rows, each in a row of its own, for models that cannot keep them apart."""
+"""Puts documents that share rows into rows of their own, for models that cannot keep them apart."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.nn.utils.rnn import pad_sequence
 from toolkit.data.samples import IGNORED, Batch
 
 FILLING = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "segments": -1}
-"""What stands behind a document, where no token of a causal model looks, by the names of tensors (B, T)."""
+"""Values behind a document, which no token of a causal model sees, by the names of tensors (B, T)."""
 
 
 def documents_apart(batch: Batch) -> Batch:
-    """A micro-batch with a row for each of its D documents, (D, longest), in the order of `segments`.
+    """Returns a micro-batch with a row for each of its D documents, (D, longest), in the order of `segments`.
 
     Args:
-        batch: still on the host, with `segments` (B, T); what is not of tokens stays as it is.
+        batch: on the host, with `segments` (B, T); tensors that are not of tokens stay as they are.
     """
     segments: Any = batch["segments"].flatten()
     counts = torch.bincount(segments[segments >= 0])

@@ -1,4 +1,4 @@
-"""From examples to documents: token ids, and which of them are targets."""
+"""Encodes examples as documents: token ids, and which of them are targets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from toolkit.errors import DataError, first_line
 from toolkit.objectives.specs.registry import SPECS
 
 NOTE_END = "; "
-"""Between two notes about a row."""
+"""Separator of two notes about a row."""
 
 EACH_TURN: Final = "each_turn"
 """`data.targets` for a sample of each answer."""
@@ -58,12 +58,12 @@ DEVELOPER = "developer is written as system: the chat template knows no develope
 SOURCE_CUT, TARGET_CUT = "the source was cut to data.max_length", "the target was cut to data.max_target_length"
 
 Document = dict[str, Any]
-"""A row of `toolkit.data.documents.FEATURES`, but for its shard."""
+"""A row of `toolkit.data.documents.FEATURES`, without its shard."""
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Text about to be tokenised: what is learned, whether begin and end of text are added, what was left out."""
+    """Text to tokenise: what is learned, whether begin and end of text are added, and what was left out."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -74,7 +74,7 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class _Turns:
-    """Answers about to be tokenised, each with what comes before it, and what of it is not learned."""
+    """Answers to tokenise, each with what comes before it, and the parts of it that are not learned."""
 
     turns: list[Turn]
     cuts: list[list[Span]]
@@ -86,14 +86,14 @@ class Encoder:
     """Encodes rows with one tokenizer.
 
     Attributes:
-        targets: what of a conversation, or of a prompt and its completion, is learned.
+        targets: what is learned of a conversation, or of a prompt and its completion.
         objective: `objective.kind` of the recipe. Texts to classify get the model's own special tokens.
-        bos_id: of the token that begins a plain text; None: none does.
-        truncate_to: tokens to which a text to classify, or a source, is cut, special tokens kept; None: not cut.
+        bos_id: the token that is added before plain text, or None if no BOS token is added.
+        truncate_to: tokens to which a text to classify, or a source, is cut, special tokens kept; None for no cut.
         truncate_target_to: tokens to which a target is cut.
-        prefix: of each source.
-        next_turn: stops answers that the chat template does not end; None: it ends them.
-        pictures: reads those of conversations; None: rows have none.
+        prefix: text before each source.
+        next_turn: ends answers that the chat template does not end, or None if it ends them.
+        pictures: reads the pictures of conversations, or None if rows have none.
         picture_root: folder that the paths of pictures start from.
     """
 
@@ -109,9 +109,9 @@ class Encoder:
     picture_root: Path | None = None
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
-        """A document for each row; one without tokens, but with the reason, where a row cannot be used."""
+        """Returns a document for each row; that of a row that cannot be used has a reason instead of tokens."""
         examples = [_attempt(layout.example, row) for row in rows]
-        documents = self._guarded(examples)
+        documents = self._documents_or_data_error(examples)
         for document, row, example in zip(documents, rows, examples, strict=True):
             if document["problem"] is None and (unread := layout.unread(row, is_conversation(example))):
                 document["note"] = joined_notes([document["note"], *unread])
@@ -119,12 +119,12 @@ class Encoder:
             return [{"pictures": [], **document} for document in documents]
         return documents
 
-    def _guarded(self, examples: list[Example | RowProblem]) -> list[Document]:
-        """`_documents`; a tokenizer whose Rust code gives up, as an expression that never ends does, is told."""
+    def _documents_or_data_error(self, examples: list[Example | RowProblem]) -> list[Document]:
+        """Runs `_documents`; a panic of a tokenizer's Rust code, as for an endless expression, is a DataError."""
         try:
             return self._documents(examples)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # its class is exported nowhere, and is no Exception
+            if type(error).__name__ != "PanicException":  # its class is not exported, and is not an Exception
                 raise
             raise DataError(
                 f"model.tokenizer: the tokenizer of {self.tokenizer.name_or_path!r} cannot read a row: "
@@ -134,16 +134,21 @@ class Encoder:
     def _documents(self, examples: list[Example | RowProblem]) -> list[Document]:
         form = SPECS[self.objective].row_form
         if form == "labelled":
-            return self._classified(examples)
+            return self._class_documents(examples)
         if form == "tagged":
-            return [_unusable(item) if isinstance(item, RowProblem) else self._tagged(item) for item in examples]
+            return [
+                _unusable(item) if isinstance(item, RowProblem) else self._tagged_document(item) for item in examples
+            ]
         if form == "source and target":
-            return [_unusable(item) if isinstance(item, RowProblem) else self._sourced(item) for item in examples]
+            return [
+                _unusable(item) if isinstance(item, RowProblem) else self._source_target_document(item)
+                for item in examples
+            ]
         if form == "pairs":
-            return self._compared(examples)
+            return self._pair_documents(examples)
         if form == "judged":
-            return self._judged(examples)
-        return self._encoded(examples)
+            return self._judged_documents(examples)
+        return self._encode_examples(examples)
 
     def _prepare(self, example: Example) -> _Prepared | _Turns | RowProblem:
         if isinstance(example, Conversation):
@@ -158,8 +163,8 @@ class Encoder:
         assert isinstance(example, Text)
         return _Prepared(example.text, [(0, len(example.text))], whole=True)
 
-    def _asked_of_template(self, example: Conversation) -> tuple[list[Message], list[str]]:
-        """The messages as the template takes them, and what there is to say about it. Raises RowProblem."""
+    def _messages_for_template(self, example: Conversation) -> tuple[list[Message], list[str]]:
+        """Returns the messages as the template takes them, and notes about it; raises RowProblem."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise RowProblem("a conversation, and the tokenizer has no chat template (data.chat_template)")
         template = self.tokenizer.get_chat_template(tools=example.tools)
@@ -173,7 +178,7 @@ class Encoder:
         return messages, notes
 
     def _rendered(self, example: Conversation) -> _Prepared:
-        messages, notes = self._asked_of_template(example)
+        messages, notes = self._messages_for_template(example)
         if self.pictures is not None and example.pictures:
             messages = [{**message, PICTURED: self.pictures.token} for message in messages]
         assert self.targets != EACH_TURN
@@ -193,7 +198,7 @@ class Encoder:
         return _Prepared(text, spans, False, joined_notes([*notes, *left]))
 
     def _rendered_by_turn(self, example: Conversation) -> _Turns:
-        messages, notes = self._asked_of_template(example)
+        messages, notes = self._messages_for_template(example)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [i for i in answers if i not in example.unlearned]
         turns = turns_of(self.tokenizer, messages, example.tools, wanted, example.arguments)
@@ -211,16 +216,16 @@ class Encoder:
         return _Turns(turns, cuts, joined_notes([*notes, *left]))
 
     def _encode_turns(self, item: _Turns) -> Document:
-        """A document of one answer after the other, each behind what comes before it. Raises RowProblem."""
+        """Returns a document of all answers, each behind what comes before it; raises RowProblem."""
         found = encode_turns(self.tokenizer, item.turns, item.cuts)
-        # A conversation is as long as its longest sample, which is the last one but for thoughts that it leaves out.
+        # A conversation is as long as its longest sample: the last one, unless it omits thoughts of earlier turns.
         length = int(np.diff([0, *found.ends]).max())
         return {**document_of(found.ids, found.targets), "length": length, "ends": found.ends, "note": item.note}
 
     def _encode(self, prepared: list[_Prepared]) -> list[Document]:
         if not prepared:
             return []
-        # Text that is learned whole needs none, so tokenizers that cannot give offsets do for it.
+        # Text that is learned whole needs no offsets, so it works with tokenizers that cannot give them.
         needs_offsets = any(item.spans != [(0, len(item.text))] for item in prepared)
         if needs_offsets and not self.tokenizer.is_fast:
             raise DataError(
@@ -245,7 +250,7 @@ class Encoder:
     def _document(self, item: _Prepared, ids: list[int], offsets: list[tuple[int, int]] | None) -> Document:
         targets = [True] * len(ids) if offsets is None else target_mask(item.spans, offsets)
         bos, eos = self.bos_id, self.tokenizer.eos_token_id
-        # Not twice: the text may bring the token itself.
+        # The text may have the token already.
         if item.whole and bos is not None and ids[:1] != [bos]:
             ids, targets = [bos, *ids], [False, *targets]
         if item.whole and eos is not None and ids[-1:] != [eos]:
@@ -256,23 +261,23 @@ class Encoder:
         document = {**document_of(ids, [False, *targets[1:]], pictures=item.pictures), "note": item.note}
         return {**document, "pictures": list(item.pictures)} if item.pictures else document
 
-    def _compared(self, examples: list[Example | RowProblem]) -> list[Document]:
-        """A document for each pair: the chosen one's tokens, and after `split` of them the rejected one's."""
+    def _pair_documents(self, examples: list[Example | RowProblem]) -> list[Document]:
+        """Returns a document for each pair: the chosen one's tokens, and after `split` of them the rejected one's."""
         sides = [[pair if isinstance(pair, RowProblem) else getattr(pair, side) for pair in examples] for side in SIDES]
-        chosen, rejected = (self._encoded(side) for side in sides)
+        chosen, rejected = (self._encode_examples(side) for side in sides)
         margins = [getattr(pair, "margin", 0.0) for pair in examples]
-        return [_joined(*pair) for pair in zip(chosen, rejected, margins, strict=True)]
+        return [_pair_document(*pair) for pair in zip(chosen, rejected, margins, strict=True)]
 
-    def _judged(self, examples: list[Example | RowProblem]) -> list[Document]:
-        """A document for each completion with its prompt, and whether it is good as `label`."""
+    def _judged_documents(self, examples: list[Example | RowProblem]) -> list[Document]:
+        """Returns a document for each completion with its prompt; `label` says whether it is good."""
         answers: list[Example | RowProblem] = [
             example.answer if isinstance(example, Judged) else example for example in examples
         ]
         good = [str(example.good).lower() if isinstance(example, Judged) else None for example in examples]
-        documents = self._encoded(answers)
+        documents = self._encode_examples(answers)
         return [{**document, "label": label} for document, label in zip(documents, good, strict=True)]
 
-    def _encoded(self, examples: list[Example | RowProblem]) -> list[Document]:
+    def _encode_examples(self, examples: list[Example | RowProblem]) -> list[Document]:
         prepared = [item if isinstance(item, RowProblem) else self._prepare(item) for item in examples]
         prepared = [_attempt(self._encode_turns, item) if isinstance(item, _Turns) else item for item in prepared]
         encoded = iter(self._encode([item for item in prepared if isinstance(item, _Prepared)]))
@@ -284,21 +289,21 @@ class Encoder:
             return documents
         return [{**document, "ends": ends_of(document)} for document in documents]
 
-    def _classified(self, examples: list[Example | RowProblem]) -> list[Document]:
+    def _class_documents(self, examples: list[Example | RowProblem]) -> list[Document]:
         good = [example for example in examples if isinstance(example, Labelled)]
         encoded = iter(self._encode_texts(good))
         return [_unusable(item) if isinstance(item, RowProblem) else next(encoded) for item in examples]
 
-    def _sourced(self, example: Example) -> Document:
-        """A document of a source's tokens and, after `split` of them, its target's, which are what is learned."""
+    def _source_target_document(self, example: Example) -> Document:
+        """Returns a document of a source's tokens and, after `split` of them, its target's, which are learned."""
         assert isinstance(example, SourceTarget)
         source, source_cut = self._ids(self.prefix + example.source, "text", self.truncate_to)
         target, target_cut = self._ids(example.target, "text_target", self.truncate_target_to)
-        if not source:  # to attend to nothing would give numbers that are none
+        if not source:  # attention over nothing would give NaN
             return _unusable(RowProblem("the source makes no token"))
         end = self.tokenizer.eos_token_id
-        # A tokenizer that ends texts has done so; another one's model would not learn to stop. mBART's languages come
-        # behind the end.
+        # Some tokenizers add the end themselves; with the others the model would not learn to stop. mBART's languages
+        # come behind the end.
         if end not in target:
             room = None if self.truncate_target_to is None else self.truncate_target_to - 1
             target = [*target[:room], end]
@@ -307,10 +312,10 @@ class Encoder:
         return {**document_of(source + target, targets), "split": len(source), "note": joined_notes(cut)}
 
     def _ids(self, text: str, mode: str, limit: int | None) -> tuple[list[int], bool]:
-        """The tokens of a text, special ones included, at most `limit`, and whether it was cut.
+        """Returns the tokens of a text, special ones included, at most `limit`, and whether it was cut.
 
         Args:
-            mode: the tokenizer's argument for it: `text`, or `text_target`, which some tokenise otherwise.
+            mode: the tokenizer's argument for it: `text`, or `text_target`, which some tokenise differently.
         """
         settings = {mode: text, "return_attention_mask": False, "verbose": False}
         ids: list[int] = self.tokenizer(**settings)["input_ids"]
@@ -318,11 +323,11 @@ class Encoder:
             return ids, False
         return self.tokenizer(**settings, truncation=True, max_length=limit)["input_ids"], True
 
-    def _tagged(self, example: Example) -> Document:
-        """A document whose targets are the first token of each word, with the words' tags.
+    def _tagged_document(self, example: Example) -> Document:
+        """Returns a document whose targets are the first token of each word, with the words' tags.
 
-        The words are joined by spaces, so that they are tokenised as a text that a pipeline is given. A word without a
-        token of its own, as of characters that the tokenizer drops, has no target.
+        The words are joined by spaces, so that they are tokenised like a text given to a pipeline. A word without a
+        token of its own, for example of characters that the tokenizer drops, has no target.
         """
         assert isinstance(example, Tagged)
         if not self.tokenizer.is_fast:
@@ -340,7 +345,7 @@ class Encoder:
             verbose=False,
             **cut,
         )
-        # One past each word. The space before a word belongs to it: its token may begin there, or be nothing else.
+        # One past each word. The space before a word belongs to it: its token may begin there, or be only that.
         ends = np.cumsum([len(word) + 1 for word in example.words]) - 1
         targets, tags, last = [False] * len(encoded["input_ids"]), [], -1
         for token, (start, end) in enumerate(encoded["offset_mapping"]):
@@ -362,7 +367,7 @@ class Encoder:
             [example.text for example in examples],
             pairs if pairs[0] is not None else None,
             return_attention_mask=False,
-            # As where the model is used: a tokenizer of a model that learned without types may know some all the same.
+            # As in inference: a tokenizer may know token types although its model was trained without them.
             return_token_type_ids="token_type_ids" in self.tokenizer.model_input_names,
             verbose=False,
             **cut,
@@ -382,11 +387,11 @@ def document_of(
     tags: Sequence[str] = (),
     pictures: Sequence[str] = (),
 ) -> Document:
-    """A document. With a label, `targets` holds the tokens' types (`token_type_ids`): 1 for a pair's second text.
+    """Returns a document. With a label, `targets` holds the tokens' types (`token_type_ids`): 1 for a second text.
 
     Args:
-        tags: of the targets, in order, where words are tagged.
-        pictures: the records of what is seen.
+        tags: tags of the targets, in order, if words are tagged.
+        pictures: records of the pictures.
     """
     # Eight bytes, which the int64 column of `FEATURES` holds.
     content = hashlib.blake2b(np.asarray(ids, dtype=np.int32).tobytes(), digest_size=8)
@@ -410,10 +415,10 @@ def document_of(
 
 
 def parts_in(text: str, messages: list[Message], parts: dict[int, tuple[Span, ...]]) -> list[Span]:
-    """Where parts of messages stand in the text of the conversation (characters).
+    """Returns the places of parts of messages in the text of the conversation (characters).
 
     Raises:
-        RowProblem: a message with parts does not stand there once, word for word.
+        RowProblem: if a message with parts is not in the text exactly once, word for word.
     """
     found = []
     for number, spans in parts.items():
@@ -425,29 +430,29 @@ def parts_in(text: str, messages: list[Message], parts: dict[int, tuple[Span, ..
 
 
 def ends_of(document: Document) -> list[int]:
-    """One after the last token of each sample of a document."""
+    """Returns the position after the last token of each sample of a document."""
     return document.get("ends") or [document["length"]]
 
 
 def joined_notes(notes: Iterable[str | None]) -> str | None:
-    """Notes about a row as one text, each once; None if there are none. `notes_in` takes them apart."""
+    """Joins notes about a row into one text, each once; None if there are none. `notes_in` splits them."""
     each = (note for text in notes if text for note in notes_in(text))
     return NOTE_END.join(dict.fromkeys(each)) or None
 
 
 def notes_in(text: str) -> list[str]:
-    """The notes about a row, one by one."""
+    """Splits the notes about a row."""
     return text.split(NOTE_END)
 
 
 def is_conversation(example: Example | RowProblem) -> bool:
-    """Whether a chat template renders it."""
+    """Returns whether a chat template renders the example."""
     if isinstance(example, Judged):
         return isinstance(example.answer, Conversation)
     return isinstance(example.chosen if isinstance(example, Pair) else example, Conversation)
 
 
-def _joined(chosen: Document, rejected: Document, margin: float) -> Document:
+def _pair_document(chosen: Document, rejected: Document, margin: float) -> Document:
     problem = chosen["problem"] or rejected["problem"]
     if problem is not None:
         return _unusable(RowProblem(problem))
@@ -461,7 +466,7 @@ def _unusable(problem: RowProblem) -> Document:
 
 
 def _attempt(action: Any, value: Any) -> Any:
-    """What `action` makes of a value, or the problem that it raises."""
+    """Returns the result of `action` on a value, or the problem that it raises."""
     try:
         return action(value)
     except RowProblem as problem:
@@ -469,7 +474,7 @@ def _attempt(action: Any, value: Any) -> Any:
 
 
 def batches(rows: Iterable[Row], size: int) -> Iterable[list[Row]]:
-    """Lists of `size` rows, the last may be shorter."""
+    """Yields lists of `size` rows; the last may be shorter."""
     batch: list[Row] = []
     for row in rows:
         batch.append(row)

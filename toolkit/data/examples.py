@@ -1,4 +1,4 @@
-"""What is learned from a row: a text, an answer, a conversation, a class, or one completion over another."""
+"""Types of training examples: a text, an answer, a conversation, a class, or one completion over another."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Text:
-    """All of it is learned."""
+    """A text that is learned whole."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion is learned, given a prompt; both as they are, without a chat template."""
+    """A completion that is learned, given a prompt; both are used verbatim, without a chat template."""
 
     prompt: str
     completion: str
@@ -25,7 +25,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class SourceTarget:
-    """A target is learned, given a source, by an encoder-decoder."""
+    """A target that an encoder-decoder learns, given a source."""
 
     source: str
     target: str
@@ -33,13 +33,13 @@ class SourceTarget:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The assistant's turns are learned. Messages have `role` and `content`.
+    """A conversation whose assistant turns are learned. Messages have `role` and `content`.
 
     Attributes:
-        unlearned: numbers of the messages that are read only, whoever speaks.
-        parts: by a message's number, the characters of its words that are read only.
-        notes: what its messages say that nobody reads, or that is not learned.
-        arguments: of the chat template, that the row brings.
+        unlearned: numbers of the messages that are not learned, whoever speaks.
+        parts: by a message's number, the characters of its words that are not learned.
+        notes: parts of its messages that are ignored or not learned.
+        arguments: the row's arguments for the chat template.
         pictures: in the order of their places in the messages' words: paths, URIs, bytes or mappings with one of them.
     """
 
@@ -74,7 +74,7 @@ class Pair:
     """One completion preferred over the other; what comes before them is the same.
 
     Attributes:
-        margin: by how much the chosen one is better, as the row says; 0 where it does not.
+        margin: by how much the chosen one is better, as the row says; otherwise 0.
     """
 
     chosen: Answer | Conversation
@@ -84,7 +84,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Judged:
-    """A completion that is good or bad; of a conversation it is the last turn."""
+    """A completion that is good or bad; in a conversation it is the last turn."""
 
     answer: Answer | Conversation
     good: bool
@@ -94,7 +94,7 @@ Example = Text | Answer | SourceTarget | Conversation | Labelled | Tagged | Pair
 
 
 def texts_of(example: Example) -> list[str]:
-    """The words of a row, for a tokenizer to be trained on."""
+    """Returns the texts of a row, to train a tokenizer on."""
     if isinstance(example, Text):
         return [example.text]
     if isinstance(example, Answer):

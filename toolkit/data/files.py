@@ -1,4 +1,4 @@
-"""The files that a recipe's sources stand for. Imports nothing heavy: `toolkit train` asks before it starts ranks."""
+"""Finds the files of a recipe's sources. Imports nothing heavy: `toolkit train` uses it before it starts ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from toolkit.paths import COMPRESSIONS, DATA_SUFFIXES, is_file_source, is_store
 from toolkit.recipe.schema import DataSection
 
 TABLES = (".parquet", ".arrow")
-"""Files that `datasets` reads."""
+"""Endings of files that `datasets` reads."""
 
 
 def paths_of(data: DataSection) -> list[str]:
-    """Every file that a recipe reads, by its path; what is no file stands for itself.
+    """Returns the path of every file that a recipe reads; a source that is not a file stands for itself.
 
     Raises:
-        DataError: where one is missing, empty or of no known kind.
+        DataError: if one is missing, empty or of an unknown type.
     """
     found = []
     for field, sections in (("data.train", data.train), ("data.validation", data.validation or [])):
@@ -32,7 +32,11 @@ def paths_of(data: DataSection) -> list[str]:
 
 
 def expand_files(source: str, field: str) -> list[Path]:
-    """The files of a path or glob, sorted; of a URL its copies here. Raises DataError if there is none."""
+    """Returns the files of a path or glob, sorted, or the local copies of a URL.
+
+    Raises:
+        DataError: if there is none, or one cannot be read.
+    """
     if is_store(source):
         paths = list(local_copies(source, field))
     else:
@@ -56,12 +60,16 @@ def expand_files(source: str, field: str) -> list[Path]:
 
 
 def local_path(source: str) -> Path:
-    """With `~` as the user's home; that of a user who does not exist stays as it is."""
+    """Returns the path with `~` as the user's home; `~` of an unknown user stays."""
     return Path(os.path.expanduser(source))
 
 
 def suffix_of(path: Path, field: str) -> str:
-    """What kind of file it is. Raises DataError where it is none that can be read."""
+    """Returns the ending that says what kind of file it is.
+
+    Raises:
+        DataError: if such a file cannot be read.
+    """
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     name = path.name.removesuffix(compression)
     suffix = next((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), None)
@@ -78,5 +86,5 @@ def suffix_of(path: Path, field: str) -> str:
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `datasets` has saved it, as a folder."""
+    """Returns whether the folder was saved by `datasets`."""
     return any(os.path.isfile(path / name) for name in ("dataset_info.json", "dataset_dict.json"))

@@ -1,8 +1,8 @@
-"""What a row says about itself: which messages and parts of them are learned, and what of it nobody reads.
+"""Reads a row's flags: which messages and parts of them are learned, and what of it is ignored.
 
-Each tool has flags of its own on a message: OpenAI `weight`, axolotl `train` and `train_detail`, ms-swift `loss` and
-`loss_scale`; others `mask`. They mean here what they mean there. Where two of them contradict each other, or one has a
-value that is neither yes nor no, the row is dropped by name.
+Each tool has its own flags on a message: OpenAI `weight`, axolotl `train` and `train_detail`, ms-swift `loss` and
+`loss_scale`; others `mask`. They mean the same here. If two of them contradict each other, or one has a value that is
+neither yes nor no, the row is dropped by name.
 """
 
 from __future__ import annotations
@@ -16,36 +16,40 @@ from toolkit.data.values import is_absent
 Span = tuple[int, int]
 
 FLAGS = ("weight", "train", "training", "loss", "loss_scale", "mask")
-"""Whether a message is learned; of `mask`, whether it is not."""
+"""Flags that say whether a message is learned; `mask` says that it is not."""
 
 PARTS = "train_detail"
-"""Which characters of a message are learned: a list of begin_offset and end_offset, both counted in, with `train`."""
+"""Key for the characters of a message that are learned: a list of inclusive begin_offset and end_offset, `train`."""
 
 IN_PARTS = f"parts of a message are not learned ({PARTS})"
-"""What the report says of such a message."""
+"""Note of the report about such a message."""
 
 MEDIA = tuple(
     name
     for kind in ("image", "video", "audio")
     for name in (kind, f"{kind}s", f"{kind}_url", f"{kind}_urls", f"{kind}_path", f"{kind}_paths")
 )
-"""Columns and keys of what is not text."""
+"""Columns and keys of values that are not text."""
 
 _WORDS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
 def refuse_media(values: Mapping[str, Any], whose: str) -> None:
-    """Raises RowProblem if a row or message has pictures, sound or video: its text alone would be learned."""
+    """Refuses pictures, sound and video in a row or message, because only its text would be learned.
+
+    Raises:
+        RowProblem: if there are any.
+    """
     for name in MEDIA:
         if name in values and not is_absent(values[name]) and values[name] not in ([], {}):
             raise RowProblem(f"{whose}{name} holds what is not text, and only text is trained on; remove {name}")
 
 
 def is_learned(fields: Mapping[str, Any]) -> bool | None:
-    """What a message's flags say; None if it has none.
+    """Returns whether a message's flags say that it is learned, or None if it has none.
 
     Raises:
-        RowProblem: a flag is neither yes nor no, or two contradict each other.
+        RowProblem: if a flag is neither yes nor no, or two contradict each other.
     """
     said = {name: _yes_or_no(name, fields[name]) != (name == "mask") for name in FLAGS if name in fields}
     if len(set(said.values())) > 1:
@@ -63,10 +67,10 @@ def _yes_or_no(name: str, value: Any) -> bool:
 
 
 def unlearned_parts(fields: Mapping[str, Any], text: str) -> tuple[Span, ...]:
-    """Characters of a message that are not learned, by axolotl's `train_detail`; sorted.
+    """Returns the characters of a message that are not learned, by axolotl's `train_detail`, sorted.
 
     Raises:
-        RowProblem: it is no list of parts of the text.
+        RowProblem: if it is not a list of parts of the text.
     """
     parts = fields.get(PARTS)
     if is_absent(parts) or parts == []:
@@ -83,7 +87,7 @@ def unlearned_parts(fields: Mapping[str, Any], text: str) -> tuple[Span, ...]:
 
 
 def without(spans: list[Span], cuts: list[Span]) -> list[Span]:
-    """What is left of the spans, sorted and disjoint, without the characters of `cuts`."""
+    """Returns the spans, sorted and disjoint, without the characters of `cuts`."""
     for first, last in cuts:
         spans = [
             piece

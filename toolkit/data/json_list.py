@@ -1,4 +1,4 @@
-"""The values of a JSON file that is one list, one at a time: a file of a few kB may unpack to more than the memory."""
+"""Reads a JSON file that is one list value by value, because a file of a few kB may unpack to more than the memory."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ WRAPPERS = ("data", "rows", "examples")
 
 CHUNK_BYTES = 2**20
 MAX_KEYS = 100_000
-"""Of an object, before it is taken for none that holds a list."""
+"""The most keys of an object before it counts as one without a list."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LONGEST_WORD = 32
-"""Characters at the end of what has been read that may be the beginning of a number or a word of JSON's."""
+"""Characters at the end of the text read so far that may begin a number or a word of JSON."""
 
 
 def values_of(file: IO[bytes], path: str, max_bytes: int) -> Iterator[Any]:
-    """The values of the list, bare or under one of `WRAPPERS`.
+    """Yields the values of the list, bare or under one of `WRAPPERS`.
 
     Args:
-        path: for errors.
-        max_bytes: of one value.
+        path: name of the file in errors.
+        max_bytes: the most bytes of one value.
 
     Raises:
-        DataError: where it holds no such list, where it is not JSON, and where a value is larger.
+        DataError: if the file holds no such list, it is not JSON, or a value is larger.
     """
     text = _Text(file, path, max_bytes)
     first = text.peek()
     if first == "[":
-        yield from _list(text)
+        yield from _list_values(text)
     elif first == "{":
-        yield from _under_key(text)
+        yield from _values_under_key(text)
     else:
         text.value()
         raise DataError(f"data: {path!r} is neither a list of objects nor an object on each line; write one of them")
     text.expect("")
 
 
-def _list(text: _Text) -> Iterator[Any]:
+def _list_values(text: _Text) -> Iterator[Any]:
     text.expect("[")
     if text.peek() != "]":
         while True:
@@ -56,7 +56,7 @@ def _list(text: _Text) -> Iterator[Any]:
     text.expect("]")
 
 
-def _under_key(text: _Text) -> Iterator[Any]:
+def _values_under_key(text: _Text) -> Iterator[Any]:
     keys: list[str] = []
     found = None
     text.expect("{")
@@ -66,7 +66,7 @@ def _under_key(text: _Text) -> Iterator[Any]:
             if found is not None:
                 raise DataError(f"data: {text.path!r} holds two lists, {found} and {keys[-1]}; leave one of them")
             found = keys[-1]
-            yield from _list(text)
+            yield from _list_values(text)
         else:
             text.value()
         if text.peek() != "," or len(keys) > MAX_KEYS:
@@ -84,10 +84,10 @@ def _under_key(text: _Text) -> Iterator[Any]:
 
 
 class _Text:
-    """What has been read of a file, and not yet been used.
+    """The part of a file that has been read but not yet parsed.
 
     Attributes:
-        row: number of the list's value under way.
+        row: number of the list's current value.
     """
 
     def __init__(self, file: IO[bytes], path: str, max_bytes: int) -> None:
@@ -102,7 +102,7 @@ class _Text:
         self._has_ended = False
 
     def peek(self) -> str:
-        """The next character that is no whitespace; empty at the end of the file."""
+        """Returns the next character that is not whitespace, or an empty text at the end of the file."""
         while True:
             self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._text) or self._has_ended:
@@ -110,21 +110,29 @@ class _Text:
             self._read_on()
 
     def expect(self, character: str) -> None:
-        """Goes past that character; the empty one is the end of the file."""
+        """Skips that character; an empty text stands for the end of the file.
+
+        Raises:
+            DataError: if another one follows.
+        """
         if (found := self.peek()) != character:
             what = repr(character) if character else "the end of the file"
-            raise self._wrong(f"{repr(found) if found else 'the end of the file'} instead of {what}")
+            raise self._not_json(f"{repr(found) if found else 'the end of the file'} instead of {what}")
         self._at += len(character)
 
     def key(self) -> str:
         if self.peek() != '"':
-            raise self._wrong("a key that is no text")
+            raise self._not_json("a key that is no text")
         key = str(self.value())
         self.expect(":")
         return key
 
     def value(self) -> Any:
-        """The next value."""
+        """Parses the next value.
+
+        Raises:
+            DataError: if it is not JSON, or too large.
+        """
         self.peek()
         while True:
             try:
@@ -134,22 +142,22 @@ class _Text:
                     return value
             except json.JSONDecodeError as error:
                 if self._has_ended or not self._may_be_cut(error):
-                    raise self._wrong(error.msg) from error
+                    raise self._not_json(error.msg) from error
             except (ValueError, RecursionError) as error:  # Python reads whole numbers of up to 4300 digits
-                raise self._wrong("nested too deeply, or with a number that is too long") from error
+                raise self._not_json("nested too deeply, or with a number that is too long") from error
             if len(self._text) - self._at > self._max_bytes:
-                limit = f"{self._max_bytes / 2**20:g} MiB{self._place()}"
+                limit = f"{self._max_bytes / 2**20:g} MiB{self._in_row()}"
                 raise DataError(
                     f"data: {self.path!r} holds a value of more than {limit}, the limit of a row; divide it"
                 )
             self._read_on()
 
     def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
-        """Whether what follows in the file may make it right."""
+        """Returns whether the rest of the file may make the value valid."""
         return error.msg.startswith("Unterminated string") or len(self._text) - error.pos <= _LONGEST_WORD
 
     def _read_on(self) -> None:
-        # Twice as much for a long value: each time it is parsed from its beginning.
+        # A long value doubles the chunk, because it is parsed from its beginning each time.
         chunk = self._file.read(max(CHUNK_BYTES, len(self._text) - self._at))
         self._num_bytes += len(chunk)
         self._has_ended = not chunk
@@ -160,8 +168,8 @@ class _Text:
             raise DataError(f"data: {self.path!r} is not UTF-8 (byte {place}); save it as UTF-8") from error
         self._at = 0
 
-    def _wrong(self, why: str) -> DataError:
-        return DataError(f"data: {self.path!r} is not JSON: {why}{self._place()}; correct it there")
+    def _not_json(self, why: str) -> DataError:
+        return DataError(f"data: {self.path!r} is not JSON: {why}{self._in_row()}; correct it there")
 
-    def _place(self) -> str:
+    def _in_row(self) -> str:
         return f" in row {self.row}" if self.row else ""

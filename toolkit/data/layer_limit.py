@@ -1,7 +1,7 @@
-"""What no configuration may ask for, told before transformers reads it.
+"""Refuses configurations that must not reach transformers.
 
 A configuration's own checks may look through all layers for each layer (lfm2), which does not end for a million, and
-divide by heads that are not there. An attention from the hub is code that the recipe does not name.
+divide by a number of heads that is 0. An attention from the hub is code that the recipe does not name.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ from transformers import PretrainedConfig
 from toolkit.errors import BadInputError
 
 MAX_LAYERS = 10_000
-"""Ten times as many as any model has. Each costs about 4 ms and 100 kB of Python, before it has weights."""
+"""Ten times as many layers as any model has. Each costs about 4 ms and 100 kB of Python, before it has weights."""
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
-"""How configurations call their heads, which sizes are divided by."""
+"""Keys of configurations for the number of heads, by which sizes are divided."""
 
 ATTENTION = "attn_implementation"
 """Ending of the keys under which transformers reads an attention from a configuration."""
 
 KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
-"""How configurations call it."""
+"""Keys of configurations for the number of layers."""
 
 
 def require_few_layers(values: Mapping[str, Any], field: str, where: str) -> None:
-    """Raises BadInputError where a configuration, or one inside it, asks for more than `MAX_LAYERS`.
+    """Checks that a configuration, and those inside it, ask for at most `MAX_LAYERS`.
 
     Args:
-        field: of the recipe, for errors.
-        where: the configuration stands.
+        field: field of the recipe, for errors.
+        where: place of the configuration, for errors.
+
+    Raises:
+        BadInputError: if one asks for more.
     """
     for part in (values, *(value for value in values.values() if isinstance(value, Mapping))):
         for key in KEYS:
@@ -60,14 +63,14 @@ def _require_no_hub_kernel(values: Any, field: str, where: str) -> None:
 
 
 def require_safe_stored(name: str, revision: str | None, field: str) -> None:
-    """The same for the config.json of a folder or repository, if it has one that can be read, and more.
+    """Checks the config.json of a folder or repository, if it has one that can be read.
 
     Raises:
-        BadInputError: also for no heads, and for an attention that is code from the hub.
+        BadInputError: if it asks for too many layers, no heads, or an attention that is code from the hub.
     """
     try:
         values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
-    except Exception:  # who reads it next says better what is wrong with it
+    except Exception:  # the next reader reports better what is wrong with it
         return
     if isinstance(values, dict):
         where = f"config.json of {name!r}"

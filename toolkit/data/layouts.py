@@ -1,4 +1,4 @@
-"""From a row of any usual layout to what is learned from it: a text, an answer, a conversation, a class, a pair."""
+"""Reads rows of any usual layout as examples: a text, an answer, a conversation, a class, a pair."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "judged prompt and completion": ("prompt", "completion", "label"),
     "judged instruction and output": ("instruction", "output", "label"),
 }
-"""Layout -> the columns that it cannot do without."""
+"""Layout -> the columns that it needs."""
 
 OPTIONAL = {
     "messages": ("system", "tools"),
@@ -49,7 +49,7 @@ OPTIONAL = {
     "chosen and rejected": ("prompt", "messages", "instruction", "input", "history", "system", "tools", "margin"),
 }
 JUDGED = {kind: kind.removeprefix("judged ") for kind in KINDS if kind.startswith("judged ")}
-"""Layout of completions that are judged one by one -> the layout of the same rows without the judgement."""
+"""Layout of completions with a judgement each -> the layout of the same rows without the judgement."""
 
 OPTIONAL |= {kind: OPTIONAL[plain] for kind, plain in JUDGED.items()}
 
@@ -70,10 +70,10 @@ ALSO_CALLED = {
     "chosen": ("preferred", "winner", "response_w", "better"),
     "rejected": ("dispreferred", "loser", "response_l", "worse"),
 }
-"""What a column is -> other names that data sets give it; they are hinted at, never taken without asking."""
+"""Meaning of a column -> other names that data sets give it; errors suggest them, but they are never used silently."""
 
 CLASSES = ("text and label", "tokens and tags")
-"""Layouts of what is classified."""
+"""Layouts of classification."""
 
 SOURCES_AND_TARGETS = (
     ("source", "target"),
@@ -88,7 +88,7 @@ SOURCES_AND_TARGETS = (
     ("prompt", "completion"),
     ("instruction", "output"),
 )
-"""Usual names of source and target; rows with several of these pairs need names by hand."""
+"""Usual names of source and target; for rows with several of these pairs the recipe must name the columns."""
 
 TRANSLATION = "translation"
 """Column of the hub's data sets that holds a text for each language."""
@@ -100,9 +100,9 @@ class Layout:
 
     Attributes:
         kind: a key of `KINDS`.
-        columns: what a column is -> its name.
-        label_names: of numbers in the label's column, where the source names them.
-        pictures: whether conversations may have some.
+        columns: meaning of a column -> its name.
+        label_names: names of the numbers in the label's column, if the source has them.
+        pictures: whether conversations may have pictures.
     """
 
     kind: str
@@ -111,27 +111,31 @@ class Layout:
     pictures: bool = False
 
     def example(self, row: Row) -> Example:
-        """What is learned from a row. Raises RowProblem."""
+        """Returns what is learned from a row.
+
+        Raises:
+            RowProblem: if the row cannot be used.
+        """
         if isinstance(row, RowProblem):
             raise row
         taken = {*self.columns.values(), *(COLUMNS if self.pictures else ())}
         refuse_media({name: value for name, value in row.items() if name not in taken}, "")
         values = {what: _value(row, column) for what, column in self.columns.items()}
         if self.kind in JUDGED:
-            answer = self._plain(values, JUDGED[self.kind])
+            answer = self._example_of_kind(values, JUDGED[self.kind])
             assert isinstance(answer, Answer | Conversation)
             if isinstance(answer, Conversation):
                 answered_last(answer)
             return Judged(_with_arguments(answer, row), _judgement(values["label"], self.columns["label"]))
         self._require_unjudged(row)
         of_row = column_of(row) if self.pictures else None
-        found = self._plain(values, self.kind, of_row)
+        found = self._example_of_kind(values, self.kind, of_row)
         if of_row and not isinstance(found, Conversation):
             raise RowProblem("images beside text that is no conversation, where no place is known for them")
         return _with_arguments(found, row)
 
     def unread(self, row: Row, is_conversation: bool) -> list[str]:
-        """Columns of a row that say something and that nobody reads, a sentence for each."""
+        """Returns a sentence for each column of a row that has a value and is ignored."""
         if isinstance(row, RowProblem):
             return []
         read = {*self.columns.values(), *(name.partition(".")[0] for name in self.columns.values())}
@@ -141,7 +145,7 @@ class Layout:
         unread = [name for name, value in row.items() if name not in read and not is_absent(value)]
         return [f"column {key_shown(name)} is not read" for name in unread]
 
-    def _plain(self, values: dict[str, Any], kind: str, of_row: list[Any] | None = None) -> Example:
+    def _example_of_kind(self, values: dict[str, Any], kind: str, of_row: list[Any] | None = None) -> Example:
         if kind == "text":
             return Text(text_of(values["text"], self.columns["text"]))
         if kind == "text and label":
@@ -160,11 +164,11 @@ class Layout:
         return conversation(with_system(messages, values.get("system")), tools_of(values.get("tools")), of_row)
 
     def _require_unjudged(self, row: dict[str, Any]) -> None:
-        """Raises DataError where answers are judged one by one: the bad ones would be learned like the good ones."""
-        # These hold no single answers that could be judged; a `label` there is a class.
+        """Raises DataError if answers have judgements: the bad ones would be learned like the good ones."""
+        # These layouts hold no single answers that could be judged; a `label` there is a class.
         if self.kind in ("text", "source and target", *CLASSES, "chosen and rejected"):
             return
-        # TRL's name and LLaMA-Factory's. Compared as text, since a CSV file holds no booleans.
+        # TRL's name and LLaMA-Factory's. Compared as text, because a CSV file holds no booleans.
         for column in ("label", "kto_tag"):
             if str(row.get(column)).lower() in JUDGEMENTS:
                 raise DataError(
@@ -183,25 +187,25 @@ class Layout:
 
 
 def is_written_by_template(layout: str) -> bool:
-    """Whether rows of this layout, a key of `KINDS`, are conversations, which a chat template writes."""
+    """Returns whether rows of this layout, a key of `KINDS`, are conversations, which a chat template writes."""
     plain = ("text", *CLASSES, "source and target", "prompt and completion", "chosen and rejected")
     return JUDGED.get(layout, layout) not in plain
 
 
 def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layout:
-    """The layout of a source.
+    """Returns the layout of a source.
 
     Args:
-        objectives: `objective.kind` of the recipe; of several, the layouts of the first are looked for first.
+        objectives: `objective.kind` of the recipe; if there are several, layouts of the first are tried first.
 
     Raises:
-        DataError: where its columns are of no known layout, or one that the recipe names is not there.
+        DataError: if its columns match no known layout, or it lacks a column that the recipe names.
     """
     by_hand = {what: name for what, name in columns.model_dump().items() if name is not None}
     for what, name in by_hand.items():
-        if not _is_there(name, source.columns):
+        if not _has_column(name, source.columns):
             raise DataError(
-                f"{source.field}: {source.name!r} has no column {name!r} (data.columns.{what}); {_has(source)}"
+                f"{source.field}: {source.name!r} has no column {name!r} (data.columns.{what}); {_columns_text(source)}"
             )
     usual = {**{what: what for what in ColumnsSection.model_fields}, **by_hand}
     candidates = [kind for objective in objectives for kind in SPECS[objective].layouts]
@@ -222,12 +226,12 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
         needed = {what: names[what] for what in KINDS[kind]}
         # A needed column that is named by hand picks the layout; an optional one rules out layouts without it.
         chosen = any(what in by_hand for what in KINDS[kind]) or all(what in OPTIONAL[kind] for what in by_hand)
-        if chosen and all(_is_there(name, source.columns) for name in needed.values()):
+        if chosen and all(_has_column(name, source.columns) for name in needed.values()):
             unused = [what for what in by_hand if what not in {*KINDS[kind], *OPTIONAL[kind]}]
             if unused:
                 idle = idle or (unused[0], kind)
                 continue
-            # The first rows need not have all columns, and what a row may lack is looked for in each.
+            # The first rows need not have all columns, so optional columns are looked up in each row.
             extra = {
                 what: names[what] for what in OPTIONAL[kind] if what != "text_pair" or names[what] in source.columns
             }
@@ -244,13 +248,13 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
     ]
     fitting = f"Its columns fit {' or '.join(f'objective.kind={other}' for other in others)}. " if others else ""
     raise DataError(
-        f"{source.field}: {source.name!r} matches no known column layout; {_has(source)}; needed: {allowed}. "
+        f"{source.field}: {source.name!r} matches no known column layout; {_columns_text(source)}; needed: {allowed}. "
         f"{fitting}{_advice(source, candidates)}"
     )
 
 
 def _advice(source: Source, kinds: list[str]) -> str:
-    """What makes the columns of a source a known layout."""
+    """Suggests how to turn the columns of a source into a known layout."""
     separator = next((s for s in (";", "\t", "|") if len(source.columns) == 1 and s in source.columns[0]), None)
     if separator is not None:
         return f"They are separated by {separator!r}: save the file with commas" + (
@@ -261,8 +265,8 @@ def _advice(source: Source, kinds: list[str]) -> str:
     return f"Name its columns by hand, for example {_hint(source.columns, kinds)}"
 
 
-def _is_there(name: str, columns: list[str]) -> bool:
-    """Whether there is such a column; `translation.de` is a key of one that holds mappings."""
+def _has_column(name: str, columns: list[str]) -> bool:
+    """Returns whether there is such a column; `translation.de` is a key of one that holds mappings."""
     return name in columns or ("." in name and name.partition(".")[0] in columns)
 
 
@@ -273,7 +277,7 @@ def _value(row: dict[str, Any], name: str) -> Any:
 
 
 def _source_and_target(source: Source, by_hand: dict[str, str]) -> dict[str, str]:
-    """The names of these two columns where they are usual ones. Raises DataError where several pairs are."""
+    """Returns the columns of source and target if they have usual names; raises DataError if several pairs have."""
     if {"source", "target"} & by_hand.keys():
         return {}
     found = [pair for pair in SOURCES_AND_TARGETS if set(pair) <= set(source.columns)]
@@ -288,14 +292,16 @@ def _source_and_target(source: Source, by_hand: dict[str, str]) -> dict[str, str
 
 
 def _hint(columns: list[str], kinds: list[str]) -> str:
-    """Settings that would make the nearest layout of a source's columns; an example where none is near."""
+    """Returns settings that match a source's columns to the nearest layout, or an example if none is near."""
     if kinds[0] == "source and target" and TRANSLATION in columns:
         return f"data.columns.source={TRANSLATION}.en data.columns.target={TRANSLATION}.de"
     best: dict[str, str] = {}
     for kind in kinds:
-        near = {what: column for what in KINDS[kind] if (column := _nearest(what, columns)) is not None}
+        near = {what: column for what in KINDS[kind] if (column := _nearest_column(what, columns)) is not None}
         if len(near) == len(KINDS[kind]):
-            near |= {what: column for what in OPTIONAL[kind] if (column := _named(what, columns)) is not None}
+            near |= {
+                what: column for what in OPTIONAL[kind] if (column := _column_by_usual_name(what, columns)) is not None
+            }
             best = max(best, near, key=_nearness)
     wanted = best or {what: columns[-1] if len(columns) == 1 else "NAME" for what in KINDS[kinds[-1]]}
     needed = {what: column for what, column in wanted.items() if not best or what != column} or wanted
@@ -303,23 +309,23 @@ def _hint(columns: list[str], kinds: list[str]) -> str:
 
 
 def _nearness(found: dict[str, str]) -> tuple[int, int]:
-    """How well columns fit a layout: those that have its own names count first."""
+    """Returns how well columns fit a layout: columns with its own names count first."""
     return sum(what == column for what, column in found.items()), len(found)
 
 
-def _nearest(what: str, columns: list[str]) -> str | None:
+def _nearest_column(what: str, columns: list[str]) -> str | None:
     names = {column.lower(): column for column in columns}
     near = difflib.get_close_matches(what, names, n=1, cutoff=0.75)
-    return _named(what, columns) or (names[near[0]] if near else None)
+    return _column_by_usual_name(what, columns) or (names[near[0]] if near else None)
 
 
-def _named(what: str, columns: list[str]) -> str | None:
-    """The column that has a layout's own name of it, or another usual one."""
+def _column_by_usual_name(what: str, columns: list[str]) -> str | None:
+    """Returns the column that has the layout's own name or another usual one."""
     names = {column.lower(): column for column in columns}
     return next((names[name] for name in (what, *ALSO_CALLED.get(what, ())) if name in names), None)
 
 
-def _has(source: Source) -> str:
+def _columns_text(source: Source) -> str:
     return f"it has {listed(source.columns) or 'no columns'}"
 
 
@@ -330,7 +336,7 @@ T = TypeVar("T")
 
 
 def _with_arguments(example: T, row: dict[str, Any]) -> T:
-    """A conversation, or a pair of them, with the row's arguments of the chat template."""
+    """Adds the row's arguments of the chat template to a conversation, or a pair of them."""
     if isinstance(example, Pair):
         sides = (_with_arguments(example.chosen, row), _with_arguments(example.rejected, row))
         return replace(example, chosen=sides[0], rejected=sides[1])
@@ -371,11 +377,11 @@ def _tagged(values: dict[str, Any], columns: dict[str, str], names: tuple[str, .
 
 
 JUDGEMENTS = ("true", "false", "1", "0")
-"""How rows say that an answer is good or bad, in small letters."""
+"""How rows write that an answer is good or bad, in lower case."""
 
 
 def _judgement(value: Any, column: str) -> bool:
-    # A CSV file holds text alone.
+    # A CSV file holds only text.
     said = str(value).lower()
     if said not in JUDGEMENTS:
         raise RowProblem(f"{column} is {'missing or null' if value is None else 'neither true nor false'}")

@@ -1,8 +1,8 @@
-"""Samples in one global order, dealt to ranks and micro-batches.
+"""Puts samples in one global order and distributes them to ranks and micro-batches.
 
 The order is a function of the seed alone. Position p of the run is sample `order[p mod N]` of epoch
 `p // N`; optimizer step s trains on positions [s G, (s + 1) G), with G = micro-batch size x ranks x
-accumulation steps. Which rank and micro-batch holds a position changes nothing, since the loss is the
+accumulation steps. Which rank and micro-batch holds a position does not matter, because the loss is the
 mean over the target tokens of the step.
 """
 
@@ -25,8 +25,8 @@ class EpochOrder:
 
     Args:
         num_samples: N.
-        seed: of the shuffling, which is anew in each epoch.
-        shuffle: off, every epoch is in the data set's order.
+        seed: seed of the shuffling, which differs in each epoch.
+        shuffle: whether to shuffle; otherwise every epoch is in the data set's order.
     """
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool) -> None:
@@ -37,11 +37,11 @@ class EpochOrder:
         self._order: Sequence[int] | np.ndarray = range(num_samples)
 
     def __getitem__(self, position: int) -> int:
-        """The sample at a position of the run."""
+        """Returns the sample at a position of the run."""
         epoch, offset = divmod(position, self.num_samples)
         if self._shuffle and epoch != self._epoch:
-            # The pair is mixed: with seed + epoch, epoch 1 of seed 0 would be epoch 0 of seed 1, and
-            # torch's generator uses 32 bits of what it is given.
+            # The pair is hashed: with seed + epoch, epoch 1 of seed 0 would be epoch 0 of seed 1, and
+            # torch's generator uses only 32 bits of a seed.
             mixed = int.from_bytes(hashlib.sha256(f"{self._seed}/{epoch}".encode()).digest()[:4])
             generator = torch.Generator().manual_seed(mixed)
             # An array: as a list of numbers, 10 million samples would take 0.4 GB on every rank.
@@ -50,7 +50,7 @@ class EpochOrder:
         return int(self._order[offset])
 
     def first(self, num_positions: int) -> list[int]:
-        """The samples at the first positions of a run, each once, in the data set's order."""
+        """Returns the samples at the first positions of a run, each once, in the data set's order."""
         if num_positions >= self.num_samples:
             return list(range(self.num_samples))
         return sorted(self[position] for position in range(num_positions))
@@ -59,14 +59,14 @@ class EpochOrder:
 class TrainLoader:
     """Yields, per optimizer step, this rank's micro-batches.
 
-    Past the last sample of the run micro-batches get smaller, and then consist of one row without targets,
+    After the last sample of the run micro-batches get smaller, and then consist of one row without targets,
     so that every rank runs the same collectives.
 
     Args:
         samples: makes micro-batches.
         num_positions: length of the run in samples; may end inside an epoch or span several.
-        rank: of `world_size`; where a group of ranks shares its rows, the group's number, of so many groups.
-        part: of the rows that this rank holds.
+        rank: this rank of `world_size`; if a group of ranks shares its rows, the number of the group among the groups.
+        part: the part of the rows that this rank holds.
     """
 
     def __init__(
@@ -92,24 +92,24 @@ class TrainLoader:
         self._start = (0, 0)
 
     def state_at(self, samples: int) -> None:
-        """Nothing: a position says all."""
+        """Returns None, because a position is the whole state."""
 
     def resume(self, step: int, samples: int, num_positions: int, state: None) -> None:
-        """Goes on after `step` optimizer steps at position `samples`, whatever their size was; to a new end."""
+        """Resumes after `step` optimizer steps of any size at position `samples`, up to a new end."""
         self._start = (step, samples)
         self.num_positions = num_positions
 
     @property
     def samples_per_step(self) -> int:
-        """G, over all ranks."""
+        """G, the samples of a step over all ranks."""
         return self.micro_batch_size * self.world_size * self.accumulation
 
     def epoch_at(self, step: int) -> float:
-        """Passes over the data after `step` optimizer steps."""
+        """Returns the passes over the data after `step` optimizer steps."""
         return self.samples_at(step) / self.order.num_samples
 
     def samples_at(self, step: int) -> int:
-        """Samples seen by all ranks after `step` optimizer steps."""
+        """Returns the samples seen by all ranks after `step` optimizer steps."""
         start_step, start = self._start
         return min(start + (step - start_step) * self.samples_per_step, self.num_positions)
 
@@ -129,7 +129,7 @@ class TrainLoader:
                 window = []
 
     def _micro_batches(self) -> Iterator[list[int]]:
-        """Sample numbers of each of this rank's micro-batches."""
+        """Yields the sample numbers of each of this rank's micro-batches."""
         size = self.micro_batch_size
         for step_start in range(self._start[1], self.num_positions, self.samples_per_step):
             for start in first_positions(step_start, size, self.accumulation, self.rank, self.world_size):
@@ -137,17 +137,17 @@ class TrainLoader:
 
 
 def first_positions(step_start: int, size: int, accumulation: int, rank: int, world_size: int) -> list[int]:
-    """The first position of each of a rank's micro-batches of `size` samples, in the step that begins at one."""
+    """Returns the first position of each of a rank's micro-batches of `size` samples, in the step at `step_start`."""
     return [step_start + (micro * world_size + rank) * size for micro in range(accumulation)]
 
 
 def evaluation_batches(
     samples: Samples, micro_batch_size: int, rank: int, world_size: int, limit: int | None, part: Part = WHOLE
 ) -> Iterator[Batch]:
-    """This rank's share of a data set, each sample once over all ranks, equally many batches on each."""
+    """Yields this rank's share of a data set: each sample once over all ranks, in as many batches on each rank."""
     rows = _Rows(samples, part)
     num_samples = len(samples) if limit is None else min(limit, len(samples))
-    # Rounds of all ranks: a rank that has no sample left still takes part in the collectives.
+    # All ranks run every round: a rank that has no sample left still takes part in the collectives.
     for round_start in range(0, num_samples, micro_batch_size * world_size):
         start = round_start + rank * micro_batch_size
         numbers = list(range(start, min(start + micro_batch_size, num_samples)))
@@ -168,13 +168,13 @@ class _Rows(Dataset[Any]):
         return self._part.of(self._samples.batch(numbers) if numbers else without_targets(self._samples.batch([0])))
 
     def collate(self, batch: Any) -> Batch:
-        """What `__getitems__` gave is a micro-batch already."""
+        """Returns `batch`, because `__getitems__` makes whole micro-batches."""
         return batch  # type: ignore[no-any-return]
 
 
 def without_targets(batch: Batch) -> Batch:
-    """The batch with nothing to learn, for a rank whose turn it is but that has no sample left."""
-    # It repeats samples: neither its targets nor its tokens count again.
+    """Returns the batch with nothing to learn, for a rank that has no sample left but must run the collectives."""
+    # It repeats samples, so neither its targets nor its tokens count again.
     none = torch.zeros(len(batch["input_ids"]), dtype=torch.long)
     lengths = {"lengths": none, **({"target_lengths": none} if "target_lengths" in batch else {})}
     return {**batch, "labels": torch.full_like(batch["labels"], IGNORED), **lengths}

@@ -1,4 +1,4 @@
-"""Messages of a conversation, of whatever names and shapes, as chat templates take them."""
+"""Converts messages of a conversation, whatever their keys and shapes, to what chat templates take."""
 
 from __future__ import annotations
 
@@ -30,19 +30,23 @@ ROLES = {
 """Role's name in a row -> its name in a chat template."""
 
 KNOWN = ("name", "tool_call_id", "channel")
-"""What else of a message a template is given."""
+"""Further keys of a message that a template gets."""
 
 READ = {*KNOWN, *FIELDS, *FLAGS, PARTS, *MEDIA, "tool_calls", "function_call"}
-"""Keys of a message that mean something here, beside its role and content."""
+"""Keys of a message that are read, beside its role and content."""
 
 OF_ROW = ("unread", "parts", "weight", PICTURED)
-"""Keys of a message that are of its row alone, and not for a template."""
+"""Keys of a message that are not for a template."""
 
 SYSTEM = ("system", "developer")
 
 
 def asked_of(values: dict[str, Any], columns: dict[str, str]) -> list[Message]:
-    """What Alpaca's columns ask: earlier turns (`history`), then the instruction with its input. Raises RowProblem."""
+    """Returns what Alpaca's columns ask: earlier turns (`history`), then the instruction with its input.
+
+    Raises:
+        RowProblem: if a column holds no text, or `history` is not a list of pairs.
+    """
     asked = text_of(values["instruction"], columns["instruction"])
     about = values.get("input")
     if about is not None and not isinstance(about, str):
@@ -65,17 +69,20 @@ def _history(value: Any, column: str) -> list[Message]:
 
 
 def with_system(messages: list[Message], system: Any) -> list[Message]:
-    """The messages after a system prompt, where there is one and they bring none."""
+    """Returns the messages behind the system prompt, if there is one and they have none."""
     if is_absent(system) or (messages and messages[0]["role"] in SYSTEM):
         return messages
     return [{"role": "system", "content": text_of(system, "system")}, *messages]
 
 
 def messages_of(value: Any, column: str, pictures: bool = False) -> list[Message]:
-    """Messages with `role` and `content`. Raises RowProblem.
+    """Returns messages with `role` and `content`.
 
     Args:
-        pictures: parts of content may be images; see `picture_places.placed`.
+        pictures: whether parts of content may be images; see `picture_places.placed`.
+
+    Raises:
+        RowProblem: if the value is not a list of messages that can be read.
     """
     if value is None:
         raise RowProblem(f"{column} is missing or null")
@@ -112,15 +119,15 @@ def _message(item: Any, pictures: bool = False) -> Message:
         known[THOUGHTS] = thoughts
     writable(known, "a message")
     shown = [part for part in content if is_picture(part)] if pictures and isinstance(content, list) else []
-    words = None if content is None else _content(_with_places(content) if shown else content, role)
-    message = {"role": role, "content": words, **known, **_of_row(fields, role, words or "")}
+    words = None if content is None else _text_of_content(_with_places(content) if shown else content, role)
+    message = {"role": role, "content": words, **known, **_row_fields(fields, role, words or "")}
     if shown:
         message[PICTURED] = [reference_of(part) for part in shown]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _of_row(fields: dict[str, Any], role: str, words: str) -> dict[str, Any]:
-    """What a message says of itself, under the keys `OF_ROW`: whether it is learned, and what nobody reads."""
+def _row_fields(fields: dict[str, Any], role: str, words: str) -> dict[str, Any]:
+    """Returns a message's own flags under the keys `OF_ROW`: whether it is learned, and what of it is ignored."""
     learned, parts = is_learned(fields), unlearned_parts(fields, words)
     unread = [f"a message's {key_shown(key)} is not read" for key in sorted(fields.keys() - READ)]
     if learned is False:
@@ -135,7 +142,7 @@ def _of_row(fields: dict[str, Any], role: str, words: str) -> dict[str, Any]:
 
 
 def _with_places(content: list[Any]) -> list[Any]:
-    """The parts of a message, a place for a picture as the text of each that is one."""
+    """Returns the parts of a message, with a place as the text of each picture."""
     return [{"type": "text", "text": PLACE} if is_picture(part) else part for part in content]
 
 
@@ -144,8 +151,8 @@ def _calls_in_text(value: Any) -> list[dict[str, Any]]:
     return _tool_calls(calls if isinstance(calls, list) else [calls])
 
 
-def _content(content: Any, role: str) -> str:
-    """The words of a message: text, or parts of text. The assistant's may be empty."""
+def _text_of_content(content: Any, role: str) -> str:
+    """Returns the words of a message, which are text or parts of text; the assistant's may be empty."""
     if isinstance(content, list):
         content = [part for part in content if not is_thought(part)]
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
@@ -169,7 +176,7 @@ def _tool_calls(value: Any) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call whose arguments are an object, as chat templates want it, and not JSON in a string."""
+    """Returns a call whose arguments are an object, as chat templates expect, not JSON in a string."""
     # Older layouts have the function itself as the call.
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -182,7 +189,11 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
-    """Tools in OpenAI's form; None where there are none. Raises RowProblem."""
+    """Returns tools in OpenAI's form, or None if there are none.
+
+    Raises:
+        RowProblem: if it is not a list of tools.
+    """
     tools = None if is_absent(value) else parsed(value, "tools")
     if tools in (None, []):
         return None
@@ -196,10 +207,13 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
 def conversation(
     messages: list[Message], tools: list[dict[str, Any]] | None, of_row: list[Any] | None = None
 ) -> Conversation:
-    """Checked for what no template makes sense of; what else a template refuses, it says itself.
+    """Checks messages for what no template can render, and returns the conversation.
 
     Args:
-        of_row: pictures of the row's column; None: rows have no pictures.
+        of_row: pictures of the row's column, or None if rows have no pictures.
+
+    Raises:
+        RowProblem: if roles are out of order, nobody answers, or nothing is asked.
     """
     messages, pictures, where = (messages, [], []) if of_row is None else placed(messages, of_row)
     roles = [message["role"] for message in messages]
@@ -221,7 +235,11 @@ def conversation(
 
 
 def answered_last(found: Conversation) -> Conversation:
-    """The conversation, whose last turn is what is compared or judged. Raises RowProblem where nobody answers in it."""
+    """Returns the conversation, whose last turn is compared or judged.
+
+    Raises:
+        RowProblem: if the last turn is not the assistant's.
+    """
     # An earlier turn would be learned in its place, and two sides that share it would cancel without a word.
     if found.messages[-1]["role"] != "assistant":
         raise RowProblem("the last turn is not the assistant's")

@@ -1,8 +1,8 @@
-"""Which part of which row goes into which sample.
+"""Decides which part of which row goes into which sample.
 
 Long rows are cut first; then best-fit decreasing fills samples of `max_length` tokens. Both are
-functions of the lengths alone, so every rank and every run finds the same. Best-fit packing keeps rows
-whole where cutting a stream of tokens does not: Ding et al., arXiv 2404.10830.
+functions of the lengths alone, so every rank and every run gets the same result. Best-fit packing keeps
+rows whole, unlike cutting a stream of tokens: Ding et al., arXiv 2404.10830.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Pieces:
         return self.stop - self.start
 
     def place(self, number: int) -> tuple[int, int, int]:
-        """Row, start and stop of one piece."""
+        """Returns row, start and stop of one piece."""
         return int(self.row[number]), int(self.start[number]), int(self.stop[number])
 
     def take(self, numbers: Any) -> Pieces:
@@ -47,22 +47,22 @@ class Pieces:
 
 
 def is_packed(data: DataSection, objective: ObjectiveSection) -> bool:
-    """Whether rows share samples: as the recipe says, else all but those of a few objectives."""
+    """Returns whether rows share samples: as the recipe says, else unless the objective pads."""
     return not objective.spec.padded if data.packing is None else data.packing
 
 
 def whole(rows: Ints, lengths: Ints, max_length: int) -> Pieces:
-    """A piece for each row, its first `max_length` tokens."""
+    """Returns a piece for each row: its first `max_length` tokens."""
     return Pieces(rows, np.zeros_like(rows), np.minimum(lengths[rows], max_length))
 
 
 def split(rows: Ints, lengths: Ints, max_length: int) -> Pieces:
-    """Rows cut into pieces of `max_length` tokens.
+    """Cuts rows into pieces of `max_length` tokens.
 
     A piece starts with the last token of the piece before, so that its own first token is predicted too:
     together the pieces hold every target of the row once.
     """
-    # Pieces share one token, and a row's first token is no target: L - 1 targets in steps of max_length - 1.
+    # Pieces share one token, and a row's first token is not a target: L - 1 targets in steps of max_length - 1.
     stride = max_length - 1
     counts = np.maximum(1, -(-(lengths[rows] - 1) // stride))
     first = np.cumsum(counts) - counts
@@ -72,7 +72,7 @@ def split(rows: Ints, lengths: Ints, max_length: int) -> Pieces:
 
 
 def of_turns(rows: Ints, ends: list[list[int]]) -> Pieces:
-    """A piece for each answer of a row, whose `ends` are one after their last tokens."""
+    """Returns a piece for each answer of each row; `ends` are one after their last tokens."""
     starts = [start for of_row in ends for start in (0, *of_row[:-1])]
     stops = [stop for of_row in ends for stop in of_row]
     row = np.repeat(rows, [len(of_row) for of_row in ends])
@@ -80,15 +80,15 @@ def of_turns(rows: Ints, ends: list[list[int]]) -> Pieces:
 
 
 def best_fit(lengths: Ints, capacity: int) -> Ints:
-    """The sample of each piece, (N,): best-fit decreasing, samples numbered by their first piece.
+    """Returns the sample of each piece, (N,), by best-fit decreasing; samples are numbered by their first piece.
 
-    Each piece, longest first, goes where the least room is left over, and of several such samples to the
-    one that was added to last; equal lengths keep their order.
-    N log N for sorting, and then a step for each piece: rooms are kept by size, and sizes in use as the
-    bits of one integer.
+    Each piece, longest first, goes to the sample where the least room is left over, and among equal ones to
+    the sample that was added to last; equal lengths keep their order.
+    It takes N log N for sorting, and then a step for each piece: rooms are kept by size, and sizes in use as
+    the bits of one integer.
 
     Args:
-        lengths: of the pieces, each at most `capacity`.
+        lengths: lengths of the pieces, (N,), each at most `capacity`.
     """
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0
@@ -96,7 +96,7 @@ def best_fit(lengths: Ints, capacity: int) -> Ints:
     sample_of = np.empty(len(lengths), dtype=np.int64)
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
-        # Of the bits that are left, the lowest is the smallest room that fits.
+        # The lowest bit left is the smallest room that fits.
         fitting = rooms >> length
         if fitting:
             room = length + (fitting & -fitting).bit_length() - 1
@@ -115,14 +115,14 @@ def best_fit(lengths: Ints, capacity: int) -> Ints:
 
 
 def by_sample(pieces: Pieces, sample_of: Ints) -> tuple[Pieces, list[int]]:
-    """The pieces in the order of their samples, and for each sample one after its last piece."""
+    """Returns the pieces in the order of their samples, and for each sample the number after its last piece."""
     # Stable: within a sample the pieces keep the order of the rows.
     in_order = pieces.take(np.argsort(sample_of, kind="stable"))
     return in_order, np.cumsum(np.bincount(sample_of)).tolist()
 
 
 def _by_first_piece(sample_of: Ints, num_samples: int) -> Ints:
-    """Samples numbered anew, in the order of the first piece in each."""
+    """Renumbers samples in the order of the first piece in each."""
     first = np.full(num_samples, len(sample_of), dtype=np.int64)
     np.minimum.at(first, sample_of, np.arange(len(sample_of)))
     rank = np.empty(num_samples, dtype=np.int64)
@@ -131,17 +131,17 @@ def _by_first_piece(sample_of: Ints, num_samples: int) -> Ints:
 
 
 def mixed(counts: list[int], weights: list[float]) -> list[tuple[Ints, Ints]]:
-    """Rows of weighted sources in one order: for each source, its places in the order and the rows there.
+    """Mixes rows of weighted sources into one order; returns each source's places in the order and its rows there.
 
     The k-th row of a source of weight w comes at time (k + 1/2) / w, so that every stretch of the order
     holds the sources in proportion to their weights. The order ends when every source has been seen
-    whole; one that is through earlier starts again.
+    whole; a source that ends earlier starts again.
     """
     end = max(count / weight for count, weight in zip(counts, weights, strict=True))
     numbers = [np.arange(round(weight * end)) for weight in weights]
     times = np.concatenate([(number + 0.5) / weight for number, weight in zip(numbers, weights, strict=True)])
     places = np.empty(len(times), dtype=np.int64)
-    # Stable: of rows at the same time the earlier source's comes first, as in stream.py.
+    # Stable: at equal times the earlier source's row comes first, as in stream.py.
     places[np.argsort(times, kind="stable")] = np.arange(len(times))
     ends = np.cumsum([len(number) for number in numbers])
     return [

@@ -1,4 +1,4 @@
-"""Pairs of completions, one preferred over the other."""
+"""Reads pairs of completions, one preferred over the other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from toolkit.data.values import is_absent, text_of, type_of
 SIDES = ("chosen", "rejected")
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
-"""How hh-rlhf (arXiv 2204.05862) writes whose turn it is."""
+"""How hh-rlhf (arXiv 2204.05862) marks turns."""
 
 
 def pair_of(values: dict[str, Any], columns: dict[str, str]) -> Pair:
-    """Both completions after the prompt; without one, it is what both conversations begin with. Raises RowProblem."""
+    """Returns both completions behind their prompt, which may be the common beginning of two conversations.
+
+    Raises:
+        RowProblem: if the two are the same, or differ before the last message.
+    """
     prompt = _prompt(values, columns)
-    sides = [_side(prompt, values, columns, side) for side in SIDES]
+    sides = [_completion(prompt, values, columns, side) for side in SIDES]
     chosen, rejected = sides
     if chosen == rejected:
         raise RowProblem(f"{columns['chosen']} and {columns['rejected']} are the same")
@@ -34,7 +38,7 @@ def _margin(values: dict[str, Any], columns: dict[str, str]) -> float:
     value: Any = values.get("margin")
     if is_absent(value):
         return 0.0
-    # A CSV file holds text alone; in Python True is a number.
+    # A CSV file holds only text; in Python True is a number.
     try:
         margin = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -45,7 +49,7 @@ def _margin(values: dict[str, Any], columns: dict[str, str]) -> float:
 
 
 def _prompt(values: dict[str, Any], columns: dict[str, str]) -> str | list[Message]:
-    """What is answered: text as it is, or messages; none of these where both sides are whole conversations."""
+    """Returns the prompt as text or messages, or an empty list if both sides are whole conversations."""
     prompt = values.get("prompt")
     if isinstance(prompt, list):
         return messages_of(prompt, columns["prompt"]) if prompt else []
@@ -58,7 +62,7 @@ def _prompt(values: dict[str, Any], columns: dict[str, str]) -> str | list[Messa
     return []
 
 
-def _side(
+def _completion(
     prompt: str | list[Message], values: dict[str, Any], columns: dict[str, str], side: str
 ) -> Answer | Conversation:
     value, column = values[side], columns[side]
@@ -71,27 +75,27 @@ def _side(
     else:
         answered = messages_of([value] if isinstance(value, dict) else value, column)
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    messages = _after(asked, answered, column)
+    messages = _prompt_and_answer(asked, answered, column)
     return answered_last(conversation(with_system(messages, values.get("system")), tools_of(values.get("tools"))))
 
 
-def _after(asked: list[Message], answered: list[Message], column: str) -> list[Message]:
-    """The prompt and the answer, where the column may hold the prompt once more, as UltraFeedback's do."""
+def _prompt_and_answer(asked: list[Message], answered: list[Message], column: str) -> list[Message]:
+    """Returns the prompt and the answer; the column may repeat the prompt, as UltraFeedback's do."""
     if not asked or answered[0]["role"] in ("assistant", "tool"):
         return [*asked, *answered]
     # The conversation may have a system turn of its own, which the prompt does not repeat.
     begins = answered[1:] if answered[0]["role"] == "system" and asked[0]["role"] != "system" else answered
-    if [_said(message) for message in begins[: len(asked)]] != [_said(message) for message in asked]:
+    if [_role_and_text(message) for message in begins[: len(asked)]] != [_role_and_text(message) for message in asked]:
         raise RowProblem(f"{column} is a whole conversation that does not begin with the prompt")
     return answered
 
 
-def _said(message: Message) -> tuple[str, str]:
+def _role_and_text(message: Message) -> tuple[str, str]:
     return message["role"], (message["content"] or "").strip()
 
 
 def _dialogue(text: str, columns: dict[str, str]) -> list[Message]:
-    """A conversation written as text: `\\n\\nHuman: ...\\n\\nAssistant: ...`."""
+    """Parses a conversation written as text: `\\n\\nHuman: ...\\n\\nAssistant: ...`."""
     if not _TURN.match(text):
         raise RowProblem(f"{columns['prompt']} is missing or null")
     _, *parts = _TURN.split(text)

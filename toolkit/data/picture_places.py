@@ -1,4 +1,4 @@
-"""Where pictures stand in a conversation: parts of messages, or `<image>` in their words."""
+"""Finds the places of pictures in a conversation: parts of messages, or `<image>` in their words."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from toolkit.data.problem import RowProblem
 from toolkit.data.values import is_absent
 
 PLACE = "\ufffc"
-"""Stands for a picture in a message's words here: Unicode's object replacement character."""
+"""Stands for a picture in a message's words: Unicode's object replacement character."""
 
 PICTURED = "pictured"
 """Key of every message of a conversation with pictures: the word that stands for one in the chat template."""
 
 COLUMNS = ("images", "image", "image_paths", "image_path", "image_urls", "image_url")
-"""Where a row has its pictures: one or a list, in the order of their places."""
+"""Columns of a row's pictures: one picture or a list, in the order of their places."""
 
 MARK = "<image>"
-"""A place for a picture of the row's column, in the words of LLaVA, ShareGPT, LLaMA-Factory and ms-swift."""
+"""Place for a picture of the row's column in a text, as in LLaVA, ShareGPT, LLaMA-Factory and ms-swift."""
 
 OF_ROW = object()
 """A place for the next picture of the row's column."""
@@ -30,12 +30,12 @@ _PARTS = {"image", "image_url", "input_image"}
 
 
 def is_picture(part: Any) -> bool:
-    """Whether a part of a message's content is a picture."""
+    """Returns whether a part of a message's content is a picture."""
     return isinstance(part, Mapping) and (part.get("type") in _PARTS or (part.get("type") is None and "image" in part))
 
 
 def reference_of(part: Mapping[str, Any]) -> Any:
-    """What a part says of its picture: a path, URI, bytes or mapping; `OF_ROW` if nothing."""
+    """Returns the reference of a part to its picture: a path, URI, bytes or mapping, or `OF_ROW` if it has none."""
     for key in ("image", "image_url", "path", "url", "base64"):
         if not is_absent(part.get(key)):
             return {"base64": part[key]} if key == "base64" else part[key]
@@ -43,7 +43,11 @@ def reference_of(part: Mapping[str, Any]) -> Any:
 
 
 def column_of(row: Mapping[str, Any]) -> list[Any]:
-    """The pictures of a row's own column. Raises RowProblem if several columns have some."""
+    """Returns the pictures of a row's own column.
+
+    Raises:
+        RowProblem: if several columns have some.
+    """
     found = [name for name in COLUMNS if not is_absent(row.get(name)) and row[name] not in ([], {})]
     if len(found) > 1:
         raise RowProblem(f"both {found[0]} and {found[1]} hold images")
@@ -52,20 +56,20 @@ def column_of(row: Mapping[str, Any]) -> list[Any]:
 
 
 def placed(messages: list[Message], of_row: list[Any]) -> tuple[list[Message], list[Any], list[str]]:
-    """The messages with a `PLACE` for every picture, the pictures in the order of their places, and notes.
+    """Returns the messages with a `PLACE` for every picture, the pictures in the order of their places, and notes.
 
     Args:
-        messages: with what their parts say of pictures under `PICTURED`.
+        messages: with the references of their parts to pictures under `PICTURED`.
         of_row: the pictures of the row's column.
 
     Raises:
-        RowProblem: places and pictures are not equally many, or a picture stands in what the assistant says.
+        RowProblem: if there are more or fewer places than pictures, or a picture is in the assistant's words.
     """
     notes: list[str] = []
     if of_row and not any(OF_ROW in message.get(PICTURED, ()) for message in messages):
         messages = [_with_marks(message) for message in messages]
         if not any(OF_ROW in message.get(PICTURED, ()) for message in messages):
-            messages, notes = _before_all(messages, len(of_row)), [BEFORE_ALL]
+            messages, notes = _put_before_user_words(messages, len(of_row)), [BEFORE_ALL]
     named = [reference for message in messages for reference in message.get(PICTURED, ())]
     places = sum(reference is OF_ROW for reference in named)
     if places != len(of_row):
@@ -81,7 +85,7 @@ NO_IMAGE = "the messages have more places for images than the row has images"
 
 
 def _with_marks(message: Message) -> Message:
-    """The message with places where its words say `<image>`."""
+    """Returns the message with a place for each `<image>` in its words."""
     words = message.get("content")
     if not isinstance(words, str) or MARK not in words or message["role"] == "assistant":
         return message
@@ -90,7 +94,7 @@ def _with_marks(message: Message) -> Message:
     return {**message, "content": words.replace(MARK, PLACE), PICTURED: [OF_ROW] * words.count(MARK)}
 
 
-def _before_all(messages: list[Message], count: int) -> list[Message]:
+def _put_before_user_words(messages: list[Message], count: int) -> list[Message]:
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise RowProblem("the row has images, and no message of the user for them to stand in")
@@ -105,9 +109,9 @@ def _before_all(messages: list[Message], count: int) -> list[Message]:
 
 
 def for_template(messages: list[Message], template: str) -> list[Message]:
-    """The messages as a chat template takes pictures: in parts, or as a word if it knows no parts of images.
+    """Returns the messages as a chat template takes pictures: in parts, or as a word if it knows no image parts.
 
-    In a conversation with pictures every message has parts, as transformers' processors give them to templates.
+    In a conversation with pictures every message has parts, as transformers' processors pass them to templates.
     """
     if not any(PICTURED in message for message in messages):
         return messages

@@ -1,4 +1,4 @@
-"""Samples of rows with pictures."""
+"""Makes samples of rows with pictures."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from toolkit.data.pictures import PREFIX, Pictures
 from toolkit.data.samples import Batch, Rows, TextSamples, batch_of
 
 KINDS_OF_TOKENS = "mm_token_type_ids"
-"""In a batch: 1 for tokens in whose places the model puts what it sees, else 0, (B, T); transformers' name."""
+"""Key of a batch: 1 for tokens that the model replaces by image features, else 0, (B, T); transformers' name."""
 
 COUNTS = "picture_counts"
-"""In a batch: pictures of each document, (D,), in the order of rows and of documents in them."""
+"""Key of a batch: number of pictures of each document, (D,), in the order of rows and of documents in them."""
 
 
 @dataclass(frozen=True)
 class PictureSamples(TextSamples):
-    """As `TextSamples`, with the tensors that the model's processor makes of pictures, under `PREFIX` and its names.
+    """`TextSamples` with the tensors that the model's processor makes of pictures, under `PREFIX` and its names.
 
-    A micro-batch without a picture has a small one behind its first sample, in a document of its own that nothing is
-    learned of: every rank enters the same units in every micro-batch. T is longer there by what stands for it. Its
-    gradients are exactly 0, and so in all numbers of ranks the step is the same.
+    A micro-batch without a picture gets a small one behind its first sample, in a document of its own without targets,
+    so that every rank runs the same units in every micro-batch. T is longer by its tokens then. Its gradients are
+    exactly 0, so the step is the same for any number of ranks.
 
     Attributes:
-        pictures: reads them.
+        pictures: reads the pictures.
     """
 
     pictures: Pictures = None  # type: ignore[assignment]
@@ -39,7 +39,7 @@ class PictureSamples(TextSamples):
         return self.shown(numbers, [self.seen(number) for number in numbers])
 
     def seen(self, number: int) -> list[list[Image.Image]]:
-        """The pictures of each row of a sample."""
+        """Returns the pictures of each row of a sample."""
         assert isinstance(self.rows, Rows)
         rows = self.rows
         return [
@@ -48,7 +48,7 @@ class PictureSamples(TextSamples):
         ]
 
     def shown(self, numbers: Sequence[int], seen: list[list[list[Image.Image]]]) -> Batch:
-        """The batch of samples, given the pictures of each of their rows, which are of the sizes that rows have."""
+        """Returns the batch of samples, given the pictures of each of their rows, in the sizes that the rows have."""
         own = [self.tokens(number) for number in numbers]
         samples, extra = list(own), 0
         if not any(found for rows in seen for found in rows):
@@ -59,29 +59,29 @@ class PictureSamples(TextSamples):
         batch["lengths"][0] -= extra
         batch = self.with_kinds(batch) | self.shown_tensors(seen)
         if self.source_of is not None:
-            batch["sources"] = self._sources(numbers, own, batch["input_ids"])
+            batch["sources"] = self._source_numbers(numbers, own, batch["input_ids"])
         return batch
 
     def with_kinds(self, batch: Batch) -> Batch:
-        """The batch with the kinds of its tokens."""
+        """Adds the kinds of a batch's tokens, (B, T), int64."""
         placeholders = torch.tensor(sorted(self.pictures.token_ids))
         return {**batch, KINDS_OF_TOKENS: torch.isin(batch["input_ids"], placeholders).long()}
 
     def shown_tensors(self, seen: Sequence[Sequence[Sequence[Image.Image]]]) -> Batch:
-        """What a model is given of the pictures of each document of each sample."""
+        """Returns what a model gets for the pictures of each document of each sample: `COUNTS` and pixel tensors."""
         counts = torch.tensor([len(found) for rows in seen for found in rows])
         by_sample = [[picture for found in rows for picture in found] for rows in seen]
         shown = [pictures for pictures in by_sample if pictures]
         return {COUNTS: counts, **(self.pictures.tensors(shown) if shown else {})}
 
     def alone(self, number: int, place: int) -> PictureSamples:
-        """One row of a sample, in a sample of its own."""
+        """Returns one row of a sample as a sample of its own."""
         first = self.ends[number - 1] if number else 0
         row, start, stop = ([part] for part in self.pieces.place(first + place))
         return replace(self, pieces=Pieces(*map(np.array, (row, start, stop))), ends=[1])
 
     def few(self, tokens: int) -> Batch:
-        """See `TextSamples.few`; without pictures, and with padding in their places."""
+        """Returns `TextSamples.few` without pictures, and with padding in their places."""
         batch = super().few(tokens)
         placeholders = torch.tensor(sorted(self.pictures.token_ids))
         shown = torch.isin(batch["input_ids"], placeholders)
@@ -89,11 +89,11 @@ class PictureSamples(TextSamples):
         return {**batch, "labels": batch["labels"].masked_fill(shown, -100)}
 
     def has_picture(self, number: int) -> bool:
-        """Whether a sample shows a picture."""
+        """Returns whether a sample has a picture."""
         assert isinstance(self.rows, Rows)
         return any(self.rows.pictures(row) for row in self.rows_of(number))
 
 
 def pictures_in(batch: Batch) -> dict[str, Any]:
-    """The processor's tensors in a batch, by its own names."""
+    """Returns the processor's tensors in a batch, by its own names."""
     return {name.removeprefix(PREFIX): tensor for name, tensor in batch.items() if name.startswith(PREFIX)}

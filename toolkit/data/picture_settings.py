@@ -1,4 +1,4 @@
-"""Settings of a recipe that rows with images do not take, and settings that only they take."""
+"""Refuses settings that rows with images do not support, and settings that only they use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from toolkit.recipe.schema import DataSection
 
 
 def require_built(data: DataSection, source: str) -> None:
-    """Raises DataError if the recipe asks for what is not built for rows with images.
+    """Checks that the recipe uses only what is built for rows with images.
 
     Args:
         source: name of the source that has some.
+
+    Raises:
+        DataError: if it sets something else.
     """
     asked = {
         "data.targets": data.targets in ("all", "each_turn") and data.targets,
@@ -26,10 +29,13 @@ def require_built(data: DataSection, source: str) -> None:
 
 
 def require_effect(data: DataSection, sources: Iterable[Mapping[str, Any]]) -> None:
-    """Raises DataError if the recipe limits pixels, and no row has an image that the model is shown.
+    """Checks that a limit of pixels has an effect: some row has an image that the model gets.
 
     Args:
-        sources: what is known of each source; one with images has `roots`.
+        sources: facts about each source; one with images has `roots`.
+
+    Raises:
+        DataError: if the recipe sets a limit and no row has such an image.
     """
     limits = PixelLimits.of(data)
     if limits and not any("roots" in source for source in sources):

@@ -1,6 +1,6 @@
-"""Pictures of rows: from what a row says of them to what the model's processor makes of them.
+"""Turns a row's references to pictures into the text and tensors of the model's processor.
 
-The processor is transformers' own. It says which tokens stand for a picture, and makes the tensors of it.
+The processor is transformers' own. It decides which tokens stand for a picture, and makes its tensors.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from toolkit.data.problem import RowProblem
 from toolkit.errors import BadInputError, DataError, first_line, in_words
 
 PREFIX = "picture/"
-"""Begins the names of the processor's tensors in a batch."""
+"""Key prefix of the processor's tensors in a batch."""
 
 SMALLEST = (56, 56)
-"""Width and height of the picture that stands in a micro-batch without one (pixels); the processor resizes it."""
+"""Width and height of the picture that is added to a micro-batch without one (pixels); the processor resizes it."""
 
 
 @dataclass(frozen=True)
 class Expanded:
-    """A text with what stands for each picture.
+    """A text in which each picture is expanded.
 
     Attributes:
-        spans: of the targets, in this text (characters).
-        records: what is kept of each picture, one text each.
+        spans: spans of the targets in this text (characters).
+        records: the record of each picture, as JSON.
     """
 
     text: str
@@ -55,17 +55,17 @@ _SOURCE = "pictures_of"
 def set_source(
     tokenizer: PreTrainedTokenizerBase, name: str | None, revision: str | None, limits: PixelLimits = NO_LIMITS
 ) -> None:
-    """Notes which model the tokenizer is of, for `Pictures.of`.
+    """Stores on the tokenizer which model it belongs to, for `Pictures.of`.
 
     Args:
-        name: of the model; None: one with random weights, which sees nothing.
-        limits: that the recipe sets.
+        name: name of the model, or None for random weights, which take no pictures.
+        limits: the limits that the recipe sets.
     """
     setattr(tokenizer, _SOURCE, None if name is None else (name, revision, limits))
 
 
 def limits_of(tokenizer: PreTrainedTokenizerBase) -> PixelLimits:
-    """What `set_source` was given."""
+    """Returns the limits that `set_source` stored."""
     return NO_LIMITS if (source := getattr(tokenizer, _SOURCE, None)) is None else source[2]
 
 
@@ -74,11 +74,11 @@ class Pictures:
     """Reads pictures for one model.
 
     Attributes:
-        name: of the model: a folder, or a name on the hub.
-        revision: of a model on the hub.
-        store: folder of the cache in which pictures that rows hold themselves are kept.
-        identity: tells its processor from others.
-        limits: of the number of pixels that an image is scaled to.
+        name: the model: a folder, or a name on the hub.
+        revision: revision of a model on the hub.
+        store: folder of the cache for pictures that rows hold themselves.
+        identity: digest that identifies the processor.
+        limits: limits of the number of pixels that an image is scaled to.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Pictures:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Pictures | None:
-        """Those of the tokenizer's model; None if it has no processor of pictures."""
+        """Returns the reader for the tokenizer's model, or None if it has no image processor."""
         if (source := getattr(tokenizer, _SOURCE, None)) is None:
             return None
         name, revision, limits = source
@@ -106,16 +106,20 @@ class Pictures:
 
     @cached_property
     def processor(self) -> Any:
-        """transformers' processor. Raises BadInputError if it cannot be loaded, or cannot keep to the limits."""
+        """transformers' processor.
+
+        Raises:
+            BadInputError: if it cannot be loaded, or cannot keep to the limits.
+        """
         try:
-            # Never code from the hub: a processor of one's own would need model.trust_remote_code here, too.
+            # Never code from the hub: a custom processor would need model.trust_remote_code here, too.
             processor = AutoProcessor.from_pretrained(self.name, revision=self.revision)
         except ImportError as error:
             raise BadInputError(
                 f"data.train has images, and the processor of {self.name!r} needs a package that is not installed "
                 f"({in_words(error)}): pip install 'finetune-toolkit[vision]'"
             ) from error
-        except Exception as error:  # transformers raises a great many kinds about a broken file
+        except Exception as error:  # transformers raises many types about a broken file
             raise BadInputError(
                 f"data.train has images, and no processor can be loaded from {self.name!r}: {in_words(error)}; correct "
                 "its preprocessor_config.json or processor_config.json, or download them again"
@@ -131,25 +135,25 @@ class Pictures:
 
     @property
     def token(self) -> str:
-        """What a chat template writes for a picture, which is then expanded."""
+        """The token that a chat template writes for a picture, which is then expanded."""
         return str(self.processor.image_token)
 
     @cached_property
     def token_ids(self) -> frozenset[int]:
-        """The tokens in whose places the model puts what it sees."""
+        """The tokens that the model replaces by image features."""
         return frozenset(int(token) for token in self.processor.image_token_ids if token is not None)
 
     def expansion(self, picture: Image.Image) -> str:
-        """What stands for a picture in the text that is tokenised. It depends on the picture's size alone.
+        """Returns the text that stands for a picture before tokenising. It depends on the picture's size alone.
 
         Raises:
-            RowProblem: the processor takes no picture of this size.
+            RowProblem: if the processor takes no picture of this size.
         """
         if picture.size not in self._sizes:
             processor = self.processor
             try:
                 found = processor(text=[self.token], images=[[picture]], return_text_replacement_offsets=True)
-            except Exception as error:  # of the model's own code: Qwen's refuses what is 200 times as wide as high
+            except Exception as error:  # the model's own code: Qwen's refuses a picture 200 times as wide as high
                 raise RowProblem(f"an image that the model's processor does not take: {first_line(error)}") from error
             ((replaced,),) = found["text_replacement_offsets"]
             self._sizes[picture.size] = str(replaced["replacement"])
@@ -163,13 +167,13 @@ class Pictures:
         return picture, list(ids)
 
     def record(self, reference: Any, root: Path) -> tuple[dict[str, Any], Image.Image]:
-        """What is kept of a row's picture: where it is, and by what it is known again; and the picture.
+        """Returns the record of a row's picture, with its place and digest, and the picture.
 
         Args:
-            root: of paths.
+            root: folder that paths start from.
 
         Raises:
-            RowProblem: it cannot be read.
+            RowProblem: if it cannot be read.
         """
         found = file_or_content(reference, root)
         content = found if isinstance(found, bytes) else content_of(found)
@@ -177,19 +181,19 @@ class Pictures:
         known_by = _digest(content)
         if isinstance(found, Path):
             return {"path": str(found.relative_to(root.resolve())), "digest": known_by, "size": picture.size}, picture
-        self._keep(content, known_by)
+        self._keep_content(content, known_by)
         return {"digest": known_by, "size": picture.size}, picture
 
     def expanded(self, text: str, spans: list[Span], references: Sequence[Any], root: Path) -> Expanded:
-        """A text in which the chat template has written a place for each picture, with what stands for them.
+        """Expands each picture's token in a text that the chat template wrote.
 
         Args:
-            spans: of the targets (characters).
-            references: what the row says of its pictures.
-            root: of paths.
+            spans: spans of the targets (characters).
+            references: the row's references to its pictures.
+            root: folder that paths start from.
 
         Raises:
-            RowProblem: a picture cannot be read, or stands in what is learned, or there are more or fewer places.
+            RowProblem: if a picture cannot be read or is in a target, or there are more or fewer places than pictures.
         """
         pieces = text.split(self.token)
         if len(pieces) - 1 != len(references):
@@ -205,7 +209,7 @@ class Pictures:
         whole = "".join(part for pair in zip_longest(pieces, expansions, fillvalue="") for part in pair)
         return Expanded(whole, moved, tuple(json.dumps(record) for record, _ in found))
 
-    def _keep(self, content: bytes, known_by: str) -> None:
+    def _keep_content(self, content: bytes, known_by: str) -> None:
         place = self.store / known_by
         if place.exists():
             return
@@ -215,13 +219,13 @@ class Pictures:
         os.replace(unfinished, place)
 
     def read(self, record: dict[str, Any], root: str, row: str) -> Image.Image:
-        """The picture of a record.
+        """Reads the picture of a record.
 
         Args:
-            row: its name, for errors.
+            row: name of the row, for errors.
 
         Raises:
-            DataError: the file is gone, or is another than when the rows were read.
+            DataError: if the file is gone, or differs from the one when the rows were read.
         """
         path = Path(root, record["path"]) if "path" in record else self.store / record["digest"]
         try:
@@ -238,19 +242,25 @@ class Pictures:
         return decoded(content)
 
     def tensors(self, rows: Sequence[Sequence[Image.Image]]) -> dict[str, torch.Tensor]:
-        """What the model takes of the pictures of rows, each of which has some: `PREFIX` and the processor's names."""
+        """Returns the model's tensors for the pictures of rows, under `PREFIX` and the processor's names.
+
+        Their shapes are the processor's, for example (patches, values) and (images, 3) in Qwen-VL's.
+
+        Args:
+            rows: the pictures of each row; no row is without one.
+        """
         texts = [self.token * len(pictures) for pictures in rows]
         found = self.processor(
             text=texts, images=[list(pictures) for pictures in rows], return_tensors="pt", padding=True
         )
         of_text = {*self.processor.tokenizer.model_input_names, "token_type_ids", "mm_token_type_ids"}
-        # Llama 4's are bfloat16 whatever the model is; a model casts what it is given to its own type, or FSDP does.
+        # Llama 4's are bfloat16 whatever the model is; a model casts its inputs to its own dtype, or FSDP does.
         whole = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
         return {f"{PREFIX}{name}": tensor for name, tensor in whole.items() if name not in of_text}
 
 
 def parse(records: Sequence[str]) -> list[dict[str, Any]]:
-    """Records as they are kept, one text each."""
+    """Parses records, one JSON text each."""
     return [json.loads(record) for record in records]
 
 

@@ -1,8 +1,8 @@
-"""How large a model's processor makes images: `data.min_pixels` and `data.max_pixels`.
+"""Sets how large a model's processor makes images: `data.min_pixels` and `data.max_pixels`.
 
-Processors such as Qwen-VL's scale an image until its number of pixels lies between two limits of their configuration.
-The limits of a recipe take their place, and go into the configuration of the export: a server then reads images as
-training did.
+Processors such as Qwen-VL's scale an image until its number of pixels is between two limits of their configuration.
+The limits of a recipe replace these, and are written into the configuration of the export, so that a server reads
+images as training did.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PixelLimits:
     """Limits of the number of pixels (width times height) that an image is scaled to.
 
     Attributes:
-        smallest: `data.min_pixels`; None: the processor's own.
-        largest: `data.max_pixels`; None: the processor's own.
+        smallest: `data.min_pixels`, or None for the processor's own.
+        largest: `data.max_pixels`, or None for the processor's own.
     """
 
     smallest: int | None = None
@@ -35,7 +35,7 @@ class PixelLimits:
 
     @classmethod
     def of(cls, data: DataSection) -> PixelLimits:
-        """Those that a recipe sets."""
+        """Returns the limits that a recipe sets."""
         return cls(data.min_pixels, data.max_pixels)
 
     def __bool__(self) -> bool:
@@ -43,18 +43,18 @@ class PixelLimits:
 
     @property
     def fields(self) -> str:
-        """The settings that are given, for errors."""
+        """Names of the settings that are set, for errors."""
         given = {"data.min_pixels": self.smallest, "data.max_pixels": self.largest}
         return " and ".join(field for field, value in given.items() if value is not None)
 
     def apply(self, processor: Any, model: str) -> None:
-        """Gives a processor of transformers these limits.
+        """Sets these limits on a processor of transformers.
 
         Args:
-            model: its name, for errors.
+            model: name of the model, for errors.
 
         Raises:
-            BadInputError: the processor does not scale by numbers of pixels, or cannot keep to these.
+            BadInputError: if the processor does not scale by numbers of pixels, or cannot keep to these.
         """
         images = processor.image_processor
         accepted = getattr(getattr(images, "valid_kwargs", None), "__annotations__", {})
@@ -63,7 +63,7 @@ class PixelLimits:
                 f"{self.fields}: the processor of {model!r} ({type(images).__name__}) does not scale images by their "
                 "number of pixels; remove it, or set what its preprocessor_config.json has for the size"
             )
-        size = {**dict(images.size), **self._size()}
+        size = {**dict(images.size), **self._size_settings()}
         smallest, largest = size["shortest_edge"], size["longest_edge"]
         if smallest > largest:
             raise BadInputError(
@@ -78,11 +78,11 @@ class PixelLimits:
         images.size = type(images.size)(**size)
 
     def write(self, folder: Path) -> None:
-        """Sets them in a processor's configuration in `folder`, where an export carries it."""
+        """Writes the limits into a processor's configuration in the folder of an export."""
         if not self:
             return
         own = dict(AutoImageProcessor.from_pretrained(folder, local_files_only=True).size)
-        size = {**{name: value for name, value in own.items() if value is not None}, **self._size()}
+        size = {**{name: value for name, value in own.items() if value is not None}, **self._size_settings()}
         for name in CONFIGURATIONS:
             path = folder / name
             if not path.is_file():
@@ -95,11 +95,11 @@ class PixelLimits:
             images["size"] = size
             path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
-    def _size(self) -> dict[str, int]:
-        """As transformers names them in the processor's `size`."""
+    def _size_settings(self) -> dict[str, int]:
+        """Returns the limits by transformers' names in the processor's `size`."""
         given = {"shortest_edge": self.smallest, "longest_edge": self.largest}
         return {name: value for name, value in given.items() if value is not None}
 
 
 NO_LIMITS = PixelLimits()
-"""The processor's own."""
+"""No limits of the recipe: the processor's own apply."""

@@ -1,4 +1,4 @@
-"""What is wrong with one row."""
+"""The error of one row."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""From a shard to its rows.
+"""Reads the rows of a shard.
 
-A row that cannot be read (half a line, bytes that are no text) comes as the `RowProblem` that says so,
-so that one bad row neither ends a run nor shifts the numbers of the others. Memory: a few rows, however
-large the file is.
+A row that cannot be read (half a line, bytes that are not text) becomes a `RowProblem`, so that one bad
+row neither ends a run nor shifts the numbers of the others. Memory holds a few rows, however large the
+file is.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from toolkit.errors import DataError, first_line
 Row = dict[str, Any] | RowProblem
 
 MAX_ROW_BYTES = 64 * 2**20
-"""A longer line is no row: most likely the file has no lines at all."""
+"""A longer line is not a row: most likely the file has no lines at all."""
 
 MAX_TEXT_BYTES = 256 * 2**20
-"""Of a text file, which is one document."""
+"""The largest text file, which is one document."""
 
 JOINED_ROWS = "a record of several lines, each with as many fields as the header: a stray quote joins rows"
 
 COLUMNS_LISTED = 10
-"""Columns that an error names."""
+"""The most columns that an error names."""
 
 COLUMN_LENGTH = 40
-"""What it shows of each (characters)."""
+"""The most characters that it shows of each."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,11 @@ class Shard:
     """A part of a source.
 
     Attributes:
-        kind: `lines`, `list`, `csv`, `tsv`, `text`, `tar`: of a file; `table`: parquet or arrow; `rows`: of `table`.
-        path: the file; for people where the kind is `rows`.
+        kind: `lines`, `list`, `csv`, `tsv`, `text` or `tar` for a file; `table` for parquet or arrow; `rows` for rows
+            of `table`.
+        path: the file; if the kind is `rows`, a name for messages.
         start: first byte of a piece of lines, or first row.
-        stop: the end; None: of the file.
+        stop: the end, or None for the end of the file.
         table: an opened data set.
     """
 
@@ -60,32 +61,32 @@ class Shard:
 
 
 def read(shard: Shard) -> Iterator[Row]:
-    """The rows of a shard, in order; every line of a file of lines is one, blank ones too.
+    """Yields the rows of a shard, in order; every line of a file of lines is a row, even a blank one.
 
     Raises:
-        DataError: where the rest of the file cannot be read.
+        DataError: if the rest of the file cannot be read.
     """
     try:
         yield from _READERS[shard.kind](shard)
     except DataError:
         raise
-    except Exception as error:  # the libraries that read files raise a great many kinds
+    except Exception as error:  # the libraries that read files raise many types
         raise unreadable("data", shard.path, error) from error
 
 
 def opened(path: str | Path) -> IO[bytes]:
-    """The bytes of a file, unpacked where its name says that it is compressed."""
+    """Opens a file for its bytes, decompressed if its name says so."""
     return fsspec.open(str(path), "rb", compression="infer").open()  # type: ignore[no-any-return]
 
 
 def unreadable(field: str, path: str, error: Exception) -> DataError:
-    """The error about a file or data set that a library could not read."""
+    """Returns the error for a file or data set that a library could not read."""
     why = first_line(error.__cause__ or error).removesuffix(".")
     return DataError(f"{field}: {path!r} cannot be read: {why}; name another, or make it again")
 
 
 def listed(names: list[str]) -> str:
-    """Columns for an error: the first of them, on one line."""
+    """Lists the first columns for an error, on one line."""
     shown = [name if name.isprintable() else repr(name)[1:-1] for name in names[:COLUMNS_LISTED]]
     cut = [name if len(name) <= COLUMN_LENGTH else f"{name[:COLUMN_LENGTH]}..." for name in shown]
     more = f" and {len(names) - COLUMNS_LISTED:,} more" if len(names) > COLUMNS_LISTED else ""
@@ -93,12 +94,12 @@ def listed(names: list[str]) -> str:
 
 
 def _read_lines(shard: Shard) -> Iterator[Row]:
-    """A row for each line that starts in the shard."""
-    # Not `datasets`' JSON reader: it ends at the first line that is not JSON, and unifies the types of all rows,
-    # which fills tools and messages with nulls.
+    """Yields a row for each line that starts in the shard."""
+    # `datasets`' JSON reader would end at the first line that is not JSON, and unify the types of all rows, which
+    # fills tools and messages with nulls.
     with opened(shard.path) as file:
         if shard.start > 0:
-            # From one byte before, so that a line that begins exactly here is not skipped.
+            # Start one byte earlier, so that a line that begins exactly here is not skipped.
             file.seek(shard.start - 1)
             _skip_line(file)
         # A compressed file is one shard without an end, so its position is not needed.
@@ -112,11 +113,11 @@ def _read_lines(shard: Shard) -> Iterator[Row]:
                 position += _skip_line(file)
                 yield RowProblem(f"a line of more than {MAX_ROW_BYTES // 2**20} MiB")
             else:
-                yield _parsed(line, at_start=shard.start == 0 and position == len(line))
+                yield _row_of_line(line, at_start=shard.start == 0 and position == len(line))
 
 
 def _skip_line(file: IO[bytes]) -> int:
-    """Reads to the end of a line; how many bytes that was."""
+    """Reads to the end of a line, and returns the number of bytes."""
     skipped = 0
     while line := file.readline(MAX_ROW_BYTES):
         skipped += len(line)
@@ -125,9 +126,9 @@ def _skip_line(file: IO[bytes]) -> int:
     return skipped
 
 
-def _parsed(line: bytes, at_start: bool) -> Row:
+def _row_of_line(line: bytes, at_start: bool) -> Row:
     try:
-        # A byte-order mark may stand at the start of a file only, and json refuses it.
+        # A byte-order mark is allowed only at the start of a file, and json refuses it.
         text = line.decode("utf-8-sig" if at_start else "utf-8").strip()
     except UnicodeDecodeError:
         return RowProblem("not UTF-8")
@@ -158,7 +159,7 @@ def _read_list(shard: Shard) -> Iterator[Row]:
 
 
 def _read_csv(shard: Shard) -> Iterator[Row]:
-    """A row for each record of a file of values between commas, or tabs where the kind is `tsv`."""
+    """Yields a row for each record of a file with comma-separated values, or with tabs if the kind is `tsv`."""
     # csv's own limit of 131,072 characters would refuse long texts.
     csv.field_size_limit(MAX_ROW_BYTES)
     # Bytes that are not UTF-8 become surrogates, so that only their row is lost. csv wants line breaks untouched.
@@ -188,7 +189,7 @@ def _read_csv(shard: Shard) -> Iterator[Row]:
                 yield RowProblem(JOINED_ROWS)
                 lines.give_back()
                 continue
-            # Its inner lines are never rows of their own, even where one of them has the right number of fields.
+            # Inner lines of a record are never rows, even if one of them has the right number of fields.
             yield _csv_row(header, fields, lines.number)
 
 
@@ -198,11 +199,12 @@ class _LongLineError(Exception):
 
 
 class _Lines:
-    """The lines of a CSV file. A record that is none ends with its first line: a quote that is never closed would
-    take up all rows after it.
+    """Iterates over the lines of a CSV file.
+
+    A malformed record ends with its first line, because a quote that is never closed would take up all rows after it.
 
     Raises:
-        _LongLineError: once, in place of a line that is too long to be held.
+        _LongLineError: once, in place of a line that is too long.
     """
 
     def __init__(self, file: IO[str]) -> None:
@@ -229,13 +231,13 @@ class _Lines:
 
     @property
     def number(self) -> int:
-        """Lines of the record."""
+        """Number of lines in the record."""
         return len(self._taken)
 
     def are_rows(self, num_columns: int, delimiter: str) -> bool:
-        """Whether each line of the record would be a row by itself: a stray quote that a later one closes joins them.
+        """Returns whether each line of the record would be a row itself: a stray quote and its end may join them.
 
-        Of two lines of two columns, the second may be a text with one comma.
+        Two lines of two columns do not count, because the second may be a text with one comma.
         """
         if self.number < 2 or num_columns + self.number < 5 or num_columns < 2:
             return False
@@ -246,7 +248,7 @@ class _Lines:
         self._taken.clear()
 
     def give_back(self) -> None:
-        """All lines of the record but the first are read again."""
+        """Puts all lines of the record but the first back, to be read again."""
         self._taken.popleft()
         self._given_back.extendleft(reversed(self._taken))
 
@@ -263,7 +265,7 @@ def _csv_row(header: list[str], fields: list[str], num_lines: int) -> Row:
     if not fields:
         return RowProblem("blank line")
     if len(fields) != len(header):
-        # A stray quote that a later one closes takes up the rows between them; this says where to look.
+        # A stray quote that a later one closes takes up the rows between them; the error says where to look.
         several = ", in a record of several lines" if num_lines > 1 else ""
         return RowProblem(f"the number of fields differs from the header's{several}")
     if any(_has_surrogate(field) for field in fields):
@@ -276,7 +278,7 @@ def _has_surrogate(text: str) -> bool:
 
 
 def _read_text(shard: Shard) -> Iterator[Row]:
-    """A text file is one document."""
+    """Yields one row, because a text file is one document."""
     with opened(shard.path) as file:
         content = file.read(MAX_TEXT_BYTES + 1)
         if len(content) > MAX_TEXT_BYTES:
@@ -298,7 +300,7 @@ def _read_tar(shard: Shard) -> Iterator[Row]:
 def _read_table(shard: Shard) -> Iterator[Row]:
     assert shard.table is not None
     kinds = shard.table.features or {}
-    yield from (_unfilled(row, kinds) for row in shard.table)
+    yield from (_without_filled_nulls(row, kinds) for row in shard.table)
 
 
 def _read_rows(shard: Shard) -> Iterator[Row]:
@@ -306,11 +308,11 @@ def _read_rows(shard: Shard) -> Iterator[Row]:
     for number in range(shard.start, shard.stop or 0, 100):
         columns = shard.table[number : min(number + 100, shard.stop or 0)]
         for values in zip(*columns.values(), strict=True):
-            yield _unfilled(dict(zip(columns, values, strict=True)), shard.table.features)
+            yield _without_filled_nulls(dict(zip(columns, values, strict=True)), shard.table.features)
 
 
-def _unfilled(row: dict[str, Any], kinds: Mapping[str, Any]) -> Row:
-    """A table's row without the nulls in its objects. They share one type, so each has the keys of all others.
+def _without_filled_nulls(row: dict[str, Any], kinds: Mapping[str, Any]) -> Row:
+    """Returns a table's row without the nulls in its objects, which share one type and so have each other's keys.
 
     Args:
         kinds: the type of each column. Objects of the type `Json` have their own keys, and keep their nulls.

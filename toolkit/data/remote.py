@@ -1,6 +1,6 @@
-"""Files of rows that lie in a store or on a web server: downloaded before they are read, and again when they change.
+"""Downloads files of rows from a store or a web server before they are read, and again when they change.
 
-Credentials and endpoints are the matter of fsspec's drivers, as for checkpoints in a store.
+fsspec's drivers handle credentials and endpoints, as for checkpoints in a store.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from toolkit.paths import atomic_write, file_name, user_cache
 from toolkit.terminal import Pass, Terminal, format_time
 
 EXTRAS = {"s3": "finetune-toolkit[s3]", "gs": "finetune-toolkit[gs]", "http": "aiohttp", "https": "aiohttp"}
-"""Protocol -> what to install if its driver is missing; that of `hf` comes with huggingface_hub."""
+"""Protocol -> the package of its driver; that of `hf` comes with huggingface_hub."""
 
 WEB = ("http", "https")
-"""Protocols that list nothing, and whose addresses may hold the signs of a pattern."""
+"""Protocols that cannot list files, and whose addresses may contain the characters of a pattern."""
 
 TAGS = ("ETag", "etag", "blob_id", "md5Hash", "generation", "Last-Modified", "LastModified", "mtime", "created")
-"""What file systems call the state of a file, the surest first."""
+"""Names of file systems for the state of a file, the most reliable first."""
 
 
 @cache
 def local_copies(url: str, field: str) -> tuple[Path, ...]:
-    """Copies on this host of the files that a URL, or a pattern of one, names, in the order of their names there.
+    """Returns this host's copies of the files that a URL, or a pattern of one, names, in the order of their names.
 
-    They lie in the user's cache by what the store says of their content. A process asks once, so that it reads one
-    state of a file all along. If the store cannot be reached, the last copies are read, and a line on stderr says so.
+    They are in the user's cache, by the state that the store reports. A process asks once, so that it reads one state
+    of a file throughout. If the store cannot be reached, the last copies are read, with a warning on stderr.
 
     Raises:
         DataError: if there is no such file, it cannot be downloaded, or the driver is missing.
@@ -45,19 +45,20 @@ def local_copies(url: str, field: str) -> tuple[Path, ...]:
     index = folder / f"{digest('url', url)}.json"
     if not url.partition("://")[2].strip("/"):
         raise DataError(f"{field}: {url!r} names no file; name one, for example s3://bucket/rows.jsonl")
-    with _told(url, field):
+    with _as_data_errors(url, field):
         try:
             copies = _download(url, folder)
         except (ImportError, ValueError, FileNotFoundError, PermissionError):
             raise
         except Exception as error:  # drivers raise what their libraries raise
-            earlier = _earlier(index)
+            earlier = _last_copies(index)
             if not earlier:
                 raise
             day = format_time(index.stat().st_mtime)[:10]  # without the time of day
             why = without_secrets(in_words(error))
             print(
-                f"warning: {field}: {_shown(url)} cannot be reached ({why}); its copy of {day} is read", file=sys.stderr
+                f"warning: {field}: {_without_query(url)} cannot be reached ({why}); its copy of {day} is read",
+                file=sys.stderr,
             )
             return earlier
         atomic_write(index, json.dumps([str(path) for path in copies]))
@@ -76,11 +77,11 @@ def _download(url: str, folder: Path) -> tuple[Path, ...]:
         raise IsADirectoryError(url)
     if not files:
         raise FileNotFoundError(url)
-    return tuple(_copied(system, name, info, folder) for name, info in files)
+    return tuple(_local_copy(system, name, info, folder) for name, info in files)
 
 
 def _web_info(system: Any, name: str) -> dict[str, Any]:
-    """What a web server says of a file. fsspec calls a file missing if its server does not answer, too."""
+    """Returns what a web server reports about a file; fsspec calls a file missing if its server is silent, too."""
     try:
         return dict(system.info(name))
     except FileNotFoundError as error:
@@ -89,8 +90,8 @@ def _web_info(system: Any, name: str) -> dict[str, Any]:
         raise error.__cause__ from None
 
 
-def _copied(system: Any, name: str, info: dict[str, Any], folder: Path) -> Path:
-    """A file's copy. If nothing tells the state of the file, every process downloads it."""
+def _local_copy(system: Any, name: str, info: dict[str, Any], folder: Path) -> Path:
+    """Returns a file's copy. If the store reports no state of the file, every process downloads it."""
     told = [str(info[tag]) for tag in TAGS if info.get(tag)]
     if not told:
         told = [str(time.time_ns())]
@@ -103,8 +104,8 @@ def _copied(system: Any, name: str, info: dict[str, Any], folder: Path) -> Path:
     return kept(folder / digest("copy", system.unstrip_protocol(name), info.get("size"), told), fetch) / file
 
 
-def _earlier(index: Path) -> tuple[Path, ...]:
-    """The copies of the last download of a URL; none if there was none, or they were deleted."""
+def _last_copies(index: Path) -> tuple[Path, ...]:
+    """Returns the copies of the last download of a URL; empty if there was none, or they were deleted."""
     try:
         paths = tuple(Path(name) for name in json.loads(index.read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -112,15 +113,15 @@ def _earlier(index: Path) -> tuple[Path, ...]:
     return paths if all(path.is_file() for path in paths) else ()
 
 
-def _shown(url: str) -> str:
-    """The URL without what follows a question mark, which may be a signature."""
+def _without_query(url: str) -> str:
+    """Returns the URL without its query, which may be a signature."""
     return url.partition("?")[0]
 
 
 @contextmanager
-def _told(url: str, field: str) -> Iterator[None]:
-    """What goes wrong in the block is raised as DataError."""
-    protocol, shown = url.partition("://")[0], _shown(url)
+def _as_data_errors(url: str, field: str) -> Iterator[None]:
+    """Raises errors of the block as DataError."""
+    protocol, shown = url.partition("://")[0], _without_query(url)
     try:
         yield
     except DataError:

@@ -1,4 +1,4 @@
-"""What became of the rows: counts, lengths, what was dropped and why, and samples to look at."""
+"""Reports what became of the rows: counts, lengths, what was dropped and why, and decoded samples."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from toolkit.data.turn_ends import without_end
 from toolkit.errors import counted
 
 ROWS_NAMED = 20
-"""Rows named for each reason of dropping."""
+"""The most rows named for each reason of dropping."""
 
 EXAMPLES = 3
-"""Decoded samples."""
+"""Number of decoded samples."""
 
 EXAMPLE_TOKENS = 1000
-"""Longest of these (tokens)."""
+"""The most tokens of each."""
 
 MANY_PASSES = 10.0
-"""A source that is seen so often in a pass over the mix is worth a warning."""
+"""Passes over a source in one pass over the mix from which there is a warning."""
 
 MANY_DROPPED = 0.05
-"""Share of dropped rows that is worth a warning."""
+"""Share of dropped rows above which there is a warning."""
 
 
 class _Part(BaseModel):
-    """A part of the report; what does not apply is not set, and is not written."""
+    """A part of the report; fields that do not apply are not set, and are not written."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Found(_Part):
-    """Rows about which there is something to say.
+    """Rows with something in common.
 
     Attributes:
         count: how many there are.
-        rows: names of the first, `chat.jsonl:12`.
-        cut_tokens: of rows that are too long.
+        rows: names of the first, such as `chat.jsonl:12`.
+        cut_tokens: tokens cut off from rows that are too long.
     """
 
     count: int
@@ -60,7 +60,7 @@ class SourceReport(_Part):
 
     Attributes:
         passes: how often a row is seen in a pass over the mix.
-        share: of the rows of that pass.
+        share: the source's share of the rows of that pass.
     """
 
     source: str
@@ -79,20 +79,20 @@ class SplitReport(_Part):
 
     Attributes:
         dropped: reason -> the rows.
-        tokens: of the kept rows, before any of them is cut.
-        target_tokens, target_share, target_share_histogram: not of classification.
+        tokens: tokens of the kept rows, before any of them is cut.
+        target_tokens, target_share, target_share_histogram: not set for classification.
         lengths: min, median, mean, p90, p99 and max (tokens).
         length_histogram: `edges` (tokens) and `counts` (rows).
         longest: the `row` and its `tokens`.
-        repeated_tokens: of samples for each answer (`data.targets: each_turn`), those beyond `tokens`: what comes
-            before an answer is read once more for each.
-        noted: what of kept rows is not learned -> the rows.
-        duplicates: rows equal to an earlier one; not known of a stream.
+        repeated_tokens: with a sample for each answer (`data.targets: each_turn`), the tokens beyond `tokens`, because
+            what comes before an answer is read again for each.
+        noted: what is not learned of kept rows -> the rows.
+        duplicates: rows equal to an earlier one; not known for a stream.
         also_in_train: rows of validation that are trained on, too.
-        sources: not known of a stream.
-        long: rows longer than `data.max_length`, whatever becomes of them.
-        fill_rate: share of the samples that is tokens; None where rows are padded.
-        labels: rows of each class, of classification; words of each tag, where words are tagged.
+        sources: one entry for each source; not known for a stream.
+        long: rows longer than `data.max_length`, even if they are kept.
+        fill_rate: share of the samples that is tokens, or None if rows are padded.
+        labels: rows of each class, or words of each tag.
     """
 
     read: int
@@ -121,13 +121,13 @@ class DataReport(_Part):
     """What was read, what became of it, and the settings by which it is learned.
 
     Attributes:
-        max_length: of a sample (tokens).
+        max_length: length of a sample (tokens).
         packing: whether rows share samples.
-        long_rows, targets: as the recipe's, resolved; targets: None where the objective says what is learned.
-        chat_template: one of ours, or `the tokenizer's own`; None: none.
-        train: of a stream its first window, and later all that has been read.
+        long_rows, targets: the recipe's settings, resolved; `targets` is None if the objective decides what is learned.
+        chat_template: one of ours, or `the tokenizer's own`; None if there is none.
+        train: the rows to train on; for a stream its first window, and later all that has been read.
         examples: decoded samples.
-        warnings: what a person should look at before the run.
+        warnings: what the user should look at before the run.
     """
 
     max_length: int
@@ -143,17 +143,17 @@ class DataReport(_Part):
 
     @property
     def label_counts(self) -> dict[str, int] | None:
-        """Rows to train on of each class, in the order of their numbers; None: no classification."""
+        """Rows to train on of each class, in the order of their numbers; None without classification."""
         return self.train.labels if self.train is not None else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As data_report.json holds it: plain JSON values, without what does not apply."""
-        # Unset, not None: a null that was set, as a fill rate of padded rows, is written.
+        """Returns the content of data_report.json: plain JSON values, without fields that do not apply."""
+        # Unset, not None: a null that was set, such as the fill rate of padded rows, is written.
         return self.model_dump(mode="json", exclude_unset=True)
 
 
 def count_rows(rows: Rows, kept: Any, dropped: dict[int, str]) -> dict[str, Any]:
-    """Fields of a `SplitReport`: rows read, kept and dropped, the dropped ones by reason and with their names."""
+    """Returns fields of a `SplitReport`: rows read, kept and dropped, the dropped ones by reason with their names."""
     return {
         "read": len(kept) + len(dropped),
         "kept": len(kept),
@@ -163,7 +163,7 @@ def count_rows(rows: Rows, kept: Any, dropped: dict[int, str]) -> dict[str, Any]
 
 
 def notes(rows: Rows, kept: Any) -> dict[str, Found]:
-    """What of the kept rows is not learned, or not read -> the rows."""
+    """Returns the kept rows by what is not learned or not read of them."""
     is_kept = set(kept.tolist())
     found: dict[str, list[int]] = {}
     for source, start in zip(rows.sources, rows.starts, strict=False):
@@ -175,7 +175,7 @@ def notes(rows: Rows, kept: Any) -> dict[str, Found]:
 
 
 def by_reason(dropped: dict[int, str]) -> dict[str, list[int]]:
-    """Reason -> the rows dropped for it, rising."""
+    """Returns the dropped rows by reason, in rising order."""
     found: dict[str, list[int]] = {}
     for row, reason in sorted(dropped.items()):
         found.setdefault(reason, []).append(row)
@@ -183,17 +183,17 @@ def by_reason(dropped: dict[int, str]) -> dict[str, list[int]]:
 
 
 def named(rows: Rows, numbers: Any) -> Found:
-    """How many rows, and the names of the first."""
+    """Returns the number of rows, and the names of the first."""
     return Found(count=len(numbers), rows=names_of(rows, numbers))
 
 
 def names_of(rows: Rows, numbers: Any) -> list[str]:
-    """The names of the first of the rows."""
+    """Returns the names of the first rows."""
     return [rows.name(int(row)) for row in numbers[:ROWS_NAMED]]
 
 
 def describe_rows(rows: Rows, kept: Any) -> dict[str, Any]:
-    """Fields of a `SplitReport`: lengths of the kept rows, before any is cut, and what share of them is learned."""
+    """Returns fields of a `SplitReport`: lengths of the kept rows before any is cut, and the share that is learned."""
     lengths, targets = rows.column("length")[kept], rows.column("num_targets")[kept]
     longest = kept[int(np.argmax(lengths))]
     return {
@@ -203,7 +203,7 @@ def describe_rows(rows: Rows, kept: Any) -> dict[str, Any]:
 
 
 def describe_lengths(lengths: Any, targets: Any) -> dict[str, Any]:
-    """From the tokens of each row, and how many of these are learned."""
+    """Returns statistics of the tokens of each row, (rows,), and of its learned tokens, (rows,)."""
     # `lower`: lengths that rows really have, not values between two of them.
     median, p90, p99 = (int(value) for value in np.percentile(lengths, (50, 90, 99), method="lower"))
     tokens, target_tokens = int(lengths.sum(dtype=np.int64)), int(targets.sum(dtype=np.int64))
@@ -230,7 +230,7 @@ def _histogram(values: Any, edges: Any) -> dict[str, Any]:
 
 
 def duplicates(rows: Rows, kept: Any) -> Any:
-    """Numbers of the rows whose tokens are those of an earlier row."""
+    """Returns the numbers of the rows whose tokens are those of an earlier row."""
     digests = rows.column("digest")[kept]
     _, first = np.unique(digests, return_index=True)
     repeated = np.ones(len(kept), dtype=bool)
@@ -239,18 +239,18 @@ def duplicates(rows: Rows, kept: Any) -> Any:
 
 
 def repeated_tokens(rows: Rows, kept: Any) -> dict[str, int]:
-    """A field of a `SplitReport`: tokens of samples of answers, beyond those of each conversation once."""
+    """Returns a field of a `SplitReport`: tokens that samples of answers read more than once."""
     samples = sum(rows.ends(row)[-1] for row in kept.tolist())
     return {"repeated_tokens": samples - int(rows.column("length")[kept].sum(dtype=np.int64))}
 
 
 def repeated_in(rows: Rows, kept: Any, others: Rows, others_kept: Any) -> int:
-    """How many rows are among the others, too."""
+    """Returns how many rows are among the others, too."""
     return int(np.isin(rows.column("digest")[kept], others.column("digest")[others_kept]).sum())
 
 
 def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any) -> list[SourceReport]:
-    """A line for each source. `order`: the rows of one pass, repeated ones as often as they come."""
+    """Returns a report for each source. `order` is the rows of one pass, with repetitions."""
     lengths = rows.column("length")
     found = []
     for source, start in zip(rows.sources, rows.starts, strict=False):
@@ -277,14 +277,14 @@ def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any)
 def examples(
     tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, cut: int, pictures: Pictures | None = None
 ) -> list[dict[str, Any]]:
-    """The first rows of the first sources, decoded, in stretches that are targets or are not, with small images.
+    """Decodes the first rows of the first sources in stretches that are targets or not, with small images.
 
     Args:
         cut: tokens to which rows are cut.
-        pictures: reads those of rows; None: they have none.
+        pictures: reads the pictures of rows, or None if they have none.
     """
     source_of = np.searchsorted(rows.starts, kept, side="right")
-    # A row of each source before a second row of any: each source has its own layout to look at.
+    # A row of each source before a second row of any, because each source has its own layout.
     firsts = [kept[int(np.argmax(source_of == source))] for source in dict.fromkeys(source_of.tolist())]
     chosen = list(dict.fromkeys([*firsts, *kept[:EXAMPLES].tolist()]))[:EXAMPLES]
     return [_example(tokenizer, rows, row, cut) | _previews(rows, row, pictures) for row in sorted(map(int, chosen))]
@@ -303,15 +303,15 @@ def _example(tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int, cut: int)
     label = source.table.column("label")[number].as_py()
     if label is None:
         return {"row": rows.name(row), **decoded(tokenizer, ids, targets)}
-    # Here `targets` tells the tokens of a pair's second text.
+    # Here `targets` marks the tokens of a pair's second text.
     return {"row": rows.name(row), **decoded(tokenizer, ids, np.zeros_like(targets)), "label": label}
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: Any, targets: Any) -> dict[str, Any]:
-    """A row's text in stretches that are targets or are not."""
+    """Decodes a row in stretches that are targets or not; `ids` and `targets` are (length,)."""
     edges = [0, *(np.flatnonzero(np.diff(targets)) + 1).tolist(), len(ids)]
     segments = [
-        [_written(tokenizer, ids[start:stop].tolist()), bool(targets[start])]
+        [_text_of_tokens(tokenizer, ids[start:stop].tolist()), bool(targets[start])]
         for start, stop in pairwise(edges)
         if stop > start
     ]
@@ -319,11 +319,11 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: Any, targets: Any) -> dict[
 
 
 RUN = 8
-"""Equal tokens in a row that are written out: thousands stand for an image."""
+"""The longest run of equal tokens that is written out, because thousands may stand for an image."""
 
 
-def _written(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """Tokens as text, long runs of one token as one, with their number."""
+def _text_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Decodes tokens; a long run of one token is written once, with its length."""
     parts: list[str] = []
     rest: list[int] = []
     for token, run in groupby(ids):
@@ -337,10 +337,10 @@ def _written(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, by_answer: bool) -> list[str]:
-    """A warning for each source of which no end is learned, or not of every answer.
+    """Returns a warning for each source that teaches no end, or not the end of every answer.
 
     Args:
-        by_answer: answers alone are learned, so that what follows the last target of each is somebody else's.
+        by_answer: whether only answers are learned, so that the last target of each is its end.
     """
     special = special_ids(tokenizer)
     found = []
@@ -355,7 +355,7 @@ def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, by_answe
                     "learn to stop; use a tokenizer that has one (model.tokenizer)"
                 )
             continue
-        # One row tells whether any end is learned: all rows of a source go through the same template.
+        # One row shows whether an end is learned: all rows of a source go through the same template.
         ids, targets = rows.tokens(int(mine[0]))
         if ids[np.flatnonzero(targets)[-1]] not in special:
             found.append(
@@ -371,8 +371,8 @@ def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, by_answe
 
 
 def _with_open_answers(source: Documents, special: set[int], mine: Any) -> list[int]:
-    """Those rows of a source with an answer that no special token ends."""
-    # Of answers that are learned in parts, the parts end anywhere.
+    """Returns the rows of a source with an answer that no special token ends."""
+    # Answers that are learned in parts are left out, because parts may end anywhere.
     notes = source.notes()
     open_ones = np.intersect1d(without_end(source, special), mine).tolist()
     return [row for row in open_ones if IN_PARTS not in notes.get(row, [])]
@@ -381,8 +381,8 @@ def _with_open_answers(source: Documents, special: set[int], mine: Any) -> list[
 UNREAD = re.compile(r"column (.*) is not read")
 
 
-def _noted(split: str, noted: dict[str, Found]) -> list[str]:
-    """A line for each note; one for all columns that are not read, which most data sets have."""
+def _note_lines(split: str, noted: dict[str, Found]) -> list[str]:
+    """Returns a line for each note, and one for all columns that are not read, which most data sets have."""
     columns = {match[1]: found.count for what, found in noted.items() if (match := UNREAD.fullmatch(what))}
     told = [
         f"{split}: {counted(found.count, 'row')}: {what}" for what, found in noted.items() if not UNREAD.fullmatch(what)
@@ -394,12 +394,12 @@ def _noted(split: str, noted: dict[str, Found]) -> list[str]:
 
 
 def warnings(splits: dict[str, SplitReport]) -> list[str]:
-    """What of the splits, by their names, a person should look at before the run."""
+    """Returns what the user should look at before the run, from the splits by their names."""
     found: list[str] = []
     for name, split in splits.items():
         if split.num_dropped > MANY_DROPPED * split.read:
             found.append(f"{name}: {split.num_dropped:,} of {counted(split.read, 'row')} dropped")
-        found += _noted(name, split.noted)
+        found += _note_lines(name, split.noted)
         if split.duplicates is not None and split.duplicates.count:
             found.append(f"{name}: {counted(split.duplicates.count, 'duplicate')} of earlier rows")
         if split.repeated_tokens:

@@ -1,4 +1,4 @@
-"""Samples: rows of tokens as a model takes them, put together when they are asked for."""
+"""Samples: rows of tokens as a model takes them, put together on demand."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from toolkit.data.packing import Pieces
 from toolkit.objectives.specs.batches import KL_PREFIX
 
 IGNORED = -100
-"""The label of a token that is no target; torch's cross-entropy skips it."""
+"""The label of a token that is not a target; torch's cross-entropy skips it."""
 
 MULTIPLE = 8
-"""Padded batches are as long as their longest row, rounded up to a multiple of it (tokens)."""
+"""Padded batches are as long as their longest row, rounded up to a multiple of this many tokens."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -31,7 +31,7 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """The samples of these numbers, each tensor (B, ...)."""
+        """Returns the samples of these numbers, each tensor (B, ...)."""
 
 
 class TokenRows(Protocol):
@@ -40,10 +40,10 @@ class TokenRows(Protocol):
     def __len__(self) -> int: ...
 
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
-        """`input_ids` and `targets` of a part of a row, each (length,)."""
+        """Returns `input_ids` and `targets` of a part of a row, each (length,)."""
 
     def ends(self, row: int) -> list[int]:
-        """One after the last token of each sample of a row: of each answer, with `data.targets: each_turn`."""
+        """Returns the position after each sample's last token; `data.targets: each_turn` makes one of each answer."""
 
 
 class Rows:
@@ -57,25 +57,25 @@ class Rows:
         return int(self.starts[-1])
 
     def where(self, row: int) -> tuple[Documents, int]:
-        """The source of a row, and its number there."""
-        # To the right: a source without rows starts where the next one does.
+        """Returns the source of a row, and its number there."""
+        # bisect_right, because a source without rows starts at the same row as the next one.
         source = bisect.bisect_right(self.starts, row) - 1
         return self.sources[source], row - self.starts[source]
 
     def column(self, name: str) -> Any:
-        """A column of numbers over all rows."""
+        """Returns a column of numbers over all rows, (rows,)."""
         return np.concatenate([source.column(name) for source in self.sources])
 
     def labels(self) -> list[str | None]:
-        """The class of each row; None where it has none."""
+        """Returns the class of each row, or None for a row without one."""
         return [label for source in self.sources for label in source.table.column("label").to_pylist()]
 
     def tags(self) -> list[list[str]]:
-        """The tags of each row's words, by its targets; empty where words are not tagged."""
+        """Returns the tags of each row's words, in the order of its targets; empty if words have no tags."""
         return [tags for source in self.sources for tags in source.table.column("tags").to_pylist()]
 
     def told_as(self, names: Sequence[str]) -> Any:
-        """The number of each row's source among these names, (rows,); -1 if it has none of them."""
+        """Returns the number of each row's source among these names, (rows,), int64; -1 if it has none of them."""
         numbers = [-1 if source.told_as is None else names.index(source.told_as) for source in self.sources]
         return np.repeat(np.array(numbers, dtype=np.int64), np.diff(self.starts))
 
@@ -110,17 +110,17 @@ class TextSamples:
     """For causal LM: `input_ids`, `labels` and `position_ids`, each (B, T), and `lengths` (B,), without padding.
 
     Pieces that share a sample follow each other; positions restart with each, by which transformers keeps
-    attention inside them. What is left of a sample is padding, which continues the last piece's positions
-    and is no target: causal attention never looks ahead to it, so no attention mask is needed.
+    attention inside them. The rest of a sample is padding, which continues the last piece's positions and
+    has no targets: causal attention never looks ahead to it, so no attention mask is needed.
 
     Attributes:
-        rows: where the tokens of a piece are.
+        rows: the rows that hold the tokens of pieces.
         pieces: in the order of their samples.
-        ends: one after the last piece of each sample.
-        max_length: T, where samples are packed; otherwise T is that of the longest row of a batch.
+        ends: the number after the last piece of each sample.
+        max_length: T if samples are packed; otherwise T is that of the longest row of a batch.
         packed: whether pieces share samples.
-        pad_id: of padding.
-        source_of: the number of each row's named source, (rows,), -1 for none; None if the batch does not say.
+        pad_id: token of padding.
+        source_of: the number of each row's named source, (rows,), -1 for none; None if batches have no `sources`.
     """
 
     rows: TokenRows
@@ -135,18 +135,20 @@ class TextSamples:
         return len(self.ends)
 
     def documents(self, number: int) -> list[list[int]]:
-        """Token ids of each piece of a sample."""
+        """Returns the token ids of each piece of a sample."""
         return [ids.tolist() for ids, _ in self.tokens(number)]
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         samples = [self.tokens(number) for number in numbers]
         batch = batch_of(samples, self.max_length, self.packed, self.pad_id)
         if self.source_of is not None:
-            batch["sources"] = self._sources(numbers, samples, batch["input_ids"])
+            batch["sources"] = self._source_numbers(numbers, samples, batch["input_ids"])
         return batch
 
-    def _sources(self, numbers: Sequence[int], samples: list[list[tuple[Any, Any]]], ids: torch.Tensor) -> torch.Tensor:
-        """The number of the source that each token is of, (B, T); -1 for none, and for padding."""
+    def _source_numbers(
+        self, numbers: Sequence[int], samples: list[list[tuple[Any, Any]]], ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the number of each token's source, (B, T), int64; -1 for none, and for padding."""
         sources = torch.full_like(ids, -1)
         for i, (number, pieces) in enumerate(zip(numbers, samples, strict=True)):
             of_pieces = torch.from_numpy(self.source_of[self.rows_of(number)])
@@ -155,19 +157,19 @@ class TextSamples:
         return sources
 
     def rows_of(self, number: int) -> list[int]:
-        """Rows whose pieces are in a sample."""
+        """Returns the rows whose pieces are in a sample."""
         first = self.ends[number - 1] if number else 0
         return self.pieces.row[first : self.ends[number]].tolist()  # type: ignore[no-any-return]
 
     def tokens(self, number: int) -> list[tuple[Any, Any]]:
-        """`(input_ids, targets)` of each piece of a sample."""
+        """Returns `(input_ids, targets)` of each piece of a sample, each (length,)."""
         first = self.ends[number - 1] if number else 0
         return [self.rows.tokens(*self.pieces.place(i)) for i in range(first, self.ends[number])]
 
     def few(self, tokens: int) -> Batch:
-        """A micro-batch of one row of at most so many tokens, to try a model on.
+        """Returns a micro-batch of one row of at most `tokens` tokens, (1, T), to try a model on.
 
-        It holds two documents, of unequal length, where documents share rows.
+        It holds two documents, of unequal length, if documents share rows.
         """
         ids = [token for document in self.documents(0) for token in document][:tokens]
         cut = len(ids) // 3 if self.packed else 0
@@ -176,19 +178,23 @@ class TextSamples:
 
 
 def batch_of(samples: list[list[tuple[Any, Any]]], max_length: int, packed: bool, pad_id: int) -> Batch:
-    """A batch of samples, each `(input_ids, targets)` of its pieces."""
+    """Returns a batch (B, T) of samples, each `(input_ids, targets)` of its pieces."""
     longest = max(sum(len(ids) for ids, _ in sample) for sample in samples)
     length = max_length if packed else padded_length(longest, max_length)
     return stack([sample_of(sample, length, pad_id) for sample in samples])
 
 
 def padded_length(longest: int, max_length: int) -> int:
-    """Tokens of each row of a padded batch."""
+    """Returns the tokens of each row of a padded batch."""
     return min(-(-longest // MULTIPLE) * MULTIPLE, max_length)
 
 
 def sample_of(pieces: list[tuple[Any, Any]], length: int, pad_id: int) -> dict[str, Any]:
-    """One sample of `length` tokens from `(input_ids, targets)` of its pieces: arrays (T,), `lengths` a number."""
+    """Returns one sample of T = `length` tokens: arrays (T,), and `lengths` as a number.
+
+    Args:
+        pieces: `(input_ids, targets)` of each piece.
+    """
     input_ids = np.full(length, pad_id, dtype=np.int64)
     labels = np.full(length, IGNORED, dtype=np.int64)
     position_ids = np.arange(length, dtype=np.int64)
@@ -203,21 +209,21 @@ def sample_of(pieces: list[tuple[Any, Any]], length: int, pad_id: int) -> dict[s
 
 
 def stack(samples: list[dict[str, Any]]) -> Batch:
-    """Samples of equal length as a batch."""
+    """Stacks samples of equal length (T,) as a batch (B, T)."""
     return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
 
 
 @dataclass(frozen=True)
 class PairSamples(TextSamples):
-    """For preferences: as `TextSamples`, both completions of a pair in one sample, and `segments` (B, T).
+    """For preferences: `TextSamples` with both completions of a pair in one sample, and `segments` (B, T).
 
-    A segment is a completion with its prompt: of the batch's i-th pair 2 i is the chosen one, 2 i + 1 the
-    rejected one; padding is -1. `reference` is (P, 2), for P pairs; NaN where there is none. `margin` is (P,).
+    A segment is a completion with its prompt: in the batch's i-th pair, 2 i is the chosen one and 2 i + 1 the
+    rejected one; padding is -1. `reference` is (P, 2) for P pairs, and NaN without a reference. `margin` is (P,).
 
     Attributes:
-        splits: tokens of the chosen completion of each row.
-        reference: log-probabilities of both completions of each row, (rows, 2); None: there are none.
-        margins: by how much the chosen completion of each row is better; None: the batch does not say.
+        splits: tokens of the chosen completion of each row, (rows,).
+        reference: log-probabilities of both completions of each row, (rows, 2), or None.
+        margins: by how much the chosen completion of each row is better, (rows,), or None if batches have no `margin`.
     """
 
     splits: Any = None
@@ -235,7 +241,7 @@ class PairSamples(TextSamples):
         return batch
 
     def tokens(self, number: int) -> list[tuple[Any, Any]]:
-        """`(input_ids, targets)` of the chosen and the rejected completion of each pair."""
+        """Returns `(input_ids, targets)` of the chosen and the rejected completion of each pair, each (length,)."""
         parts = []
         for row in self.rows_of(number):
             # Two pieces, so that positions restart at the second: the rejected side does not see the chosen one.
@@ -244,25 +250,25 @@ class PairSamples(TextSamples):
         return parts
 
     def few(self, tokens: int) -> Batch:
-        """See `TextSamples.few`; the ends of both completions of a pair."""
+        """Returns a row (1, T) of the ends of both completions of a pair; see `TextSamples.few`."""
         chosen, rejected = self.tokens(0)[:2]
-        batch = _ends_of([(chosen, tokens // 3), (rejected, tokens - tokens // 3)], self.pad_id)
+        batch = _last_tokens_of([(chosen, tokens // 3), (rejected, tokens - tokens // 3)], self.pad_id)
         return {**batch, "reference": torch.zeros(1, 2), "margin": torch.zeros(1)}
 
 
 @dataclass(frozen=True)
 class JudgedSamples(TextSamples):
-    """For KTO: as `TextSamples`, with `segments` (B, T), the number of the row in the batch; padding is -1.
+    """For KTO: `TextSamples` with `segments` (B, T), the number of the row in the batch; padding is -1.
 
-    `good` (R,) are the judgements of its R rows. What begins with `kl_` is the same for the prompts with other
-    completions: within a sample each prompt has the completion of the row before it, the first that of the last, so
-    that both have equally many tokens. A row alone in its sample has the completion of the next sample's first row,
-    cut to what is left of `max_length`. None of this depends on ranks, micro-batches or the order of samples.
-    `reference` is (R, 2): of a prompt with its own and with the other completion; NaN where there is none.
+    `good` (R,) are the judgements of its R rows. Keys that begin with `kl_` are the same for mismatched completions:
+    within a sample each prompt gets the completion of the row before it, the first that of the last, so that both have
+    the same number of tokens. A row alone in its sample gets the completion of the next sample's first row, cut to what
+    is left of `max_length`. None of this depends on ranks, micro-batches or the order of samples.
+    `reference` is (R, 2), for a prompt with its own and with the mismatched completion, and NaN without a reference.
 
     Attributes:
-        good: whether the completion of each row is.
-        reference: log-probabilities of each row, (rows, 2); None: there are none.
+        good: whether the completion of each row is good, (rows,), bool.
+        reference: log-probabilities of each row, (rows, 2), or None.
     """
 
     good: Any = None
@@ -284,33 +290,40 @@ class JudgedSamples(TextSamples):
         return {**batch, "segments": segments_of(samples, batch["input_ids"])}
 
     def mismatched(self, number: int) -> list[tuple[Any, Any]]:
-        """`(input_ids, targets)` of each prompt of a sample with the completion of another row."""
+        """Returns `(input_ids, targets)` of each prompt of a sample with the completion of another row."""
         own = self.tokens(number)
         others = [own[-1], *own[:-1]] if len(own) > 1 else [self.tokens((number + 1) % len(self))[0]]
-        return [self._joined(*pair) for pair in zip(own, others, strict=True)]
+        return [self._with_completion_of(*pair) for pair in zip(own, others, strict=True)]
 
-    def _joined(self, own: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    def _with_completion_of(self, own: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
         starts = [int(np.argmax(targets)) for _, targets in (own, other)]
         parts = [(mine[: starts[0]], theirs[starts[1] :]) for mine, theirs in zip(own, other, strict=True)]
         ids, targets = (np.concatenate(part)[: self.max_length] for part in parts)
         return ids, targets
 
     def few(self, tokens: int) -> Batch:
-        """See `TextSamples.few`; the end of a row, with its own and with another completion."""
-        own, other = (_ends_of([(row, tokens)], self.pad_id) for row in (self.tokens(0)[0], self.mismatched(0)[0]))
+        """Returns the end of a row (1, T), with its own and with another completion; see `TextSamples.few`."""
+        own, other = (
+            _last_tokens_of([(row, tokens)], self.pad_id) for row in (self.tokens(0)[0], self.mismatched(0)[0])
+        )
         others = {f"{KL_PREFIX}{name}": tensor for name, tensor in other.items()}
         return {**own, **others, "good": torch.ones(1, dtype=torch.bool), "reference": torch.zeros(1, 2)}
 
 
-def _ends_of(pieces: list[tuple[tuple[Any, Any], int]], pad_id: int) -> Batch:
-    """A row of the last tokens of pieces, so many of each: targets are at the end."""
+def _last_tokens_of(pieces: list[tuple[tuple[Any, Any], int]], pad_id: int) -> Batch:
+    """Returns a row (1, T) of the last tokens of pieces, as many as each entry says; targets are at the end."""
     short = [(ids[-tokens:], targets[-tokens:]) for (ids, targets), tokens in pieces]
     batch = stack([sample_of(short, sum(len(ids) for ids, _ in short), pad_id)])
     return {**batch, "segments": segments_of([short], batch["input_ids"])}
 
 
 def segments_of(samples: list[list[tuple[Any, Any]]], input_ids: torch.Tensor) -> torch.Tensor:
-    """The number of the piece that each token is in, (B, T), counted over all samples; -1 for padding."""
+    """Returns the number of each token's piece, (B, T), counted over all samples; -1 for padding.
+
+    Args:
+        samples: `(input_ids, targets)` of the pieces of each sample.
+        input_ids: (B, T), int64.
+    """
     segments = torch.full_like(input_ids, -1)
     first = 0
     for i, pieces in enumerate(samples):
@@ -328,11 +341,11 @@ class LabelledSamples:
     Token types that are all 0 are left out: most models assume 0 then, and GPT-2 would add the embedding of word 0.
 
     Attributes:
-        rows: where the tokens are.
-        numbers: of the rows that are samples.
-        labels: of each of these.
-        max_length: of a row (tokens).
-        pad_id: of padding.
+        rows: the rows that hold the tokens.
+        numbers: numbers of the rows that are samples.
+        labels: the class of each of these.
+        max_length: the most tokens of a row.
+        pad_id: token of padding.
     """
 
     rows: Rows
@@ -346,10 +359,10 @@ class LabelledSamples:
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         tokens = [self.rows.tokens(int(self.numbers[number])) for number in numbers]
-        return {**self._padded(tokens), "labels": torch.from_numpy(np.asarray(self.labels)[list(numbers)])}
+        return {**self._padded_batch(tokens), "labels": torch.from_numpy(np.asarray(self.labels)[list(numbers)])}
 
     def few(self, tokens: int) -> Batch:
-        """A micro-batch of one row of at most so many tokens and its padding, to try a model on."""
+        """Returns a micro-batch of one row of at most `tokens` tokens and its padding, to try a model on."""
         batch = {name: tensor[:, :tokens] if tensor.dim() == 2 else tensor for name, tensor in self.batch([0]).items()}
         padded = [name for name in batch if name in ("attention_mask", "token_type_ids")]
         cut = {name: F.pad(batch[name], (0, MULTIPLE)) for name in padded}
@@ -359,8 +372,8 @@ class LabelledSamples:
             labels = F.pad(labels, (0, MULTIPLE), value=IGNORED)
         return {**cut, "input_ids": ids, "labels": labels, "lengths": batch["lengths"].clamp_max(tokens)}
 
-    def _padded(self, tokens: list[tuple[Any, Any]]) -> Batch:
-        """All but the labels of a batch whose rows have these ids and token types."""
+    def _padded_batch(self, tokens: list[tuple[Any, Any]]) -> Batch:
+        """Returns a batch without labels, (B, T), whose rows have these ids and token types."""
         shape = (len(tokens), padded_length(max(len(ids) for ids, _ in tokens), self.max_length))
         batch = {
             "input_ids": torch.full(shape, self.pad_id),
@@ -383,11 +396,11 @@ class SourceTargetSamples:
     Labels are IGNORED in padding; `lengths` and `target_lengths` (B,) are without it.
 
     Attributes:
-        rows: where the tokens are: a source's, which are no targets, and then its target's.
-        numbers: of the rows that are samples.
-        max_length: of a source (tokens).
-        max_target_length: of a target (tokens).
-        pad_id: of padding.
+        rows: the rows that hold the tokens: a source's, which are not targets, and then its target's.
+        numbers: numbers of the rows that are samples.
+        max_length: the most tokens of a source.
+        max_target_length: the most tokens of a target.
+        pad_id: token of padding.
     """
 
     rows: Rows
@@ -400,7 +413,7 @@ class SourceTargetSamples:
         return len(self.numbers)
 
     def parts(self, number: int) -> tuple[Any, Any]:
-        """The tokens of a sample's source, and of its target."""
+        """Returns the tokens of a sample's source, and of its target, each (length,)."""
         ids, is_target = self.rows.tokens(int(self.numbers[number]))
         return ids[~is_target], ids[is_target]
 
@@ -419,7 +432,7 @@ class SourceTargetSamples:
 
 
 def filled_up(rows: Sequence[Any], filling: int, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of tokens as one tensor (B, T), and their lengths (B,)."""
+    """Pads rows of tokens to one tensor (B, T), int64, and returns it with their lengths (B,)."""
     lengths = torch.tensor([len(row) for row in rows])
     whole = torch.full((len(rows), padded_length(int(lengths.max()), max_length)), filling)
     for i, row in enumerate(rows):
@@ -429,15 +442,15 @@ def filled_up(rows: Sequence[Any], filling: int, max_length: int) -> tuple[torch
 
 @dataclass(frozen=True)
 class TaggedSamples(LabelledSamples):
-    """For words with tags: as `LabelledSamples`, with `labels` (B, T), IGNORED but for the first token of each word.
+    """For words with tags: `LabelledSamples` with `labels` (B, T), IGNORED except at the first token of each word.
 
     Attributes:
-        labels: of each sample, the numbers of its words' tags.
+        labels: the numbers of the tags of each sample's words.
     """
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         tokens = [self.rows.tokens(int(self.numbers[number])) for number in numbers]
-        batch = self._padded([(ids, np.zeros_like(ids)) for ids, _ in tokens])
+        batch = self._padded_batch([(ids, np.zeros_like(ids)) for ids, _ in tokens])
         labels = torch.full_like(batch["input_ids"], IGNORED)
         for i, (number, (_, firsts)) in enumerate(zip(numbers, tokens, strict=True)):
             labels[i, np.flatnonzero(firsts)] = torch.tensor(self.labels[number], dtype=torch.long)

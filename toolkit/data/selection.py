@@ -1,4 +1,4 @@
-"""Which rows are trained on: good ones, not too long, not held out; and their order in one pass."""
+"""Selects the rows to train on, which are good, not too long and not held out, and their order in one pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from toolkit.data.samples import Rows, TokenRows
 from toolkit.errors import DataError, counted
 
 LONG_SHARE = 0.01
-"""Share of rows longer than `data.max_length` past which they are an error, unless the recipe says otherwise."""
+"""Share of rows longer than `data.max_length` above which they are an error, unless the recipe says otherwise."""
 
 REASONS_TOLD = 5
-"""Reasons of dropping that an error tells."""
+"""The most reasons of dropping that an error lists."""
 
 TOO_LONG = "longer than data.max_length"
 
@@ -28,10 +28,10 @@ class Selection:
     """A split's rows.
 
     Attributes:
-        rows: all of its sources.
+        rows: all rows of its sources.
         kept: numbers of the rows to use, rising.
         dropped: row -> why it is not used.
-        long: numbers of the rows longer than `data.max_length`, whatever becomes of them.
+        long: numbers of the rows longer than `data.max_length`, even if they are kept.
     """
 
     rows: Rows
@@ -50,17 +50,17 @@ def select(
     max_dropped: float,
     max_target_length: int | None = None,
 ) -> Selection:
-    """The rows of a split that can be used.
+    """Selects the rows of a split that can be used.
 
     Args:
         policy: `data.long_rows`.
-        label_names: the classes; None: no classification.
-        already_cut: long rows were cut when they were tokenised, so that `truncate` finds none.
+        label_names: the classes, or None without classification.
+        already_cut: whether long rows were cut when they were tokenised, so that `truncate` finds none.
         max_dropped: share of the rows that may be dropped, not counting those that are too long.
-        max_target_length: of rows with a source of at most `max_length` tokens and a target; None: other rows.
+        max_target_length: the most tokens of a target, for rows of a source and a target, else None.
 
     Raises:
-        DataError: where too many are too long or cannot be used, or none is left.
+        DataError: if too many are too long or cannot be used, or none is left.
     """
     dropped = problems_of(rows)
     if label_names is not None:
@@ -89,7 +89,7 @@ def select(
     # Long rows have a rule of their own above, so they do not count twice.
     unusable = {row: reason for row, reason in dropped.items() if reason != too_long}
     if len(unusable) > max_dropped * len(rows):
-        raise DataError(too_many_dropped(field, len(rows), max_dropped, _listed(rows, unusable)))
+        raise DataError(too_many_dropped(field, len(rows), max_dropped, _named_reasons(rows, unusable)))
     return Selection(rows, kept, dropped, long)
 
 
@@ -105,7 +105,7 @@ def _too_many_of_two(field: str, rows: Rows, good: Ints, num_long: int, max_leng
 
 
 def problems_of(rows: Rows) -> dict[int, str]:
-    """Row -> why it cannot be used, whatever the recipe says."""
+    """Returns why rows cannot be used with any recipe, by row."""
     found: dict[int, str] = {}
     for source, start in zip(rows.sources, rows.starts, strict=False):
         found |= {start + row: problem for row, problem in source.problems().items()}
@@ -122,17 +122,17 @@ def _without_class(rows: Rows, label_names: list[str], dropped: dict[int, str]) 
 
 
 def _without_targets(rows: Rows, long: Ints, max_length: int) -> list[int]:
-    # From the second token on: the first is never a target.
+    # From the second token on, because the first is never a target.
     return [row for row in long.tolist() if not rows.tokens(row, 1, max_length)[1].any()]
 
 
 def nothing_within(max_length: int) -> str:
-    """Why a row is dropped whose targets are all cut off."""
+    """Returns the reason for a row whose targets are all cut off."""
     return f"nothing to learn within {max_length} tokens"
 
 
 def too_many_long(field: str, lengths: Any, num_rows: int, num_long: int, max_length: int) -> str:
-    """The error's text. `lengths`: of the rows, or of those that are known."""
+    """Returns the error's text. `lengths` are those of the rows, or of the ones that are known."""
     share = num_long / num_rows
     p99 = int(np.percentile(lengths, 99, method="higher"))
     return (
@@ -147,16 +147,16 @@ NO_CLASS = "the label is not one of the classes"
 
 
 def nothing_left(field: str, rows: Rows, dropped: dict[int, str]) -> str:
-    """The error's text where no row is left: the reasons, and the first rows of each."""
+    """Returns the error's text if no row is left: the reasons, and the first rows of each."""
     names = "the names in objective.labels, " if NO_CLASS in dropped.values() else ""
     return (
         f"{field}: none of its rows ({len(rows):,}) can be trained on. "
-        f"{reasons_in_words(_listed(rows, dropped))}. Correct them, {names}or name other columns in data.columns"
+        f"{reasons_in_words(_named_reasons(rows, dropped))}. Correct them, {names}or name other columns in data.columns"
     )
 
 
 def too_many_dropped(field: str, num_rows: int, allowed: float, reasons: dict[str, tuple[int, list[str]]]) -> str:
-    """The error's text where more rows cannot be used than may be dropped. `reasons`: see `reasons_in_words`."""
+    """Returns the error's text if too many rows cannot be used; for `reasons` see `reasons_in_words`."""
     count = sum(number for number, _ in reasons.values())
     return (
         f"{field}: {count:,} of {counted(num_rows, 'row')} ({count / num_rows:.1%}) cannot be used, and "
@@ -166,22 +166,22 @@ def too_many_dropped(field: str, num_rows: int, allowed: float, reasons: dict[st
 
 
 def reasons_in_words(reasons: dict[str, tuple[int, list[str]]]) -> str:
-    """Each reason with its number of rows and the names of three, the most frequent reasons first."""
+    """Lists each reason with its number of rows and the names of three, the most frequent reasons first."""
     by_count = sorted(reasons.items(), key=lambda item: -item[1][0])
     told = [f"{reason}: {count:,} ({', '.join(names[:3])})" for reason, (count, names) in by_count[:REASONS_TOLD]]
     more = [f"and {len(by_count) - REASONS_TOLD} more reasons"] if len(by_count) > REASONS_TOLD else []
     return "; ".join([*told, *more])
 
 
-def _listed(rows: Rows, dropped: dict[int, str]) -> dict[str, tuple[int, list[str]]]:
+def _named_reasons(rows: Rows, dropped: dict[int, str]) -> dict[str, tuple[int, list[str]]]:
     return {reason: (len(found), [rows.name(row) for row in found[:3]]) for reason, found in by_reason(dropped).items()}
 
 
 def hold_out(chosen: Selection, fraction: float, seed: int) -> tuple[Selection, Selection]:
-    """Rows to train on, and held-out ones chosen by the seed, which keep the dropped out of their counts.
+    """Returns the rows to train on, and held-out rows chosen by the seed, which count no dropped rows.
 
     Raises:
-        DataError: where there is a single row.
+        DataError: if there is a single row.
     """
     count = len(chosen.kept)
     if count < 2:
@@ -199,7 +199,11 @@ def hold_out(chosen: Selection, fraction: float, seed: int) -> tuple[Selection, 
 
 
 def one_pass(chosen: Selection) -> Ints:
-    """The rows of one pass in order: one source after the other, or mixed by their weights."""
+    """Returns the rows of one pass in order: one source after the other, or mixed by their weights.
+
+    Raises:
+        DataError: if a weighted source has no usable row.
+    """
     sources = chosen.rows.sources
     if any(source.weight is None for source in sources):
         return chosen.kept
@@ -219,7 +223,7 @@ def one_pass(chosen: Selection) -> Ints:
 def cut(
     rows: TokenRows, order: Ints, lengths: Ints, policy: str, max_length: int, by_turn: bool = False
 ) -> tuple[Pieces, int]:
-    """The pieces of rows in order, and how many tokens are cut off. `by_turn`: a piece for each answer."""
+    """Returns the pieces of rows in order, and how many tokens are cut off; `by_turn` makes a piece of each answer."""
     if by_turn:
         return of_turns(order, [rows.ends(row) for row in order.tolist()]), 0
     if policy != "split":
@@ -227,19 +231,23 @@ def cut(
         return pieces, int((lengths[order] - pieces.lengths()).sum())
     pieces = split(order, lengths, max_length)
     of_long = np.flatnonzero(lengths[pieces.row] > max_length).tolist()
-    # A long prompt makes pieces without a target. Rows that are not cut have one, or they were dropped before.
+    # A long prompt makes pieces without a target. Rows that are not cut have a target, or were dropped before.
     useless = [i for i in of_long if not rows.tokens(*pieces.place(i))[1][1:].any()]
     return pieces.take(np.setdiff1d(np.arange(len(pieces)), useless)), 0
 
 
 def judgements(rows: Rows, chosen: Any) -> dict[str, int]:
-    """How many rows are judged so."""
+    """Returns how many rows have each judgement."""
     labels = rows.labels()
     return dict(sorted(Counter(str(labels[row]) for row in chosen.tolist()).items()))
 
 
 def require_both(train: Selection) -> None:
-    """Raises DataError where all rows are judged alike."""
+    """Checks that some rows are judged good and some bad.
+
+    Raises:
+        DataError: if all have the same judgement.
+    """
     found = judgements(train.rows, train.kept)
     if len(found) < 2:
         raise DataError(

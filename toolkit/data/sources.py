@@ -1,4 +1,4 @@
-"""From the path, glob or hub name of a recipe to the shards of a source, each row with its name."""
+"""Opens the path, glob or hub name of a recipe as the shards of a source, and names its rows."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ LINES = (".jsonl", ".ndjson")
 """Files with a row on each line."""
 
 WRAPPED = re.compile(rb'\{\s*"(' + "|".join(WRAPPERS).encode() + rb')"\s*:\s*\[\s*\{')
-"""How a JSON file begins whose rows are a list under a key."""
+"""Beginning of a JSON file whose rows are a list under a key."""
 
 SHARD_BYTES = 64 * 2**20
 """Size of the pieces of a file of lines that processes tokenise in parallel."""
 
 SHARD_ROWS = 50_000
-"""The same of a data set whose rows are numbered."""
+"""Rows in a piece of a data set with numbered rows."""
 
 ROWS_LOOKED_AT = 100
-"""Rows of a source among which its columns are looked for."""
+"""Number of first rows in which a source's columns are searched."""
 
 
 SPLITS_OF = {"data.train": ["train"], "data.validation": ["validation", "test"]}
-"""Field -> the splits of a saved data set that it reads, the first that is there."""
+"""Field -> the splits of a saved data set that it reads; the first that exists is taken."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a path, a glob or a hub name stands for.
+    """The files or data set of a path, a glob or a hub name.
 
     Attributes:
-        name: for people; a file's own name where it is a single one.
-        field: of the recipe, for errors.
-        weight: in the mix; None: concatenated.
+        name: a name for messages; the file's own if there is a single one.
+        field: field of the recipe, for errors.
+        weight: weight in the mix, or None if sources are concatenated.
         shards: in the order of their rows.
-        columns: of the first rows, sorted.
-        label_names: of each column that has names for its numbers.
-        paths: path of a shard -> what its rows are named by.
+        columns: columns of the first rows, sorted.
+        label_names: names of the numbers of each column that has them.
+        paths: path of a shard -> the name that its rows get.
     """
 
     name: str
@@ -74,10 +74,10 @@ def open_source(section: SourceSection, field: str, streaming: bool = False) -> 
 
     Args:
         field: `data.train` or `data.validation`.
-        streaming: a hub data set is read from the hub row by row, not downloaded first.
+        streaming: whether a hub data set is read from the hub row by row instead of downloaded first.
 
     Raises:
-        DataError: a source that is missing, empty or of no known kind.
+        DataError: if a source is missing, empty or of an unknown type.
     """
     if not is_file_source(section.path):
         shards, table = _hub_shards(section, field, streaming)
@@ -87,52 +87,56 @@ def open_source(section: SourceSection, field: str, streaming: bool = False) -> 
         shards, table = _file_shards(section.path, field), None
     names = _label_names(table)
     name = source_name(section.path)
-    columns = sorted(table.column_names) if table is not None and table.column_names else _columns(shards, field, name)
+    columns = (
+        sorted(table.column_names)
+        if table is not None and table.column_names
+        else _columns_of_first_rows(shards, field, name)
+    )
     paths = short_names(shard.path for shard in shards)
     return Source(name, field, section.weight, shards, columns, names, paths)
 
 
 def identify(section: SourceSection, field: str, source: Source | None = None) -> list[Any]:
-    """All that decides which rows a source has: files and tables of the hub count by their content.
+    """Returns what decides which rows a source has; files and tables of the hub count by their content.
 
     Args:
-        source: where it is opened already; a data set of the hub is opened otherwise.
+        source: the source if it is open already; otherwise a data set of the hub is opened.
     """
     path = local_path(section.path)
     if not is_file_source(section.path):
         shards = (source or open_source(section, field)).shards
-        # Of the builder, its revision and the split: equal in every process.
+        # It depends on the builder, its revision and the split, and is equal in every process.
         tables = [getattr(shard.table, "_fingerprint", None) for shard in shards[:1]]
         return [section.path, section.config, section.split, tables]
     saved = is_saved_dataset(path)
-    # Of several saved splits, those of the one that is read: held-out rows must not be taken for those of training.
+    # Only files of the split that is read: held-out rows must not be taken for those of training.
     files = sorted(_split_folder(path, field).rglob("*.arrow")) if saved else expand_files(section.path, field)
-    # By content, not by place: a run goes on with files that were moved.
+    # By content, not by path: a run resumes with files that were moved.
     return [[file.name, _sha256(file, field)] for file in files]
 
 
 def glimpse(section: SourceSection, field: str) -> list[Any]:
-    """What tells a source apart without reading it, where it is too large for that."""
+    """Returns what identifies a source that is too large to read, without reading it."""
     if not is_file_source(section.path) or is_saved_dataset(local_path(section.path)):
         return [section.path, section.config, section.split]
     return [[file.name, file.stat().st_size] for file in expand_files(section.path, field)]
 
 
 SAMPLES, SAMPLE_BYTES = 64, 2**16
-"""Pieces of a streamed file that are read to know it again, and their length. A file of up to 4 MiB is read whole."""
+"""Pieces of a streamed file that are read to recognise it, and their length. A file of up to 4 MiB is read whole."""
 
 
 def sampled(section: SourceSection, field: str) -> list[Any]:
-    """What tells the content of a streamed source from another's of equal names and sizes: pieces of its files."""
+    """Returns digests of pieces of a streamed source's files, which differ from those of other content."""
     path = local_path(section.path)
     if not is_file_source(section.path):
         return [section.path, section.config, section.split]
     saved = is_saved_dataset(path)
     files = sorted(_split_folder(path, field).rglob("*.arrow")) if saved else expand_files(section.path, field)
-    return [_sampled(file, field) for file in files]
+    return [_digest_of_pieces(file, field) for file in files]
 
 
-def _sampled(path: Path, field: str) -> str:
+def _digest_of_pieces(path: Path, field: str) -> str:
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
@@ -149,7 +153,7 @@ def _sampled(path: Path, field: str) -> str:
 
 
 def identify_rows(data: DataSection) -> list[Any]:
-    """All that decides which rows are read to train on, and from which columns."""
+    """Returns what decides which rows are read to train on, and from which columns."""
     return [[identify(source, "data.train") for source in data.train], data.columns.model_dump()]
 
 
@@ -161,8 +165,8 @@ def _sha256(path: Path, field: str) -> str:
         raise unreadable(field, str(path), error) from error
 
 
-def _columns(shards: list[Shard], field: str, name: str) -> list[str]:
-    """Column names of the first rows. Raises DataError where there is no row, or none that can be read."""
+def _columns_of_first_rows(shards: list[Shard], field: str, name: str) -> list[str]:
+    """Returns the column names of the first rows; raises DataError if no row can be read."""
     found: list[set[str]] = []
     problems: dict[str, list[str]] = {}
     for row_name, row in itertools.islice(
@@ -183,7 +187,7 @@ def _columns(shards: list[Shard], field: str, name: str) -> list[str]:
 
 
 def named_rows(shards: list[Shard], names: dict[str, str]) -> Iterator[tuple[str, Row]]:
-    """Every row with its name, `chat.jsonl:12`. `names`: of the shards' paths."""
+    """Yields every row with its name, such as `chat.jsonl:12`; `names` are those of the shards' paths."""
     for path, parts in itertools.groupby(shards, key=lambda shard: shard.path):
         rows = (row for shard in parts for row in read(shard))
         for number, row in enumerate(rows, start=1):
@@ -191,7 +195,7 @@ def named_rows(shards: list[Shard], names: dict[str, str]) -> Iterator[tuple[str
 
 
 def has_pictures(source: Source) -> bool:
-    """Whether one of a source's first rows holds a picture, in a column or in a part of a message."""
+    """Returns whether one of a source's first rows holds a picture, in a column or in a part of a message."""
     rows = (row for _, row in itertools.islice(named_rows(source.shards, source.paths), ROWS_LOOKED_AT))
     return any(_holds_picture(row) for row in rows if not isinstance(row, RowProblem))
 
@@ -205,7 +209,7 @@ def _holds_picture(row: dict[str, Any]) -> bool:
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """Path -> its last parts, as many as tell it from all others."""
+    """Returns for each path the shortest ending that differs from those of all others."""
     parts = {path: Path(path).parts for path in paths}
     ends = Counter(whole[-count:] for whole in set(parts.values()) for count in range(1, len(whole) + 1))
     found = {}
@@ -229,9 +233,9 @@ def _file_shards(source: str, field: str) -> list[Shard]:
     for path in expand_files(source, field):
         suffix = suffix_of(path, field)
         if suffix in TABLES:
-            # `datasets` takes paths for patterns. Streamed, it reads the file as it lies there and makes no copy of it.
+            # `datasets` takes paths for patterns. With streaming it reads the file in place and makes no copy of it.
             files = [glob.escape(str(path))]
-            table = _load(suffix[1:], field, source, data_files=files, split="train", streaming=True)
+            table = _load_table(suffix[1:], field, source, data_files=files, split="train", streaming=True)
             shards.append(Shard("table", str(path), table=table))
         elif suffix in LINES or (suffix == ".json" and not _is_list(path, field)):
             shards += _line_shards(path)
@@ -242,7 +246,7 @@ def _file_shards(source: str, field: str) -> list[Shard]:
 
 
 def _is_list(path: Path, field: str) -> bool:
-    """Whether a JSON file is one list of rows, bare or under a key, and not a row on each line."""
+    """Returns whether a JSON file is one list of rows, bare or under a key, and not a row on each line."""
     try:
         with opened(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
@@ -254,7 +258,7 @@ def _is_list(path: Path, field: str) -> bool:
 
 
 def _line_shards(path: Path) -> list[Shard]:
-    # A compressed file cannot be entered in its middle.
+    # A compressed file cannot be read from its middle.
     if path.suffix in COMPRESSIONS:
         return [Shard("lines", str(path))]
     size = path.stat().st_size
@@ -263,7 +267,7 @@ def _line_shards(path: Path) -> list[Shard]:
 
 
 def _split_folder(path: Path, field: str) -> Path:
-    """The folder of a saved data set's rows: its own, or of several splits that of the one a field reads."""
+    """Returns the folder of a saved data set's rows: its own, or that of the split that a field reads."""
     return next((path / name for name in SPLITS_OF[field] if (path / name).is_dir()), path)
 
 
@@ -304,7 +308,7 @@ def _saved_shards(section: SourceSection, field: str) -> tuple[list[Shard], data
 
 def _hub_shards(section: SourceSection, field: str, streaming: bool) -> tuple[list[Shard], Any]:
     split = section.split or "train"
-    table = _load(section.path, field, section.path, name=section.config, split=split, streaming=streaming)
+    table = _load_table(section.path, field, section.path, name=section.config, split=split, streaming=streaming)
     if streaming:
         return [Shard("table", section.path, table=table)], table
     return _row_shards(section.path, table), table
@@ -315,7 +319,7 @@ def _row_shards(path: str, table: datasets.Dataset) -> list[Shard]:
     return [Shard("rows", path, start, min(start + SHARD_ROWS, len(table)), table) for start in starts]
 
 
-def _load(builder: str, field: str, source: str, **settings: Any) -> Any:
+def _load_table(builder: str, field: str, source: str, **settings: Any) -> Any:
     try:
         table = datasets.load_dataset(builder, **settings)
         return undecoded(table)
@@ -324,7 +328,7 @@ def _load(builder: str, field: str, source: str, **settings: Any) -> Any:
 
 
 def undecoded(table: Any) -> Any:
-    """The table, whose pictures are given as they are stored: they are decoded when they are needed."""
+    """Returns the table with pictures in their stored form; they are decoded when they are needed."""
     features = dict(table.features or {})
     for name, kind in features.items():
         if isinstance(kind, datasets.Image):

@@ -1,4 +1,4 @@
-"""The special token that ends an answer: one that the chat template writes, or one that begins what follows."""
+"""Finds the special token that ends an answer: one that the chat template writes, or one that begins what follows."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from toolkit.errors import DataError
 
 @dataclass(frozen=True)
 class NextTurn:
-    """Special tokens that begin what follows an answer, of chat templates that end answers with nothing (GLM's).
+    """Special tokens that begin what follows an answer, for chat templates that end answers with nothing (GLM's).
 
     At inference the model writes them, and the server stops: GLM's `eos_token_id` has `<|user|>` and `<|observation|>`.
 
     Attributes:
-        user: begins a user's turn.
-        tool: begins the result of a call.
+        user: the token that begins a user's turn.
+        tool: the token that begins the result of a call.
     """
 
     user: str
     tool: str
 
     def stop(self, messages: list[Message], index: int) -> str:
-        """What the model writes to end the answer of message `index`."""
+        """Returns the token that the model writes to end the answer of message `index`."""
         has_next = index + 1 < len(messages)
         is_call = messages[index + 1]["role"] == "tool" if has_next else bool(messages[index].get("tool_calls"))
         return self.tool if is_call else self.user
 
     def stopped(self, text: str, spans: list[Span], messages: list[Message]) -> tuple[str, list[Span]]:
-        """The text and what is learned of it, each answer with the token that stops it, the last one's added."""
+        """Extends the learned spans by the token that stops each answer, and adds that of the last one to the text."""
         ends = [next((len(m) for m in (self.user, self.tool) if text.startswith(m, end)), 0) for _, end in spans]
         spans = [(start, end + more) for (start, end), more in zip(spans, ends, strict=True)]
         start, end = spans[-1]
@@ -45,7 +45,7 @@ class NextTurn:
 
 
 def next_turn_of(tokenizer: PreTrainedTokenizerBase) -> NextTurn | None:
-    """The tokens that stop answers which the chat template does not end; None if it ends them, or none is found."""
+    """Returns the tokens that stop answers if the chat template ends none; None if it does, or none is found."""
     if tokenizer.chat_template is None or _ends_behind(tokenizer, _behind_answer(tokenizer)):
         return None
     user = _first_special(tokenizer, _behind_answer(tokenizer, {"role": "user", "content": "And four?"}))
@@ -55,7 +55,7 @@ def next_turn_of(tokenizer: PreTrainedTokenizerBase) -> NextTurn | None:
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Special tokens that end an assistant's words; none without a template."""
+    """Returns the special tokens that end an assistant's words; none without a template."""
     if tokenizer.chat_template is None:
         return frozenset()
     if following := next_turn_of(tokenizer):
@@ -65,10 +65,13 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def require_turn_end(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Raises DataError if the chat template puts no special token behind an answer, so that nothing can be its end.
+    """Checks that the chat template puts a special token behind an answer, so that the model can learn to stop.
 
     Args:
-        source: of conversations, for the message.
+        source: the source of conversations, for the error.
+
+    Raises:
+        DataError: if it does not.
     """
     behind = _behind_answer(tokenizer)
     if behind is None or turn_ends(tokenizer):
@@ -82,12 +85,12 @@ def require_turn_end(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 
 
 def _behind_answer(tokenizer: PreTrainedTokenizerBase, *following: Message) -> str | None:
-    """What the chat template writes behind an assistant's words; None if it does not take a plain conversation."""
+    """Returns what the chat template writes behind an assistant's words, or None if it refuses a plain conversation."""
     words = "Seven"
     messages = [{"role": "user", "content": "What is three plus four?"}, {"role": "assistant", "content": words}]
     try:
         _, found, behind = rendered(tokenizer, [*messages, *following]).rpartition(words)
-    except DataError:  # it comes to no end
+    except DataError:  # the template does not end
         raise
     except Exception:  # a template is a program, and may refuse a conversation in any way
         return None
@@ -100,7 +103,7 @@ def _ends_behind(tokenizer: PreTrainedTokenizerBase, behind: str | None) -> froz
 
 
 def _first_special(tokenizer: PreTrainedTokenizerBase, behind: str | None) -> str | None:
-    """The special token with which a text begins."""
+    """Returns the special token with which a text begins, or None."""
     ids = tokenizer(behind or "", add_special_tokens=False)["input_ids"]
     if not ids or ids[0] not in special_ids(tokenizer):
         return None

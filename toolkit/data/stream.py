@@ -1,7 +1,7 @@
-"""Samples made while training, for data larger than the disk: rows are read, tokenised and packed a window at a time.
+"""Makes samples while training, for data larger than the disk: reads, tokenises and packs rows a window at a time.
 
 Every rank reads all rows and keeps its share of the samples, so that the global order is the same for any
-number of ranks, and a run that is cut off goes on at the same sample.
+number of ranks, and an interrupted run resumes at the same sample.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from toolkit.data.sources import Source, named_rows
 from toolkit.errors import DataError
 
 WINDOW_SAMPLES = 256
-"""Rows are read until their tokens fill so many samples; then these are packed and shuffled."""
+"""Rows are read until their tokens fill this many samples; then these are packed and shuffled."""
 
 BATCH_ROWS = 16
-"""Rows read and tokenised at a time."""
+"""Number of rows that are read and tokenised at a time."""
 
 ROWS_JUDGED = 1000
-"""After so many rows of a window the share of those that cannot be used is an error before the window is full."""
+"""Rows of a window after which too large a share of bad ones is an error before the window is full."""
 
 ROWS_MEASURED = 10_000
-"""Rows whose lengths are kept for the report."""
+"""Number of rows whose lengths are kept for the report."""
 
 State = dict[str, Any]
-"""Where a window begins: its number, the samples before it, and for each source its pass and row. Plain JSON."""
+"""The beginning of a window as plain JSON: its number, the samples before it, and each source's pass and row."""
 
 
 @dataclass
@@ -51,10 +51,10 @@ class StreamCounts:
 
     Attributes:
         dropped: reason -> how many, and the names of the first.
-        noted: what of kept rows is not learned -> likewise.
-        long: rows longer than the limit, whatever became of them.
+        noted: what is not learned of kept rows -> how many, and the names of the first.
+        long: rows longer than the limit, even if they were kept.
         lengths, targets: tokens and target tokens of the first usable rows.
-        held_out: digests of those that are evaluated, too.
+        held_out: digests of rows that are evaluated, too.
     """
 
     read: int = 0
@@ -89,7 +89,7 @@ class StreamCounts:
 
     @property
     def good(self) -> int:
-        """Rows that are right, too long ones included."""
+        """Number of valid rows, too long ones included."""
         too_long = self.dropped.get(TOO_LONG, {"count": 0})
         return self.read - self.num_dropped + int(too_long["count"])
 
@@ -111,32 +111,32 @@ class WindowRows:
         return len(self.documents)
 
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
-        """`input_ids` and `targets` of a part of a document, each (length,)."""
+        """Returns `input_ids` and `targets` of a part of a document, each (length,)."""
         document = self.documents[row]
         return document["input_ids"][start:stop], document["targets"][start:stop]
 
     def ends(self, row: int) -> list[int]:
-        """One after the last token of each sample of a document."""
+        """Returns the position after the last token of each sample of a document."""
         return ends_of(self.documents[row])
 
 
 @dataclass(frozen=True)
 class Window:
-    """Samples of some rows, and where these begin."""
+    """Samples of some rows, and the state at their beginning."""
 
     state: State
     samples: TextSamples
 
 
 class Stream:
-    """Reads sources window by window, without end: a source that is through starts again.
+    """Reads sources window by window, without end: a source that ends starts again.
 
     Args:
         sources: with the layout of each.
-        policy: of rows longer than `max_length` (tokens): error, drop, truncate or split.
+        policy: what happens to rows longer than `max_length` (tokens): error, drop, truncate or split.
         packed: whether rows share samples.
-        pad_id: of padding.
-        seed: of the order of a window's samples; None: the order of the rows.
+        pad_id: token of padding.
+        seed: seed of the order of a window's samples, or None for the order of the rows.
         max_dropped: share of the rows that may be dropped, not counting those that are too long.
         held_out: digests of the rows that are evaluated, which should not be trained on.
     """
@@ -165,18 +165,18 @@ class Stream:
         self.counts = StreamCounts()
 
     def windows(self, state: State | None = None) -> Iterator[Window]:
-        """From a window's state on; None: from the first row.
+        """Yields windows from a window's state on, or from the first row if it is None.
 
         Raises:
-            DataError: a source that cannot be read or has no usable row, or too many rows that are too long.
+            DataError: if a source cannot be read or has no usable row, or too many rows are too long.
         """
-        # Counted anew: the first window is read once before training, for its checks.
+        # Counts restart, because the first window is read once before training, for its checks.
         self.counts = StreamCounts()
         places = state["sources"] if state is not None else [(0, 0, 0)] * len(self.sources)
         cursors = [_Cursor(*source, *place) for source, place in zip(self.sources, places, strict=True)]
         number, samples_before = (state["window"], state["samples"]) if state is not None else (0, 0)
         while True:
-            # Taken before the rows are read: a run that is cut off in this window reads it again from its first row.
+            # Taken before the rows are read: a run interrupted in this window reads it again from its first row.
             begins = {"window": number, "samples": samples_before, "sources": [list(c.place()) for c in cursors]}
             window = Window(begins, self._samples(self._documents(cursors), number))
             yield window
@@ -184,12 +184,12 @@ class Stream:
             samples_before += len(window.samples)
 
     def _documents(self, cursors: list[_Cursor]) -> list[Document]:
-        """Good documents whose tokens fill a window."""
+        """Returns good documents whose tokens fill a window."""
         kept: list[Document] = []
         tokens = 0
         while tokens < WINDOW_SAMPLES * self.max_length:
-            for document in self._read(cursors):
-                kept_it = self._keep(document)
+            for document in self._read_documents(cursors):
+                kept_it = self._count_document(document)
                 cursors[document["source"]].count(kept_it)
                 if kept_it:
                     # As arrays: lists of Python numbers would take a window several times the memory.
@@ -205,17 +205,17 @@ class Stream:
         return kept
 
     def _check_dropped(self) -> None:
-        """Raises DataError where more rows could not be used than may be dropped."""
+        """Raises DataError if more rows could not be used than may be dropped."""
         counts = self.counts
         reasons = {why: (found["count"], found["rows"]) for why, found in counts.dropped.items() if why != TOO_LONG}
         if sum(number for number, _ in reasons.values()) > self.max_dropped * counts.read:
             raise DataError(too_many_dropped("data.train", counts.read, self.max_dropped, reasons))
 
-    def _read(self, cursors: list[_Cursor]) -> list[Document]:
-        """The next rows in the sources' order, tokenised."""
+    def _read_documents(self, cursors: list[_Cursor]) -> list[Document]:
+        """Returns the next rows in the sources' order, tokenised."""
         drawn: list[tuple[int, str, Row]] = []
         for _ in range(BATCH_ROWS):
-            cursor = _next(cursors)
+            cursor = _next_source(cursors)
             drawn.append((cursor, *cursors[cursor].draw()))
         found: dict[int, Document] = {}
         # A source at a time, because each has its own layout; then back into the order of the draw.
@@ -226,7 +226,7 @@ class Stream:
                 found[i] = {**document, "row": drawn[i][1], "source": number}
         return [found[i] for i in range(len(drawn))]
 
-    def _keep(self, document: Document) -> bool:
+    def _count_document(self, document: Document) -> bool:
         counts = self.counts
         counts.read += 1
         problem = document["problem"]
@@ -244,7 +244,7 @@ class Stream:
     def _problem_of_long(self, document: Document) -> str | None:
         counts = self.counts
         if (
-            # Judged as of 100 rows at least, so that one long row at the beginning is no share.
+            # The share is that of at least 100 rows, so that one long row at the beginning is no error.
             self.policy == "error"
             and counts.long > 1
             and counts.long > LONG_SHARE * max(counts.good, ROWS_MEASURED // 100)
@@ -267,7 +267,7 @@ class Stream:
         sample_of_piece = best_fit(pieces.lengths(), self.max_length) if self.packed else np.arange(len(pieces))
         if self.seed is not None:
             num_samples = int(sample_of_piece.max()) + 1
-            # The window's number is part of it, so that a resumed run shuffles its window alike.
+            # The seed has the window's number, so that a resumed run shuffles its window the same way.
             mixed_up = hashlib.sha256(f"{self.seed}/{window}".encode()).digest()[:8]
             sample_of_piece = np.random.default_rng(int.from_bytes(mixed_up)).permutation(num_samples)[sample_of_piece]
         in_order, ends = by_sample(pieces, sample_of_piece)
@@ -275,12 +275,12 @@ class Stream:
 
 
 class _Cursor:
-    """Where a source is read.
+    """The reading position in a source.
 
     Args:
-        passes: through the whole source, done.
-        row: of the pass under way.
-        drawn: rows in all.
+        passes: number of finished passes through the source.
+        row: row of the current pass.
+        drawn: number of rows drawn in total.
     """
 
     def __init__(self, source: Source, layout: Layout, passes: int, row: int, drawn: int) -> None:
@@ -298,15 +298,15 @@ class _Cursor:
             raise DataError(f"{source.field}: {source.name!r} holds no rows, or fewer than before")
 
     def place(self) -> tuple[int, int, int]:
-        """As the constructor takes it."""
+        """Returns the position as the constructor takes it."""
         return self.passes, self._row, self._drawn
 
     def turn(self) -> float:
-        """When a weighted source's next row comes: the k-th of weight w at (k + 1/2) / w, as in `packing.mixed`."""
+        """Returns the time of a weighted source's next row: the k-th of weight w at (k + 1/2) / w, see `mixed`."""
         return (self._drawn + 0.5) / (self.weight or 1.0)
 
     def draw(self) -> tuple[str, Row]:
-        """The next row and its name; after the last one the first again."""
+        """Returns the next row and its name; the first row follows the last one."""
         found = self._upcoming
         assert found is not None
         self._row += 1
@@ -317,9 +317,13 @@ class _Cursor:
         return found
 
     def count(self, good: bool) -> None:
-        """Whether a row could be used. Raises DataError where none of a whole pass could."""
+        """Counts whether a row could be used.
+
+        Raises:
+            DataError: if no row of a whole pass could.
+        """
         self._bad_in_a_row = 0 if good else self._bad_in_a_row + 1
-        # Until a pass is done its length is not known, and bad rows may be its beginning alone.
+        # The length of a pass is not known until it ends, and bad rows may be only its beginning.
         if self._length is not None and self._bad_in_a_row > self._length:
             raise DataError(
                 f"{self._source.field}: none of the rows of {self._source.name!r} ({self._length:,}) can be used"
@@ -332,8 +336,8 @@ class _Cursor:
         self._upcoming = next(self._rows)
 
 
-def _next(cursors: list[_Cursor]) -> int:
-    """The source that the next row comes from: by weight, or one source after the other."""
+def _next_source(cursors: list[_Cursor]) -> int:
+    """Returns the source of the next row: by weight, or one source after the other."""
     if cursors[0].weight is not None:
         return min(range(len(cursors)), key=lambda number: (cursors[number].turn(), number))
     return min(range(len(cursors)), key=lambda number: (cursors[number].passes, number))
@@ -342,9 +346,9 @@ def _next(cursors: list[_Cursor]) -> int:
 class StreamLoader:
     """Yields, per optimizer step, this rank's micro-batches of a stream; see `toolkit.data.loader.TrainLoader`.
 
-    Rank r's m-th micro-batch of step s holds samples (s G + (m W + r) B) to B more, as there.
-    The next window is made while the one before is trained on. A thread may be steps ahead of the training:
-    the states of all windows from the training's on are kept.
+    Rank r's m-th micro-batch of step s holds the B samples from s G + (m W + r) B on, as there.
+    The next window is made while the one before is trained on. A thread may be steps ahead of training, so
+    the states of all windows from the current one on are kept.
     """
 
     def __init__(
@@ -370,28 +374,28 @@ class StreamLoader:
 
     @property
     def samples_per_step(self) -> int:
-        """G, over all ranks."""
+        """G, the samples of a step over all ranks."""
         return self._micro_batch_size * self._world_size * self._accumulation
 
     def epoch_at(self, step: int) -> float:
-        """Passes over the source that has had the fewest, whole ones; how long a stream is is not known."""
+        """Returns the whole passes over the source with the fewest, because a stream's length is not known."""
         state = self.state_at(self.samples_at(step))
         if state is not None:
             del self._states[: self._states.index(state)]  # a run does not go back
         return float(min(passes for passes, _, _ in state["sources"])) if state is not None else 0.0
 
     def samples_at(self, step: int) -> int:
-        """Samples seen by all ranks after `step` optimizer steps."""
+        """Returns the samples seen by all ranks after `step` optimizer steps."""
         start_step, start = self._start
         return start + (step - start_step) * self.samples_per_step
 
     def state_at(self, samples: int) -> State | None:
-        """The window that holds the next sample after so many, for a checkpoint."""
+        """Returns the state of the window that holds the next sample after `samples`, for a checkpoint."""
         begun = [state for state in self._states if state["samples"] <= samples]
         return begun[-1] if begun else None
 
     def resume(self, step: int, samples: int, num_positions: int, state: State | None) -> None:
-        """Goes on after `step` optimizer steps at position `samples`, in the window that `state` begins."""
+        """Resumes after `step` optimizer steps at position `samples`, in the window that `state` begins."""
         self._start = (step, samples)
         self.num_positions = num_positions
         self._states = [state] if state is not None else []
@@ -411,11 +415,11 @@ class StreamLoader:
             yield [self._part.of(batch_of([taken[p] for p in micro_batch], *shape)) for micro_batch in mine]
 
     def _samples(self) -> Iterator[list[tuple[Any, Any]]]:
-        """The pieces' tokens of every sample from the start on."""
+        """Yields the tokens of the pieces of every sample from the start on."""
         state = self.state_at(self._start[1])
         skip = self._start[1] - (state["samples"] if state is not None else 0)
         for window in ahead(self.stream.windows(state), "stream"):
-            # After a resume the state of the first window is there already.
+            # After a resume the state of the first window is known already.
             if all(known["samples"] < window.state["samples"] for known in self._states):
                 self._states.append(window.state)
             for number in range(skip, len(window.samples)):
@@ -426,10 +430,10 @@ class StreamLoader:
 def describe_stream(
     report: DataReport, stream: Stream, samples: TextSamples, tokenizer: PreTrainedTokenizerBase
 ) -> DataReport:
-    """The data report with the rows to train on, as far as they have been read.
+    """Returns the data report with the rows to train on, as far as they have been read.
 
     Args:
-        samples: of the first window.
+        samples: samples of the first window.
     """
     counts = stream.counts
     lengths, targets = np.array(counts.lengths), np.array(counts.targets)

@@ -1,4 +1,4 @@
-"""Rows of tar files as WebDataset writes them: a row is the files of one name, `0001.json` and `0001.jpg`."""
+"""Reads rows of tar files as WebDataset writes them: a row is the files of one name, `0001.json` and `0001.jpg`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ MEDIA = {
     "audio": ("wav", "mp3", "flac", "ogg", "opus", "m4a"),
     "video": ("mp4", "webm", "mov", "avi", "mkv"),
 }
-"""Column of a row -> endings of the files that it holds."""
+"""Column of a row -> the endings of its files."""
 
 _COLUMN_OF = {ending: column for column, endings in MEDIA.items() for ending in endings}
 
 
 def rows_of_tar(file: IO[bytes], max_bytes: int) -> Iterator[dict[str, Any] | RowProblem]:
-    """The rows of a tar file, in its order. Nothing is unpacked: links and folders are passed over.
+    """Yields the rows of a tar file, in its order. Nothing is unpacked, and links and folders are skipped.
 
     The fields of a `.json` are the row's; a `.txt` is its `text`; a picture, sound or video is its `image`, `audio` or
-    `video`, as `datasets` has them; any other file is a column of its ending. Reference: webdataset's file format.
+    `video`, as in `datasets`; any other file is a column named by its ending. Reference: webdataset's file format.
 
     Args:
-        max_bytes: of a member; a larger one makes its row a RowProblem.
+        max_bytes: the most bytes of a member; a larger one makes its row a RowProblem.
     """
     name, members = "", dict[str, bytes | RowProblem]()
     with tarfile.open(fileobj=file, mode="r|") as tar:
@@ -35,7 +35,7 @@ def rows_of_tar(file: IO[bytes], max_bytes: int) -> Iterator[dict[str, Any] | Ro
             if not member.isfile():
                 continue
             path = PurePosixPath(member.name)
-            # A name begins the endings at its first dot: `0001.cls.txt` is of row 0001.
+            # Endings begin at the first dot of a name: `0001.cls.txt` belongs to row 0001.
             stem, _, ending = path.name.partition(".")
             key = str(path.parent / stem)
             if members and key != name:

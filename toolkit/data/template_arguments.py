@@ -1,7 +1,7 @@
-"""Arguments of chat templates, such as `enable_thinking`: of the recipe for every row, and of a row over them.
+"""Arguments of chat templates, such as `enable_thinking`: the recipe sets them for every row, and a row may override.
 
-The recipe's become defaults in the template itself. So rows, samples, the export and whoever serves it render alike
-without being told, and whoever gives an argument still overrides it.
+The recipe's become defaults in the template itself. So rows, samples, the export and its server render alike without
+further settings, and an explicit argument still overrides the default.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from toolkit.data.values import is_absent, key_shown, parsed, type_of, writable
 from toolkit.errors import BadInputError
 
 COLUMN = "chat_template_kwargs"
-"""Where a row has arguments of its own; TRL's name."""
+"""Column of a row's own arguments; TRL's name."""
 
 OF_ROW = f"{COLUMN} of the row: "
-"""Begins what the report says about a row's arguments."""
+"""Prefix of the report's note about a row's arguments."""
 
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
-"""What a template is given in any case, beside the special tokens."""
+"""Variables that every template gets, beside the special tokens."""
 
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 @cache
 def variables(template: str) -> frozenset[str]:
-    """The variables that a chat template takes from outside, without those that it is always given."""
+    """Returns the variables that a chat template takes from outside, except those that it always gets."""
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     environment.globals |= dict.fromkeys(("raise_exception", "strftime_now"))
     # transformers' own tag, which plain Jinja does not know.
     parsed_template = environment.parse(_GENERATION.sub("", template))
     found = meta.find_undeclared_variables(parsed_template)
-    # Jinja counts what one branch sets and another reads, too. Whoever has a default asks whether a name is defined.
+    # Jinja also counts what one branch sets and another reads. A template with a default tests if a name is defined.
     own = {name.name for name in parsed_template.find_all(nodes.Name) if name.ctx in ("store", "param")}
     tests = [test for test in parsed_template.find_all(nodes.Test) if test.name in ("defined", "undefined")]
     asked = {test.node.name for test in tests if isinstance(test.node, nodes.Name)}
@@ -51,8 +51,8 @@ def variables(template: str) -> frozenset[str]:
 
 
 def with_defaults(template: str, arguments: Mapping[str, Any]) -> str:
-    """The template with defaults for variables that it is not given."""
-    # `+` keeps a line end with which the template begins.
+    """Returns the template with defaults for variables that are not passed."""
+    # `+` keeps a line end at the beginning of the template.
     defaults = [
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif +%}}"
         for name, value in sorted(arguments.items())
@@ -61,7 +61,7 @@ def with_defaults(template: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _literal(value: Any) -> str:
-    """A JSON value as Jinja writes it."""
+    """Returns a JSON value as Jinja writes it."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(key)}: {_literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -73,7 +73,7 @@ def set_defaults(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any
     """Makes the recipe's arguments defaults of the tokenizer's chat template.
 
     Raises:
-        BadInputError: there is no template, or it takes no variable of that name.
+        BadInputError: if there is no template, or it takes no variable of that name.
     """
     if not arguments:
         return
@@ -94,29 +94,37 @@ def set_defaults(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any
 
 
 def not_taken(known: frozenset[str]) -> str:
-    """Why an argument has no effect on a template that takes others."""
+    """Returns why an argument has no effect on a template that takes others."""
     return f"the chat template takes no such argument; it takes {', '.join(sorted(known)) or 'none'}"
 
 
 def arguments_of(value: Any) -> dict[str, Any]:
-    """A row's arguments. Raises RowProblem if its column holds no object."""
+    """Returns a row's arguments.
+
+    Raises:
+        RowProblem: if its column does not hold an object.
+    """
     found = None if is_absent(value) else parsed(value, COLUMN)
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise RowProblem(f"{COLUMN} is {type_of(found)}, not an object")
     writable(found, COLUMN)
-    # parquet fills up what only other rows have
+    # parquet fills in nulls for keys that only other rows have
     return {name: value for name, value in found.items() if value is not None}
 
 
 def require_taken(arguments: Mapping[str, Any], template: str) -> None:
-    """Raises RowProblem if a row has an argument that the chat template does not take."""
+    """Checks that the chat template takes a row's arguments.
+
+    Raises:
+        RowProblem: if it does not take one.
+    """
     if arguments and (idle := sorted(arguments.keys() - variables(template))):
         raise RowProblem(f"{COLUMN} has {key_shown(idle[0])}, which the chat template does not take")
 
 
 def note_of(arguments: Mapping[str, Any]) -> str:
-    """What a row's own arguments are, for the report."""
+    """Describes a row's own arguments for the report."""
     told = ", ".join(f"{key_shown(name)}={key_shown(json.dumps(value))}" for name, value in sorted(arguments.items()))
     return OF_ROW + told

@@ -24,13 +24,13 @@ except ImportError:  # Windows has none; who started the trial ends it after som
     resource = None  # type: ignore[assignment]
 
 LONGEST = 2**24
-"""Characters of a text: 16 times as many as a conversation of a million tokens has words."""
+"""The most characters of a text: 16 times the words of a conversation of a million tokens."""
 
 NUM_MESSAGES = 100
-"""Of each conversation: a template that doubles its text with every message is found, too."""
+"""Messages of each conversation: enough to find a template that doubles its text with every message."""
 
 TOO_MUCH_MEMORY, TOO_LONG = "memory", "text"
-"""What is printed if the template takes more memory than it may, or makes a text of more than `LONGEST` characters."""
+"""Printed if the template takes more memory than it may, or makes a text of more than `LONGEST` characters."""
 
 USER = {"role": "user", "content": "What is three plus four?"}
 ANSWER = {"thinking": "3 + 4 = 7", "role": "assistant", "content": "Seven.", "reasoning_content": "3 + 4 = 7"}
@@ -68,7 +68,7 @@ class Generation(Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What transformers compiles chat templates in."""
+    """Returns an environment like the one in which transformers compiles chat templates."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
@@ -86,7 +86,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def conversations() -> Iterator[dict[str, Any]]:
-    """Variables of renderings: with and without a system message, tools, and contents in parts."""
+    """Yields variables of renderings: with and without a system message, tools, and contents in parts."""
     plain = [USER, ANSWER] * (NUM_MESSAGES // 2)
     called = [USER, CALL, RESULT, ANSWER] * (NUM_MESSAGES // 4)
     in_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in plain]
@@ -101,14 +101,14 @@ def conversations() -> Iterator[dict[str, Any]]:
 
 
 def limit(kind: int, value: int) -> None:
-    """Sets a limit of this process, or leaves the lower one that it has."""
+    """Sets a limit of this process, or keeps a lower one that it has."""
     _, most = resource.getrlimit(kind)
     value = value if most == resource.RLIM_INFINITY else min(value, most)
     resource.setrlimit(kind, (value, value))
 
 
 def trial(template: str, special_tokens: dict[str, str]) -> str | None:
-    """What the template takes too much of, if it comes to an end; None: nothing."""
+    """Returns what a template that ends takes too much of, or None."""
     try:
         compiled = environment().from_string(template)
     except MemoryError:
@@ -128,7 +128,7 @@ def trial(template: str, special_tokens: dict[str, str]) -> str | None:
 
 
 def main() -> None:
-    """Prints what the template takes too much of. Its job: `template`, `special_tokens`, `seconds`, `bytes`."""
+    """Prints what the template takes too much of; stdin has `template`, `special_tokens`, `seconds` and `bytes`."""
     job = json.load(sys.stdin)
     if resource is not None:
         limit(resource.RLIMIT_CORE, 0)  # a process that the limit ends leaves no file

@@ -1,4 +1,4 @@
-"""Chat templates: ours, for tokenizers that bring none, and how any of them is rendered."""
+"""Our chat templates, for tokenizers that have none, and the rendering of any chat template."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRIAL_BYTES = GIB
 """Memory of a trial."""
 
 PATIENCE_SECONDS = 300.0
-"""For a process that gets no CPU time, on a machine that is overloaded or whose disk does not answer."""
+"""Time limit for a process that gets no CPU time, on an overloaded machine or one whose disk does not answer."""
 
 _CALLS = r"""
 {%- macro write_calls(message) %}
@@ -51,7 +51,7 @@ _CALLS = r"""
 {%- set opening = messages[0].content if messages[0].role == 'system' else '' %}
 {%- set turns = messages[1:] if messages[0].role == 'system' else messages %}
 """
-"""How our templates begin. Tools and calls are written as Qwen2.5 does."""
+"""Beginning of our templates. Tools and calls are written as Qwen2.5 does."""
 
 _CHATML = r"""
 {%- if tools or messages[0].role == 'system' %}
@@ -93,15 +93,15 @@ TEMPLATES: dict[str, str] = {
     "chatml": (_CALLS + _CHATML).strip(),
     "alpaca": (_CALLS + _ALPACA).strip(),
 }
-"""Our chat templates by name. Both begin with the tokenizer's `bos_token`, where it has one.
+"""Our chat templates by name. Both begin with the tokenizer's `bos_token`, if it has one.
 
 chatml closes every turn with `<|im_end|>`, alpaca every assistant turn with the tokenizer's `eos_token`.
 """
 
 MARKERS: dict[str, list[str]] = {"chatml": ["<|im_start|>", "<|im_end|>"], "alpaca": []}
-"""Special tokens that a template of ours would like in the vocabulary.
+"""Special tokens that a template of ours should have in the vocabulary.
 
-Without them chatml works too, but its markers become several tokens, and generation has no one token to stop at:
+Without them chatml works too, but its markers become several tokens, and generation has no single token to stop at:
 with chatml `<|im_end|>` is the end of a turn and belongs among the model's end-of-sequence tokens.
 """
 
@@ -110,7 +110,7 @@ def use_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
     """Gives the tokenizer our chat template of that name; None leaves its own.
 
     Raises:
-        BadInputError: there is none of that name.
+        BadInputError: if there is none of that name.
     """
     if name is None:
         return
@@ -129,13 +129,13 @@ def rendered(
     prompt: bool = False,
     arguments: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> str:
-    """A conversation as the tokenizer's chat template writes it, `prompt` with a generation prompt behind it.
+    """Renders a conversation with the tokenizer's chat template; `prompt` adds a generation prompt.
 
     Args:
-        arguments: of the template, such as `enable_thinking`.
+        arguments: arguments of the template, such as `enable_thinking`.
 
     Raises:
-        DataError: the template comes to no end; see `require_bounded`. And whatever the template raises.
+        DataError: if the template does not end; see `require_bounded`. Errors of the template itself pass through.
     """
     template, day = tokenizer.get_chat_template(tools=tools), date_of(tokenizer)
     require_bounded(tokenizer, template)
@@ -147,20 +147,22 @@ def rendered(
     return str(text)
 
 
-_found: dict[str, str | None] = dict.fromkeys(TEMPLATES.values())
-"""Template -> what is wrong with it. Ours are not tried."""
+_trial_results: dict[str, str | None] = dict.fromkeys(TEMPLATES.values())
+"""Template -> what is wrong with it, or None. Our own are not tried."""
 
 
 def require_bounded(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     """Tries a chat template that came with a model, once in a process, before anything renders it.
 
     Raises:
-        DataError: it takes longer than `TRIAL_SECONDS`, more than `TRIAL_BYTES`, or writes a text that no
+        DataError: if it takes longer than `TRIAL_SECONDS`, more than `TRIAL_BYTES`, or writes a text that no
             conversation has.
     """
-    if template not in _found:
-        _found[template] = _tried(template, {name: str(text) for name, text in tokenizer.special_tokens_map.items()})
-    if (why := _found[template]) is not None:
+    if template not in _trial_results:
+        _trial_results[template] = _try_template(
+            template, {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
+        )
+    if (why := _trial_results[template]) is not None:
         raise DataError(
             f"data.chat_template: the chat template of {tokenizer.name_or_path!r} {why} for a conversation of "
             f"{NUM_MESSAGES} messages: it loops or grows without end, or nearly; correct the template, or set "
@@ -168,15 +170,15 @@ def require_bounded(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         )
 
 
-def _tried(template: str, special_tokens: dict[str, str]) -> str | None:
-    """What is wrong with a template, which a process of its own renders (`template_trial.py`)."""
+def _try_template(template: str, special_tokens: dict[str, str]) -> str | None:
+    """Renders a template in a process of its own (`template_trial.py`), and returns what is wrong with it."""
     job = {
         "template": template,
         "special_tokens": special_tokens,
         "seconds": TRIAL_SECONDS,
         "bytes": TRIAL_BYTES,
     }
-    # -S leaves out `site`, whose work for all installed packages can take longer than jinja2; the paths are ours.
+    # -S skips `site`, which can take longer for all installed packages than jinja2; the paths are passed on.
     command = [sys.executable, "-S", "-P", template_trial.__file__]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
@@ -187,7 +189,7 @@ def _tried(template: str, special_tokens: dict[str, str]) -> str | None:
         return f"takes longer than {PATIENCE_SECONDS:g} s"
     if done.returncode > 0:
         raise ToolkitError(f"a chat template could not be tried in a process of its own: {done.stderr.strip()[-300:]}")
-    if done.returncode < 0:  # by a signal, with which the system ends what takes too long
+    if done.returncode < 0:  # by the signal with which the system ends a process that takes too long
         return f"takes longer than {TRIAL_SECONDS} s"
     return {
         template_trial.TOO_MUCH_MEMORY: f"takes more than {TRIAL_BYTES / GIB:g} GiB",

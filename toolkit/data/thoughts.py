@@ -1,4 +1,4 @@
-"""Thoughts of the assistant: one meaning under many names, handed to the field that the model's template reads.
+"""Passes the assistant's thoughts, which have many names in data, to the field that the model's template reads.
 
 DeepSeek and Qwen have `reasoning_content`, vLLM `reasoning`, GPT-OSS `thinking`; Anthropic's and Mistral's rows have
 parts of type thinking, Harmony's a message of its own in the channel `analysis`.
@@ -15,10 +15,10 @@ from toolkit.data.problem import RowProblem
 from toolkit.data.values import type_of
 
 FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message; the first that a template reads is what it gets."""
+"""Keys of thoughts in a message; a template gets them under the first one that it reads."""
 
 THOUGHTS = FIELDS[0]
-"""Where a message has them here."""
+"""Key of a message's thoughts here."""
 
 INSIDE = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _READS_PARTS = re.compile(r"""(?:\.type|\[['"]type['"]\])\s*==\s*['"]thinking['"]""")
@@ -26,10 +26,10 @@ CHANNELS = ("analysis", "commentary", "final")
 
 
 def thoughts_of(fields: dict[str, Any], content: Any) -> str:
-    """What a message thinks, by its keys and the parts of its content; empty if nothing.
+    """Returns a message's thoughts from its keys and the parts of its content, or an empty text.
 
     Raises:
-        RowProblem: a key holds no text, or two hold different ones.
+        RowProblem: if a key holds no text, or two hold different ones.
     """
     found = []
     for name in FIELDS:
@@ -59,10 +59,10 @@ def _thought_in(part: dict[str, Any]) -> str:
 
 
 def in_one_message(messages: list[Message]) -> list[Message]:
-    """Harmony's channels: what stands in `analysis` becomes a thought of the message behind it.
+    """Merges Harmony's channels: a message in `analysis` becomes a thought of the message behind it.
 
     Raises:
-        RowProblem: an unknown channel, or an analysis with no message of the assistant behind it.
+        RowProblem: if a channel is unknown, or no message of the assistant follows an analysis.
     """
     found: list[Message] = []
     thought = ""
@@ -87,13 +87,13 @@ def in_one_message(messages: list[Message]) -> list[Message]:
 
 @cache
 def field_of(template: str) -> str | None:
-    """The key under which a chat template reads thoughts; None if it reads none."""
+    """Returns the key under which a chat template reads thoughts, or None if it reads none."""
     return next((name for name in FIELDS if re.search(rf"""(?:\.|['"]){name}\b""", template)), None)
 
 
 @cache
 def reads_parts(template: str) -> bool:
-    """Whether a chat template reads thoughts from parts of the content, as Magistral's does."""
+    """Returns whether a chat template reads thoughts from parts of the content, as Magistral's does."""
     return _READS_PARTS.search(template) is not None
 
 
@@ -104,7 +104,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def for_template(messages: list[Message], template: str) -> list[Message]:
-    """The messages with thoughts under the template's own key; one that reads none gets them as they are."""
+    """Returns the messages with thoughts under the template's own key; they stay as they are if it reads none."""
     if reads_parts(template):
         return [_in_parts(message) if message.get(THOUGHTS) else message for message in messages]
     field = field_of(template)
@@ -119,13 +119,13 @@ def for_template(messages: list[Message], template: str) -> list[Message]:
 
 
 def thought_of(message: Message) -> str:
-    """What a message thinks, in its field or inside its words."""
+    """Returns a message's thoughts, from its field or inside its words."""
     inside = INSIDE.search(message.get("content") or "")
     return message.get(THOUGHTS) or (inside[1] if inside else "")
 
 
 def left_out(messages: list[Message], text: str) -> list[str]:
-    """Which thoughts a template leaves out of the text, a sentence for each kind."""
+    """Returns a sentence for each kind of thoughts that a template leaves out of the text."""
     fields = [message.get(THOUGHTS) or "" for message in messages]
     inside = [thought for m in messages if m["role"] == "assistant" for thought in INSIDE.findall(m["content"] or "")]
     kinds = {f"the chat template leaves out {THOUGHTS}": fields, "the chat template leaves out <think>": inside}

@@ -1,4 +1,4 @@
-"""The tokenizer: from the hub, from a folder, or trained on the recipe's own text."""
+"""Loads the tokenizer from the hub or a folder, or trains it on the recipe's own text."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ PADDING = "<|pad|>"
 
 
 def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -> PreTrainedTokenizerBase:
-    """The recipe's tokenizer, with its chat template; a trained one is trained once and kept by content.
+    """Returns the recipe's tokenizer with its chat template; a new one is trained once and cached by content.
 
     Args:
         objective: `objective.kind` of the recipe, which says what the rows hold.
 
     Raises:
-        BadInputError: where there is none at the name or path.
+        BadInputError: if there is none at the name or path.
     """
     tokenizer = _load(model, data, objective)
     use_template(tokenizer, data.chat_template)
@@ -51,7 +51,7 @@ def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -
     set_date(tokenizer, data.template_date)
     set_source(tokenizer, model.name_or_path or model.tokenizer, model.revision, PixelLimits.of(data))
     if model.add_tokens is not None:
-        # False: beside the tokenizer's own additional tokens, which would be replaced otherwise.
+        # False keeps the tokenizer's own additional tokens, which would be replaced otherwise.
         tokenizer.add_special_tokens({"additional_special_tokens": list(model.add_tokens)}, False)
     return tokenizer
 
@@ -64,9 +64,9 @@ def _load(model: ModelSection, data: DataSection, objective: str) -> PreTrainedT
     assert name is not None
     field = "model.tokenizer" if model.tokenizer else "model.name_or_path"
     require_folder(name, field)
-    # model.revision is of the model's own repository; a tokenizer from another place has none.
+    # model.revision belongs to the model's own repository; a tokenizer from another one has none.
     revision = None if model.tokenizer else model.revision
-    require_safe_stored(name, revision, field)  # the tokenizer's class may be found by the configuration's
+    require_safe_stored(name, revision, field)  # transformers may read it to find the tokenizer's class
     try:
         found = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
         require_settings(found)
@@ -91,7 +91,7 @@ def require_settings(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def train(data: DataSection, vocab_size: int, objective: str = "causal_lm") -> Path:
-    """Trains a byte-level byte-pair tokenizer on the training rows; the folder it is kept in.
+    """Trains a byte-level byte-pair tokenizer on the training rows, and returns its folder.
 
     Reference: Sennrich et al., arXiv 1508.07909; byte level as in GPT-2.
     """
@@ -99,7 +99,7 @@ def train(data: DataSection, vocab_size: int, objective: str = "causal_lm") -> P
 
     def write(folder: Path) -> None:
         with Pass(Terminal(quiet=ranks.rank() != 0), "training the tokenizer"):
-            _train_byte_pairs(_texts(data, objective), vocab_size, markers).save_pretrained(folder)
+            _train_byte_pairs(_texts_of_rows(data, objective), vocab_size, markers).save_pretrained(folder)
 
     def make() -> Path:
         key = digest("tokenizer", identify_rows(data), vocab_size, markers, objective)
@@ -108,8 +108,8 @@ def train(data: DataSection, vocab_size: int, objective: str = "causal_lm") -> P
     return ranks.on_each_host(make)
 
 
-def _texts(data: DataSection, objective: str) -> Iterator[str]:
-    """The words of every usable row of `data.train`."""
+def _texts_of_rows(data: DataSection, objective: str) -> Iterator[str]:
+    """Yields the texts of every usable row of `data.train`."""
     for section in data.train:
         source = open_source(section, "data.train")
         layout = recognise(source, data.columns, objective)
@@ -122,10 +122,10 @@ def _texts(data: DataSection, objective: str) -> Iterator[str]:
 
 
 def identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Equal for tokenizers that encode every text, and on one day every conversation, alike."""
+    """Returns a digest that is equal for tokenizers that encode every text, and conversations on one day, alike."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        # Left there by tokenizer.json or the last call; the next call sets both anew.
+        # tokenizer.json or the last call may have set these; the next call sets both again.
         backend.no_truncation()
         backend.no_padding()
     rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
@@ -138,29 +138,29 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def languages(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
-    """Of sources and of targets, where the tokenizer marks them, as mBART's does."""
+    """Returns the languages of sources and of targets, if the tokenizer marks them, as mBART's does."""
     return [getattr(tokenizer, name, None) for name in ("src_lang", "tgt_lang")]
 
 
 def bos_of(tokenizer: PreTrainedTokenizerBase, wanted: bool | None) -> int | None:
-    """The token that begins a plain text; None where none does.
+    """Returns the token that is added before plain text, or None if none is.
 
     Args:
-        wanted: `data.add_bos`; None: as the tokenizer does when it encodes a text.
+        wanted: `data.add_bos`; if it is None, the tokenizer decides as when it encodes a text.
 
     Raises:
-        BadInputError: it is wanted, and the tokenizer has none.
+        BadInputError: if a token is wanted, and the tokenizer has none.
     """
     bos = tokenizer.bos_token_id
     if wanted and bos is None:
         raise BadInputError("data.add_bos: the tokenizer has no begin-of-text token; set it to null or false")
-    # Found by trying: a post-processor can add it, which no setting tells.
+    # Found by encoding a text: a post-processor can add the token, and no setting shows that.
     adds_it = tokenizer("a", verbose=False)["input_ids"][:1] == [bos] if wanted is None else wanted
     return int(bos) if adds_it and bos is not None else None
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What fills up a block; never a target, so any token does where there is no padding token."""
+    """Returns the token of padding; it is never a target, so any token works without a padding token."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return int(token_id)
@@ -174,10 +174,10 @@ def _train_byte_pairs(texts: Iterator[str], vocab_size: int, markers: Sequence[s
     trainer = BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT, PADDING, *markers],
-        # All 256 bytes, so that no text is unknown, whatever the training rows hold.
+        # All 256 bytes, so that no text has unknown tokens, whatever the training rows hold.
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    end = markers[-1] if markers else END_OF_TEXT  # what a turn ends with, a generated text stops at
+    end = markers[-1] if markers else END_OF_TEXT  # generation stops at the token that ends a turn
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=PADDING)

@@ -1,4 +1,4 @@
-"""Ends of what is learned: which tokens they are, and answers that do not end with one."""
+"""Finds the tokens that end what is learned, and answers that do not end with one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from toolkit.data.samples import TextSamples
 from toolkit.data.stops import turn_ends
 
 SAMPLES_LOOKED_AT = 256
-"""Among which the tokens are looked for that end what is learned: a template has one or two."""
+"""Number of samples in which these tokens are searched: a template has one or two."""
 
 
 def learned_ends(samples: TextSamples, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that the samples teach as the end of a text or of a turn.
+    """Returns the tokens that the samples teach as the end of a text or of a turn.
 
-    The last target alone does not tell: of Harmony's earlier turns it is a token that ends a channel, too, and a long
+    The last target is not enough to know: in Harmony's earlier turns it may be a token that ends a channel, and a long
     text is cut anywhere.
     """
     possible = turn_ends(tokenizer) | {tokenizer.eos_token_id}
@@ -33,7 +33,10 @@ def learned_ends(samples: TextSamples, tokenizer: PreTrainedTokenizerBase) -> fr
 
 
 def without_end(source: Documents, special: Set[int]) -> Any:
-    """Numbers of the rows with an answer whose last token is not among these; their targets are whole answers."""
+    """Returns the numbers of the rows with an answer whose last token is not in `special`.
+
+    The targets of the rows must be whole answers.
+    """
     found, before = [], 0
     for batch in source.table.to_batches():
         ids, targets = (batch.column(name) for name in ("input_ids", "targets"))
@@ -43,7 +46,7 @@ def without_end(source: Documents, special: Set[int]) -> Any:
         last[:-1] &= ~learned[1:]
         rows = np.flatnonzero(edges[1:] > edges[:-1])
         ends = edges[1:][rows] - 1
-        last[ends] = learned[ends]  # the next row's first token goes on with nothing
+        last[ends] = learned[ends]  # the next row's first token continues nothing
         places = np.flatnonzero(last)
         unclosed = places[~np.isin(ids.flatten().to_numpy()[places], list(special))]
         found.append(before + np.unique(np.searchsorted(edges, unclosed, side="right") - 1))

@@ -1,8 +1,8 @@
-"""A sample for each answer of a conversation: what a model is given before it, and what it writes.
+"""Makes a sample of each answer of a conversation: the prompt before it, and what the model writes.
 
 Templates that leave out the thoughts of earlier turns write the same answer in two ways: with its thoughts as the last
-turn, without them as an earlier one. At inference each answer was the last one when it was written. So each is
-rendered as the last one here, behind what came before it as it is rendered then.
+turn, without them as an earlier one. At inference each answer is the last one when it is written. So each is rendered
+as the last one here, behind its prompt as it is rendered at that time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Turn:
     """One answer.
 
     Attributes:
-        index: of its message.
+        index: number of its message.
         prompt: the conversation before it with the generation prompt, as at inference.
-        written: what the model writes, the token that ends its turn included.
+        written: the text that the model writes, including the token that ends its turn.
     """
 
     index: int
@@ -51,10 +51,10 @@ def turns_of(
     wanted: list[int],
     arguments: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> list[Turn]:
-    """The answers of the messages `wanted`; without one that opens the conversation, which nothing was given for.
+    """Returns the answers of the messages `wanted`, except one that opens the conversation and so has no prompt.
 
     Raises:
-        RowProblem: the template refuses what comes before an answer, or does not write the answer behind it.
+        RowProblem: if the template refuses what comes before an answer, or does not write the answer behind it.
     """
     return [_turn(tokenizer, messages[: i + 1], tools, arguments) for i in wanted if i > 0]
 
@@ -78,32 +78,32 @@ def _turn(
 
 
 def _written_otherwise(row: ConversationText, index: int, text: str, prompt: str) -> str:
-    """What is written behind a prompt that the text of the conversation does not begin with.
+    """Returns what is written behind a prompt that the text of the conversation does not begin with.
 
-    DeepSeek R1 opens thoughts, and leaves even the last turn's out; Qwen 3 closes them if it is not to think; Mistral
-    puts the system text into a user's turn that nothing follows.
+    DeepSeek R1 opens thoughts, and leaves out even the last turn's; Qwen 3 closes them if it is not to think; Mistral
+    puts the system text into the last user turn.
 
     Raises:
-        RowProblem: it cannot be found.
+        RowProblem: if it cannot be found.
     """
     thought = thought_of(row.messages[index])
     if opened := _OPENED.search(prompt):
-        rest = _behind(text, prompt[: opened.start()])
-        # As these models write: on lines of their own, if the prompt opens them so.
+        rest = _rest_behind(text, prompt[: opened.start()])
+        # These models write thoughts on lines of their own if the prompt opens them so.
         closing = "\n</think>\n\n" if opened[1] else "</think>"
         thought = thought.strip("\n") if opened[1] else thought
         return thought + closing + rest.removeprefix("</think>")
     if closed := _EMPTY.search(prompt):
         if thought:
             raise RowProblem(CLOSED)
-        return _behind(text, prompt[: closed.start()])
+        return _rest_behind(text, prompt[: closed.start()])
     start, end = turn_span(row, index)
     if thought.strip() and thought.strip() in row.text[start:end]:
         raise RowProblem(NO_WAY)  # the prompt may have closed them, in a form that is not known here
     return row.text[start:end]
 
 
-def _behind(text: str, beginning: str) -> str:
+def _rest_behind(text: str, beginning: str) -> str:
     if not text.startswith(beginning):
         raise RowProblem(NO_WAY)
     rest = text[len(beginning) :]
@@ -119,7 +119,7 @@ def has_thoughts_at_inference(
     arguments: Mapping[str, Any],
     text: str,
 ) -> bool:
-    """Whether the first thoughts that the text of a conversation lacks were there when their answer was written."""
+    """Returns whether the first thoughts that the text of a conversation lacks are rendered with their own answer."""
     for i, message in enumerate(messages[:-1]):
         thought = thought_of(message).strip() if message["role"] == "assistant" else ""
         if thought and thought not in text and i > 0:
@@ -131,7 +131,11 @@ def has_thoughts_at_inference(
 
 
 def parts_in_turn(turn: Turn, message: Message, parts: tuple[Span, ...]) -> list[Span]:
-    """Where parts of a message's words stand in what is written (characters). Raises RowProblem if nowhere or twice."""
+    """Returns the places of parts of a message's words in the answer (characters).
+
+    Raises:
+        RowProblem: if the words are not in the answer exactly once.
+    """
     words = message["content"]
     if turn.written.count(words) != 1:
         raise RowProblem("a message with train_detail does not stand in what the chat template renders, or twice")
@@ -141,11 +145,11 @@ def parts_in_turn(turn: Turn, message: Message, parts: tuple[Span, ...]) -> list
 
 @dataclass(frozen=True)
 class EncodedTurns:
-    """Answers as tokens, one after the other, each behind what comes before it.
+    """Answers as tokens, one after the other, each behind its prompt.
 
     Attributes:
-        targets: which tokens are written.
-        ends: one after the last token of each answer.
+        targets: which tokens the model writes.
+        ends: position after the last token of each answer.
     """
 
     ids: list[int]
@@ -157,10 +161,10 @@ def encode_turns(tokenizer: PreTrainedTokenizerBase, turns: list[Turn], cuts: li
     """Tokenises answers.
 
     Args:
-        cuts: characters of what is written of each that are not learned.
+        cuts: characters of each answer that are not learned.
 
     Raises:
-        RowProblem: a token would hold the end of a prompt and the beginning of an answer, and cannot be parted.
+        RowProblem: if one token would hold the end of a prompt and the beginning of an answer.
     """
     found = EncodedTurns([], [], [])
     before = tokenizer([turn.prompt for turn in turns], **_PLAIN)["input_ids"]
@@ -168,28 +172,30 @@ def encode_turns(tokenizer: PreTrainedTokenizerBase, turns: list[Turn], cuts: li
     for turn, prompt, both, unlearned in zip(turns, before, whole, cuts, strict=True):
         written = _continuation(tokenizer, turn, prompt, both)
         found.ids.extend([*prompt, *written])
-        learned = _learned(tokenizer, turn, written, unlearned) if unlearned else [True] * len(written)
+        learned = _learned_tokens(tokenizer, turn, written, unlearned) if unlearned else [True] * len(written)
         found.targets.extend([*[False] * len(prompt), *learned])
         found.ends.append(len(found.ids))
     return found
 
 
 _PLAIN = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-"""A chat template writes its own special tokens."""
+"""Arguments of the tokenizer: a chat template writes its own special tokens."""
 
 
 def _continuation(tokenizer: PreTrainedTokenizerBase, turn: Turn, prompt: list[int], both: list[int]) -> list[int]:
-    """The tokens of an answer behind a prompt, which a server tokenises alone."""
+    """Returns the tokens of an answer behind a prompt, which a server tokenises alone."""
     if both[: len(prompt)] == prompt:
         return both[len(prompt) :]
-    # Line ends of both would be one token, say.
+    # For example, line ends of both may become one token.
     written: list[int] = tokenizer(turn.written, **_PLAIN)["input_ids"]
     if tokenizer.decode([*prompt, *written]) != tokenizer.decode(both):
         raise RowProblem("the beginning of an answer and the end of the generation prompt are one token")
     return written
 
 
-def _learned(tokenizer: PreTrainedTokenizerBase, turn: Turn, written: list[int], unlearned: list[Span]) -> list[bool]:
+def _learned_tokens(
+    tokenizer: PreTrainedTokenizerBase, turn: Turn, written: list[int], unlearned: list[Span]
+) -> list[bool]:
     spans = without([(0, len(turn.written))], unlearned)
     encoded = tokenizer(turn.written, **_PLAIN, return_offsets_mapping=True)
     if encoded["input_ids"] != written:

@@ -1,4 +1,4 @@
-"""Values of a row: each function gives what a layout needs, or raises the RowProblem that says what is there."""
+"""Reads values of a row: each function returns what a layout needs, or raises a RowProblem about what it found."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 from toolkit.data.problem import RowProblem
 
 MAX_LEVELS = 100
-"""Deepest nesting of a row's tools and calls; templates and Python's JSON give up at some hundreds."""
+"""Deepest nesting of a row's tools and calls; templates and Python's JSON fail at some hundreds."""
 
 
 def text_of(value: Any, column: str) -> str:
-    """A column's text. Raises RowProblem where it holds none."""
+    """Returns a column's text.
+
+    Raises:
+        RowProblem: if it holds none.
+    """
     if value is None:
         raise RowProblem(f"{column} is missing or null")
     if not isinstance(value, str):
@@ -24,12 +28,16 @@ def text_of(value: Any, column: str) -> str:
 
 
 def is_absent(value: Any) -> bool:
-    """Whether a column that a row may lack says nothing: a CSV file has empty text where others have null."""
+    """Returns whether an optional column has no value; a CSV file has empty text instead of null."""
     return value is None or (isinstance(value, str) and not value.strip())
 
 
 def encodable(value: str, column: str) -> str:
-    """The text. Raises RowProblem where UTF-8 cannot hold it."""
+    """Returns the text.
+
+    Raises:
+        RowProblem: if UTF-8 cannot encode it.
+    """
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -41,13 +49,17 @@ KEY_CHARACTERS = 60
 
 
 def key_shown(name: Any) -> str:
-    """The name of a column or key in a note: short, encodable, and without what parts notes."""
+    """Returns the name of a column or key for a note: short, encodable, and without the separator of notes."""
     text = str(name).encode("utf-8", "backslashreplace").decode().replace(";", ",")
     return text if len(text) <= KEY_CHARACTERS else f"{text[: KEY_CHARACTERS - 3]}..."
 
 
 def writable(value: Any, what: str, levels: int = MAX_LEVELS) -> None:
-    """Raises RowProblem where a template could not write a value, or its text not be encoded."""
+    """Checks that a template can write a value, and its text can be encoded.
+
+    Raises:
+        RowProblem: if not.
+    """
     if levels == 0:
         raise RowProblem(f"{what} nested more than {MAX_LEVELS} levels deep")
     if isinstance(value, str):
@@ -58,13 +70,17 @@ def writable(value: Any, what: str, levels: int = MAX_LEVELS) -> None:
 
 
 def type_of(value: Any) -> str:
-    """What kind of value it is, in words."""
+    """Describes the type of a value in words."""
     names = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return names.get(type(value), type(value).__name__)
 
 
 def parsed(value: Any, what: str) -> Any:
-    """The value of JSON in a string; anything else as it is."""
+    """Returns the value of JSON in a string, and any other value unchanged.
+
+    Raises:
+        RowProblem: if a string is not JSON.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -74,6 +90,6 @@ def parsed(value: Any, what: str) -> Any:
 
 
 def numbers_first(label: str) -> tuple[bool, int, str]:
-    """Labels that are numbers in the order of numbers."""
+    """Returns a sort key that puts labels that are numbers first, in their order."""
     is_number = re.fullmatch(r"-?[0-9]{1,18}", label) is not None
     return (not is_number, int(label) if is_number else 0, label)

@@ -66,7 +66,7 @@ LOOKED_AT = 4096
 
 
 def with_pictures(workload: Workload, samples: PictureSamples) -> Workload:
-    """Returns the workload on real micro-batches: those with the most picture tokens, and of text alone if there are any.
+    """Returns the workload on real micro-batches: those with the most picture tokens, and those of text, if any.
 
     The latter are longer by the tokens of the small picture that is appended to their rows.
     """

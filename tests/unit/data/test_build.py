@@ -144,7 +144,7 @@ def test_a_hub_data_set_counts_by_its_content(tmp_path: Path, byte_pairs: Any, m
     built = []
     for words in ("the old story", "the new story", "the old story"):
         table = datasets.Dataset.from_dict({"text": [words] * 3})
-        monkeypatch.setattr(sources, "_load", lambda *_, table=table, **__: table)
+        monkeypatch.setattr(sources, "_load_table", lambda *_, table=table, **__: table)
         built.append(build.build(section(tmp_path, "some/stories", packing=False), byte_pairs, seed=0))
     assert [data.train.documents(0) == built[0].train.documents(0) for data in built] == [True, False, True]
     assert [data.fingerprint == built[0].fingerprint for data in built] == [True, False, True]
